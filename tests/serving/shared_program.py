@@ -34,6 +34,8 @@ SECRET, KEY = "KVPATCH_SECRET", b"rig"
 KILLED, SILENT = 2 * TASK, 3 * TASK
 """The first turns of these scenarios."""
 STEPS = 4
+MODEL = "model-shared"
+"""Of both engines: vLLM's name of an image, which is its chunk's, contains the model's name."""
 PATIENT = 90.0
 """Seconds that a stopped server's outbox is waited for: the circuit breaker rests for 30."""
 
@@ -45,7 +47,6 @@ def serve(work: str, kind: str, name: str, url: str) -> None:
     """Answers what the other end of WORK/KIND-NAME.socket asks, until it is told to close."""
     import loops_program
     import rig_engine
-    import trained_model
 
     from kvpatch_jax.store import ChunkStore
     from kvpatch_jax.store.remotes.retrying_adapter import RetryingAdapter
@@ -54,7 +55,6 @@ def serve(work: str, kind: str, name: str, url: str) -> None:
     rng = np.random.default_rng(SEED)
     scene = loops_program.Scene(4 * TASK, rng)
     turns = [scene.turn(range(own - own % TASK, own + 1), rng) for own in range(4 * TASK)]
-    model = trained_model.write(folder / f"model-shared-{name}", loops_program.MODEL)
 
     stored, calls = list[tuple[str, str | None]](), {"read": 0, "write": 0, "delete": 0, "paths": 0}
     put = ChunkStore.put
@@ -77,7 +77,7 @@ def serve(work: str, kind: str, name: str, url: str) -> None:
     settings |= {"image_frame": list(loops_program.FRAME), "patience": 20.0}
     options = {**loops_program.OPTIONS, "num_gpu_blocks_override": 400, "max_model_len": 512}
     options["limit_mm_per_prompt"] = {"image": TASK, "video": 0}
-    engine = rig_engine.Engine(model, folder / f"store-shared-{kind}-{name}", settings, **options)
+    engine = rig_engine.Engine(folder / MODEL, folder / f"store-shared-{kind}-{name}", settings, **options)
     scheduler, worker = engine.scheduler, engine.worker
     assert scheduler is not None
     assert worker is not None
@@ -305,8 +305,13 @@ def silent(engines: dict[str, Served], server: int) -> dict[str, Any]:
 
 def main(work: str, kind: str) -> None:
     """Runs the scenarios and writes what was found."""
+    import cpu_rig
+    import trained_model
+
+    from evals.trained import MAIN, SHEETS
+
     folder = Path(work).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    trained_model.write(folder / MODEL, SHEETS / MAIN)
     with remote(folder, kind) as (url, server):
         engines = {name: Served(folder, kind, name, url) for name in NAMES}
 
@@ -326,8 +331,6 @@ def main(work: str, kind: str) -> None:
         finally:
             for engine in engines.values():
                 engine.process.kill()
-    import cpu_rig
-
     found["versions"] = cpu_rig.versions()
     (folder / f"shared-{kind}.json").write_text(json.dumps(found, indent=1))
 

@@ -487,14 +487,15 @@ def test_what_one_engine_formed_the_other_serves_and_nobody_forms_again(shared):
     assert found["distinct"] == sum(found["stored"])
     assert min(found["stored"]) > 0
     one, two = sides(found)
-    assert one["chunks"] + two["chunks"] == sum(range(one["answers"] + two["answers"]))
+    # The lead and the images before, of every turn but the first.
+    assert one["chunks"] + two["chunks"] == sum(range(2, one["answers"] + two["answers"] + 1))
 
 
 def test_engines_that_prefill_the_same_at_once_store_it_twice_at_most(shared):
     found = shared["at once"]
     assert found["by_both"] <= found["distinct"]
     for row in sides(found):
-        assert row["chunks"] == sum(range(row["answers"])), "the turn before is stored, whoever was first"
+        assert row["chunks"] == sum(range(1, row["answers"] + 1)), "the turn before is stored, whoever was first"
 
 
 def test_an_engine_that_is_killed_while_it_saves_leaves_the_other_alone(shared):

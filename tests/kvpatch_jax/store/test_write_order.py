@@ -114,7 +114,7 @@ def test_a_put_that_failed_leaves_the_queued_one(gated: GatedStore, tmp_path: Pa
     gated.put_async(OLD)
     with monkeypatch.context() as patched:
 
-        def broken(items: Any) -> int:
+        def broken(items: Any, only: Any) -> int:
             raise StoreIOError("no disk; expected one")
 
         patched.setattr(gated.tenant_disk, "put", broken)
