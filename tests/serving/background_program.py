@@ -83,7 +83,7 @@ def background(engine: Engine, kind: str) -> dict[str, Any]:
         put(tenant, id, *more)
 
     worker.former.store_canonical = noting
-    engine.one(given["behind"][0], **given["behind"][1], tenant="background", steps=1)
+    engine.one(given["behind"][0], **given["behind"][1], policy="approximate", tenant="background", steps=1)
     worker.canonicals.flush()
     ((_, id),) = noted
     engine.one(given["alone"][0], **given["alone"][1], tenant="alone", steps=1)
@@ -108,7 +108,7 @@ def killed(engine: Engine, kind: str) -> None:
     """Dies while it forms, with the lease."""
     given = prompts(kind)
     engine.worker.canonicals._forward.prefill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    engine.one(given["behind"][0], **given["behind"][1], tenant="killed", steps=1)
+    engine.one(given["behind"][0], **given["behind"][1], policy="approximate", tenant="killed", steps=1)
     time.sleep(30)
     raise AssertionError("the process lives; expected it to be killed")
 
@@ -121,7 +121,7 @@ def revived(engine: Engine, kind: str, folder: Path) -> dict[str, Any]:
     reference, answers, counts = engine.one(prompt), [], []
     for pause in (0.0, LEASE):
         time.sleep(pause)
-        answers.append(engine.one(prompt, **asked, tenant="killed"))
+        answers.append(engine.one(prompt, **asked, policy="approximate", tenant="killed"))
         engine.worker.canonicals.flush()
         counts.append(dict(engine.worker.canonicals.counts))
     return {

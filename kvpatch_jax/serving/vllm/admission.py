@@ -35,7 +35,9 @@ class Admission:
         self._config, self._stores, self._cache = config, stores, cache
         self._demand = Demand()
 
-    def wanted(self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None) -> WantedChunks:
+    def wanted(
+        self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None, exact: bool = False
+    ) -> WantedChunks:
         """Returns what to store of a prompt.
 
         The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
@@ -45,6 +47,7 @@ class Admission:
 
         Args:
           prefills: the tenant's, which a plan has looked at just now.
+          exact: whether the request is served exact chunks alone: canonicals behind others are of no use to it.
 
         Raises:
           StoreError, WeightsError: as `Stores.of`.
@@ -59,9 +62,10 @@ class Admission:
                     formed.append(index)
                 continue
             is_kept = prefills is not None and prefills.may_have(id, front)
-            is_asked = not is_kept and self._demand.note(tenant, id, front) >= self._config.patch_after
-            is_shared = bool(self._config.forming_rate) and (is_asked or self._is_shared(tenant, id))
-            if is_shared and not stores.has_canonical(tenant, id):
+            times = self._demand.note(tenant, id, front)
+            is_asked = not is_kept and times >= self._config.patch_after
+            is_shared = is_asked or self._is_shared(tenant, id)
+            if self._config.forming_rate and not exact and is_shared and not stores.has_canonical(tenant, id):
                 alone.append(index)
             if is_kept:
                 continue

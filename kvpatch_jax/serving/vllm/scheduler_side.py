@@ -160,7 +160,8 @@ class SchedulerSide:
         if not (self.config.save and state.options.save) or state.saved:
             return WantedChunks()
         try:
-            return self._admission.wanted(state.options.tenant, state.history, prefills)
+            options = state.options
+            return self._admission.wanted(options.tenant, state.history, prefills, options.policy == "exact")
         except (KVPatchError, OSError) as error:  # the plan can be served all the same
             self.counts["unsaved"] += 1
             logger.warning("kvpatch: request %s is not saved: %s", state.request.request_id, error)

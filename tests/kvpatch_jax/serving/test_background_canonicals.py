@@ -84,7 +84,7 @@ def asked(sides, name, pages, finished=True, **options):
         save(orders)
 
     sides.worker.save = noting
-    found = served(sides, name, {"segments": ends, **options}, tokens, BLOCKS)
+    found = served(sides, name, {"segments": ends, "policy": "approximate", **options}, tokens, BLOCKS)
     sides.worker.save = save
     told = sides.scheduler.finish(found.request)["kvpatch"] if finished else None
     if finished:
@@ -136,7 +136,7 @@ def test_it_is_served_as_a_leading_chunk_bit_for_bit(sides, tmp_path):
 
 
 def test_a_patch_is_formed_once_there_is_a_canonical(tmp_path):
-    with sides_of(tmp_path, patch_after=1, forming_rate=1e6) as sides:
+    with sides_of(tmp_path, patch_after=1, forming_rate=1e6, survivor_bytes=0) as sides:
         begun(sides)
         asked(sides, "first", [0, 1])
         assert sides.worker.former.counts["patches"] == 0
@@ -144,6 +144,14 @@ def test_a_patch_is_formed_once_there_is_a_canonical(tmp_path):
         assert sides.worker.former.counts["patches"] == 1
         told = asked(sides, "again", [2, 1], policy="blind", save=False).told
         assert told["served"][2][0] == "stored"
+
+
+def test_exact_requests_ask_for_none(tmp_path):
+    """They would be served nothing by it, and get patches in place of prefills."""
+    with sides_of(tmp_path, patch_after=1, forming_rate=1e6) as sides:
+        begun(sides)
+        assert asked(sides, "first", [0, 1], policy="exact").alone == []
+        assert asked(sides, "other", [0, 1]).alone != []
 
 
 @pytest.mark.parametrize("given", [{"forming_rate": 0}, {"save": False}])
