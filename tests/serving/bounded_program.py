@@ -46,7 +46,7 @@ OPTIONS = {
 
 
 class Traffic:
-    """Requests of agents that each have a window of chunks; a chunk is drawn anew, or is an earlier one of its tenant."""
+    """Requests of agents that each have a window of chunks: drawn anew, or earlier ones of their tenants."""
 
     def __init__(self, rng: np.random.Generator):
         self.rng = rng
