@@ -1,7 +1,7 @@
 """Thousands of drawn requests under budgets that bind: `python bounded_program.py WORK REQUESTS`.
 
-It writes WORK/bounded-REQUESTS.json: memory, and the bytes of the store, of survivors and of the host's copies, after
-every hundred requests. Requests are of 80 tenants and of agents that come and go; windows slide, grow, shrink and come
+It writes WORK/bounded-REQUESTS.json: memory, and the bytes of the store, of survivors and of the host's copies, as
+requests go on. Requests are of 80 tenants and of agents that come and go; windows slide, grow, shrink and come
 back in another order; policies, promises and how chunks are declared are drawn, one in a hundred is abandoned. The
 model is the small Llama.
 """
@@ -98,7 +98,7 @@ def resident() -> int:
 def sample(engine: Engine, count: int, began: float) -> dict[str, Any]:
     """What is held after so many requests."""
     gc.collect()
-    scheduler, former = engine.scheduler, engine.worker.former
+    scheduler = engine.scheduler
     files = [file.stat().st_size for file in engine.store.rglob("*") if file.is_file()]
     return {
         "requests": count,
@@ -111,7 +111,6 @@ def sample(engine: Engine, count: int, began: float) -> dict[str, Any]:
         "open_stores": scheduler.stores.shared.tenants,
         "tracked": len(scheduler._requests),
         "free_blocks": engine.free_blocks(),
-        "formed": dict(former.counts),
     }
 
 
@@ -137,7 +136,7 @@ def many(engine: Engine, requests: int) -> dict[str, Any]:
         equal += plain["tokens"] == exact["tokens"] == reference
         samples.append(sample(engine, sent, began))
         if len(samples) % 10 == 0:
-            print({name: own for name, own in samples[-1].items() if name != "formed"}, flush=True)
+            print(samples[-1], flush=True)
     return {
         "limits": LIMITS,
         "samples": samples,
@@ -145,6 +144,7 @@ def many(engine: Engine, requests: int) -> dict[str, Any]:
         "probes_equal": equal,
         "chunks_served": points,
         "counts": dict(engine.scheduler.counts),
+        "formed": dict(engine.worker.former.counts),
     }
 
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,49 +26,79 @@ from rig_engine import Engine
 
 from kvpatch_jax.store.remotes.local_adapter import LocalAdapter
 
-SEED, REQUESTS, STEPS, KIND = 41077, 40, 24, "128"
-BLOCKS = 60
+SEED, REQUESTS, STEPS, KIND = 41077, 20, 24, "128"
+BLOCKS = 40
 """Fewer than eight requests need."""
-CALLS = ("read", "write", "delete", "paths")
-"""Of a remote store's adapter."""
+TENANT = "everybody"
+PHASES = (
+    "nothing fails",
+    "disk full",
+    "room again",
+    "remote hangs",
+    "it still hangs",
+    "remote answers",
+    "store removed",
+    "after that",
+)
+"""In each, the first phase's requests come again, and as many new ones; the phases' order counts."""
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, names: tuple[str, ...], function: Any) -> Iterator[None]:
-    """Replaces functions, and puts them back."""
+def replaced(owner: Any, names: Sequence[str], wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Wraps functions, and puts them back."""
     own = {name: getattr(owner, name) for name in names}
-    for name in names:
-        setattr(owner, name, function)
+    for name, function in own.items():
+        setattr(owner, name, wrap(function))
     yield
     for name, function in own.items():
         setattr(owner, name, function)
 
 
-def no_room(*given: Any, **more: Any) -> Any:
-    """What a system call says on a full disk."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def full(call: Any) -> Any:
+    """Has a system call say what it says on a full disk."""
+
+    def called(*given: Any, **more: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return called
+
+
+def of_remote(engine: Engine) -> dict[str, int]:
+    """What the store counts of its remote store."""
+    counts = engine.scheduler.stores.shared.of(TENANT).statistics().counts
+    return {name: count for name, count in counts.items() if name.startswith("remote")}
 
 
 def failing(engine: Engine) -> dict[str, Any]:
     """Sends the requests of every phase."""
-    traffic, answered = Traffic(np.random.default_rng(SEED)), threading.Event()
-    drawn = [traffic.request() for _ in range(REQUESTS)]
+    traffic, released = Traffic(np.random.default_rng(SEED)), threading.Event()
+    drawn = [traffic.request() for _ in range(REQUESTS * len(PHASES))]
     prompts = [prompt for prompt, _ in drawn]
-    each = [{**own, "policy": "exact", "tenant": "everybody", "save": True} for _, own in drawn]
-    reference = engine.ask(*prompts, steps=STEPS)
+    each = [{**own, "policy": "exact", "tenant": TENANT, "save": True} for _, own in drawn]
+    reference = [answer["tokens"] for answer in engine.ask(*prompts, steps=STEPS)]
     preempted, free = engine.note_preemptions(), engine.free_blocks()
 
-    def phase() -> dict[str, Any]:
-        counts, formed = dict(engine.scheduler.counts), dict(engine.worker.former.counts)
+    def hanging(call: Any) -> Any:
+        def called(*given: Any, **more: Any) -> Any:
+            released.wait(600)
+            return call(*given, **more)
+
+        return called
+
+    def phase(name: str) -> dict[str, Any]:
+        counts, formed, remote = dict(engine.scheduler.counts), dict(engine.worker.former.counts), of_remote(engine)
         preempted.clear()
-        engine.abandon(prompts[0], **each[0])
-        began = time.perf_counter()
-        answers = engine.ask(*prompts, steps=STEPS, each=each)
-        seconds = time.perf_counter() - began
+        began = PHASES.index(name) * REQUESTS
+        chosen = [*range(REQUESTS), *range(began, began + REQUESTS)]
+        engine.abandon(prompts[began], **each[began])
+        start = time.perf_counter()
+        asked = [each[index] for index in chosen]
+        answers = engine.ask(*(prompts[index] for index in chosen), steps=STEPS, each=asked)
+        seconds = time.perf_counter() - start
         changed = lambda now, before: {name: own - before.get(name, 0) for name, own in now.items()}
-        return {
-            "requests": REQUESTS,
-            "equal": sum(own["tokens"] == other["tokens"] for own, other in zip(answers, reference, strict=True)),
+        found = {
+            "requests": len(chosen),
+            "equal": sum(own["tokens"] == reference[index] for own, index in zip(answers, chosen, strict=True)),
             "served": sum(len(own["told"].get("served", [])) for own in answers),
             "seconds": round(seconds, 1),
             "preemptions": len(preempted),
@@ -76,21 +106,21 @@ def failing(engine: Engine) -> dict[str, Any]:
             "tracked": len(engine.scheduler._requests),
             "counts": changed(engine.scheduler.counts, counts),
             "formed": changed(engine.worker.former.counts, formed),
+            "remote": changed(of_remote(engine), remote),
         }
+        print(name, found, flush=True)
+        return found
 
-    found = {}
-    with replaced(os, ("pwritev", "posix_fallocate"), no_room):
-        found["disk full"] = phase()
-    found["room again"] = phase()
-    found["served from the store"] = phase()
+    found = {"nothing fails": phase("nothing fails")}
+    with replaced(os, ("pwritev", "posix_fallocate"), full):
+        found["disk full"] = phase("disk full")
+    found["room again"] = phase("room again")
+    with replaced(LocalAdapter, ("read", "write", "delete", "paths"), hanging):
+        found |= {name: phase(name) for name in ("remote hangs", "it still hangs")}
+    released.set()
+    found["remote answers"] = phase("remote answers")
     shutil.rmtree(engine.store)
-    found["store removed"] = phase()
-    found["after it"] = phase()
-    with replaced(LocalAdapter, CALLS, lambda *given, **more: answered.wait(600)):
-        found["remote hangs"] = phase()
-        found["it still hangs"] = phase()
-    answered.set()
-    found["remote answers"] = phase()
+    found |= {name: phase(name) for name in ("store removed", "after that")}
     return {"phases": found}
 
 
