@@ -22,8 +22,11 @@ def draw(bounded: Mapping[str, Any], path: Path) -> Path:
     requests = [sample["requests"] for sample in samples]
     figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.4])
-    above.plot(requests, [sample["resident"] / 2**30 for sample in samples], color="black")
-    above.set(ylabel="memory of the\nprocess, GiB", ylim=(0, None))
+    resident = [sample["resident"] / 2**30 for sample in samples]
+    above.plot(requests, resident, color="black")
+    above.set(ylabel="memory of the\nprocess, GiB", ylim=(0, 1.15 * max(resident)))
+    files = [sample["disk_files"] / 2**20 for sample in samples]
+    below.plot(requests, files, color="tab:blue", linewidth=0.7, label="store on the disk, with its index")
     for name, (title, colour, limit) in HELD.items():
         below.plot(requests, [sample[name] / 2**20 for sample in samples], color=colour, label=title)
         below.axhline(limits[limit] / 2**20, color=colour, linestyle=":", linewidth=1)

@@ -32,7 +32,7 @@ from trained_task import FRAME, QUESTION
 from evals.small_task import VOCABULARY
 
 BODIES, AT_ONCE, SEED = 400, 8, 11
-BLOCKS = 40
+BLOCKS = 26
 """Of the engine's pool; eight long prompts need more."""
 SERVERS = {
     "direct": [],
