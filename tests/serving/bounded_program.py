@@ -95,7 +95,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def sample(engine: Engine, count: int, began: float) -> dict[str, Any]:
+def sample(engine: Any, count: int, began: float) -> dict[str, Any]:
     """What is held after so many requests."""
     gc.collect()
     scheduler = engine.scheduler
@@ -114,7 +114,7 @@ def sample(engine: Engine, count: int, began: float) -> dict[str, Any]:
     }
 
 
-def many(engine: Engine, requests: int) -> dict[str, Any]:
+def many(engine: Any, requests: int) -> dict[str, Any]:
     """Sends all, in batches of drawn size; a prompt of which the answer is known is asked between them."""
     traffic = Traffic(np.random.default_rng(SEED))
     probe = {"tenant": "everybody", "segments": [40, 80]}
