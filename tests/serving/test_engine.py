@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 MATCHED, LEADING = 88, 48
 """Tokens of both chunks, and of the first."""
 CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "certified": 12, "pretrained": 8}
-CONTEXTS |= {"documents": 100, "bounded": 10_000}
+CONTEXTS |= {"documents": 60, "bounded": 10_000}
 """Contexts of the trained model's task, texts, turns or requests: of `NAME_program.py`, or `trained_program.py`."""
 
 LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
