@@ -291,11 +291,11 @@ def test_patches_bring_accuracy_back_in_the_engine(run, scenario):
 
 
 def test_in_bfloat16_a_leading_image_costs_no_more_than_the_engines_own_rounding(run):
-    """Computing other numbers of tokens at once rounds otherwise: a prefill of all beside one that has blocks."""
+    """Computing other numbers of images or tokens at once rounds otherwise; by a step of a logit between 4 and 8."""
     ways = run("bfloat16")["ways"]
     of = lambda way: ways[way]["difference_from_the_prefix_cache"]
     assert of("leading")["median"] == of("re-prefill")["median"] == 0
-    assert of("leading")["largest"] <= 1.5 * of("re-prefill")["largest"]
+    assert max(of("leading")["largest"], of("re-prefill")["largest"]) <= 2**-5
     assert ways["leading"]["first_tokens_equal_to_the_engine_alone"] == 1
     assert of("blind")["median"] > of("rank 8")["median"] > of("rank 16")["median"] > 0
 
