@@ -195,7 +195,7 @@ def mixed(engine):
     free = engine.free_blocks()
     alone = [engine.one(prompt, steps=STEPS, **own) for prompt, own in zip(prompts, each, strict=True)]
     before, preempted = engine.scheduler.counts["loaded_tokens"], engine.note_preemptions()
-    # Plans that would find the prompt in the engine's own cache would be dropped: each kind has a part of its own there.
+    # Plans are dropped where the engine has the prompt in its own cache: each kind has a part of its own there.
     salts = [f"kind {place % 4}" for place in range(len(each))]
     together = engine.ask(*prompts, steps=STEPS, each=each, salts=salts)
     return {
