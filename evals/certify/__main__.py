@@ -10,7 +10,6 @@ from . import startup_message as startup_message  # isort: split
 from .. import extra as extra  # isort: split
 
 import dataclasses
-import importlib.metadata
 import resource
 import tempfile
 import time
@@ -25,6 +24,7 @@ from models import Buckets, ModelBackbone, load
 from ..command_line import begin_program, errors_as_one_line
 from ..compilation import Compilations
 from ..console import Progress, in_words
+from ..results.environment import environment
 from ..trained import shipped
 from .certification import certify, table
 from .certification_run import CertificationRun
@@ -164,7 +164,7 @@ def journal_of(backbone: ModelBackbone, name: str, source: WindowSource, ranks: 
         "seed": _SEED.value,
         "ranks": list(ranks),
         "skip": sorted(_SKIP.value),
-        "versions": {package: importlib.metadata.version(package) for package in ("kvpatch-jax", "jax")},
+        "versions": environment(("kvpatch-jax", "jax"))["versions"],
     }
     return Journal(out.with_name(f"{out.name}.parts"), config)
 

@@ -75,14 +75,20 @@ def _attention(merge_kv, split_kv):
             merge_kv(k, v).astype(pages.dtype), mode="drop"
         )
 
-        context = pages[tables].reshape(requests, -1, *pages.shape[2:])
-        keys, values = split_kv(context.reshape(*context.shape[:2], -1, context.shape[-1]), kv_heads, width)
         grouped = q.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, width)
-        scores = jnp.einsum("tkgh,rskh->tkgrs", grouped, keys.astype(jnp.float32)) * sm_scale
-        before = jnp.arange(keys.shape[1]) <= position[:, None]
-        seen = before[:, None] & (own[:, None] == jnp.arange(requests))[..., None]
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=(-2, -1))
-        out = jnp.einsum("tkgrs,rskh->tkgh", weights, values.astype(jnp.float32)).reshape(q.shape)
+
+        def attend(request, out):
+            rows = pages[tables[request]].reshape(1, -1, *pages.shape[2:])
+            rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+            keys, values = (part[0].astype(jnp.float32) for part in split_kv(rows, kv_heads, width))
+            scores = jnp.einsum("tkgh,skh->tkgs", grouped, keys) * sm_scale
+            seen = jnp.arange(keys.shape[0]) <= position[:, None]
+            weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=-1)
+            answer = jnp.einsum("tkgs,skh->tkgh", weights, values)
+            return jnp.where((own == request)[:, None, None, None], answer, out)
+
+        # One request after another: most batches have few.
+        out = jax.lax.fori_loop(0, distribution[2], attend, jnp.zeros_like(grouped)).reshape(q.shape)
         return jnp.where(valid[:, None, None], out, 0).astype(q.dtype), pages
 
     return attention

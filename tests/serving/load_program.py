@@ -241,10 +241,10 @@ def _row(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def flags_of(store: Path) -> list[str]:
-    """Flags of the server, with the connector on a store."""
+def flags_of(store: Path, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Flags of the server, with the connector on a store and other settings of it."""
     extra = {"store": str(store), "backbone": "trained", "rank": RANK, "uncertified": True}
-    extra["image_frame"] = list(FRAME)
+    extra |= {"image_frame": list(FRAME), **(settings or {})}
     transfer = {
         "kv_connector": "TPUOffloadConnector",
         "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector",

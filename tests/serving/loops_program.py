@@ -13,6 +13,7 @@ cache alone: evicting eight at once when sixteen are there, and putting a word i
 """
 # pyright: reportMissingImports=false
 
+import collections
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import rig_engine
 import trained_model
 from PIL import Image
 from rig_engine import Engine
+from scipy.special import log_softmax
 from trained_task import FRAME
 
 from evals import sheets_task, small_task
@@ -53,7 +55,6 @@ OPTIONS = {
     "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
     "disable_chunked_mm_input": True,
     "skip_mm_profiling": True,
-    "max_logprobs": len(VOCABULARY),
 }
 WAYS: dict[str, Mapping[str, Any] | None] = {
     "re-prefill": None,
@@ -66,8 +67,6 @@ RECORDED_SEED, RECORDED, QUESTIONS = 4711, 480, 8
 """Of other tasks than those that are served: a window of each is recorded, and so many questions behind it."""
 RECORDED_TURNS = {"sliding": (2, 4, 2 * WINDOW - 1), "reopened": (1,), "appended": (2, 5, TASK - 1)}
 """Turns of a task at which its window is recorded, one after another."""
-ALONE = ("batched eviction", "placeholders")
-"""Ways whose prompts are others."""
 
 
 class Turn(NamedTuple):
@@ -113,6 +112,14 @@ class Scene:
         """Returns what a request says of its chunks: nothing, since images are found."""
         return {}
 
+    def prompts(self, turn: Turn) -> dict[str, dict[str, Any]]:
+        """Returns the prompt of every way."""
+        return {
+            **dict.fromkeys(WAYS, self.prompt(turn.images, turn.question)),
+            "batched eviction": self.prompt(turn.evicted, turn.question),
+            "placeholders": self.prompt(turn.images, turn.question, turn.old),
+        }
+
     def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
         """Returns a prompt of the lead, words in place of old images, images and a question."""
         pictures = [self.pictures[image] for image in images]
@@ -146,41 +153,36 @@ def appended(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Tur
 LOOPS = {"sliding": sliding, "reopened": reopened, "appended": appended}
 
 
-def divergence(own: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """KL(own ‖ other) of two answers' first tokens, over the whole vocabulary."""
-    first, second = (np.array([likely[token] for token in own]) for likely in (own, other))
-    return float(np.sum(np.exp(first) * (first - second)))
+def divergence(own: np.ndarray, other: np.ndarray) -> float:
+    """KL(own ‖ other) of two answers' first tokens: log-probabilities of the whole vocabulary."""
+    return float(np.sum(np.exp(own) * (own - other)))
 
 
-def measured(engine: Engine, turns: Sequence[Turn], scene: Any, vocabulary: int = len(VOCABULARY)) -> dict[str, Any]:
+def measured(engine: Engine, turns: Sequence[Turn], scene: Any) -> dict[str, Any]:
     """Answers every turn in every way.
 
     Args:
       scene: makes prompts as `Scene` does, and says what requests with them declare.
-      vocabulary: number of log-probabilities that are compared: all.
     """
-    answers: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, *ALONE)}
-    seconds: dict[str, list[float]] = {way: [] for way in answers}
-    likely = {"steps": 1, "likely": vocabulary, "fresh": False}
+    answers: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    seconds: dict[str, list[float]] = collections.defaultdict(list)
+    logits = engine.note_logits()
     began = time.perf_counter()
     for number, turn in enumerate(turns):
-        shown = scene.prompt(turn.images, turn.question)
-        prompts = dict.fromkeys(WAYS, shown)
-        prompts |= {
-            "batched eviction": scene.prompt(turn.evicted, turn.question),
-            "placeholders": scene.prompt(turn.images, turn.question, turn.old),
-        }
-        for way, prompt in prompts.items():
+        for way, prompt in scene.prompts(turn).items():
             # Each way has blocks of its own in the engine's cache, and chunks of its own in the store.
             salt = f"{way} {number}" if way == "re-prefill" else way
             asked = WAYS.get(way)
             own = {} if asked is None else {**asked, **scene.declared(turn), "tenant": way}
             start = time.perf_counter()
-            answers[way] += engine.ask(prompt, salts=[salt], **likely, **own)
+            (answer,) = engine.ask(prompt, salts=[salt], steps=1, likely=1, fresh=False, **own)
             seconds[way].append(time.perf_counter() - start)
+            answers[way].append({**answer, "log_probabilities": log_softmax(logits[-1][0].astype(np.float64))})
+            assert answer["tokens"] == [int(logits[-1][0].argmax())], "the logits are another request's"
+            logits.clear()
         if number % 20 == 19:
             print(f"turn {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)
-    return {way: row(answers[way], answers["re-prefill"], turns, seconds[way]) for way in answers}
+    return {way: row(own, answers["re-prefill"], turns, seconds[way]) for way, own in answers.items()}
 
 
 def row(
@@ -192,7 +194,8 @@ def row(
     """One way's row."""
     computed = [answer["prompt"] - answer["cached"] for answer in answers]
     right = np.array([answer["tokens"][0] == turn.answer for answer, turn in zip(answers, turns, strict=True)])
-    kl = np.array([divergence(own["likely"], other["likely"]) for own, other in zip(truth, answers, strict=True)])
+    likely = "log_probabilities"
+    kl = np.array([divergence(own[likely], other[likely]) for own, other in zip(truth, answers, strict=True)])
     flips = np.array([own["tokens"][0] != other["tokens"][0] for own, other in zip(truth, answers, strict=True)])
     bounds = [answer["told"].get("kl") for answer in answers]
     known = [(own, bound) for own, bound in zip(kl, bounds, strict=True) if bound is not None]

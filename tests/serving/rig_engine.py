@@ -116,6 +116,21 @@ class Engine:
         """Blocks that nobody holds."""
         return self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def note_logits(self) -> list[np.ndarray]:
+        """Logits of every step from now on, as it happens: requests in order, then padding, by the vocabulary."""
+        noted: list[np.ndarray] = []
+        assert self.worker is not None
+        runner = self.worker._runner
+        compute = runner.compute_logits_fn
+
+        def noting(*given: Any) -> Any:
+            logits = compute(*given)
+            noted.append(np.asarray(logits))
+            return logits
+
+        runner.compute_logits_fn = noting
+        return noted
+
     def note_preemptions(self) -> list[str]:
         """Ids of requests that are preempted from now on, as it happens."""
         noted: list[str] = []

@@ -1,6 +1,7 @@
 """The tables of docs/experiments/vllm.md, from `results.json`: `python tests/serving/serving_guide.py` writes them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,25 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "reordered": _reordered(results["reordered"]),
         "certified": _certified(results["certified"]),
         "pretrained": _pretrained(results["pretrained"]),
-        "loops": _loops(results),
+        "documents": _loops(results, ("documents",)),
+        "loops": _loops(results, LOOPS),
         "gaps": _gaps(results),
+        "failing": _failing(results["failing"]),
         "load": _load(results["load"]),
         "load tokens": _load_tokens(results["load"]),
         "shared": _shared(results),
     }
 
 
-def _loops(results: dict[str, Any]) -> str:
+def _failing(found: dict[str, Any]) -> str:
+    rows = ["| | answers equal | preemptions | chunks served | seconds |", "|---|---|---|---|---|"]
+    for name, own in found["phases"].items():
+        equal = f"{own['equal']} of {own['requests']}"
+        rows.append(f"| {name} | {equal} | {own['preemptions']} | {own['served']} | {own['seconds']} |")
+    return "\n".join(rows)
+
+
+def _loops(results: dict[str, Any], loops: Sequence[str]) -> str:
     heads = [
         "loop",
         "way",
@@ -65,7 +76,7 @@ def _loops(results: dict[str, Any]) -> str:
     ]
     heads += ["other first tokens", "within its bound", "chunks served"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for loop in LOOPS:
+    for loop in loops:
         ways = results[loop]["ways"]
         alone = ways["prefix cache"]["prefilled_tokens"]
         for way, own in ways.items():
@@ -301,11 +312,14 @@ def marked(name: str, text: str) -> tuple[int, int]:
 
 
 def write() -> None:
-    """Writes the tables into the guide, and draws its figure."""
+    """Writes the tables into the guide, and draws its figures."""
+    import bounded_figure
     import load_figure
 
     text, results = GUIDE.read_text(), json.loads(RESULTS.read_text())
-    load_figure.draw(results["load"], GUIDE.parents[1] / "pictures" / "engine_load.png")
+    pictures = GUIDE.parents[1] / "pictures"
+    load_figure.draw(results["load"], pictures / "engine_load.png")
+    bounded_figure.draw(results["bounded"], pictures / "engine_bounded.png")
     for name, table in tables(results).items():
         begin, end = marked(name, text)
         text = f"{text[:begin]}\n{table}\n\n{text[end:]}"

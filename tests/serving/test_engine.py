@@ -20,7 +20,8 @@ pytestmark = pytest.mark.engine
 MATCHED, LEADING = 88, 48
 """Tokens of both chunks, and of the first."""
 CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "certified": 12, "pretrained": 8}
-"""Of the trained model's task, or texts, in the programs that ask them: `NAME_program.py`, or `trained_program.py`."""
+CONTEXTS |= {"documents": 60, "bounded": 10_000}
+"""Contexts of the trained model's task, texts, turns or requests: of `NAME_program.py`, or `trained_program.py`."""
 
 LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
 """Turns of the loops of `loops_program.py`."""
@@ -31,6 +32,7 @@ GAPS = {"gaps-reopened": 200, "gaps-replaced": 200, "gaps-lost": 100}
 ALONE = {
     "load": "load_program.py",
     "fuzzed": "fuzz_program.py",
+    "failing": "failing_program.py",
     "background-load": "background_load_program.py",
 }
 """Programs of one run, by scenario: they start a server, or measure."""
@@ -86,7 +88,8 @@ def run(work, request):
 
     yield run
     if request.config.getoption("--write-results"):
-        serving_guide.RESULTS.write_text(json.dumps(done, indent=1) + "\n")
+        results = json.loads(serving_guide.RESULTS.read_text()) | done  # of what has not run now, as it was
+        serving_guide.RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         serving_guide.write()
 
 
@@ -247,6 +250,8 @@ def test_500_mixed_requests_leave_nothing_behind_and_contaminate_nobody(run):
     assert sum(found["requests"].values()) == 500
     assert found["equal_to_alone"] == found["requests"]
     assert found["plain_is_not_bare"], "else contamination would not show"
+    for name, left in found["left_to_the_engine"].items():
+        assert 0 < left < found["requests"][name], "some in each way"
     assert found["damaged_matched"] == 0
     assert found["preemptions"]
     first, last = found["free_blocks"]
@@ -302,11 +307,11 @@ def test_patches_bring_accuracy_back_in_the_engine(run, scenario):
 
 
 def test_in_bfloat16_a_leading_image_costs_no_more_than_the_engines_own_rounding(run):
-    """Computing other numbers of tokens at once rounds otherwise: a prefill of all beside one that has blocks."""
+    """Computing other numbers of images or tokens at once rounds otherwise; by a step of a logit between 4 and 8."""
     ways = run("bfloat16")["ways"]
     of = lambda way: ways[way]["difference_from_the_prefix_cache"]
     assert of("leading")["median"] == of("re-prefill")["median"] == 0
-    assert of("leading")["largest"] <= 1.5 * of("re-prefill")["largest"]
+    assert max(of("leading")["largest"], of("re-prefill")["largest"]) <= 2**-5
     assert ways["leading"]["first_tokens_equal_to_the_engine_alone"] == 1
     assert of("blind")["median"] > of("rank 8")["median"] > of("rank 16")["median"] > 0
 
@@ -399,16 +404,67 @@ def test_under_load_every_request_is_answered_and_chunks_save_what_they_save_alo
         assert mean("right", "chunks and patches") >= mean("right", "reuse off") - 0.05
 
 
-def test_nothing_that_a_client_sends_stops_the_server(run):
-    """500 bodies over HTTP. To a few vLLM's own frontend answers 500 and goes on (`fuzz_program.Body`)."""
-    found = run("fuzzed")
+@pytest.mark.parametrize("server", ["direct", "tenant-header"])
+def test_nothing_that_a_client_sends_stops_the_server(run, server):
+    """400 bodies over HTTP. To a few vLLM's own frontend answers 500 and goes on (`fuzz_program.Body`)."""
+    found = run("fuzzed")["servers"][server]
     statuses = found["statuses"]
-    assert found["bodies"] == sum(statuses.values()) == 500
+    assert found["bodies"] == sum(statuses.values()) == 400
     assert found["neither_200_nor_4xx"] == []
-    assert statuses.get("500", 0) == found["frontend_500"] < 100
-    assert statuses["200"] > 250, "or few of them came as far as the connector"
+    assert statuses.get("500", 0) == found["frontend_500"] < 80
+    assert statuses["200"] > (200 if server == "direct" else 100), "or few of them came as far as the connector"
+    assert statuses["-1"] > 20, "clients that hung up"
+    assert found["preemptions"]
     before, after = found["plain"]
     assert before == after == found["reuse"]
+
+
+def test_stores_that_fail_cost_no_answer(run):
+    """Chunks are served while the disk takes no more; without the store's directory requests are served plainly."""
+    phases = run("failing")["phases"]
+    for name, found in phases.items():
+        assert found["equal"] == found["requests"] == 40, name
+        assert found["preemptions"], name
+        first, last = found["free_blocks"]
+        assert (first, found["tracked"]) == (last, 0), name
+    full, again = phases["disk full"], phases["room again"]
+    assert full["formed"]["failed"]
+    assert full["formed"]["prefills"] == 0 < again["formed"]["prefills"]
+    for name in ("disk full", "remote hangs", "it still hangs", "remote answers"):
+        assert phases[name]["served"], name
+    for name in ("store removed", "after that"):
+        assert phases[name]["counts"]["unread"] >= 40, name
+
+
+def test_10_000_requests_stay_within_their_budgets(run):
+    """Of the last half of them, memory is no more than a twentieth above that of the second quarter."""
+    found = run("bounded")
+    samples, limits = found["samples"], found["limits"]
+    assert samples[-1]["requests"] == 10_000
+    assert found["probes_equal"] == found["probes"]
+    for sample in samples:
+        assert sample["disk"] <= limits["disk"]
+        assert sample["survivors"] <= limits["survivor_bytes"]
+        assert sample["host"] <= limits["host"]
+        assert sample["tracked"] == 0
+        assert sample["free_blocks"] == samples[0]["free_blocks"]
+    for kind in ("disk", "survivors", "host"):
+        limit = limits["survivor_bytes" if kind == "survivors" else kind]
+        assert max(sample[kind] for sample in samples) > 0.9 * limit, "the budget is to bind"
+    half, quarter = len(samples) // 2, len(samples) // 4
+    most = lambda part: max(sample["resident"] for sample in part)
+    assert most(samples[half:]) <= 1.05 * most(samples[quarter:half])
+
+
+def test_documents_slide_at_a_fraction_of_the_prefix_cache(run):
+    """SmolLM2's weights behind a lead: survivors lose .03 nats on average, and the rest is exact."""
+    ways = run("documents")["ways"]
+    alone = ways["prefix cache"]["prefilled_tokens"]
+    assert ways["exact"]["largest_kl"] < 1e-3
+    for way in ("remember", "forget"):
+        assert ways[way]["prefilled_tokens"] <= 0.3 * alone
+        assert ways[way]["points"]["survivor"] > 0
+    assert ways["forget"]["kl"]["value"] <= 0.03
 
 
 @pytest.mark.parametrize("loop", LOOPS)
