@@ -1,6 +1,6 @@
 """Loops whose prompts lack chunks inside, with ranges and without: `python gap_loops_program.py WORK TURNS LOOP`.
 
-LOOP is one of `LOOPS`. WORK/gaps-LOOP-TURNS.json is written, and WORK/sheets.json, as `loops_program` does. The engine
+LOOP is one of `LOOPS`. WORK/gaps-LOOP-TURNS.json is written, and WORK/gaps-LOOP.json, as `loops_program` does. The engine
 has the change of `ranges_patch.py`; "without" it is not asked for, so that the same engine, at the same turn, serves
 what the released one would.
 
@@ -44,6 +44,7 @@ def replaced(scene: Scene, turns: int, rng: np.random.Generator) -> Iterator[Tur
 
 
 LOOPS = {"reopened": loops_program.reopened, "replaced": replaced, "lost": loops_program.appended}
+RECORDED_TURNS = {"reopened": (1,), "replaced": (1,), "lost": loops_program.RECORDED_TURNS["appended"]}
 
 
 def lose(engine: Engine, image: int) -> None:
@@ -90,7 +91,7 @@ def main(work: str, turns: str, loop: str) -> None:
     """Draws, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
     ranges_patch.install()
-    certificate = loops_program.certify(folder)
+    certificate = loops_program.certify(folder, f"gaps-{loop}", LOOPS[loop], RECORDED_TURNS[loop])
     saved = json.loads(certificate.read_text())
     settings = {"backbone": saved["certificate"]["backbone"], "certificate": str(certificate), "uncertified": True}
     settings |= {"image_frame": list(FRAME), "patch_after": ConnectorConfig.patch_after, "ranges": 1}

@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ RECORDED_SEED, RECORDED, QUESTIONS = 4711, 480, 8
 """Of other tasks than those that are served: a window of each is recorded, and so many questions behind it."""
 RECORDED_TURNS = {"sliding": (2, 4, 2 * WINDOW - 1), "reopened": (1,), "appended": (2, 5, TASK - 1)}
 """Turns of a task at which its window is recorded, one after another."""
+PAUSE = 0.2
+"""Seconds between turns, in which an agent acts and the engine is idle."""
 
 
 class Turn(NamedTuple):
@@ -169,6 +171,7 @@ def measured(engine: Engine, turns: Sequence[Turn], scene: Any) -> dict[str, Any
     logits = engine.note_logits()
     began = time.perf_counter()
     for number, turn in enumerate(turns):
+        time.sleep(PAUSE)
         for way, prompt in scene.prompts(turn).items():
             # Each way has blocks of its own in the engine's cache, and chunks of its own in the store.
             salt = f"{way} {number}" if way == "re-prefill" else way
@@ -228,21 +231,28 @@ def row(
     }
 
 
-def recorded(loop: str, folder: Path) -> Path:
-    """Draws windows of other tasks with the same traffic, and writes their images and their file, which is returned."""
+Draw = Callable[[Scene, int, np.random.Generator], Iterator[Turn]]
+"""Yields so many turns of a scene."""
+
+
+def recorded(draw: Draw, turns: Sequence[int], folder: Path) -> Path:
+    """Draws windows of other tasks with the same traffic, and writes their images and their file, which is returned.
+
+    Args:
+      turns: of a task at which its window is recorded, one after another.
+    """
     rng, names, lines = np.random.default_rng(RECORDED_SEED), VOCABULARY.names, list[str]()
     for task in range(RECORDED):
-        turns = RECORDED_TURNS[loop]
-        number = turns[task % len(turns)]
-        scene = Scene(max(number + 1, PAGES), rng)
-        for image, picture in enumerate(scene.pictures):
-            picture.save(folder / f"{task:03}-{image:02}.png")
-        *_, before, turn = ((), *(own.images for own in LOOPS[loop](scene, number + 1, rng)))
-        asked = [scene.turn(turn, rng).question for _ in range(QUESTIONS)]
+        count = turns[task % len(turns)] + 1
+        scene = Scene(count + PAGES, rng)
+        *_, before, shown = ((), *(turn.images for turn in draw(scene, count, rng)))
+        asked = [scene.turn(shown, rng).question for _ in range(QUESTIONS)]
+        for image in {*before, *shown}:
+            scene.pictures[image].save(folder / f"{task:03}-{image:02}.png")
         window = {
-            "images": [f"{task:03}-{image:02}.png" for image in turn],
+            "images": [f"{task:03}-{image:02}.png" for image in shown],
             "questions": [" ".join(names[token] for token in question) for question in asked],
-            "before": [f"{task:03}-{image:02}.png" for image in before if image not in turn],
+            "before": [f"{task:03}-{image:02}.png" for image in before if image not in shown],
         }
         lines.append(json.dumps(window))
     path = folder / "windows.jsonl"
@@ -250,13 +260,17 @@ def recorded(loop: str, folder: Path) -> Path:
     return path
 
 
-def certify(folder: Path, loop: str) -> Path:
-    """Certifies the model on recorded windows, as an operator does with its own; returns the file."""
+def certify(folder: Path, loop: str, draw: Draw, turns: Sequence[int]) -> Path:
+    """Certifies the model on recorded windows, as an operator does with its own; returns the file.
+
+    Args:
+      draw, turns: as of `recorded`.
+    """
     path, images = folder / f"{loop}.json", folder / f"recorded-{loop}"
     if path.exists():
         return path
     images.mkdir(parents=True, exist_ok=True)
-    windows = recorded(loop, images)
+    windows = recorded(draw, turns, images)
     flags = [f"--model={MODEL}", "--dtype=float32", f"--images={images}", f"--windows={windows}", f"--out={path}"]
     flags += ["--n=160", "--batch=32", "--ranks=8,16", "--skip=update,fresh,repair"]
     subprocess.run([sys.executable, "-m", "evals.certify", *flags], check=True)
@@ -266,7 +280,7 @@ def certify(folder: Path, loop: str) -> Path:
 def main(work: str, turns: str, loop: str) -> None:
     """Draws, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
-    certificate = certify(folder, loop)
+    certificate = certify(folder, loop, LOOPS[loop], RECORDED_TURNS[loop])
     saved = json.loads(certificate.read_text())
     settings = {"backbone": saved["certificate"]["backbone"], "certificate": str(certificate), "uncertified": False}
     settings |= {"image_frame": list(FRAME), "patch_after": ConnectorConfig.patch_after}  # as it comes
