@@ -1,6 +1,6 @@
 """Loops whose prompts lack chunks inside, with ranges and without: `python gap_loops_program.py WORK TURNS LOOP`.
 
-LOOP is one of `LOOPS`. WORK/gaps-LOOP-TURNS.json is written, and WORK/gaps-LOOP.json, as `loops_program` does. The engine
+LOOP is one of `LOOPS`. WORK/gaps-LOOP-TURNS.json is written, and WORK/gaps-LOOP.json, its certificate. The engine
 has the change of `ranges_patch.py`; "without" it is not asked for, so that the same engine, at the same turn, serves
 what the released one would.
 

@@ -17,11 +17,17 @@ MOST_NAMES = 1 << 16
 
 
 class WantedChunks(NamedTuple):
-    """Indices of the segments that are to be stored of a request, as in `SaveCommand`."""
+    """Indices of the segments that are to be stored of a request, as in `SaveCommand`.
+
+    Attributes:
+      lacking: those among `prefills` that were asked for behind their nearest chunk as often as the config says, while
+        nothing is stored of them behind it.
+    """
 
     formed: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()
 
 
 class Admission:
@@ -33,7 +39,7 @@ class Admission:
 
     def __init__(self, config: ConnectorConfig, stores: Stores, cache: CacheFormat):
         self._config, self._stores, self._cache = config, stores, cache
-        self._demand = Demand()
+        self._demand, self._near_demand = Demand(), Demand()
 
     def wanted(
         self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None, exact: bool = False
@@ -41,9 +47,10 @@ class Admission:
         """Returns what to store of a prompt.
 
         The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
-        this lead yet, or nothing behind what is nearest to it now. All else is kept when it is asked for as often as
-        the config says: the chunk's patch, where its canonical is stored, and otherwise its prefill. A chunk that was
-        met behind as many fronts gets a canonical in the background, if the config allows it.
+        this lead yet, or, for its first histories, nothing behind what is nearest to it now. All else is kept when it
+        is asked for as often as the config says, behind this front or behind what is nearest: the chunk's patch, where
+        its canonical is stored, and otherwise its prefill. A chunk that was met behind as many fronts gets a canonical
+        in the background, if the config allows it.
 
         Args:
           prefills: the tenant's, which a plan has looked at just now.
@@ -52,7 +59,7 @@ class Admission:
         Raises:
           StoreError, WeightsError: as `Stores.of`.
         """
-        formed, kept, alone, stores = [], [], [], self._stores
+        formed, kept, alone, lacking, stores = [], [], [], [], self._stores
         prefills = stores.prefills(tenant, self._cache.dtype) if prefills is None else prefills
         ids = tuple(segment.id for segment in history.segments)
         for index, id in enumerate(ids):
@@ -72,24 +79,20 @@ class Admission:
             if is_asked and stores.has_canonical(tenant, id):
                 if not stores.is_formed(tenant, id, ids[:index]):
                     formed.append(index)
-            elif prefills is not None and (is_asked or self._is_new(tenant, history, index, prefills)):
-                kept.append(index)
-        return WantedChunks(tuple(formed), tuple(kept), tuple(alone))
+            elif prefills is not None:
+                keys = history.alike(index)
+                met = prefills.alike(id, {"seen": keys["seen"], "near": keys["near"]})
+                if "near" not in met and self._near_demand.note(tenant, id, keys["near"]) >= self._config.patch_after:
+                    lacking.append(index)
+                # Of a chunk that is met everywhere, most neighbours do not come again.
+                is_new = not met or ("near" not in met and self._demand.histories(tenant, id) <= MOST_HISTORIES)
+                if is_asked or is_new or index in lacking:
+                    kept.append(index)
+        return WantedChunks(tuple(formed), tuple(kept), tuple(alone), tuple(lacking))
 
     def _is_shared(self, tenant: str, id: str) -> bool:
         """Returns whether a chunk was met behind so many fronts that it needs a canonical."""
         return self._demand.histories(tenant, id) >= self._config.patch_after
-
-    def _is_new(self, tenant: str, history: PromptHistory, index: int, prefills: StoredPrefills) -> bool:
-        """Returns whether a chunk is to be kept though it was not met behind these chunks before."""
-        id, keys = history.segments[index].id, history.alike(index)
-        met = prefills.alike(id, {"seen": keys["seen"], "near": keys["near"]})
-        if not met:
-            return True
-        if "near" in met:
-            return False
-        # Of a chunk that is met everywhere, most neighbours do not come again.
-        return self._demand.histories(tenant, id) <= MOST_HISTORIES
 
 
 class Demand:

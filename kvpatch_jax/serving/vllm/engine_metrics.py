@@ -29,6 +29,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("not_stored", r"is not stored"),
     ("beyond_certificate", r"is not certified within .*: "),
     ("not_certified", r"is not certified within"),
+    ("learning", r"is prefilled behind exact ones"),
     ("encoded", r"encoded canonicals are approximate"),
     ("other_weights", r"other weights"),
     ("reads_no_cache", r"reads no cache"),

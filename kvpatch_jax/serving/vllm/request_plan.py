@@ -1,6 +1,7 @@
 """The plan of one request: which stored chunks serve it, how, what that may lose, and the salt that it needs."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -130,6 +131,11 @@ class RequestPlan:
         cut = dataclasses.replace(self, steps=tuple(steps))
         return dataclasses.replace(cut, kl=0.0) if cut.exact else cut
 
+    def exact_part(self, why: str) -> "RequestPlan":
+        """Returns the exact chunks from the start of the prompt alone, and why the others are left out."""
+        steps = tuple(itertools.takewhile(lambda step: step.exact, self.steps))
+        return RequestPlan(steps, 0.0, why)
+
     def salt(self, config: ConnectorConfig, options: RequestOptions, own_salt: str | None) -> str | None:
         """Returns the salt under which the engine may cache this request's blocks.
 
@@ -202,6 +208,34 @@ def plan_request(
     if options.policy != "exact":
         plans.append(_plan_with_gaps(history, catalog, limits, config.ranges, plan.why))
     return max(plans, key=lambda plan: (plan.matched, plan.exact))  # the first of equals, with the fewest gaps
+
+
+def worth_learning(
+    history: PromptHistory,
+    plan: RequestPlan,
+    lacking: Collection[int],
+    config: ConnectorConfig,
+    options: RequestOptions,
+    certificate: Certificate | None,
+) -> int | None:
+    """Finds a chunk for which a request is better prefilled exactly, so that what it leaves can be stored.
+
+    What is prefilled behind approximate chunks is not stored. Where a plan of those ends in front of a chunk that comes
+    again and again, every request like this one would prefill that chunk anew.
+
+    Args:
+      lacking: indices of chunks that come again behind their nearest, and are not stored behind it.
+
+    Returns:
+      The index of a chunk that the plan does not serve, and that its prefill would serve within the limits; or None.
+    """
+    if plan.exact or certificate is None or (options.policy, options.promise) != ("approximate", "forget"):
+        return None
+    others, limits = max(0, len(history.segments) - 2), _Limits(config, options, certificate)
+    if not limits.allow(certificate.bound("near", behind=others), certificate.flips("near", behind=others)):
+        return None
+    served = {step.segment.begin for step in plan.steps}
+    return next((index for index in lacking if history.segments[index].begin not in served), None)
 
 
 @dataclasses.dataclass(frozen=True)

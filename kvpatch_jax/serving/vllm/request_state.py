@@ -1,7 +1,6 @@
 """The state of one request on the scheduler's side, until it is finished."""
 
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 from .admission import WantedChunks
@@ -29,9 +28,8 @@ class PlannedRequest(NamedTuple):
 
     def without_approximate(self, own_salt: str | None) -> "PlannedRequest":
         """Returns the same with the exact chunks from the start of the prompt alone."""
-        count = sum(1 for _ in itertools.takewhile(lambda step: step.exact, self.plan.steps))
-        plan = RequestPlan(self.plan.steps[:count], 0.0, "the engine has as much of it in its own cache")
-        return PlannedRequest(plan, self.payloads[:count], self.wanted, own_salt)
+        plan = self.plan.exact_part("the engine has as much of it in its own cache")
+        return PlannedRequest(plan, self.payloads[: len(plan.steps)], self.wanted, own_salt)
 
 
 @dataclasses.dataclass

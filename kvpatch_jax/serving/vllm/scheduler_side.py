@@ -20,7 +20,7 @@ from .messages import LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks
 from .prefetcher import Prefetcher
 from .prompt_history import PromptHistory
 from .reports import ReportQueue
-from .request_plan import RequestPlan, plan_request
+from .request_plan import RequestPlan, plan_request, worth_learning
 from .request_state import PlannedRequest, RequestState
 from .segments import PromptFeature, segments_of
 from .settings import ConnectorConfig
@@ -144,9 +144,13 @@ class SchedulerSide:
         for error in catalog.unfit:
             self._note_unfit(error)
 
+        wanted = self._wanted(state, catalog.stored_prefills)
+        learnt = worth_learning(state.history, plan, wanted.lacking, self.config, state.options, self.certificate)
+        if learnt is not None:
+            why = f"chunk {learnt + 1} of {len(state.segments)} is prefilled behind exact ones, to be stored"
+            plan = plan.exact_part(why)
         # What the engine prefills behind an approximate chunk is approximate too, so nothing is formed from it.
         salt = plan.salt(self.config, state.options, state.own_salt)
-        wanted = self._wanted(state, catalog.stored_prefills)
         return PlannedRequest(plan, catalog.payloads(plan.steps), wanted, salt)
 
     def _note_unfit(self, error: KVPatchError) -> None:
@@ -322,7 +326,7 @@ class SchedulerSide:
             if self._leaves_survivors(state):
                 steps = state.served[-1].steps if state.served else ()
                 left = left_behind(self.survivors, state.history, state.options, steps)
-            if any(wanted) or left:
+            if wanted.formed or wanted.prefills or wanted.alone or left:
                 (blocks,) = output.kv_connector_block_state.get_block_ids(id)
                 tenant, segments = state.options.tenant, state.segments
                 own = (wanted.formed, tuple(blocks), wanted.prefills, left, wanted.alone)
