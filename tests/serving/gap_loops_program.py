@@ -28,7 +28,6 @@ from loops_program import OPTIONS, SEED, Scene, Turn
 from rig_engine import Engine
 from trained_task import FRAME
 
-from evals.sheets_task import VOCABULARY
 from kvpatch_jax.serving.vllm import ConnectorConfig
 
 STAY = 4
@@ -69,7 +68,7 @@ def measured(engine: Engine, turns: Sequence[Turn], scene: Scene, loses: bool) -
     assert engine.scheduler is not None
     answers: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    config, began = engine.scheduler.config, time.perf_counter()
+    config, logits, began = engine.scheduler.config, engine.note_logits(), time.perf_counter()
     for number, turn in enumerate(turns):
         prompt = scene.prompt(turn.images, turn.question)
         if loses:
@@ -80,7 +79,7 @@ def measured(engine: Engine, turns: Sequence[Turn], scene: Scene, loses: bool) -
             asked = POLICIES.get(policy)
             own: dict[str, Any] = {} if asked is None else {**asked, "tenant": way.replace(", ", "-")}
             salt, start = f"{way} {number}" if way == "re-prefill" else way, time.perf_counter()
-            answers[way] += engine.ask(prompt, salts=[salt], steps=1, likely=len(VOCABULARY), fresh=loses, **own)
+            answers[way].append(loops_program.answer_with(engine, logits, prompt, salt, loses, **own))
             seconds[way].append(time.perf_counter() - start)
         if number % 20 == 19:
             print(f"turn {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -9,7 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
-STYLES = {"reuse off": ("black", ":"), "prefix cache": ("grey", "--"), "chunks and patches": ("tab:blue", "-")}
+STYLES = {
+    "reuse off": ("black", ":"),
+    "prefix cache": ("grey", "--"),
+    "chunks and patches": ("tab:blue", "-"),
+    "as they come": ("tab:orange", "-"),
+}
 TITLES = {"repeated": "the same prompts again and again", "reordered": "images in another order each time"}
 
 

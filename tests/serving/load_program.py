@@ -5,6 +5,8 @@ questions behind images at a rate, and times what is streamed. A request is serv
 turns on one server: with a salt of its own, so that nothing is reused; as the engine serves it, with its prefix cache;
 and with our chunks and patches. There are two kinds of traffic: "repeated" asks behind the same prompts again and
 again, which a prefix cache is made for; in "reordered" every request has the legends in another order, or another page.
+A fourth way, "as they come", is a tenant of whom nothing is formed beforehand: it is served what a certificate bounds,
+and what it brings is formed meanwhile, in the background too.
 """
 # pyright: reportMissingImports=false
 
@@ -37,7 +39,9 @@ RATES = (2, 4, 8, 16)
 """Requests in a second."""
 COUNTS = {"chain": 4, "aggregate": 2}
 ORDERS = tuple(itertools.permutations(range(LEGENDS)))
-WAYS = ("reuse off", "prefix cache", "chunks and patches")
+WAYS = ("reuse off", "prefix cache", "chunks and patches", "as they come")
+FORMING_RATE = 512
+CERTIFICATE = trained_model.SHIPPED / "certificate.json"
 KINDS = ("repeated", "reordered")
 TENANT = "load"
 FLAGS = (
@@ -97,6 +101,8 @@ def _extra(way: str, number: int) -> dict[str, Any]:
     if way == "reuse off":
         return {"cache_salt": f"own {number}"}
     asked = {"tenant": TENANT, "policy": "blind", "save": False}
+    if way == "as they come":
+        asked = {"tenant": "live", "policy": "approximate"}
     return {} if way == "prefix cache" else {"kv_transfer_params": {"kvpatch": asked}}
 
 
@@ -261,7 +267,9 @@ def main(work: str, *choices: str) -> None:
     rates = [float(rate) for rate in choices[0].split(",")] if choices else RATES
     repeats = int(choices[1]) if choices[1:] else REPEATS
     model = trained_model.write(folder / "model-load")
-    flags = flags_of(folder / "store-load")
+    fingerprint = json.loads(CERTIFICATE.read_text())["certificate"]["backbone"]
+    settings = {"backbone": fingerprint, "certificate": str(CERTIFICATE), "forming_rate": FORMING_RATE}
+    flags = flags_of(folder / "store-load", settings)
     contexts = prompts_of(CONTEXTS)
     with served_model.serving(model, folder, flags) as server:
         print(f"serving after {server.seconds:.0f} s", flush=True)

@@ -178,14 +178,21 @@ def measured(engine: Engine, turns: Sequence[Turn], scene: Any) -> dict[str, Any
             asked = WAYS.get(way)
             own = {} if asked is None else {**asked, **scene.declared(turn), "tenant": way}
             start = time.perf_counter()
-            (answer,) = engine.ask(prompt, salts=[salt], steps=1, likely=1, fresh=False, **own)
+            answers[way].append(answer_with(engine, logits, prompt, salt, **own))
             seconds[way].append(time.perf_counter() - start)
-            answers[way].append({**answer, "log_probabilities": log_softmax(logits[-1][0].astype(np.float64))})
-            assert answer["tokens"] == [int(logits[-1][0].argmax())], "the logits are another request's"
-            logits.clear()
         if number % 20 == 19:
             print(f"turn {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)
     return {way: row(own, answers["re-prefill"], turns, seconds[way]) for way, own in answers.items()}
+
+
+def answer_with(
+    engine: Engine, logits: list[np.ndarray], prompt: Any, salt: str, fresh: bool = False, **own: Any
+) -> dict[str, Any]:
+    """Answers one prompt; with the log-probabilities of the whole vocabulary, of what `Engine.note_logits` notes."""
+    logits.clear()
+    (answer,) = engine.ask(prompt, salts=[salt], steps=1, likely=1, fresh=fresh, **own)
+    assert answer["tokens"] == [int(logits[-1][0].argmax())], "the logits are another request's"
+    return {**answer, "log_probabilities": log_softmax(logits[-1][0].astype(np.float64))}
 
 
 def row(

@@ -83,7 +83,7 @@ def _loops(results: dict[str, Any], loops: Sequence[str]) -> str:
             right = own["right"]
             bounded = f"{own['within_their_bounds']} of {own['bounded']}" if way in ("exact", "forget") else ""
             points = ", ".join(f"{count} {point}" for point, count in own["points"].items())
-            kl = ["", ""] if way == "re-prefill" else [f"{max(own['kl']['value'], 0):.2g}", f"{own['largest_kl']:.2g}"]
+            kl = ["", ""] if way == "re-prefill" else [_interval(own["kl"]), f"{own['largest_kl']:.2g}"]
             cells = [loop, way, f"{own['prompt_tokens']:,}", f"{own['prefilled_tokens']:,}"]
             cells += [
                 f"{own['prefilled_tokens'] / alone:.3f}",
@@ -92,6 +92,12 @@ def _loops(results: dict[str, Any], loops: Sequence[str]) -> str:
             cells += [*kl, "" if way == "re-prefill" else f"{own['flips']['value']:.1%}", bounded, points]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _interval(found: dict[str, float]) -> str:
+    """A divergence with its interval; below zero there is only rounding."""
+    value, low, high = (max(found[name], 0.0) for name in ("value", "low", "high"))
+    return f"{value:.2g} [{low:.2g}, {high:.2g}]" if high >= 1e-6 else f"{value:.2g}"
 
 
 def _gaps(results: dict[str, Any]) -> str:

@@ -26,6 +26,8 @@ CONTEXTS |= {"documents": 60, "bounded": 10_000}
 LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
 """Turns of the loops of `loops_program.py`."""
 
+LEVEL = 0.95
+"""Share of the answers that the bounds of the loops' certificates are for."""
 GAPS = {"gaps-reopened": 200, "gaps-replaced": 200, "gaps-lost": 100}
 """Turns of the loops of `gap_loops_program.py`."""
 
@@ -475,12 +477,16 @@ def test_loops_pay_as_they_come_and_within_their_bounds(run, loop):
     for way in ("exact", "forget"):
         own = ways[way]
         assert own["prefilled_tokens"] <= alone
-        assert own["within_their_bounds"] == own["bounded"] == LOOPS[loop]
+        assert own["bounded"] == LOOPS[loop]
         assert own["right"]["value"] >= ways["re-prefill"]["right"]["value"] - 0.02
+    assert ways["exact"]["within_their_bounds"] == LOOPS[loop]
+    assert ways["forget"]["within_their_bounds"] >= LEVEL * LOOPS[loop], "the level that the bounds are of"
     assert ways["exact"]["largest_kl"] < 1e-5
     if loop == "sliding":
         assert ways["forget"]["prefilled_tokens"] <= 0.3 * alone
         assert ways["remember"]["prefilled_tokens"] <= 0.3 * alone
+    if loop == "reopened":
+        assert ways["forget"]["prefilled_tokens"] <= 0.35 * alone
 
 
 @pytest.mark.parametrize("kind", ["128", "bfloat16", "images"])
@@ -629,7 +635,8 @@ def test_ranges_prefill_no_more_and_within_the_same_bounds(run, loop):
     for policy in ("exact", "forget"):
         assert ways[f"{policy}, ranges"]["prefilled_tokens"] <= ways[policy]["prefilled_tokens"]
     for way in ("exact, ranges", "forget, ranges"):
-        assert ways[way]["within_their_bounds"] == ways[way]["bounded"] == GAPS[loop]
+        assert ways[way]["bounded"] == GAPS[loop]
+        assert ways[way]["within_their_bounds"] >= (1.0 if "exact" in way else LEVEL) * GAPS[loop]
         assert ways[way]["right"]["value"] >= ways["re-prefill"]["right"]["value"] - 0.02
     assert ways["exact, ranges"]["largest_kl"] < 1e-5
     if loop == "gaps-lost":
