@@ -251,7 +251,8 @@ class _Remembered[T]:
 
     def put(self, key: Any, value: T) -> None:
         with self._lock:
-            self._values[key] = time.monotonic() + FRESH_SECONDS, value
+            now = time.monotonic()
+            self._values[key] = now + FRESH_SECONDS, value
             self._values.move_to_end(key)
-            if len(self._values) > _MOST_REMEMBERED:
+            while len(self._values) > _MOST_REMEMBERED or next(iter(self._values.values()))[0] < now:
                 self._values.popitem(last=False)

@@ -40,6 +40,8 @@ RATES = (2, 4, 8, 16)
 COUNTS = {"chain": 4, "aggregate": 2}
 ORDERS = tuple(itertools.permutations(range(LEGENDS)))
 WAYS = ("reuse off", "prefix cache", "chunks and patches", "as they come")
+FORMED = {"leading", "restored", "stored"}
+"""Points of chunks that were formed behind the order in which they stand."""
 FORMING_RATE = 512
 CERTIFICATE = trained_model.SHIPPED / "certificate.json"
 KINDS = ("repeated", "reordered")
@@ -81,10 +83,10 @@ def form(server: Server, contexts: Sequence[Sequence[Prompt]]) -> dict[str, int]
             server.chat({**body, "messages": message_of([image], QUESTION)})
             sent["alone"] += 1
         for prompt in prompts:
-            # Factors are made behind the engine's back, and what waits too long is dropped: asked until it is there.
+            # It is formed behind the engine's back, and dropped if it waits too long: asked until it is there.
             for _ in range(20):
                 served = server.chat({**_chat(prompt, 0), **_extra(WAYS[2], 0)})["kv_transfer_params"]["kvpatch"]
-                if served["served"] == [["leading", 0]] + [["stored", RANK]] * LEGENDS:
+                if len(served["served"]) == 1 + LEGENDS and {point for point, _ in served["served"]} <= FORMED:
                     break
                 server.chat({**body, "messages": message_of(prompt.images, QUESTION)})
                 sent["whole"] += 1

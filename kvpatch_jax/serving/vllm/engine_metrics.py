@@ -18,9 +18,9 @@ PREFIX = "vllm:kvpatch_"
 MAX_WORDS = 48
 """Number of words of one label; what comes after them is counted as "other"."""
 
-POINTS = ("leading", "restored", "stored", "survivor", "moved", "mean", "near", "seen", "bare")
+POINTS = ("leading", "restored", "stored", "orbit", "survivor", "moved", "mean", "near", "seen", "bare")
 POLICIES = ("exact", "approximate", "blind", "invalid")
-OUTCOMES = ("canonicals", "background", "prefills", "patches", "survivors", "known", "lease_lost", "failed")
+OUTCOMES = ("canonicals", "background", "prefills", "patches", "orbits", "survivors", "known", "lease_lost", "failed")
 OUTCOMES += ("over_budget", "dropped", "unsaved")
 TIERS = ("host", "disk", "outbox")
 

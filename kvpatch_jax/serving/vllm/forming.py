@@ -16,11 +16,12 @@ from ...cache import Chunk, encode_chunk
 from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
-from ...patching import form_patch
+from ...patching import form_patch, orbit_patch
 from ...utils.background import JobQueue
 from ...window import Likeness
 from .layouts import CacheFormat
 from .messages import LeftBehind
+from .orbit_sums import OrbitSums
 from .segments import PromptSegment
 from .settings import ConnectorConfig
 from .stores import Stores
@@ -105,8 +106,8 @@ class ChunkFormer:
     `ConnectorConfig.pending_bytes` of them.
 
     Attributes:
-      counts: numbers of chunks by outcome: "canonicals", "patches", "prefills", "survivors", "known" (already stored),
-        "failed", "over_budget", and of prefills that were "dropped".
+      counts: numbers of chunks by outcome: "canonicals", "patches", "orbits" (patches of several orders), "prefills",
+        "survivors", "known" (already stored), "failed", "over_budget", and of prefills that were "dropped".
       held_bytes: bytes of KV that wait or are in work.
     """
 
@@ -114,6 +115,7 @@ class ChunkFormer:
         self.config, self.layout, self.stores = config, layout, stores
         self.counts: collections.Counter[str] = collections.Counter()
         self.held_bytes = 0
+        self._orbits = OrbitSums()
         self._lock = threading.Lock()
         # One job per prefill. The thread starts with the first one.
         self._queue: JobQueue[list[_ReadTask]] = JobQueue(
@@ -236,6 +238,10 @@ class ChunkFormer:
         CacheFormat(self.layout, dtype).check(canonical, len(local))
         store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
+        orders = self._orbits.add(task.tenant, canonical, free, task.antecedent)
+        if orders.count > 1:
+            store.put_patches([orbit_patch(orders, self.config.rank, dtype=dtype)])
+            self.counts["orbits"] += 1
 
     def store_canonical(
         self, tenant: str, id: str, backbone: str, kv: ChunkKV, local: Int[np.ndarray, "*positions"]

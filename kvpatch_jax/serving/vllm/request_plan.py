@@ -14,7 +14,7 @@ from .segments import PromptSegment
 from .settings import ConnectorConfig, RequestOptions
 from .survivors import ServedState, Survivor
 
-CLOSEST = ("leading", "restored", "stored", "survivor", "moved", "mean", "near", "seen", "bare")
+CLOSEST = ("leading", "restored", "stored", "orbit", "survivor", "moved", "mean", "near", "seen", "bare")
 """Points of a chunk, the one that is closest to a prefill first, as far as nothing measured says otherwise."""
 EXACT = ("leading", "restored")
 MOST_ATTEMPTS = 4
@@ -22,10 +22,11 @@ MOST_ATTEMPTS = 4
 
 
 class StockedPatch(NamedTuple):
-    """A stored patch: its digest, and the rank under which a certificate lists it."""
+    """A stored patch: its digest, the rank under which a certificate lists it, and whether it is of several orders."""
 
     digest: str
     rank: int
+    orbit: bool = False
 
 
 class ChunkStep(NamedTuple):
@@ -73,7 +74,7 @@ class ChunkCatalog(Protocol):
         ...
 
     def patches(self, id: str, antecedent: tuple[str, ...]) -> Sequence[StockedPatch]:
-        """Returns a chunk's patches that were formed behind exactly this antecedent, prefilled."""
+        """Returns a chunk's patches that were formed behind this antecedent, prefilled, or behind orders of it."""
         ...
 
     def prefills(self, index: int) -> Mapping[str, str]:
@@ -433,9 +434,11 @@ def _candidates(
     candidates += [ChunkStep(segment, point, version=version) for point, version in prefills.items()]
     if catalog.has_canonical(segment.id):
         patches = catalog.patches(segment.id, tuple(before.id for before in history.segments[:index]))
-        if patches:
-            largest = max(patches, key=lambda patch: (patch.rank, patch.digest))
-            candidates.append(ChunkStep(segment, "stored", largest.digest, largest.rank))
+        for point, own in (("stored", False), ("orbit", True)):
+            of_point = [patch for patch in patches if patch.orbit == own]
+            if of_point:
+                largest = max(of_point, key=lambda patch: (patch.rank, patch.digest))
+                candidates.append(ChunkStep(segment, point, largest.digest, largest.rank))
         candidates.append(ChunkStep(segment, "bare"))
     return candidates
 

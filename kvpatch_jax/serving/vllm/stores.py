@@ -1,9 +1,12 @@
 """Stores of an engine's tenants, and the catalog of one store that a plan uses."""
 
+import collections
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...cache import Chunk, Patch
 from ...errors import KVPatchError, StoreClosedError
@@ -15,7 +18,7 @@ from .messages import ChunkPayload
 from .prompt_history import PromptHistory
 from .request_plan import ChunkStep, StockedPatch
 from .settings import ConnectorConfig, RequestOptions
-from .shared_stores import acquire_stores, release_stores
+from .shared_stores import MAX_TENANTS, acquire_stores, release_stores
 from .survivors import ServedState, Survivor
 from .weights import expect_weights
 
@@ -40,6 +43,7 @@ class Stores:
         self.config, self.weights = config, weights
         self.shared = acquire_stores(config)
         self._lock, self._closed = threading.Lock(), False
+        self._prefills: collections.OrderedDict[tuple[str, str], StoredPrefills] = collections.OrderedDict()
 
     @property
     def backbone(self) -> str:
@@ -93,13 +97,30 @@ class Stores:
     def prefills(self, tenant: str, dtype: Any) -> StoredPrefills | None:
         """Returns a tenant's stored prefills of a pool of this dtype; None if canonicals are encoded.
 
-        Whoever keeps canonicals in few bits to save room has none for prefills, which are never encoded.
+        Whoever keeps canonicals in few bits to save room has none for prefills, which are never encoded. One object
+        serves request after request, because it remembers for a while what a remote store lists.
         """
-        return None if self.config.encoding is not None else StoredPrefills(self.of(tenant), self.backbone, dtype)
+        if self.config.encoding is not None:
+            return None
+        store, backbone, key = self.of(tenant), self.backbone, (tenant, np.dtype(dtype).name)
+        with self._lock:
+            known = self._prefills.get(key)
+            if known is None or known.store is not store or known.backbone != backbone:
+                known = self._prefills[key] = StoredPrefills(store, backbone, dtype)
+            self._prefills.move_to_end(key)
+            if len(self._prefills) > MAX_TENANTS:
+                self._prefills.popitem(last=False)
+        return known
 
-    def patches_behind(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
-        """Returns a chunk's patches that were formed behind exactly this antecedent, with their catalog entries."""
-        key = PatchKey(chunk=id, backbone=self.backbone, antecedent=antecedent, **self.encoding)
+    def patches_behind(
+        self, tenant: str, id: str, antecedent: tuple[str, ...], orbit: bool = False
+    ) -> list[tuple[StockedPatch, Patch]]:
+        """Returns a chunk's patches that were formed behind exactly this antecedent, with their catalog entries.
+
+        Args:
+          orbit: those of several orders of it instead.
+        """
+        key = PatchKey(chunk=id, backbone=self.backbone, antecedent=antecedent, orbit=orbit, **self.encoding)
         patches = []
         for patch in self.of(tenant).get_patches(key):
             if patch.metadata.encoding != self.config.encoding:
@@ -111,7 +132,7 @@ class Stores:
                 channels = patch.metadata.layout.channels
                 rank = min(_rank_of(patch.ranks[channel.name], channel.features) for channel in channels)
             if rank:
-                patches.append((StockedPatch(note.digest, rank), patch))
+                patches.append((StockedPatch(note.digest, rank, orbit), patch))
         return patches
 
     def is_formed(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> bool:
@@ -156,6 +177,7 @@ class StoreCatalog:
         self._patches: dict[str, Patch] = {}
         self._provided: dict[ChunkStep, Chunk] = {}
         self._left: dict[str, Survivor] = {}
+        self._found: dict[int, dict[str, str]] = {}
         self.unfit: list[KVPatchError] = []
 
     @functools.cached_property
@@ -172,11 +194,13 @@ class StoreCatalog:
         return self._canonicals[id] is not None
 
     def patches(self, id: str, antecedent: tuple[str, ...]) -> list[StockedPatch]:
-        """Returns the stored patches of a chunk behind this antecedent that fit its canonical."""
+        """Returns the stored patches of a chunk behind this antecedent, or orders of it, that fit its canonical."""
         chunk = self._canonicals[id]
         assert chunk is not None  # a plan calls `has_canonical` first
-        fitting = []
-        for entry, patch in self._stores.patches_behind(self._options.tenant, id, antecedent):
+        found, fitting = list[tuple[StockedPatch, Patch]](), list[StockedPatch]()
+        for orbit in (False, True):
+            found += self._stores.patches_behind(self._options.tenant, id, antecedent, orbit)
+        for entry, patch in found:
             if self._fits(self._cache.check_patch, patch, chunk, antecedent):
                 self._patches[entry.digest] = patch
                 fitting.append(entry)
@@ -188,11 +212,14 @@ class StoreCatalog:
         prefills = self.stored_prefills
         if prefills is None or id in self._unplaced:
             return {}
+        if index in self._found:  # a prompt is planned several times with gaps and without
+            return self._found[index]
         keys = {} if self._options.policy == "exact" else self._history.alike(index)
         found = dict[str, str]()
         for point, other in prefills.find(id, front, keys).items():
             if other not in found.values():
                 found[point] = other
+        self._found[index] = found
         return found
 
     def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
