@@ -51,6 +51,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "failing": _failing(results["failing"]),
         "load": _load(results["load"]),
         "load tokens": _load_tokens(results["load"]),
+        "background": _background(results["background-load"]),
         "shared": _shared(results),
     }
 
@@ -276,6 +277,28 @@ def _load_tokens(found: dict[str, Any]) -> str:
         counted = " | ".join(f"{count:.1f}" for count in tokens)
         right = mean(lambda row: row["right"])
         rows.append(f"| {traffic} | {way} | {counted} | {right:.3f} | {client:.0f} / {engine:.0f} |")
+    return "\n".join(rows)
+
+
+def _background(found: dict[str, Any]) -> str:
+    heads = ["requests/s", "off: first token p50 / p99, ms", "on", "on / off", "p99 of single runs: off", "on"]
+    heads += [
+        "tokens formed a second",
+        "requests that met a forward",
+        "longest wait, ms",
+        "p99 with / without these waits",
+    ]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in found["rows"]:
+        off, on, waits = row["off"], row["on"], row["waits"]
+        single = [", ".join(f"{own:.0f}" for own in each["p99_of_runs"]) for each in (off, on)]
+        cells = [
+            f"{row['requests_per_second']:.1f}",
+            *(f"{own['p50_ms']:.0f} / {own['p99_ms']:.0f}" for own in (off, on)),
+        ]
+        cells += [f"{row['p50_ratio']:.2f} / {row['p99_ratio']:.2f}", *single, f"{on['formed_tokens_per_second']:.0f}"]
+        cells += [f"{waits['share']:.1%}", f"{waits['largest_ms']:.0f}", f"{waits['p99_ratio']:.3f}"]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

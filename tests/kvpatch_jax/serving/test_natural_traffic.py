@@ -388,6 +388,17 @@ def test_nothing_is_kept_of_requests_that_ask_for_that(sides):
     assert found.orders == StepCommands()
 
 
+def test_one_object_looks_stored_prefills_up_until_the_name_changes(sides):
+    """It remembers what a remote store lists; under another name, or for another pool, that is another thing."""
+    stores = sides.scheduler.stores
+    own = stores.prefills("default", "float32")
+    assert stores.prefills("default", np.float32) is own
+    assert stores.prefills("default", "bfloat16") is not own
+    assert stores.prefills("other", "float32") is not own
+    stores.shared.reset()
+    assert stores.prefills("default", "float32").backbone != own.backbone
+
+
 def test_the_lead_are_the_texts_before_the_first_image():
     text, image = PromptSegment("t", 0, 4), PromptSegment("i", 4, 9, "image")
     assert PromptHistory([text, text, image, text]).lead == 2
