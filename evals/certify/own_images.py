@@ -29,7 +29,7 @@ MOST_ASKED = 16
 LEAST_CHUNKS = 3
 """Chunks of the smallest window that is measured."""
 
-Asked = tuple[Int[np.ndarray, " n"], ...]
+Asked = tuple[Int[np.ndarray, " _"], ...]
 """Tokens of each question behind one window."""
 
 

@@ -84,7 +84,7 @@ def packed(parts: Sequence[tuple[Int[np.ndarray, "B _"], Any]], axes: int | None
     return PackedQuestions(tail, np.asarray(owner), np.ones((len(ids), len(parts)), bool), description)
 
 
-def tokens_of(backbone: Any, questions: Sequence[str]) -> list[Int[np.ndarray, " n"]]:
+def tokens_of(backbone: Any, questions: Sequence[str]) -> list[Int[np.ndarray, " _"]]:
     """Returns the tokens of the questions that have words in the backbone's vocabulary."""
     found = []
     for question in questions:
@@ -113,7 +113,7 @@ def questions_of(backbone: Any, questions: Sequence[str], rows: int) -> list[tup
 
 
 def packed_by_row(
-    rows: Sequence[Sequence[Int[np.ndarray, " n"]]], number: int, longest: int, axes: int | None
+    rows: Sequence[Sequence[Int[np.ndarray, " _"]]], number: int, longest: int, axes: int | None
 ) -> PackedQuestions:
     """Packs questions that differ by window, each scored at its last token.
 

@@ -54,7 +54,7 @@ class WindowSpec(NamedTuple):
     clusters: np.ndarray
     held_out: bool
     count: int | None = None
-    asked: tuple[tuple[Int[np.ndarray, " n"], ...], ...] = ()
+    asked: tuple[tuple[Int[np.ndarray, " _"], ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
