@@ -101,8 +101,7 @@ class OwnImageSource(WindowSource):
         """
         images, rng = _Images(backbone, folder), np.random.default_rng(seed)
         specs, chosen, first, disjoint = list[WindowSpec](), list[RecordedWindow](), 0, True
-        by_size = _by_size(windows)
-        asked = {window: _asked(backbone, window) for own in by_size.values() for window in own}
+        by_size, asked = _by_size(windows), list[Asked]()
         for chunks, count in zip(sizes.chunks, sizes.counts, strict=True):
             of_size, batch = by_size[chunks][:count], sizes.batch_of(chunks)
             chosen += of_size
@@ -111,15 +110,15 @@ class OwnImageSource(WindowSource):
             for side, own in enumerate((of_size[:earlier], of_size[earlier:])):
                 pool = sorted({name for window in own for name in window.images})
                 shown = [[*window.images, *_before(window, pool, sizes.most, rng)] for window in own]
-                tokens = [asked[window] for window in own]
+                tokens = [_asked(backbone, window) for window in own]
+                asked += tokens
                 specs += images.specs(chunks, shown, first, batch, held_out=bool(side), asked=tokens)
                 first += len(own)
 
         shown = sorted({name for window in chosen for name in (*window.images, *window.before)})
         content = f"{len(chosen)} recorded windows of {len(shown)} images, digest "
         content += digest_of([images.paths[name] for name in shown])
-        longest = max(len(ids) for window in chosen for ids in asked[window])
-        most = max(len(asked[window]) for window in chosen)
+        longest, most = max(len(ids) for own in asked for ids in own), max(map(len, asked))
         return cls(content, sizes, disjoint, tuple(specs), (), longest, most)
 
     def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:

@@ -82,11 +82,15 @@ class Admission:
             elif prefills is not None:
                 keys = history.alike(index)
                 met = prefills.alike(id, {"seen": keys["seen"], "near": keys["near"]})
-                if "near" not in met and self._near_demand.note(tenant, id, keys["near"]) >= self._config.patch_after:
+                lacks_near = "near" not in met
+                comes_again = (
+                    lacks_near and self._near_demand.note(tenant, id, keys["near"]) >= self._config.patch_after
+                )
+                if comes_again:
                     lacking.append(index)
                 # Of a chunk that is met everywhere, most neighbours do not come again.
-                is_new = not met or ("near" not in met and self._demand.histories(tenant, id) <= MOST_HISTORIES)
-                if is_asked or is_new or index in lacking:
+                is_new = not met or (lacks_near and self._demand.histories(tenant, id) <= MOST_HISTORIES)
+                if is_asked or is_new or comes_again:
                     kept.append(index)
         return WantedChunks(tuple(formed), tuple(kept), tuple(alone), tuple(lacking))
 

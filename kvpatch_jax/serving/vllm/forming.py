@@ -238,6 +238,8 @@ class ChunkFormer:
         CacheFormat(self.layout, dtype).check(canonical, len(local))
         store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
+        if len(task.antecedent) == 1:  # of one chunk there is one order
+            return
         orders = self._orbits.add(task.tenant, canonical, free, task.antecedent)
         if orders.count > 1:
             store.put_patches([orbit_patch(orders, self.config.rank, dtype=dtype)])

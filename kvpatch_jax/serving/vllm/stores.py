@@ -198,7 +198,7 @@ class StoreCatalog:
         chunk = self._canonicals[id]
         assert chunk is not None  # a plan calls `has_canonical` first
         found, fitting = list[tuple[StockedPatch, Patch]](), list[StockedPatch]()
-        for orbit in (False, True):
+        for orbit in (False, True)[: len(antecedent)]:  # of one chunk there is one order
             found += self._stores.patches_behind(self._options.tenant, id, antecedent, orbit)
         for entry, patch in found:
             if self._fits(self._cache.check_patch, patch, chunk, antecedent):
