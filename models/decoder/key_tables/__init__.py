@@ -1,0 +1,14 @@
+"""Which keys of `config.json` are known, by `model_type`; one module per group of families.
+
+A module's `DEFAULTS` name every key that is read, and what an absent one means (None: nothing, or what its reader
+derives); its `ONLY` those of which one value is built, which is what an absent one means.
+"""
+
+from typing import Any
+
+from . import kimi, plain_towers, qwen_vl, texts
+
+MODULES = (texts, qwen_vl, plain_towers, kimi)
+
+DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}
+ONLY: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.ONLY.items()}
