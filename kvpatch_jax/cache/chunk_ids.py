@@ -5,6 +5,7 @@ A digest is 256-bit blake2b over fields framed by their lengths, so that no two 
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -52,8 +53,8 @@ def _fields(content: Content) -> list[bytes]:
     if isinstance(content, bytes):
         return [b"bytes", content]
     if isinstance(content, Video | Audio):
-        shown, source = content.fields()
-        return [b"media", encoded(shown), *_fields(source)]
+        name = type(content).__name__.lower()
+        return [encoded(name), json.dumps(content.options, sort_keys=True).encode(), *_fields(content.source)]
 
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":

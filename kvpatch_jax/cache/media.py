@@ -6,7 +6,6 @@ frames of a file a family samples depends on its settings.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,10 +93,11 @@ class Video:
             )
         return dataclasses.replace(self, source=frames)
 
-    def fields(self) -> tuple[str, bytes | np.ndarray]:
-        """Returns what an id is computed from: sampling and times as JSON, and the source. `read` comes first."""
-        times = None if self.timestamps is None else list(self.timestamps)
-        return json.dumps(["video", self.fps, self.frames, self.rate, times]), self.source
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the source, for ids and files."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        return named | {"timestamps": None if self.timestamps is None else list(self.timestamps)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,9 +147,10 @@ class Audio:
             raise InputError("audio: got samples that are not finite; expected numbers in −1 … 1")
         return Audio(samples, self.rate)
 
-    def fields(self) -> tuple[str, bytes | np.ndarray]:
-        """Returns what an id is computed from: the rate as JSON, and the source. `read` comes first."""
-        return json.dumps(["audio", self.rate]), self.source
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the source, for ids and files."""
+        return {"rate": self.rate}
 
 
 def media_of_path(path: os.PathLike[str]) -> Video | Audio | None:
@@ -158,6 +159,30 @@ def media_of_path(path: os.PathLike[str]) -> Video | Audio | None:
     if suffix in VIDEO_SUFFIXES:
         return Video(path)
     return Audio(path) if suffix in AUDIO_SUFFIXES else None
+
+
+def expect_small_medium(medium: Video | Audio, most: int) -> None:
+    """Checks that a video or sound has at most `most` bytes as it was given, before it is read: its file, the files of
+    its folder, or its array.
+
+    Raises:
+      InputError: it is too large, or its path cannot be read.
+    """
+    source, what = medium.source, type(medium).__name__.lower()
+    size = getattr(source, "nbytes", len(source) if isinstance(source, bytes) else 0)
+    if isinstance(source, os.PathLike):
+        path = Path(source)
+        what = repr(str(path))
+        try:
+            # A FIFO or device could block for ever.
+            files = [path] if not path.is_dir() else [entry for entry in path.iterdir() if entry.is_file()]
+            if not all(file.is_file() for file in files):
+                raise OSError("no regular file")
+            size = sum(file.stat().st_size for file in files)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{what:.300}: got no such file ({error}); expected a video or audio file") from error
+    if size > most:
+        raise InputError(f"{what:.300}: got {size} bytes; expected at most {most}")
 
 
 def _check_number(what: str, value: Any, wanted: type) -> None:

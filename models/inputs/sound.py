@@ -89,5 +89,5 @@ def _decoded(content: bytes, name: str) -> tuple[np.ndarray, int]:
             parts += [part.to_ndarray() for part in resampler.resample(None)]
     except (av.FFmpegError, IndexError) as error:
         raise InputError(f"{name}: got a file that cannot be decoded ({error}); expected a sound") from error
-    samples = np.concatenate([np.zeros((1, 0), np.float32)] if not parts else parts, axis=1)
+    samples = np.concatenate(parts or [np.zeros((1, 0), np.float32)], axis=1)
     return samples.mean(axis=0).astype(np.float32), rate
