@@ -29,6 +29,7 @@ from models import ModelBackbone, save
 
 from .command_line import errors_as_one_line
 from .documents_task.task_spec import DOCUMENTS_TRAINING
+from .modality.training import MODALITY_TRAINING
 from .sheets_task.training import SHEETS_TRAINING
 from .small_task.instances import INSTANCES
 from .small_task.training import (
@@ -41,7 +42,12 @@ from .small_task.training import (
     make_tokenizer,
 )
 
-TASKS: dict[str, TrainingTask] = {"small": SMALL_TRAINING, "sheets": SHEETS_TRAINING, "documents": DOCUMENTS_TRAINING}
+TASKS: dict[str, TrainingTask] = {
+    "small": SMALL_TRAINING,
+    "sheets": SHEETS_TRAINING,
+    "documents": DOCUMENTS_TRAINING,
+    "modality": MODALITY_TRAINING,
+}
 Tally = dict[str, list[tuple[float, float]]]
 """By name of a curve: sums and counts since its last line."""
 
@@ -191,7 +197,8 @@ def draw_curve(folder: Path, kinds: Sequence[str] = SMALL_TRAINING.recipe.kinds)
 
 
 _HELP = {
-    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl)",
+    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl; modality: images, "
+    "video, rendered, words, sound)",
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
     "batch": "contexts per step",
@@ -213,6 +220,8 @@ _HELP = {
     "reading": "documents: steps at first that ask most of all what the page alone tells",
     "plain": "documents: the step until which all documents look alike",
     "varied": "documents: the step from which they vary in full",
+    "naming": "modality: weight of the loss of naming what cells show by the tower's features",
+    "query_scale": "modality: of query projections at the start, against the key projections that they are copies of",
     "named_by_sight": "sheets: whether tokens that name something drawn start as the tower's mean features of it",
 }
 _DEFINE = {

@@ -34,10 +34,10 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
     """Prefills every image alone and all of them as one prompt, and places the prompt `MOVED` positions further on."""
     config, count = backbone.config, len(contexts)
     form = spec.form_of(config, backbone.image_config, contexts.size)
-    images = config.family.vision.process(spec.images(contexts), backbone.image_config)
+    ids, arrays = spec.inputs(config, backbone.image_config, contexts)
     shown = np.ones((count, form.chunks), bool)
     positions, _ = prefix_positions(form, shown, np.zeros(count, int))
-    at_zero = backbone.embed(np.tile(form.ids, (count, 1)), positions, **images)
+    at_zero = backbone.embed(ids, positions, **arrays)
 
     chunks, alone = [], at_zero
     for place, where in enumerate(form.slices):
@@ -125,10 +125,20 @@ class PackedReader:
 
     def read(self, cache: KV, probe: str = "") -> PackedAnswers:
         """Asks all questions over a cache of the prefix."""
-        ids, prefix = self.questions.ids, self.form.prefix_tokens
+        return self._answers(cache, slice(0, self.form.prefix_tokens))
+
+    def read_alone(self, cache: KV) -> PackedAnswers:
+        """Asks all questions over the page's part of a cache: what is in front of it is not looked at."""
+        return self._answers(cache, self.form.page)
+
+    def _answers(self, cache: KV, seen: slice) -> PackedAnswers:
+        """Asks all questions over some of a cache's tokens."""
+        ids = self.questions.ids
         tokens = self.backbone.embed(ids, self.behind)
         own = np.broadcast_to(within_own(self.questions.own), (len(ids), *[ids.shape[1]] * 2))
-        mask = np.concatenate([np.ones((*ids.shape, prefix), bool), own], axis=2)[:, None]
+        prefix = np.zeros((*ids.shape, self.form.prefix_tokens), bool)
+        prefix[..., seen] = True
+        mask = np.concatenate([prefix, own], axis=2)[:, None]
         logits = self.backbone.prefill(tokens, cache, mask, logits="all").logits
         return PackedAnswers(log_probabilities(logits), self.questions)
 

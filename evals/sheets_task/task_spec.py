@@ -53,6 +53,12 @@ class TaskSpec:
         """Finds the form that a backbone of this configuration and these image settings gives contexts of this size."""
         return _form_of(config, images, size, self.cell, self.titles)
 
+    def inputs(self, config: Any, settings: Any, contexts: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Makes the token ids [B,T] of all chunks of every context, and the arrays that a tower takes beside them."""
+        form = self.form_of(config, settings, contexts.size)
+        arrays = config.family.vision.process(self.images(contexts), settings)
+        return np.tile(form.ids, (len(contexts), 1)), arrays
+
     def images(self, contexts: Any) -> list[np.ndarray]:
         """Draws every context's sheets in their order, then its page: B · chunks images uint8 [H,W,3]."""
         return by_context(*self.render(contexts))

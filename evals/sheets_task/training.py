@@ -15,6 +15,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from models.families.family import pixels_of
+
 from ..small_task.prefix import pack
 from ..small_task.training import TrainingBatch, TrainingRecipe, TrainingTask, run_decoder, tie_queries
 from . import task
@@ -42,6 +44,8 @@ class SheetsRecipe(TrainingRecipe):
     """
 
     kinds: ClassVar[tuple[str, ...]] = task.KINDS
+    fewer: ClassVar[float] = 0.15
+    """Share of the contexts that may lack some sheets, so that none is always there."""
     steps: int = 1200
     batch: int = 8
     tiny: int = 400
@@ -109,16 +113,19 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
     """Finds what the untrained tower makes of cells that show the same thing, of unit variance, by first token id."""
     config, settings = spec.instance(recipe.backbone)
     contexts = spec.sample(np.random.default_rng([recipe.seed, 2**31]), count, spec.sizes["4"], **recipe.drawn(0))
-    images = config.family.vision.process(spec.images(contexts), settings)
+    ids, arrays = spec.inputs(config, settings, contexts)
     form = spec.form_of(config, settings, contexts.size)
-    plan = config.family.vision.plan(config, np.tile(form.ids, (count, 1)), images)
-    features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan))[0])
+    # Words name themselves.
+    if pixels_of(arrays) is None:
+        return {}
+    plan = jax.tree.map(jnp.asarray, config.family.vision.plan(config, ids, arrays))
+    features = np.asarray(model.encode(jnp.asarray(pixels_of(arrays)), plan)[0])
     features = features.reshape(count, -1, features.shape[-1])
 
     # Whatever else is drawn on an image (a title) stands in front of its cells. Sheets and page are centred apart, so
     # that a mean over cells of one kind leaves the others' mean out.
     sheets, size, width = contexts.sheets, contexts.size, features.shape[-1]
-    page_tokens = int((form.chunk_ids[-1] == config.image_token).sum())
+    page_tokens = int((form.chunk_ids[-1] == form.image_token).sum())
     on_sheets = features[:, :-page_tokens].reshape(count, sheets, -1, width)
     sheet = on_sheets[:, :, -(size.entries // sheets) :].reshape(-1, width)
     page = features[:, -size.cells :].reshape(-1, width)
@@ -163,8 +170,7 @@ def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> Trai
     name = recipe.size(step)
     count = recipe.batch * MORE_CONTEXTS.get(name, 1)
     contexts = spec.sample(rng, count, spec.sizes[name], **recipe.drawn(step))
-    # Now and then fewer sheets, so that none is always there.
-    fewer = rng.random((count, 1)) < 0.15
+    fewer = rng.random((count, 1)) < recipe.fewer
     shown = ~(fewer & (rng.random((count, contexts.sheets)) < 1 / 3))
     questions = spec.ask(contexts, rng, recipe.asked(step), shown)
     # Some questions of the page see it alone, as after the sheets slid out of the window.
@@ -174,16 +180,20 @@ def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> Trai
     start = rng.integers(0, recipe.start_range, count)
 
     form = spec.form_of(config, settings, contexts.size)
-    images = config.family.vision.process(spec.images(contexts), settings)
+    ids, arrays = spec.inputs(config, settings, contexts)
+    # A chunk of several sheets is there whole.
+    here = shown[:, : form.chunks - 1]
     batch = {
-        **pack(form, questions.ids, questions.own, questions.step, shown=shown, sees=sees, start=start),
+        **pack(form, questions.ids, questions.own, questions.step, shown=here, sees=sees, start=start),
         "answer": questions.answer,
-        "pixel_values": images["pixel_values"],
     }
+    batch["input_ids"][:, : form.prefix_tokens] = ids
+    if (pixels := pixels_of(arrays)) is not None:
+        batch["pixel_values"] = pixels
     if recipe.proportions:
         shares = task.fill_shares(contexts, questions, shown, spec.vocabulary.ink)
         batch["fills"] = shares * (step < recipe.proportions)
-    return TrainingBatch(batch, questions.kind[questions.own], questions.answer >= 0, images, name, sees)
+    return TrainingBatch(batch, questions.kind[questions.own], questions.answer >= 0, arrays, name, sees, contexts)
 
 
 def training_of(spec: TaskSpec, recipe: type[SheetsRecipe]) -> TrainingTask:

@@ -58,6 +58,7 @@ class TrainingBatch(NamedTuple):
     batch: packed arrays, for the jitted step. kinds: of each answer, [N] or [B,N]. asked: bool [B,N], answers that
     count. images: all that the processor made. size: name of the contexts' size; batches of one size have one form.
     sees: bool [B,N], whether they may look at what is in front of the page; None: the curve does not tell them apart.
+    contexts: what was drawn, for a task that adds to the batch.
     """
 
     batch: dict[str, Any]
@@ -66,6 +67,7 @@ class TrainingBatch(NamedTuple):
     images: dict[str, np.ndarray]
     size: str = ""
     sees: np.ndarray | None = None
+    contexts: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +112,11 @@ def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConf
 def run_decoder(
     model: Any, batch: dict[str, Array], plan: dict[str, Array], hidden_at: tuple[int, ...] = ()
 ) -> tuple[Array, dict[int, Array]]:
-    """Runs tower and decoder over a batch; returns the last residual [B,T,D], and those that enter some layers."""
-    features = model.encode(batch["pixel_values"], plan)
+    """Runs tower and decoder over a batch; returns the last residual [B,T,D], and those that enter some layers.
+
+    Without "pixel_values" the batch is text, and no tower runs.
+    """
+    features = model.encode(batch["pixel_values"], plan) if "pixel_values" in batch else None
     hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
     deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
     state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=hidden_at, deepstack=deepstack)

@@ -1,0 +1,143 @@
+"""The ways of showing a context, each a `TaskSpec`: how it becomes tokens, and what its tower takes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from einops import rearrange
+
+from kvpatch_jax import Video
+from models.inputs.video_frames import VideoConfig
+
+from ..sheets_task import task as sheets
+from ..sheets_task.instances import LAYERS
+from ..sheets_task.task import VOCABULARY, ContextSize, SheetsContexts
+from ..sheets_task.task_spec import SHEETS, TaskSpec
+from ..small_task import instances as small
+from ..small_task.instances import Instance
+from ..small_task.prefix import Prefix
+from . import rendered
+from .task import SIZES
+
+FRAME_RATE = 2.0
+"""Frames in a second: the two of a temporal patch show one thing: a sheet, or a row of the page, has a second."""
+
+THETA = 1e6
+"""Of the rotary positions, as released: most pairs turn slowly, so that content is compared across all of a context."""
+
+
+@functools.cache
+def cell_instance(cell: int = sheets.CELL_PIXELS) -> Instance:
+    """Makes configuration and image settings of the sheets task's backbone, whose tower sees one cell of this size."""
+    vision = small.cell_tower(width=96, heads=2, patch=cell, merge=1, temporal=sheets.TEMPORAL)
+    config = small.qwen2_5_vl(vision, LAYERS, VOCABULARY)
+    rope = dataclasses.replace(config.text.rope, theta=THETA)
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, rope=rope))
+    return Instance(config, small.pixels(cell, 1, min_pixels=cell**2))
+
+
+# ------------------------------------------------------------------------------------------------------- video
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipSpec(TaskSpec):
+    """Two clips in place of images: of the sheets, one a second, and of the page, one of its rows a second.
+
+    Positions are Qwen2.5-VL's: what is shown t seconds into its clip stands 2·t positions behind the clip's start on
+    the time axis.
+    """
+
+    def inputs(self, config: Any, settings: Any, contexts: SheetsContexts) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Makes the token ids [B,T] of both clips of every context, and their patches and grids."""
+        form = self.form_of(config, settings, contexts.size)
+        return np.tile(form.ids, (len(contexts), 1)), _processed(config, settings, self.clips(contexts))
+
+    def clips(self, contexts: SheetsContexts) -> list[np.ndarray]:
+        """Draws every context's sheets as frames uint8 [N,H,W,3], then its page's rows: B · 2 clips."""
+        shown, (rows, columns) = [], contexts.size.page_shape
+        for fronts, page in zip(*self.render(contexts), strict=True):
+            strips = rearrange(page, "(row h) (w column) c -> row h (w column) c", row=rows, w=columns)
+            shown += [np.repeat(frames, sheets.TEMPORAL, axis=0) for frames in (fronts, strips)]
+        return shown
+
+    def form_of(self, config: Any, settings: Any, size: ContextSize) -> Prefix:
+        """Finds how contexts of this size are laid out as two clips."""
+        return _clip_form(config, settings, size, self.cell)
+
+
+@functools.lru_cache
+def _clip_form(config: Any, settings: Any, size: ContextSize, cell: int) -> Prefix:
+    (high, wide), (rows, columns) = size.sheet_shape, size.page_shape
+    ids, local = [], []
+    for seconds, height, width in ((size.sheets, high, wide), (rows, 1, columns)):
+        blank = np.zeros((sheets.TEMPORAL * seconds, height * cell, width * cell, 3), np.uint8)
+        arrays = _processed(config, settings, [blank])
+        ids.append(np.array(config.family.video.tokens(config, arrays, 0, None), np.int32))
+        local.append(config.family.positions(config, ids[-1], arrays).astype(np.int32))
+    return Prefix(tuple(ids), tuple(local), config.video_token)
+
+
+def _processed(config: Any, settings: Any, clips: list[np.ndarray]) -> dict[str, np.ndarray]:
+    videos = [Video(frames, rate=FRAME_RATE) for frames in clips]
+    return config.family.video.process(videos, VideoConfig(settings, "{}"))
+
+
+# ------------------------------------------------------------------------------------------------------- words
+
+
+@dataclasses.dataclass(frozen=True)
+class WordsSpec(TaskSpec):
+    """Words of the vocabulary in place of images, between the same marks: no tower runs, and ids differ by context.
+
+    An entry is two facts, "address fill address stripe"; a cell of the page is one, "address glyph".
+    """
+
+    def inputs(self, config: Any, settings: Any, contexts: SheetsContexts) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Makes the token ids [B,T] of all chunks of every context."""
+        words = VOCABULARY
+        address = words.cell + contexts.sheet_address
+        entries = [address, words.fill + contexts.sheet_fill, address, words.stripe + contexts.sheet_stripe]
+        cells = [words.cell + contexts.page_address, words.glyph + contexts.page_glyph]
+        pages = rearrange(np.stack(cells), "word b cell -> b (cell word)")
+        chunks = [*rearrange(np.stack(entries), "word b sheet entry -> sheet b (entry word)"), pages]
+        marked = [np.pad(chunk, ((0, 0), (1, 1)), constant_values=((0, 0), _marks(config))) for chunk in chunks]
+        return np.concatenate(marked, axis=1).astype(np.int32), {}
+
+    def form_of(self, config: Any, settings: Any, size: ContextSize) -> Prefix:
+        """Finds how contexts of this size are laid out as words; the ids are marks with padding between them."""
+        first, last = _marks(config)
+        counts = [*[4 * size.entries // size.sheets] * size.sheets, 2 * size.cells]
+        ids = tuple(np.array([first, *[VOCABULARY.pad] * count, last], np.int32) for count in counts)
+        arrays: dict[str, Any] = {}
+        local = tuple(config.family.positions(config, chunk, arrays).astype(np.int32) for chunk in ids)
+        return Prefix(ids, local, config.image_token)
+
+
+def _marks(config: Any) -> tuple[int, int]:
+    return config.vision_start_token, config.vision_end_token
+
+
+# -------------------------------------------------------------------------------------------------- all of them
+
+IMAGES = dataclasses.replace(SHEETS, sizes=SIZES, backbones={"images": cell_instance})
+
+
+def _of(kind: type[TaskSpec], name: str, **changes: Any) -> TaskSpec:
+    fields = {field.name: getattr(IMAGES, field.name) for field in dataclasses.fields(IMAGES)}
+    return kind(**{**fields, "backbones": {name: cell_instance}, **changes})
+
+
+MODALITIES: dict[str, TaskSpec] = {
+    "images": IMAGES,
+    "video": _of(ClipSpec, "video"),
+    "rendered": _of(
+        TaskSpec,
+        "rendered",
+        render=rendered.render,
+        cell=rendered.CELL,
+        backbones={"rendered": functools.partial(cell_instance, rendered.CELL)},
+    ),
+    "words": _of(WordsSpec, "words"),
+}
+"""The specs by name; each has one backbone, of that name."""
