@@ -339,7 +339,8 @@ class ModelBackbone(Generating, Writing, Answering):
         if not plan:
             return None
 
-        pixels, plan = arrays["pixel_values"], dict(plan)
+        plan = dict(plan)
+        pixels = plan.pop("pixel_values") if "pixel_values" in plan else arrays["pixel_values"]
         if self.buckets is not None:
             pixels, plan = pad_images(self.buckets, np.asarray(pixels), plan, vision.fills(self.config))
 

@@ -57,16 +57,17 @@ class Vision:
       process: (images, settings) → arrays, `pixel_values` among them.
       tokens: (config, arrays, index, tokenizer) → the token ids that stand for image `index`, start and end included.
       plan: (config, input_ids [B,T], arrays) → the index arrays that `encode` takes beside `pixel_values` (None when
-        there are no images); raises InputError where ids, patches and grids do not match.
-      fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
-        buckets: the number one past the last stands for none.
+        there are no images), and `pixel_values` themselves where they are not the prompt's own; raises InputError where
+        ids, patches and grids do not match.
+      fills: config → the plan's tables of patch numbers (1), feature numbers (features per tile) or numbers of the rows
+        of another table (its name), for padding to buckets: the number one past the last stands for none.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
     tokens: Callable[[Any, Arrays, int, Any], list[int]]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
-    fills: Callable[[Any], Mapping[str, int]]
+    fills: Callable[[Any], Mapping[str, int | str]]
 
 
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:
@@ -179,8 +180,8 @@ def _without_numbers(name: str) -> str:
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
-    """Returns token ids in whose places image features are put: images' and, where the family has one, videos'."""
-    found = (getattr(config, name, None) for name in ("image_token", "video_token"))
+    """Returns token ids in whose places features are put: images' and, where the family has them, videos', audio's."""
+    found = (getattr(config, name, None) for name in ("image_token", "video_token", "audio_token"))
     return tuple(token for token in found if token is not None)
 
 
