@@ -61,8 +61,8 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, attention, recompute_in_pages, first_in_pages, next_in_pages, first, begin,
-        advance, router_load: the programs, jitted.
+      encode, encode_audio, embed, prefill, recompute, attention, recompute_in_pages, first_in_pages, next_in_pages,
+        first, begin, advance, router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
@@ -76,6 +76,7 @@ class Forward:
         kv: Any = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
         whole: Any = P()
         self.encode = self._program(self._encode, P())
+        self.encode_audio = self._program(self._encode_audio, P())
         self.embed = self._program(self._embed, P())
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(
@@ -138,6 +139,9 @@ class Forward:
 
     def _encode(self, state: Any, pixel_values: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
         return nnx.merge(self.graph, state).encode(pixel_values, plan)
+
+    def _encode_audio(self, state: Any, input_features: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        return nnx.merge(self.graph, state).encode_audio(input_features, plan)
 
     def _embed(
         self, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None

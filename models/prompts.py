@@ -1,21 +1,26 @@
-"""Prompts: texts, images and chat messages to the arrays that a backbone embeds. Everything here runs on the host."""
+"""Prompts: texts, images, videos, sounds and chat messages to the arrays that a backbone embeds.
+
+Everything here runs on the host.
+"""
 
 import functools
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import items_of, sort_of
+from kvpatch_jax.cache import items_of, media_of_path, sort_of
 from kvpatch_jax.errors import InputError
 
-from .families.family import Config, Family
-from .inputs.chat import ChatTemplate, Message, expand_images, images_of
+from .families.family import Config, Family, Medium, Vision
+from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, media_of
 from .inputs.texts import TOKENIZER_FILE, ids_of_text, unknown_token
 
 NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
+MEDIA = ("image", "video", "audio")
 _ASKED = "‹what is asked›"
 """Stands for a question in a template that is looked at."""
 
@@ -38,7 +43,7 @@ class Prompts:
 
     Attributes:
       config, family: of the model.
-      image_config: what its processor does with images; None for a text family.
+      settings: what its processor does with each of `MEDIA`; None where it takes none.
       tokenizer: of `tokenizers`, or None.
       chat_template: the directory's, or None.
       without_tokenizer: why there is no tokenizer, for messages.
@@ -47,22 +52,22 @@ class Prompts:
     def __init__(
         self,
         config: Config,
-        image_config: Any,
+        settings: Mapping[str, Any],
         tokenizer: Any,
         chat_template: ChatTemplate | None,
         without_tokenizer: str = NO_TOKENIZER,
     ):
         self.config: Any = config
         self.family: Family = config.family
-        self.image_config, self.tokenizer, self.chat_template = image_config, tokenizer, chat_template
+        self.settings, self.tokenizer, self.chat_template = settings, tokenizer, chat_template
         self.without_tokenizer = without_tokenizer
 
     def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
         """See `ModelBackbone.prepare`."""
         items = items_of(items, "prompt")
         sorts = [sort_of(item) for item in items]
-        images = [item for item, sort in zip(items, sorts, strict=True) if sort == "image"]
-        arrays = self._process(images) if images else {}
+        media = [(sort, item) for sort, item in zip(sorts, items, strict=True) if sort in MEDIA]
+        arrays, runs = self._process(media)
 
         if second_per_grid_ts is not None:
             if not hasattr(self.config, "tokens_per_second"):
@@ -83,10 +88,10 @@ class Prompts:
                 )
             arrays |= {"second_per_grid_ts": seconds}
 
-        numbers = itertools.count()
+        following = iter(runs)
         ids: list[int] = []
         for item, sort in zip(items, sorts, strict=True):
-            ids += self._image_ids(arrays, next(numbers)) if sort == "image" else self._text_ids(item)
+            ids += next(following) if sort in MEDIA else self._text_ids(item)
         if "text" in sorts:
             before, after = self._own_special_tokens()
             ids = [*before, *ids, *after]
@@ -94,16 +99,16 @@ class Prompts:
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """See `ModelBackbone.chat`."""
-        template, images = self._template(), images_of(messages)
+        template, media = self._template(), media_of(messages)
         text = template.render(messages, add_generation_prompt, **variables)
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
         ids = ids_of_text(self.tokenizer, text, self._unknown, own)
 
-        arrays = self._process(images) if images else {}
+        arrays, runs = self._process(media)
         if self.family.vision is not None:
-            expansions = [self._image_ids(arrays, number) for number in range(len(images))]
-            ids = expand_images(ids, self.config.image_token, expansions)
+            places = [self._placeholder(sort, run) for (sort, _), run in zip(media, runs, strict=True)]
+            ids = expand_media(ids, places, runs, {self.config.image_token, *(place.token for place in places)})
         return self._prompt(ids, arrays)
 
     def chat_frame(self, system: str | None = None) -> ChatFrame:
@@ -121,7 +126,7 @@ class Prompts:
         text = template.render(messages)
         front, between, rest = "", "", text
         if sees:
-            parts = text.split(self._placeholder(text))
+            parts = text.split(self._image_mark(text))
             front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
 
         before, mark, behind = rest.partition(_ASKED)
@@ -155,19 +160,19 @@ class Prompts:
             )
         return self.chat_template
 
-    def _placeholder(self, text: str) -> str:
+    def _image_mark(self, text: str) -> str:
         """Returns what stands for an image in a rendered text, with the image's own marks where they are there too."""
-        whole = self._image_ids(self._process([np.zeros((224, 224, 3), np.uint8)]), 0)
-        pad = self.config.image_token
-        first, last = whole.index(pad), len(whole) - whole[::-1].index(pad)
-        tokens = [self.tokenizer.id_to_token(each) for each in (*whole[:first], pad, *whole[last:])]
+        pad, before, after = self._placeholder(
+            "image", self._process([("image", np.zeros((224, 224, 3), np.uint8))])[1][0]
+        )
+        tokens = [self.tokenizer.id_to_token(each) for each in (*before, pad, *after)]
         if None in tokens:
             raise InputError(
                 f"chat template: got image tokens {tokens} without a text in the tokenizer; expected one for each"
             )
         # Some templates write an image's start and end themselves, others leave them to the processor.
         marked = "".join(tokens)
-        return marked if marked in text else tokens[first]
+        return marked if marked in text else tokens[len(before)]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Returns token ids as text."""
@@ -195,16 +200,42 @@ class Prompts:
         first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
         return whole[:first], whole[first + len(bare) :]
 
-    def _process(self, images: list[Any]) -> dict[str, np.ndarray]:
-        if self.family.vision is None:
-            raise InputError(
-                f"images: got {len(images)} for {self.family.architecture}, which takes none; expected text"
-            )
-        return self.family.vision.process(images, self.image_config)
+    def _medium(self, sort: str) -> Vision | Medium:
+        """Returns what the family does with images, videos or sounds.
 
-    def _image_ids(self, arrays: Mapping[str, Any], index: int) -> list[int]:
-        assert self.family.vision is not None
-        return self.family.vision.tokens(self.config, arrays, index, self.tokenizer)
+        Raises:
+          InputError: the family takes none, or its directory says nothing of how.
+        """
+        medium = {"image": self.family.vision, "video": self.family.video, "audio": self.family.audio}[sort]
+        if medium is None:
+            raise InputError(f"{sort}s: got some for {self.family.architecture}, which takes none; expected text")
+        if sort != "image" and self.settings.get(sort) is None:
+            raise InputError(f"{sort}s: got some for a backbone without settings of them; expected {sort}_config")
+        return medium
+
+    def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[list[int]]]:
+        """Returns the arrays of a prompt's images, videos and sounds, and the token ids that stand for each in turn."""
+        arrays: dict[str, Mapping[str, Any]] = {}
+        for sort in MEDIA:
+            items = [_opened(item) for own, item in media if own == sort]
+            if items:
+                arrays[sort] = self._medium(sort).process(items, self.settings[sort])
+
+        numbers = {sort: itertools.count() for sort in MEDIA}
+        runs = []
+        for sort, _ in media:
+            runs.append(self._medium(sort).tokens(self.config, arrays[sort], next(numbers[sort]), self.tokenizer))
+        return self.family.join(self.config, arrays, [sort for sort, _ in media]), runs
+
+    def _placeholder(self, sort: str, run: Sequence[int]) -> Placeholder:
+        """Returns what a template writes for an item that the ids `run` stand for."""
+        if sort != "image":
+            medium = self._medium(sort)
+            assert isinstance(medium, Medium)
+            return Placeholder(*medium.written(self.config, self.tokenizer))
+        pad = self.config.image_token
+        first, last = run.index(pad), len(run) - run[::-1].index(pad)
+        return Placeholder(pad, list(run[:first]), list(run[last:]))
 
     def _text_ids(self, item: Any) -> list[int]:
         if not isinstance(item, str):
@@ -214,3 +245,8 @@ class Prompts:
                 f"text {item[:40]!r}: got no tokenizer ({self.without_tokenizer}); expected token ids instead"
             )
         return ids_of_text(self.tokenizer, item, self._unknown)
+
+
+def _opened(item: Any) -> Any:
+    """Returns the video or sound that a path names; else the item."""
+    return (media_of_path(item) or item) if isinstance(item, os.PathLike) else item

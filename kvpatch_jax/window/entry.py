@@ -75,8 +75,8 @@ class Entry:
       span: by how much the next entry's start moves: its largest position plus one (under M-RoPE the largest extent).
       kind: "chunk" or "text".
       order_free: a chunk whose place among others of its kind has no meaning, so that `reorder` may move it.
-      modality: what it shows: "image", "text", "images" (several in one), "mixed"; None if unknown, of texts "text".
-        Certificates cover certain modalities. It is no part of the entry's identity.
+      modality: what it shows: "image", "video", "audio", "text", "images" (several in one), "mixed"; None if unknown,
+        of texts "text". Certificates cover certain modalities. It is no part of the entry's identity.
 
     Raises:
       WindowError: an empty id, content or modality, no tokens, a span below 1, an unknown kind, or a text that is

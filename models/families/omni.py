@@ -1,4 +1,4 @@
-"""What Qwen2.5-Omni and Qwen3-Omni share: their thinkers' configuration, model, inputs and plan.
+"""What Qwen2.5-Omni and Qwen3-Omni share: their thinkers' configuration, model, positions, sounds and videos.
 
 A thinker is a vision tower, an audio encoder and a decoder. Full releases hold a talker and a vocoder beside it, whose
 tensors are not read. Source: transformers' Qwen2_5OmniThinkerForConditionalGeneration and
@@ -6,31 +6,30 @@ Qwen3OmniMoeThinkerForConditionalGeneration.
 """
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvpatch_jax.cache import Audio, Video
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import Naming, same
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
-from ..inputs.mel import MelConfig
+from ..inputs.mel import MelConfig, log_mel
 from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
-from ..inputs.qwen_images import CONFIG_FILE, ImageConfig, preprocess_images, read_settings
+from ..inputs.qwen_videos import process_qwen2_videos
+from ..inputs.sound import read_sound
+from ..inputs.video_frames import FPS, VideoConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig
 from ..towers.qwen3 import Qwen3VisionConfig
-from ..towers.qwen_audio import PLAN, SEGMENTS, TOKENS, AudioConfig, plan_audio
-from .family import Family, Vision
-from .image_family import TowerModel, thaw
+from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
+from .family import Family, Medium
+from .image_family import TowerModel, qwen_written, thaw
 
 MARKS = ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id")
 PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
@@ -51,14 +50,9 @@ IGNORE = (
     r"talker\..*",
     r"token2wav\..*",
     r"code2wav\..*",
-    r"(thinker\.)?(model\.)?audio_tower\.audio_bos_eos_token\..*",
+    r"audio_tower\.audio_bos_eos_token\..*",
 )
 """Tensors of a full release that a thinker does not read. Its forward never reads the audio encoder's own marks."""
-INPUTS = (
-    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
-    *("input_features", "feature_attention_mask"),
-)
-_ORDER, _HEARD = "order", "heard"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,32 +88,6 @@ class OmniConfig:
     def to_dict(self) -> dict[str, Any]:
         """Returns the thinker's `config.json` as it was read, with the dtype that the parameters have now."""
         return thaw(self.raw, self.family.architecture, self.text.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class OmniSettings:
-    """How images and audio become arrays: both are of `preprocessor_config.json`."""
-
-    image: ImageConfig
-    audio: MelConfig
-
-    @classmethod
-    def from_directory(cls, directory: str | os.PathLike[str]) -> "OmniSettings":
-        """Reads the settings of a Hugging Face directory.
-
-        Raises:
-          ConfigError: the file is absent, not JSON, or holds a field of the wrong kind.
-        """
-        fields = read_settings(directory)
-        return cls(ImageConfig.from_dict(fields), MelConfig.from_dict(fields))
-
-    def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes `preprocessor_config.json` as transformers reads it. Returns its path."""
-        path = self.image.save(directory)
-        fields = json.loads(path.read_text(encoding="utf-8")) | dataclasses.asdict(self.audio)
-        fields |= {"feature_extractor_type": "WhisperFeatureExtractor", "return_attention_mask": True}
-        Path(directory, CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        return path
 
 
 def thinker_of(raw: Mapping[str, Any], kind: str, thinker: str) -> Mapping[str, Any]:
@@ -186,96 +154,22 @@ class OmniModel(TowerModel):
         super().__init__(tower, config, rngs)
         self.audio = audio(config.audio, rngs)
 
-    def encode(self, pixel_values: Float[Array, " P *patch"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Returns the features of images, videos and audio in the order of their placeholders, then those of each
-        deepstack layer, which are zeros for audio.
-        """
-        seen = {name: value for name, value in plan.items() if name not in (*PLAN, _ORDER, _HEARD)}
-        sound = {name: plan[name] for name in PLAN if name in plan}
-        arrays = 1 + len(getattr(self.config.vision, "deepstack_layers", ()))
-
-        def ordered(features: Array) -> Array:
-            return jnp.take(features, plan[_ORDER], axis=1, mode="clip")
-
-        if not sound:
-            return ordered(super().encode(pixel_values, seen))
-        heard = self.audio(**sound)[None]
-        heard = ordered(jnp.pad(heard, ((0, arrays - 1), (0, 0), (0, 0))))
-        return jnp.where(plan[_HEARD][:, None], heard, ordered(super().encode(pixel_values, seen))) if seen else heard
-
-
-def omni_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]], *tables: str) -> Vision:
-    """Returns what an Omni family does with images, videos and audio; the arguments as `qwen_vision` takes them."""
-
-    def plan(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-        unknown = sorted(set(arrays) - set(INPUTS))
-        if unknown:
-            raise InputError(f"inputs: got {unknown}; expected some of {', '.join(INPUTS)}")
-
-        # Images first, then videos, as one row of patches.
-        grids = [_grids(arrays, name) for name in ("image", "video")]
-        merged = config.vision.merge**2
-        counts = [int(grid.prod(axis=1).sum()) // merged for grid in grids]
-        pixels = [arrays.get("pixel_values"), arrays.get("pixel_values_videos")]
-        for kind, grid, rows in zip(("image", "video"), grids, pixels, strict=True):
-            shape, expected = (
-                np.shape(rows if rows is not None else ()),
-                (int(grid.prod(axis=1).sum()), config.vision.features),
-            )
-            if len(grid) and shape != expected:
-                raise InputError(f"{kind} pixels: got shape {shape}; expected {expected} for the grids given")
-            if rows is not None and not len(grid):
-                raise InputError(f"{kind} pixels: got shape {shape} without {kind}_grid_thw; expected their grids")
-
-        sound = _plan_sound(config.audio, arrays)
-        counts.append(sound["features"] if sound else 0)
-        if not sum(counts):
-            return None
-
-        tokens = (config.image_token, config.video_token, config.audio_token)
-        flat = input_ids.reshape(-1)
-        places = [np.flatnonzero(flat == token) for token in tokens]
-        for kind, here, count in zip(("image", "video", "audio"), places, counts, strict=True):
-            if len(here) != count:
-                raise InputError(f"input_ids: got {len(here)} {kind} placeholders; expected {count} for what is given")
-
-        # Features are numbered by placeholder: pixels' with the images first, audio's on their own.
-        number = np.zeros(flat.size, np.int32)
-        for here, first in zip(places, (0, counts[0], 0), strict=True):
-            number[here] = first + np.arange(len(here))
-        every = np.sort(np.concatenate(places))
-        found: dict[str, Any] = {_ORDER: number[every], _HEARD: flat[every] == config.audio_token}
-        if sum(counts[:2]):
-            found |= plan_patches(config.vision, np.concatenate(grids))
-            found["pixel_values"] = np.concatenate([np.asarray(rows) for rows in pixels if rows is not None])
-        else:
-            found["pixel_values"] = np.zeros((0, config.vision.features), np.float32)
-        return found | (sound["plan"] if sound else {})
-
-    def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-        pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
-        return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
-
-    def process(images: Sequence[Any], settings: OmniSettings) -> dict[str, np.ndarray]:
-        return preprocess_images(images, settings.image)
-
-    def fills(config: OmniConfig) -> dict[str, int | str]:
-        return dict.fromkeys(tables, 1) | {SEGMENTS: TOKENS}
-
-    return Vision(OmniSettings.from_directory, process, tokens, plan, fills)
+    def encode_audio(self, inputs: Float[Array, "C F M"], plan: Mapping[str, Array]) -> Float[Array, "one E D"]:
+        """Returns the features of sounds, which `plan_audio` cut into chunks."""
+        return self.audio(inputs, **plan)[None]
 
 
 def omni_positions(fractional: bool) -> Callable[[OmniConfig, np.ndarray, Mapping[str, Any]], np.ndarray]:
     """Returns the rule of positions of a family: Qwen3-Omni's times are fractional, Qwen2.5-Omni's truncated."""
 
     def positions(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-        images, videos = (_grids(arrays, kind) for kind in ("image", "video"))
-        seconds = arrays.get("second_per_grid_ts")
-        seconds = np.zeros(0, np.float32) if seconds is None else np.asarray(seconds, np.float32)
+        grids = (arrays.get(f"{kind}_grid_thw") for kind in ("image", "video"))
+        images, videos = (np.asarray([] if grid is None else grid, np.int32).reshape(-1, 3) for grid in grids)
+        seconds = np.asarray(arrays.get("second_per_grid_ts", ()), np.float32)
         if len(seconds) != len(videos):
             raise InputError(f"second_per_grid_ts: got {len(seconds)} values; expected one per video ({len(videos)})")
-        mask = arrays.get("feature_attention_mask")
-        frames = [] if mask is None else np.asarray(mask).sum(axis=1).tolist()
+
+        frames = np.asarray(arrays.get("feature_attention_mask", np.zeros((0, 0)))).sum(axis=1)
         rule = OmniPositionConfig(
             config.image_token,
             config.video_token,
@@ -286,30 +180,106 @@ def omni_positions(fractional: bool) -> Callable[[OmniConfig, np.ndarray, Mappin
             config.tokens_per_second,
             fractional,
         )
-        audio = [config.audio.tokens(int(count)) for count in frames]
-        return get_omni_positions(input_ids, images, videos, seconds, audio, rule)[0]
+        sounds = [config.audio.tokens(int(count)) for count in frames]
+        return get_omni_positions(input_ids, images, videos, seconds, sounds, rule)[0]
 
     return positions
 
 
-def _grids(arrays: Mapping[str, Any], kind: str) -> np.ndarray:
-    """Returns (time, height, width) of a prompt's images or videos; no rows where there are none."""
-    grids = arrays.get(f"{kind}_grid_thw")
-    return np.zeros((0, 3), np.int64) if grids is None else np.asarray(grids, np.int64).reshape(-1, 3)
+def plan_sounds(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    """Returns what the audio encoder takes of a prompt; None without sounds.
 
-
-def _plan_sound(config: AudioConfig, arrays: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the audio encoder's arrays and how many features they give; None without audio."""
+    Raises:
+      InputError: features and mask of other shapes, or placeholders that are not as many as the sounds ask for.
+    """
     features, mask = arrays.get("input_features"), arrays.get("feature_attention_mask")
     if features is None and mask is None:
         return None
-    shapes = np.shape(features), np.shape(mask)
-    fits = len(shapes[0]) == 3 and shapes[0][1] == config.mels and shapes[1] == (shapes[0][0], shapes[0][2])
-    if not fits:
+    shapes, mels = (
+        (np.shape(() if features is None else features), np.shape(() if mask is None else mask)),
+        config.audio.mels,
+    )
+    if len(shapes[0]) != 3 or shapes[0][1] != mels or shapes[1] != (shapes[0][0], shapes[0][2]):
         raise InputError(
             f"input_features, feature_attention_mask: got shapes {shapes[0]} and {shapes[1]}; expected "
-            f"[audio, {config.mels}, frames] and [audio, frames]"
+            f"[sounds, {mels}, frames] and [sounds, frames]"
         )
-    plan = plan_audio(config, np.asarray(features), np.asarray(mask)) if shapes[0][0] else None
-    count = sum(config.tokens(int(frames)) for frames in np.asarray(mask).sum(axis=1))
-    return None if plan is None else {"plan": plan, "features": count}
+    if not shapes[0][0]:
+        return None
+
+    mask = np.asarray(mask)
+    expected = sum(config.audio.tokens(int(frames)) for frames in mask.sum(axis=1))
+    found = int((input_ids == config.audio_token).sum())
+    if found != expected:
+        raise InputError(f"input_ids: got {found} audio placeholders; expected {expected} for the sounds given")
+    return plan_audio(config.audio, np.asarray(features), mask)
+
+
+def process_sounds(sounds: Sequence[Audio], settings: MelConfig, padded: bool) -> dict[str, np.ndarray]:
+    """Turns sounds into log-mel features, each as if it were alone (`log_mel` says what `padded` is).
+
+    Returns:
+      `input_features` float32 [sounds, bins, frames], padded with zeros, and `feature_attention_mask` int32 [sounds,
+      frames].
+
+    Raises:
+      InputError: as `read_sound` and `log_mel`.
+    """
+    found = []
+    for number, sound in enumerate(sounds):
+        wave = read_sound(sound, settings.sampling_rate, f"audio {number}")
+        found.append(log_mel(wave, settings, padded))
+
+    longest = max(features.shape[1] for features in found)
+    padding = [longest - features.shape[1] for features in found]
+    return {
+        "input_features": np.stack([np.pad(x, ((0, 0), (0, more))) for x, more in zip(found, padding, strict=True)]),
+        "feature_attention_mask": np.stack([(np.arange(longest) < longest - more) for more in padding]).astype(
+            np.int32
+        ),
+    }
+
+
+def sound_medium(padded: bool) -> Medium:
+    """Returns what a family does with sounds; `padded` as `log_mel` takes it."""
+
+    def process(sounds: Sequence[Audio], settings: MelConfig) -> dict[str, np.ndarray]:
+        return process_sounds(sounds, settings, padded)
+
+    def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+        before, after = _sound_marks(config)
+        count = config.audio.tokens(int(arrays["feature_attention_mask"][index].sum()))
+        return [*before, *[config.audio_token] * count, *after]
+
+    def written(config: OmniConfig, tokenizer: Any) -> tuple[int, list[int], list[int]]:
+        return (config.audio_token, *_sound_marks(config))
+
+    return Medium(MelConfig.from_directory, process, tokens, written, plan_sounds, lambda config: FILLS)
+
+
+def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
+    """Returns the ids before and after a sound."""
+    if config.audio_end_token is None:
+        raise InputError(
+            "audio: got a configuration without audio_end_token_id; expected one, or token ids of a prompt"
+        )
+    return [config.audio_start_token], [config.audio_end_token]
+
+
+def video_medium(**defaults: Any) -> Medium:
+    """Returns what a family does with videos; `defaults` are of their settings."""
+
+    def process(videos: Sequence[Video], settings: VideoConfig) -> dict[str, np.ndarray]:
+        arrays, temporal = process_qwen2_videos(videos, settings), settings.pixels.temporal_patch_size
+        # As the authors' processors count: by the rate that was asked for, not by that of the frames that were found.
+        for number, video in enumerate(videos):
+            given = video.rate is not None or video.timestamps is not None
+            if video.frames is None and (video.fps is not None or not given):
+                arrays["second_per_grid_ts"][number] = temporal / (video.fps or settings.option("fps", FPS))
+        return arrays
+
+    def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+        pads = int(np.prod(arrays["video_grid_thw"][index])) // config.vision.merge**2
+        return [config.vision_start_token, *[config.video_token] * pads, config.vision_end_token]
+
+    return Medium(VideoConfig.reader(**defaults), process, tokens, qwen_written)

@@ -11,21 +11,23 @@ from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need, read_decoder, read_rope, read_window
 from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries
+from ..inputs.qwen_images import ImageConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen25AudioTower
 from ..towers.weights import qwen2_5_vision_entries, qwen_audio_entries
 from .family import Family, Shapes
-from .image_family import freeze, one_size, qwen_tower_sizes, text_part, vision_part, whole
+from .image_family import freeze, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
 from .omni import (
     IGNORE,
     NAMINGS,
     OmniConfig,
     OmniModel,
     omni_positions,
-    omni_vision,
     read_audio,
     read_marks,
+    sound_medium,
     thinker_of,
+    video_medium,
 )
 from .qwen2_5_vl import SECTIONS
 from .text_families import TEXT_TABLE, read_head_dim
@@ -71,6 +73,17 @@ def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
+VIDEOS = video_medium(
+    image_mean=ImageConfig.image_mean,
+    image_std=ImageConfig.image_std,
+    resample=3,
+    patch_size=14,
+    merge_size=2,
+    temporal_patch_size=2,
+    size={"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
+)
+
+
 def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
@@ -78,7 +91,9 @@ def _family(architecture: str, model_type: str) -> Family:
         module=functools.partial(OmniModel, Qwen25VisionTower, Qwen25AudioTower),
         entries=_entries,
         positions=omni_positions(fractional=False),
-        vision=omni_vision(plan_patches, "windows", "frames"),
+        vision=qwen_vision(plan_patches, "windows", "frames"),
+        video=VIDEOS,
+        audio=sound_medium(padded=True),
         ignore=IGNORE,
         model_type=model_type,
         namings=NAMINGS,

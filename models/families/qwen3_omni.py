@@ -12,21 +12,23 @@ from kvpatch_jax.errors import ConfigError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.images import HALVES
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen3AudioTower
 from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries
 from .family import Family, Shapes
-from .image_family import freeze, one_size, qwen_tower_sizes, text_part, vision_part, whole
+from .image_family import freeze, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
 from .omni import (
     IGNORE,
     NAMINGS,
     OmniConfig,
     OmniModel,
     omni_positions,
-    omni_vision,
     read_audio,
     read_marks,
+    sound_medium,
     thinker_of,
+    video_medium,
 )
 from .qwen3_vl import SECTIONS
 from .text_families import read_qwen3_moe
@@ -74,6 +76,17 @@ def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
+VIDEOS = video_medium(
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=3,
+    patch_size=16,
+    merge_size=2,
+    temporal_patch_size=2,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+)
+
+
 def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
@@ -81,7 +94,9 @@ def _family(architecture: str, model_type: str) -> Family:
         module=functools.partial(OmniModel, Qwen3VisionTower, Qwen3AudioTower),
         entries=_entries,
         positions=omni_positions(fractional=True),
-        vision=omni_vision(plan_patches, "frames"),
+        vision=qwen_vision(plan_patches, "frames"),
+        video=VIDEOS,
+        audio=sound_medium(padded=False),
         ignore=IGNORE,
         model_type=model_type,
         namings=NAMINGS,

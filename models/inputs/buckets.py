@@ -27,9 +27,9 @@ def pad_images(
 
     Args:
       pixels: [P, …] patches or [n, …, 3, H, W] tiles.
-      fills: the plan's tables of numbers, of patches (1 per row of pixels), features (as many as a tile has) or the rows
-        of another table (its name): the number one past the last stands for none. Other tables are padded with zeros
-        along their first axis.
+      fills: the plan's tables of numbers, of patches (1 per row of pixels), features (as many as a tile has) or rows of
+        another table (its name): the number one past the last stands for none. Other tables are padded with zeros along
+        their first axis.
     """
     # Tiles of all images on one axis: a plan counts them through.
     if pixels.ndim > 4:

@@ -2,13 +2,20 @@
 
 import dataclasses
 import functools
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32
 
 from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import read_table
+from .qwen_images import CONFIG_FILE
+from .video_frames import PROCESSOR_FILE
 
 FREQUENCIES = 8000.0
 """Hertz up to which the filters reach, whatever the sampling rate is."""
@@ -49,6 +56,26 @@ class MelConfig:
             if fields.get(name):
                 raise ConfigError(f"{name}: got {fields[name]!r}; expected 0")
         return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields})
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> "MelConfig":
+        """Reads the settings of a Hugging Face directory: from `processor_config.json` where it has them, else from
+        `preprocessor_config.json`.
+
+        Raises:
+          ConfigError: a field of the wrong kind.
+        """
+        root = Path(directory)
+        found = read_table(root / PROCESSOR_FILE).get("feature_extractor")
+        return cls.from_dict(found if isinstance(found, Mapping) else read_table(root / CONFIG_FILE))
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes the settings beside those of images in `preprocessor_config.json`. Returns its path."""
+        path = Path(directory) / CONFIG_FILE
+        fields = read_table(path) | dataclasses.asdict(self)
+        fields |= {"feature_extractor_type": "WhisperFeatureExtractor", "return_attention_mask": True}
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
 
 
 def log_mel(wave: Float[np.ndarray, " samples"], config: MelConfig, padded: bool) -> Float32[np.ndarray, "bins frames"]:

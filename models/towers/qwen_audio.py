@@ -1,8 +1,8 @@
 """Audio encoders of Qwen2.5-Omni and Qwen3-Omni: convolutions over log-mel frames, then attention in windows.
 
-Source: transformers' Qwen2_5OmniAudioEncoder and Qwen3OmniMoeAudioEncoder. Audio is cut into chunks of equal size on the
-host, each convolved alone. Which frames count and which tokens attend to each other travels as index arrays, so that
-other audio of as many chunks never recompiles.
+Source: transformers' Qwen2_5OmniAudioEncoder and Qwen3OmniMoeAudioEncoder. Audio is cut into chunks of equal size on
+the host, each convolved alone. Which frames count and which tokens attend to each other travels as index arrays, so
+that other audio of as many chunks never recompiles.
 
 Axis letters: C chunks, F frames per chunk, M mel bins, N tokens, Y windows, Z tokens per window (padded), E features.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
@@ -35,9 +35,8 @@ from .common import (
 CHUNKS_AT_ONCE = 64
 """Chunks that are convolved at a time: the first convolution of Qwen3-Omni makes 6 MB of one second of audio."""
 
-LENGTHS, TOKENS, SEGMENTS, PAIRS = "mel_lengths", "audio_tokens", "audio_segments", "audio_pairs"
-PLAN = ("mel", LENGTHS, TOKENS, SEGMENTS, PAIRS)
-"""The index arrays that an audio encoder may take."""
+FILLS = {"segments": "tokens"}
+"""Of a plan's tables, that of numbers of the rows of another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +73,8 @@ class AudioConfig:
             raise ConfigError(f"audio d_model: got {self.width}; expected an even number from 4 on")
         if self.chunk_tokens > self.positions:
             raise ConfigError(
-                f"audio max_source_positions: got {self.positions}; expected at least the {self.chunk_tokens} tokens of "
-                "a chunk"
+                f"audio max_source_positions: got {self.positions}; expected at least {self.chunk_tokens}, the tokens "
+                "of a chunk"
             )
         # The authors' code counts 13 tokens per chunk, whatever its size.
         if self.downsampling and self.chunk_tokens != 13:
@@ -120,9 +119,9 @@ def plan_audio(
     agree.
 
     Returns:
-      `mel` float32 [C,F,M]; `mel_lengths` int32 [C], the frames up to which convolutions see anything; `audio_tokens`
-      int32 [N], places in the C · F' tokens of the chunks; `audio_segments` int32 [Y,Z], token numbers padded by N; for
-      Qwen2.5-Omni `audio_pairs` int32 [E], the first of the two tokens that a feature is the mean of.
+      `inputs` float32 [C,F,M]: the frames by chunk; `lengths` int32 [C]: how many of them convolutions see; `tokens`
+      int32 [N]: places among all tokens of all chunks; `segments` int32 [Y,Z]: token numbers, padded by N; for
+      Qwen2.5-Omni `pairs` int32 [E], the first of the two tokens that a feature is the mean of.
 
     Raises:
       InputError: audio too short for a single token.
@@ -152,12 +151,12 @@ def plan_audio(
         first += total
 
     plan = {
-        "mel": np.stack(chunks),
-        LENGTHS: np.array(lengths, np.int32),
-        TOKENS: np.concatenate(places).astype(np.int32),
-        SEGMENTS: segment_table(segments),
+        "inputs": np.stack(chunks),
+        "lengths": np.array(lengths, np.int32),
+        "tokens": np.concatenate(places).astype(np.int32),
+        "segments": segment_table(segments),
     }
-    return plan | ({PAIRS: np.concatenate(pairs).astype(np.int32)} if pairs else {})
+    return plan | ({"pairs": np.concatenate(pairs).astype(np.int32)} if pairs else {})
 
 
 def sinusoids(length: int, channels: int) -> Float32[np.ndarray, "length channels"]:
@@ -241,10 +240,10 @@ class Qwen25AudioTower(_AudioBlocks):
     def __call__(
         self,
         mel: Float[Array, "C F M"],
-        mel_lengths: Int[Array, " C"],
-        audio_tokens: Int[Array, " N"],
-        audio_segments: Int[Array, "Y Z"],
-        audio_pairs: Int[Array, " E"],
+        lengths: Int[Array, " C"],
+        tokens: Int[Array, " N"],
+        segments: Int[Array, "Y Z"],
+        pairs: Int[Array, " E"],
     ) -> Float[Array, "E D"]:
         """Embeds chunks of frames; the index arrays come from `plan_audio`."""
         gelu = VISION_ACTIVATIONS["gelu"]
@@ -252,9 +251,9 @@ class Qwen25AudioTower(_AudioBlocks):
         def convolve(mel: Array, lengths: Array) -> Array:
             return gelu(self.second(_silence_behind(gelu(self.first(mel)), lengths)))
 
-        chunks = _in_batches(convolve, mel.astype(jnp.dtype(self.config.dtype)), mel_lengths)
-        hidden = self.attend(chunks, audio_tokens, audio_segments)
-        hidden = (hidden[audio_pairs] + hidden[audio_pairs + 1]) / 2
+        chunks = _in_batches(convolve, mel.astype(jnp.dtype(self.config.dtype)), lengths)
+        hidden = self.attend(chunks, tokens, segments)
+        hidden = (hidden[pairs] + hidden[pairs + 1]) / 2
         return self.output(self.final_norm(hidden))
 
 
@@ -274,9 +273,9 @@ class Qwen3AudioTower(_AudioBlocks):
     def __call__(
         self,
         mel: Float[Array, "C F M"],
-        mel_lengths: Int[Array, " C"],
-        audio_tokens: Int[Array, " N"],
-        audio_segments: Int[Array, "Y Z"],
+        lengths: Int[Array, " C"],
+        tokens: Int[Array, " N"],
+        segments: Int[Array, "Y Z"],
     ) -> Float[Array, "N D"]:
         """Embeds chunks of frames; the index arrays come from `plan_audio`."""
         gelu = VISION_ACTIVATIONS["gelu"]
@@ -289,6 +288,6 @@ class Qwen3AudioTower(_AudioBlocks):
                 x = _silence_behind(gelu(convolution(x)), lengths)
             return self.joined(jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], -1))
 
-        chunks = _in_batches(convolve, mel.astype(jnp.dtype(self.config.dtype)), mel_lengths)
-        hidden = self.final_norm(self.attend(chunks, audio_tokens, audio_segments))
+        chunks = _in_batches(convolve, mel.astype(jnp.dtype(self.config.dtype)), lengths)
+        hidden = self.final_norm(self.attend(chunks, tokens, segments))
         return self.outer(VISION_ACTIVATIONS[self.config.activation](self.inner(hidden)))

@@ -228,14 +228,11 @@ def qwen_audio_entries(config: AudioConfig, prefix: str, path: ParamPath = ("aud
 
     # [out, in, mel bin, frame] to [frame, mel bin, in, out]; Qwen2.5-Omni's have no mel bins.
     order, stem = ((3, 2, 1, 0), "conv2d") if config.downsampling else ((2, 1, 0), "conv")
-    for number, part in enumerate(
-        ("first", "second", "third") if config.downsampling else ("first", "second"), start=1
-    ):
+    parts = ("first", "second", "third")[: 3 if config.downsampling else 2]
+    for number, part in enumerate(parts, start=1):
         name, place = f"{prefix}.{stem}{number}", (*path, part)
-        entries += [
-            TensorEntry(f"{name}.weight", (*place, "kernel"), order),
-            TensorEntry(f"{name}.bias", (*place, "bias")),
-        ]
+        entries.append(TensorEntry(f"{name}.weight", (*place, "kernel"), order))
+        entries.append(TensorEntry(f"{name}.bias", (*place, "bias")))
 
     if not config.downsampling:
         return entries + linear_entries(f"{prefix}.proj", (*path, "output"))

@@ -18,6 +18,7 @@ from ...store import ChunkStore, Miss, Request, fetch
 
 SUBSTITUTE = (Text("Please describe this image"),)
 """The paper's substitute prompt (section 3.2)."""
+_MEDIA = {"image", "video", "audio"}
 _TEXT_ARRAYS = ("input_ids", "position_ids", "attention_mask")
 
 
@@ -74,8 +75,10 @@ class RequestCache:
         """
         items = [one_form(item) for item in items_of(items, "request cache")]
         sorts = [sort_of(item) for item in items]
-        if "image" not in sorts or sorts[-1] == "image":
-            raise InputError(f"request cache: got items {sorts}; expected at least one image, and a text at the end")
+        if not _MEDIA & set(sorts) or sorts[-1] in _MEDIA:
+            raise InputError(
+                f"request cache: got items {sorts}; expected at least one image, video or sound, and a text at the end"
+            )
 
         fingerprint = self.backbone.fingerprint
         prompt = self.backbone.prepare(items)
@@ -89,7 +92,7 @@ class RequestCache:
         tokens = self.backbone.embed(**prompt, features=features)
 
         spans = self._spans(items, sorts, tokens)
-        ids = [chunk_id(fingerprint, item) for item, sort in zip(items, sorts, strict=True) if sort == "image"]
+        ids = [chunk_id(fingerprint, item) for item, sort in zip(items, sorts, strict=True) if sort in _MEDIA]
         requests = [
             Request(id, fingerprint, item=tokens.take(*span), lead=self._lead)
             for id, span in zip(ids, spans, strict=True)
@@ -117,7 +120,7 @@ class RequestCache:
 
         spans: list[tuple[int, int]] = []
         for item, sort in zip(items, sorts, strict=True):
-            if sort == "image":
+            if sort in _MEDIA:
                 id = chunk_id(self.backbone.fingerprint, item)
                 if id not in self._lengths:
                     self._lengths[id] = self._count([item])

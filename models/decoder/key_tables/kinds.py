@@ -6,10 +6,10 @@ INERT = words(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
     _name_or_path _pad_token_id activation_dropout add_cross_attention architectures attention_dropout
-    attn_implementation auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample drop_path_rate dropout dtype early_stopping embd_pdrop
-    encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id hidden_dropout_prob id2label ignore_index image_seq_length
+    attn_implementation auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample drop_path_rate dropout dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout_prob id2label ignore_index image_seq_length
     init_std initializer_factor initializer_range is_composition is_decoder is_encoder_decoder is_llama_config
     keys_to_ignore_at_inference label2id length_penalty max_image_size max_length min_length model_type
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_mtp_layers num_nextn_predict_layers
@@ -17,10 +17,9 @@ INERT = words(
     perceiver_config pixel_shuffle_factor prefix pretraining_tp problem_type projection_dim projection_dropout
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
     sep_token_id seq_aux size suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
-    tie_word_embeddings
-    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
-    use_bfloat16 use_cache use_image_newline_parameter use_reentrant_checkpointing video_token_id vision_end_token_id
-    vision_start_token_id vision_token_id vocab_size
+    tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
+    typical_p use_bfloat16 use_cache use_image_newline_parameter use_reentrant_checkpointing video_token_id
+    vision_end_token_id vision_start_token_id vision_token_id vocab_size
     """
 )
 """Keys that say nothing of what a forward computes where no table below knows them."""
