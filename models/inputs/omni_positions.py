@@ -76,7 +76,8 @@ def get_omni_positions(
         size = left[kind].pop(0)
         if kind == "audio":
             return np.repeat(np.arange(size, dtype=number)[:, None], 3, axis=1)
-        return _grid_positions(*size, config, number)
+        grid, each = size
+        return _grid_positions(grid, each, config, number)
 
     positions, cursor, place, joint = np.zeros((len(input_ids), 3), number), 0, number(0), False
     while cursor < len(input_ids):
