@@ -351,6 +351,17 @@ def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
+def last_position[P: (np.ndarray, Array)](positions: P) -> P:
+    """Returns the position of each row's last token on its farthest axis, [B] of [B,T] or [B,T,A].
+
+    What follows begins one past it, rounded down: of a text that is its last token, and an image or video ends with the
+    token that stands behind it. The largest position of all is another one only where a video's time runs ahead of
+    what follows it (transformers' rule, `models/inputs/positions.py`).
+    """
+    last = positions[:, -1]
+    return last if last.ndim == 1 else last.max(-1)
+
+
 def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."]) -> None:
     """Checks that concrete positions are in range and inside a pinned regime; traced ones pass.
 

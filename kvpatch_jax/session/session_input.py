@@ -24,6 +24,7 @@ from ..cache import (
     media_of_path,
     sort_of,
 )
+from ..core import last_position
 from ..errors import InputError
 from ..window import Entry, Kind
 
@@ -156,7 +157,7 @@ def embedded(
     if len(behind):
         # As decoding does, each token is one position further on every axis of M-RoPE.
         places = np.asarray(prompt["position_ids"])
-        following = places.max() + 1 + np.arange(len(behind), dtype=places.dtype)
+        following = last_position(places)[0] + 1 + np.arange(len(behind), dtype=places.dtype)
         following = following.reshape(1, -1, *(1 for _ in places.shape[2:]))
         following = np.broadcast_to(following, (1, len(behind), *places.shape[2:]))
         input_ids = [np.asarray(prompt["input_ids"]), np.asarray(behind, np.int32)[None]]
@@ -176,4 +177,4 @@ def embedded(
 
     # Positions of videos are fractional; the next piece starts at a whole one.
     places = np.asarray(tokens.positions)[:, :length]
-    return EmbeddedInput(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)
+    return EmbeddedInput(tokens, length, int(np.floor(last_position(places)[0])) - int(np.floor(places.min())) + 1)
