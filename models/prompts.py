@@ -5,14 +5,13 @@ Everything here runs on the host.
 
 import functools
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import items_of, media_of_path, sort_of
+from kvpatch_jax.cache import items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
 from .families.family import Config, Family, Run, placeholders
@@ -242,7 +241,7 @@ class Prompts:
         """Returns the arrays of a prompt's images, videos and sounds, and what stands for each in turn."""
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
-            items = [_opened(item) for own, item in media if own == sort]
+            items = [medium_of(item) or item for own, item in media if own == sort]
             if items:
                 arrays[sort] = self._medium(sort).process(items, self.settings[sort])
 
@@ -273,8 +272,3 @@ class Prompts:
                 f"text {item[:40]!r}: got no tokenizer ({self.without_tokenizer}); expected token ids instead"
             )
         return ids_of_text(self.tokenizer, item, self._unknown)
-
-
-def _opened(item: Any) -> Any:
-    """Returns the video or sound that a path names; else the item."""
-    return (media_of_path(item) or item) if isinstance(item, os.PathLike) else item

@@ -14,7 +14,7 @@ A rope defines the angle by which every rotary pair of a cached key is rotated a
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -351,15 +351,18 @@ def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
-def last_position[P: (np.ndarray, Array)](positions: P) -> P:
-    """Returns the position of each row's last token on its farthest axis, [B] of [B,T] or [B,T,A].
+def end_position[P: (np.ndarray, Array)](positions: P) -> P:
+    """Returns the position behind which each row goes on, [B] of [B,T] or [B,T,A]: that of its last token where the
+    axes of that are equal (a text, or what closes an image or video), else the largest of all.
 
-    What follows begins one past it, rounded down: of a text that is its last token, and an image or video ends with the
-    token that stands behind it. The largest position of all is another one only where a video's time runs ahead of
-    what follows it (transformers' rule, `models/inputs/positions.py`).
+    What follows begins one past it, rounded down. The two differ only where a video's time runs ahead of what follows
+    it (transformers' rule, `models/inputs/positions.py`).
     """
+    if positions.ndim == 2:
+        return positions.max(1)
     last = positions[:, -1]
-    return last if last.ndim == 1 else last.max(-1)
+    where: Any = jnp.where if isinstance(positions, Array) else np.where
+    return where((last == last[:, :1]).all(1), last[:, 0], positions.max((1, 2)))
 
 
 def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."]) -> None:

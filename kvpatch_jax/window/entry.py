@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
-from ..core import PackedArray, Quantised, RaggedFactors, last_position
+from ..core import PackedArray, Quantised, RaggedFactors, end_position
 from ..errors import WindowError
 from .costs import adding_flops
 
@@ -144,7 +144,7 @@ class Entry:
         """
         # Over all axes: under M-RoPE an image may extend furthest along its height or width.
         positions = np.asarray(tokens.positions)
-        rows = zip(positions, last_position(positions), strict=True) if positions.size else ()
+        rows = zip(positions, end_position(positions), strict=True) if positions.size else ()
         spans = {math.floor(last) - math.floor(row.min()) + 1 for row, last in rows} or {0}
         if len(spans) != 1:
             raise WindowError(f"entry.tokens: got rows that span {sorted(spans)} of {brief(id)!r}; expected one span")

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...cache import Chunk, encode_chunk
-from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, last_position, to_phase_free
+from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, end_position, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch, orbit_patch
@@ -275,7 +275,7 @@ class ChunkFormer:
         return Chunk(
             jax.device_get(dict(free)),
             local,
-            int(last_position(local[None])[0]) + 1,
+            int(end_position(local[None])[0]) + 1,
             len(local),
             id,
             self.layout,
