@@ -24,6 +24,7 @@ from ..inputs.mel import MelConfig, log_mel
 from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
 from ..inputs.qwen_videos import process_qwen2_videos
 from ..inputs.sound import read_sound
+from ..inputs.texts import texts_of
 from ..inputs.video_frames import FPS, VideoConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig
 from ..towers.qwen3 import Qwen3VisionConfig
@@ -251,8 +252,10 @@ def sound_medium(padded: bool) -> Medium:
         count = config.audio.tokens(int(arrays["feature_attention_mask"][index].sum()))
         return [*before, *[config.audio_token] * count, *after]
 
-    def written(config: OmniConfig, tokenizer: Any) -> tuple[int, list[int], list[int]]:
-        return (config.audio_token, *_sound_marks(config))
+    def written(config: OmniConfig, tokenizer: Any) -> tuple[str, str, str]:
+        before, after = _sound_marks(config)
+        pad, start, end = texts_of(tokenizer, [config.audio_token, *before, *after])
+        return pad, start, end
 
     return Medium(MelConfig.from_directory, process, tokens, written, plan_sounds, lambda config: FILLS)
 
