@@ -293,7 +293,8 @@ def make_omni(name: str) -> None:
     raw |= {"audio_config": {**AUDIO_TOWER, "output_dim": width}, **IDS}
     raw |= {"audio_token_id": audio, "audio_start_token_id": start, "audio_end_token_id": end}
     architecture = f"{kind}ForConditionalGeneration"
-    model = build(name, {"architectures": [architecture], "model_type": configuration(kind).model_type, **raw}, architecture)
+    raw |= {"architectures": [architecture], "model_type": configuration(kind).model_type}
+    model = build(name, raw, architecture)
     count = model.model.audio_tower(torch.zeros(128, frames), feature_lens=torch.tensor([frames]))[0].shape[0]
     tokens = tokens_of([5, (8,), 3])[0].tolist()
     input_ids = torch.tensor([[*tokens, start, *[audio] * count, end, 9]])
