@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, LayerAttention, Output, Recomputed, Step, Tokens
-from kvpatch_jax.core import Buckets, KVLayout, Paged, to_engine
+from kvpatch_jax.core import Buckets, KVLayout, Paged, end_position, to_engine
 
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE
@@ -373,8 +373,8 @@ class Forward:
 
         # Padding has positions too, which must not move the first token that is made.
         inside = (jnp.arange(T) <= last[:, None]).reshape(B, T, *(1,) * (tokens.positions.ndim - 2))
-        positions = jnp.where(inside, tokens.positions, tokens.positions[:, :1])
-        place = jnp.max(positions, axis=tuple(range(1, positions.ndim))) + 1
+        positions = jnp.where(inside, tokens.positions, tokens.positions[jnp.arange(B), last][:, None])
+        place = end_position(positions) + 1
 
         # What each row's last token sees; keys made since are added as they are written, and stand behind it.
         def row_of(row: Array) -> Array:
@@ -458,7 +458,7 @@ class Forward:
 
 
 class LoadedModel:
-    """What the parts of a backbone (`Generating`, `Writing`, `Answering`) find in it.
+    """What the parts of a backbone (`Encoding`, `Generating`, `Writing`, `Answering`) find in it.
 
     Attributes:
       config, layout, buckets, programs, stop_tokens: as in `ModelBackbone`.

@@ -5,19 +5,18 @@ Everything here runs on the host.
 
 import functools
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import items_of, media_of_path, sort_of
+from kvpatch_jax.cache import items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
-from .families.family import Config, Family, Medium, Vision
-from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, media_of
-from .inputs.texts import TOKENIZER_FILE, ids_of_text, unknown_token
+from .families.family import Config, Family, Run, placeholders
+from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, media_of, replaced
+from .inputs.texts import TOKENIZER_FILE, ids_of_text, texts_of, unknown_token
 
 NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
 MEDIA = ("image", "video", "audio")
@@ -91,7 +90,7 @@ class Prompts:
         following = iter(runs)
         ids: list[int] = []
         for item, sort in zip(items, sorts, strict=True):
-            ids += next(following) if sort in MEDIA else self._text_ids(item)
+            ids += self._ids_of(next(following)) if sort in MEDIA else self._text_ids(item)
         if "text" in sorts:
             before, after = self._own_special_tokens()
             ids = [*before, *ids, *after]
@@ -103,13 +102,43 @@ class Prompts:
         text = template.render(messages, add_generation_prompt, **variables)
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
-        ids = ids_of_text(self.tokenizer, text, self._unknown, own)
-
         arrays, runs = self._process(media)
-        if self.family.vision is not None:
-            places = [self._placeholder(sort, run) for (sort, _), run in zip(media, runs, strict=True)]
-            ids = expand_media(ids, places, runs, {self.config.image_token, *(place.token for place in places)})
+        text, expansions = self._spelled(text, media, runs)
+        ids = ids_of_text(self.tokenizer, text, self._unknown, own)
+        if self.family.vision is not None or media:
+            ids = expand_media(ids, expansions, placeholders(self.config))
         return self._prompt(ids, arrays)
+
+    def _spelled(
+        self, text: str, media: Sequence[tuple[str, Any]], runs: Sequence[Run]
+    ) -> tuple[str, list[tuple[Placeholder, list[int]]]]:
+        """Returns a rendered text with what stands for videos and sounds written out, but for their placeholders, of
+        which each series is written once; and what every placeholder in the text becomes, in order.
+
+        So the text around frames is tokenized together with what the template writes, as transformers does it.
+        """
+        expansions: list[tuple[Placeholder, list[int]]] = []
+        spelled: dict[str, list[str]] = {"video": [], "audio": []}
+        pads = placeholders(self.config)
+        for (sort, _), run in zip(media, runs, strict=True):
+            if sort == "image":
+                ids = self._ids_of(run)
+                expansions.append((self._image_placeholder(ids), ids))
+                continue
+
+            written = ""
+            for piece, series in itertools.groupby(run):
+                count = len(list(series))
+                if piece in pads:
+                    expansions.append((Placeholder(piece, [], []), [piece] * count))
+                    count = 1
+                written += count * (piece if isinstance(piece, str) else texts_of(self.tokenizer, [piece])[0])
+            spelled[sort].append(written)
+
+        for sort, found in spelled.items():
+            if found:
+                text = replaced(text, self._medium(sort).written(self.config, self.tokenizer), found, sort)
+        return text, expansions
 
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
@@ -162,14 +191,9 @@ class Prompts:
 
     def _image_mark(self, text: str) -> str:
         """Returns what stands for an image in a rendered text, with the image's own marks where they are there too."""
-        pad, before, after = self._placeholder(
-            "image", self._process([("image", np.zeros((224, 224, 3), np.uint8))])[1][0]
-        )
-        tokens = [self.tokenizer.id_to_token(each) for each in (*before, pad, *after)]
-        if None in tokens:
-            raise InputError(
-                f"chat template: got image tokens {tokens} without a text in the tokenizer; expected one for each"
-            )
+        _, runs = self._process([("image", np.zeros((224, 224, 3), np.uint8))])
+        pad, before, after = self._image_placeholder(self._ids_of(runs[0]))
+        tokens = texts_of(self.tokenizer, [*before, pad, *after])
         # Some templates write an image's start and end themselves, others leave them to the processor.
         marked = "".join(tokens)
         return marked if marked in text else tokens[len(before)]
@@ -200,8 +224,8 @@ class Prompts:
         first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
         return whole[:first], whole[first + len(bare) :]
 
-    def _medium(self, sort: str) -> Vision | Medium:
-        """Returns what the family does with images, videos or sounds.
+    def _medium(self, sort: str) -> Any:
+        """Returns what the family does with images (a `Vision`), videos or sounds (a `Medium`).
 
         Raises:
           InputError: the family takes none, or its directory says nothing of how.
@@ -213,11 +237,11 @@ class Prompts:
             raise InputError(f"{sort}s: got some for a backbone without settings of them; expected {sort}_config")
         return medium
 
-    def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[list[int]]]:
-        """Returns the arrays of a prompt's images, videos and sounds, and the token ids that stand for each in turn."""
+    def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
+        """Returns the arrays of a prompt's images, videos and sounds, and what stands for each in turn."""
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
-            items = [_opened(item) for own, item in media if own == sort]
+            items = [medium_of(item) or item for own, item in media if own == sort]
             if items:
                 arrays[sort] = self._medium(sort).process(items, self.settings[sort])
 
@@ -227,15 +251,18 @@ class Prompts:
             runs.append(self._medium(sort).tokens(self.config, arrays[sort], next(numbers[sort]), self.tokenizer))
         return self.family.join(self.config, arrays, [sort for sort, _ in media]), runs
 
-    def _placeholder(self, sort: str, run: Sequence[int]) -> Placeholder:
-        """Returns what a template writes for an item that the ids `run` stand for."""
-        if sort != "image":
-            medium = self._medium(sort)
-            assert isinstance(medium, Medium)
-            return Placeholder(*medium.written(self.config, self.tokenizer))
+    def _image_placeholder(self, ids: Sequence[int]) -> Placeholder:
+        """Returns what a template writes for an image that these ids stand for."""
         pad = self.config.image_token
-        first, last = run.index(pad), len(run) - run[::-1].index(pad)
-        return Placeholder(pad, list(run[:first]), list(run[last:]))
+        first, last = ids.index(pad), len(ids) - ids[::-1].index(pad)
+        return Placeholder(pad, list(ids[:first]), list(ids[last:]))
+
+    def _ids_of(self, run: Run) -> list[int]:
+        """Returns the token ids of an image, video or sound whose texts are tokenized each by itself."""
+        ids: list[int] = []
+        for piece in run:
+            ids += self._text_ids(piece) if isinstance(piece, str) else [piece]
+        return ids
 
     def _text_ids(self, item: Any) -> list[int]:
         if not isinstance(item, str):
@@ -245,8 +272,3 @@ class Prompts:
                 f"text {item[:40]!r}: got no tokenizer ({self.without_tokenizer}); expected token ids instead"
             )
         return ids_of_text(self.tokenizer, item, self._unknown)
-
-
-def _opened(item: Any) -> Any:
-    """Returns the video or sound that a path names; else the item."""
-    return (media_of_path(item) or item) if isinstance(item, os.PathLike) else item

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import ImageError, InputError
 from .content import check_text, fingerprint_of
 from .images import ImageSource, decoded, is_encoded, is_pixels
-from .media import Audio, Video, media_of_path
+from .media import Audio, Video, medium_of
 
 Content = ImageSource | Video | Audio | np.ndarray | jax.Array | str | bytes | Sequence[int]
 _DIGEST_BYTES = 32
@@ -100,11 +100,13 @@ def chunk_id(backbone: str, *content: Content) -> str:
             # Bytes that begin like an image but cannot be decoded are treated as bytes.
             with contextlib.suppress(ImageError):
                 part = decoded(part)
+        elif (medium := medium_of(part)) is not None:
+            part = medium.read()
         elif isinstance(part, os.PathLike):
-            part = media_of_path(part) or decoded(part, os.fspath(part))
+            part = decoded(part, os.fspath(part))
         elif hasattr(part, "getbands") or is_pixels(part):
             part = decoded(part, "image")
-        parts.append(part.read() if isinstance(part, Video | Audio) else part)
+        parts.append(part)
 
     fields = [b"chunk", encoded(backbone)]
     for part in parts:

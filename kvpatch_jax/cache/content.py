@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import AmbiguousTextError, InputError
 from ..utils.atomic_files import path_of
 from .images import decoded, is_encoded
-from .media import AUDIO_SUFFIXES, VIDEO_SUFFIXES, Audio, Video, media_of_path
+from .media import AUDIO_SUFFIXES, VIDEO_SUFFIXES, Video, medium_of
 
 Sort = Literal["image", "video", "audio", "text", "tokens"]
 
@@ -58,8 +58,8 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     if isinstance(item, str):
         check_text(item, what)
         return "text"
-    medium = media_of_path(item) if isinstance(item, os.PathLike) else item
-    if isinstance(medium, Video | Audio):
+    medium = medium_of(item)
+    if medium is not None:
         return "video" if isinstance(medium, Video) else "audio"
     if isinstance(item, os.PathLike) or hasattr(item, "getbands"):
         return "image"
@@ -73,7 +73,7 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
         if all(whole):
             return "tokens"
     raise InputError(
-        f"{what}: got item of type {type(item).__name__}; expected text, token ids, an image, a Video or an Audio"
+        f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"
     )
 
 
@@ -136,10 +136,11 @@ def one_form(item: Any) -> Any:
     """Decodes an image file or its bytes to pixels (`images.decoded`), and reads videos and sounds (`Video.read`), so
     that each is read once; else returns the item.
     """
+    medium = medium_of(item)
+    if medium is not None:
+        return medium.read()
     if isinstance(item, os.PathLike):
-        item = media_of_path(item) or decoded(item, os.fspath(item))
-    if isinstance(item, Video | Audio):
-        return item.read()
+        return decoded(item, os.fspath(item))
     return decoded(item) if isinstance(item, bytes) else item
 
 

@@ -153,12 +153,14 @@ class Audio:
         return {"rate": self.rate}
 
 
-def media_of_path(path: os.PathLike[str]) -> Video | Audio | None:
-    """Returns the video or sound that a path names by its suffix; None for an image."""
-    suffix = Path(path).suffix.lower()
+def medium_of(item: Any) -> Video | Audio | None:
+    """Returns an item that is a video or sound, or the one that a path names by its suffix; else None."""
+    if isinstance(item, Video | Audio):
+        return item
+    suffix = Path(item).suffix.lower() if isinstance(item, os.PathLike) else ""
     if suffix in VIDEO_SUFFIXES:
-        return Video(path)
-    return Audio(path) if suffix in AUDIO_SUFFIXES else None
+        return Video(item)
+    return Audio(item) if suffix in AUDIO_SUFFIXES else None
 
 
 def expect_small_medium(medium: Video | Audio, most: int) -> None:
@@ -202,7 +204,7 @@ def _rising(values: Any) -> tuple[float, ...]:
         times = np.zeros(())
     if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times[0] < 0 or (np.diff(times) <= 0).any():
         raise InputError(f"video: got timestamps {values!r:.80}; expected seconds that rise from 0 or more")
-    return tuple(times.tolist())
+    return tuple(float(time) for time in times)
 
 
 def _bytes_of(path: Path) -> bytes:

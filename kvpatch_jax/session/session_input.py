@@ -21,9 +21,10 @@ from ..cache import (
     decoded,
     expect_small,
     expect_small_medium,
-    media_of_path,
+    medium_of,
     sort_of,
 )
+from ..core import end_position
 from ..errors import InputError
 from ..window import Entry, Kind
 
@@ -95,9 +96,8 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
             if not token_ids:
                 raise InputError("session: got no token ids; expected at least one")
             items.append(token_ids)
-        elif sort_of(each, "session") in ("video", "audio"):
+        elif (medium := medium_of(each)) is not None:
             textual = False
-            medium = media_of_path(each) if isinstance(each, os.PathLike) else each
             expect_small_medium(medium, largest_image)
             items.append(medium.read())
         else:
@@ -156,7 +156,7 @@ def embedded(
     if len(behind):
         # As decoding does, each token is one position further on every axis of M-RoPE.
         places = np.asarray(prompt["position_ids"])
-        following = places.max() + 1 + np.arange(len(behind), dtype=places.dtype)
+        following = end_position(places)[0] + 1 + np.arange(len(behind), dtype=places.dtype)
         following = following.reshape(1, -1, *(1 for _ in places.shape[2:]))
         following = np.broadcast_to(following, (1, len(behind), *places.shape[2:]))
         input_ids = [np.asarray(prompt["input_ids"]), np.asarray(behind, np.int32)[None]]
@@ -176,4 +176,4 @@ def embedded(
 
     # Positions of videos are fractional; the next piece starts at a whole one.
     places = np.asarray(tokens.positions)[:, :length]
-    return EmbeddedInput(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)
+    return EmbeddedInput(tokens, length, int(np.floor(end_position(places)[0])) - int(np.floor(places.min())) + 1)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
-from ..core import PackedArray, Quantised, RaggedFactors
+from ..core import PackedArray, Quantised, RaggedFactors, end_position
 from ..errors import WindowError
 from .costs import adding_flops
 
@@ -144,8 +144,8 @@ class Entry:
         """
         # Over all axes: under M-RoPE an image may extend furthest along its height or width.
         positions = np.asarray(tokens.positions)
-        rows = positions.reshape(len(positions), -1)
-        spans = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
+        rows = zip(positions, end_position(positions), strict=True) if positions.size else ()
+        spans = {math.floor(last) - math.floor(row.min()) + 1 for row, last in rows} or {0}
         if len(spans) != 1:
             raise WindowError(f"entry.tokens: got rows that span {sorted(spans)} of {brief(id)!r}; expected one span")
         return cls(id, content, int(positions.shape[1]), spans.pop(), kind, order_free, modality)

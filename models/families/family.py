@@ -27,6 +27,8 @@ from ..towers.common import place_features
 
 Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
+Run = Sequence[int | str]
+"""Token ids, and texts that are yet to be tokenized."""
 
 
 @runtime_checkable
@@ -59,15 +61,15 @@ class Vision:
       plan: (config, input_ids [B,T], arrays) → the index arrays that `encode` takes beside the pixels (None when there
         are no images and no videos); raises InputError where ids, patches and grids do not match. The pixels are
         `pixel_values` and behind them `pixel_values_videos`.
-      fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
-        buckets: the number one past the last stands for none.
+      fills: config → the plan's tables of patch numbers (1), feature numbers (features per tile) or numbers of the rows
+        of another table (its name), for padding to buckets: the number one past the last stands for none.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
     tokens: Callable[[Any, Arrays, int, Any], list[int]]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
-    fills: Callable[[Any], Mapping[str, int]]
+    fills: Callable[[Any], Mapping[str, int | str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +79,20 @@ class Medium:
     Attributes:
       settings: directory → settings, a dataclass with `.save(directory)`.
       process: (items, settings) → arrays of all videos (or sounds) of a prompt, by transformers' names.
-      tokens: (config, arrays, index, tokenizer) → the token ids that stand for item `index`, start and end included;
-        `arrays` are those of `process`.
-      written: (config, tokenizer) → what a chat template writes for an item: the id of its placeholder, and the ids
-        before and after it that `tokens` has too.
+      tokens: (config, arrays, index, tokenizer) → what stands for item `index`, start and end included: token ids, and
+        texts (of a frame's time, say) among them; `arrays` are those of `process`.
+      written: (config, tokenizer) → what a chat template writes for an item, as texts: its placeholder, and what may
+        stand before and after it that `tokens` has too.
       plan, fills: of a tower of its own, as in `Vision`, and None where the tower is that of images: the plan is what
-        the module's `.encode_audio(input_features, plan)` takes.
+        the module's `.encode_audio(inputs, plan)` takes, and `inputs` where they are not `input_features` as they are.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
-    tokens: Callable[[Any, Arrays, int, Any], list[int]]
-    written: Callable[[Any, Any], tuple[int, list[int], list[int]]]
+    tokens: Callable[[Any, Arrays, int, Any], Run]
+    written: Callable[[Any, Any], tuple[str, str, str]]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None] | None = None
-    fills: Callable[[Any], Mapping[str, int]] | None = None
+    fills: Callable[[Any], Mapping[str, int | str]] | None = None
 
 
 def joined_arrays(config: Config, arrays: Mapping[str, Arrays], order: Sequence[str]) -> dict[str, Any]:

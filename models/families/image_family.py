@@ -16,6 +16,7 @@ from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.known_keys import complete
 from ..inputs.qwen_images import ImageConfig, preprocess_images
+from ..inputs.texts import texts_of
 from .family import Vision, pixels_of
 
 _DTYPES = ("dtype", "torch_dtype")
@@ -157,9 +158,10 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
     return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
 
 
-def qwen_written(config: Any, tokenizer: Any) -> tuple[int, list[int], list[int]]:
+def qwen_written(config: Any, tokenizer: Any) -> tuple[str, str, str]:
     """Returns what the chat templates of Qwen's families write for a video: its placeholder between start and end."""
-    return config.video_token, [config.vision_start_token], [config.vision_end_token]
+    pad, start, end = texts_of(tokenizer, [config.video_token, config.vision_start_token, config.vision_end_token])
+    return pad, start, end
 
 
 def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..inputs.video_frames import VideoConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
 from . import namings
-from .family import Family, Medium
+from .family import Family, Medium, Run
 from .image_family import (
     TowerModel,
     one_size,
@@ -201,7 +201,7 @@ def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[st
     return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule, config.video_rule)[0]
 
 
-def _video_tokens(config: Qwen25VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+def _video_tokens(config: Qwen25VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
     pads = int(np.prod(arrays["video_grid_thw"][index])) // config.vision.merge**2
     return [config.vision_start_token, *[config.video_token] * pads, config.vision_end_token]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
@@ -23,7 +23,7 @@ from ..inputs.qwen_videos import process_qwen3_videos
 from ..inputs.video_frames import VideoConfig
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
-from .family import Family, Medium, Shapes
+from .family import Family, Medium, Run, Shapes
 from .image_family import (
     TowerModel,
     freeze,
@@ -123,18 +123,15 @@ def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 
 
-def _video_tokens(config: Qwen3VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+def _video_tokens(config: Qwen3VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
     """Returns a run of placeholders between start and end for each temporal patch, behind its time as a text."""
-    if tokenizer is None:
-        raise InputError("video: got no tokenizer; expected one, for the times that stand in front of its frames")
     time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
     first = int(np.sum(arrays["video_grid_thw"][:index, 0]))
     pads = [config.video_token] * (height * width // config.vision.merge**2)
-    ids: list[int] = []
+    run: list[int | str] = []
     for seconds in arrays["video_timestamps"][first : first + time]:
-        ids += tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False).ids
-        ids += [config.vision_start_token, *pads, config.vision_end_token]
-    return ids
+        run += [f"<{seconds:.1f} seconds>", config.vision_start_token, *pads, config.vision_end_token]
+    return run
 
 
 def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:

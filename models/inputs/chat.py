@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,21 +238,21 @@ class Placeholder(NamedTuple):
 
 
 def expand_media(
-    ids: Sequence[int], placeholders: Sequence[Placeholder], runs: Sequence[Sequence[int]], tokens: Collection[int]
+    ids: Sequence[int], expansions: Sequence[tuple[Placeholder, Sequence[int]]], tokens: Collection[int]
 ) -> list[int]:
-    """Returns token ids with every placeholder replaced by all the tokens that stand for its image, video or sound.
+    """Returns token ids with every placeholder replaced by all the tokens that stand for it.
 
-    A template writes one placeholder each, alone (LLaVA) or between start and end tokens (Qwen); in the latter case
-    these are taken for those of what replaces it.
+    A template writes one placeholder per image, alone (LLaVA) or between start and end tokens (Qwen); in the latter
+    case these are taken for those of what replaces it.
 
     Args:
-      placeholders, runs: of each item in order. tokens: ids that are placeholders.
+      expansions: of each placeholder in order, and what replaces it. tokens: ids that are placeholders.
 
     Raises:
-      InputError: more or fewer placeholders than items, or of another kind.
+      InputError: more or fewer placeholders than expected, or others.
     """
     places = [place for place, token in enumerate(ids) if token in tokens]
-    found, expected = [ids[place] for place in places], [placeholder.token for placeholder in placeholders]
+    found, expected = [ids[place] for place in places], [placeholder.token for placeholder, _ in expansions]
     if len(found) != len(expected):
         raise InputError(f"rendered messages: got {len(found)} image placeholders; expected {len(expected)}")
     if found != expected:
@@ -259,7 +260,7 @@ def expand_media(
 
     out: list[int] = []
     cursor = 0
-    for place, (token, before, after), run in zip(places, placeholders, runs, strict=True):
+    for place, ((token, before, after), run) in zip(places, expansions, strict=True):
         # Start and end tokens that the template wrote itself are in the run too, and must not be there twice.
         start, stop = place - len(before), place + 1 + len(after)
         whole = start >= cursor and list(ids[start:stop]) == [*before, token, *after]
@@ -268,3 +269,23 @@ def expand_media(
         cursor = stop
 
     return [*out, *ids[cursor:]]
+
+
+def replaced(text: str, written: tuple[str, str, str], spelled: Sequence[str], sort: str) -> str:
+    """Returns a rendered text with each placeholder of videos or sounds replaced by what stands for it.
+
+    Args:
+      written: the placeholder, and what the template may write before and after it, which goes with it.
+      spelled: what stands for each in order. sort: what errors call them.
+
+    Raises:
+      InputError: more or fewer placeholders than videos or sounds.
+    """
+    placeholder, before, after = map(re.escape, written)
+    parts = re.split(f"{before}{placeholder}{after}|{placeholder}", text)
+    if len(parts) != len(spelled) + 1:
+        raise InputError(f"rendered messages: got {len(parts) - 1} {sort} placeholders; expected {len(spelled)}")
+    out = parts[0]
+    for own, behind in zip(spelled, parts[1:], strict=True):
+        out += own + behind
+    return out

@@ -27,8 +27,8 @@ def read_sound(audio: Audio, rate: int, name: str = "audio") -> Float32[np.ndarr
     """Returns a sound's samples at `rate` samples per second, one channel.
 
     Raises:
-      InputError: a file that is no sound, or as `Audio.read`. MissingExtraError: a file other than WAV of whole numbers,
-      without PyAV.
+      InputError: a file that is no sound, or as `Audio.read`. MissingExtraError: no PyAV, and a file other than WAV of
+      whole numbers.
     """
     audio = audio.read()
     if isinstance(audio.source, bytes):

@@ -190,12 +190,12 @@ def test_each_image_and_video_becomes_its_own_placeholders(ids, runs, expected):
     """Alone or between its own start and end tokens."""
     kinds = [6 if 6 in run else 9 for run in runs]
     places = [Placeholder(kind, *(([7], [8]) if 7 in run else ([], []))) for kind, run in zip(kinds, runs, strict=True)]
-    assert expand_media(ids, places, runs, {6, 9}) == expected
+    assert expand_media(ids, list(zip(places, runs, strict=True)), {6, 9}) == expected
 
 
 def test_placeholders_of_another_kind_are_refused():
     with pytest.raises(InputError, match=r"got placeholders \[6, 9\]; expected \[9, 6\]"):
-        expand_media([6, 9], [Placeholder(9, [], []), Placeholder(6, [], [])], [[9], [6]], {6, 9})
+        expand_media([6, 9], [(Placeholder(9, [], []), [9]), (Placeholder(6, [], []), [6])], {6, 9})
 
 
 # ------------------------------------------------------------------------------------------------ a prompt's own ends

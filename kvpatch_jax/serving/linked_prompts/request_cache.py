@@ -11,6 +11,7 @@ import numpy as np
 
 from ...backbone import Backbone, Tokens, check_is_backbone
 from ...cache import Chunk, Text, chunk_id, encoder_id, items_of, one_form, sort_of
+from ...core import end_position
 from ...errors import InputError
 from ...patching import lead_digest, lead_tokens
 from ...repair import PromptPiece, SplicedCache, behind_substitute, splice_prompt
@@ -151,7 +152,7 @@ class RequestCache:
                 Chunk(
                     kv={name: value[:, 0] for name, value in kv.items()},
                     local=local[0],
-                    span=int(np.floor(local.max())) + 1,
+                    span=int(np.floor(end_position(local)[0])) + 1,
                     length=local.shape[1],
                     id=miss.request.id,
                     layout=self.backbone.layout,

@@ -210,8 +210,8 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
     by_hand = BatchItem([tmp_path / "page.png", kvp.Text("a.png")], kvp.Text("b.png"))
     assert found.resolved == listed([by_hand], "model").resolved
     said = [str(refused.error) for refused in found.rejected]
-    assert re.search(r'in JSON \{"image": \.\.\.\} or \{"text": \.\.\.\}', said[0])
-    assert all('expected {"image": a file\'s name} or {"text": a text}' in each for each in said[1:3])
+    assert re.search(r'in JSON \{"image": \.\.\.\}, \{"video": \.\.\.\} or \{"text": \.\.\.\}', said[0])
+    assert all('expected {"image": a file\'s name}, {"video": a file\'s name}' in each for each in said[1:3])
     assert "an address" in said[3]
 
 
