@@ -26,6 +26,7 @@ from jaxtyping import Array
 
 from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, save
+from models.inputs.mel import MelConfig
 
 from .command_line import errors_as_one_line
 from .documents_task.task_spec import DOCUMENTS_TRAINING
@@ -152,8 +153,11 @@ class Trainer:
                     self.save()
 
     def backbone(self) -> ModelBackbone:
-        """Makes the trained backbone with the task's image settings and vocabulary."""
-        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, make_tokenizer(self.task.words))
+        """Makes the trained backbone with the task's image (or sound) settings and vocabulary."""
+        kind = "audio_config" if isinstance(self.images, MelConfig) else "image_config"
+        # Words for sounds are a task's last ones, which other backbones do not have.
+        tokenizer = make_tokenizer(self.task.words[: self.config.text.vocabulary])
+        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), tokenizer=tokenizer, **{kind: self.images})
 
 
 def _count(tally: Tally, parts: dict[str, Array], drawn: TrainingBatch, kinds: Sequence[str]) -> None:

@@ -19,9 +19,9 @@ from ..sheets_task.task import ADDRESSES, COLOURS, COLUMN_MARKS, GLYPHS, ROW_MAR
 from ..sheets_task.task_spec import TaskSpec
 from ..sheets_task.training import SheetsRecipe, draw_batch
 from ..small_task.instances import Instance
-from ..small_task.training import TrainingBatch, TrainingTask
+from ..small_task.training import TrainingBatch, TrainingTask, run_tower
 from .task import FULL, SMALL
-from .task_spec import MODALITIES, VOCABULARY, WordsSpec
+from .task_spec import MODALITIES, SOUND_VOCABULARY, VOCABULARY, WORDS_VOCABULARY, WordsSpec
 
 GROUPS = {
     VOCABULARY.row: ROW_MARKS,
@@ -35,6 +35,8 @@ GROUPS = {
 
 LOOKING, LOOKING_STRENGTH = 8, 5.5
 """Pairs of a head, the fastest ones, that look one token back from the start, and how strongly."""
+LIKENESS = 0.6
+"""Cosine at the start of a word for two things and the word for either."""
 SMALL_QUESTIONS = {"page": 4, "sheet": 6, "chain": 8, "override": 1}
 """What is asked of small contexts."""
 
@@ -86,19 +88,22 @@ def initialise(recipe: ModalityRecipe) -> Any:
     query = model.decoder.layers.attention.query.kernel
     query[...] = recipe.query_scale * query[...]
     if isinstance(spec, WordsSpec):
-        _name_addresses(model)
+        _name_parts(model)
         _look_back(model)
     return model
 
 
-def _name_addresses(model: Any) -> None:
-    """Makes the word of every address the mean of its row's and its column's word, of unit variance again."""
-    table, words = model.decoder.embedding[...], VOCABULARY
-    row, column = (
-        table[first : first + count] for first, count in ((words.row, ROW_MARKS), (words.column, COLUMN_MARKS))
-    )
-    cell = ((row[:, None] + column[None]) * 0.5**0.5).reshape(-1, table.shape[1])
-    model.decoder.embedding[...] = table.at[words.cell : words.cell + ADDRESSES].set(cell)
+def _name_parts(model: Any) -> None:
+    """Makes the word of an address begin near its row's and its column's, that of two colours near both of theirs."""
+    table, words = model.decoder.embedding[...], WORDS_VOCABULARY
+    pairs = ((words.cell, words.row, ROW_MARKS, words.column, COLUMN_MARKS),)
+    pairs += ((words.pair, words.fill, COLOURS, words.stripe, COLOURS),)
+    for whole, first, rows, second, columns in pairs:
+        parts = table[first : first + rows][:, None] + table[second : second + columns][None]
+        own = table[whole : whole + rows * columns]
+        value = LIKENESS * parts.reshape(own.shape) + (1 - 2 * LIKENESS**2) ** 0.5 * own
+        table = table.at[whole : whole + rows * columns].set(value)
+    model.decoder.embedding[...] = table
 
 
 def _look_back(model: Any) -> None:
@@ -154,13 +159,10 @@ def loss_of(
     loss, parts = sheets.loss_of(model, batch, plan, recipe)
     if "names" not in batch or not recipe.naming:
         return loss, parts
-    naming = naming_loss(model, features_of(model, batch, plan), batch["names"])
+    features = run_tower(model, batch, plan)
+    assert features is not None
+    naming = naming_loss(model, features[0], batch["names"])
     return loss + recipe.naming * naming, {**parts, "tower.naming": naming}
-
-
-def features_of(model: Any, batch: dict[str, Any], plan: dict[str, Array]) -> Float[Array, "n D"]:
-    """Runs the tower."""
-    return model.encode(batch["pixel_values"], plan)[0]
 
 
 def naming_loss(model: Any, features: Float[Array, "n D"], names: dict[str, Int[Array, "B cells"]]) -> Float[Array, ""]:
@@ -177,5 +179,5 @@ def naming_loss(model: Any, features: Float[Array, "n D"], names: dict[str, Int[
     return sum(losses) / len(losses)
 
 
-MODALITY_TRAINING = TrainingTask(ModalityRecipe, VOCABULARY.names, instance, initialise, draw, loss_of)
+MODALITY_TRAINING = TrainingTask(ModalityRecipe, SOUND_VOCABULARY.names, instance, initialise, draw, loss_of)
 """Every modality, to train on."""

@@ -33,8 +33,9 @@ MOVED = 37
 def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec = SHEETS) -> ReusedPage:
     """Prefills every image alone and all of them as one prompt, and places the prompt `MOVED` positions further on."""
     config, count = backbone.config, len(contexts)
-    form = spec.form_of(config, backbone.image_config, contexts.size)
-    ids, arrays = spec.inputs(config, backbone.image_config, contexts)
+    settings = spec.settings(backbone)
+    form = spec.form_of(config, settings, contexts.size)
+    ids, arrays = spec.inputs(config, settings, contexts)
     shown = np.ones((count, form.chunks), bool)
     positions, _ = prefix_positions(form, shown, np.zeros(count, int))
     at_zero = backbone.embed(ids, positions, **arrays)

@@ -15,10 +15,17 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from models.families.family import pixels_of
-
 from ..small_task.prefix import pack
-from ..small_task.training import TrainingBatch, TrainingRecipe, TrainingTask, run_decoder, tie_queries
+from ..small_task.training import (
+    TrainingBatch,
+    TrainingRecipe,
+    TrainingTask,
+    image_plan,
+    run_decoder,
+    run_tower,
+    tie_queries,
+    tower_inputs,
+)
 from . import task
 from .task_spec import SHEETS, TaskSpec
 
@@ -115,11 +122,13 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
     contexts = spec.sample(np.random.default_rng([recipe.seed, 2**31]), count, spec.sizes["4"], **recipe.drawn(0))
     ids, arrays = spec.inputs(config, settings, contexts)
     form = spec.form_of(config, settings, contexts.size)
+    batch = {"input_ids": ids, **tower_inputs(config, ids, arrays)}
+    plan = image_plan(TrainingBatch(batch, np.zeros(0), np.zeros(0), arrays), config)
+    seen = run_tower(model, batch, plan)
     # Words name themselves.
-    if pixels_of(arrays) is None:
+    if seen is None:
         return {}
-    plan = jax.tree.map(jnp.asarray, config.family.vision.plan(config, ids, arrays))
-    features = np.asarray(model.encode(jnp.asarray(pixels_of(arrays)), plan)[0])
+    features = np.asarray(seen[0])
     features = features.reshape(count, -1, features.shape[-1])
 
     # Whatever else is drawn on an image (a title) stands in front of its cells. Sheets and page are centred apart, so
@@ -188,8 +197,7 @@ def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> Trai
         "answer": questions.answer,
     }
     batch["input_ids"][:, : form.prefix_tokens] = ids
-    if (pixels := pixels_of(arrays)) is not None:
-        batch["pixel_values"] = pixels
+    batch |= tower_inputs(config, batch["input_ids"], arrays)
     if recipe.proportions:
         shares = task.fill_shares(contexts, questions, shown, spec.vocabulary.ink)
         batch["fills"] = shares * (step < recipe.proportions)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from models.decoder.attention import GroupedAttention, LatentAttention
 from models.decoder.config import DecoderConfig
-from models.families.family import embed_tokens, placeholders
+from models.families.family import embed_tokens, pixels_of, placeholders
 
 from . import sequences, task
 from .instances import Instance, instance
@@ -89,9 +89,27 @@ class TrainingTask:
     loss: Callable[[Any, dict[str, Any], dict[str, Array], Any], tuple[Array, dict[str, Array]]]
 
 
-def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array]:
-    """Makes what the tower needs beside the pixels, the same for every batch of one size."""
-    return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))
+def tower_inputs(config: Any, input_ids: np.ndarray, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Picks what a batch brings its tower: "pixel_values", or "sounds" cut into chunks; nothing for a batch of text."""
+    if "input_features" in arrays:
+        return {"sounds": config.family.audio.plan(config, input_ids, arrays)["inputs"]}
+    pixels = pixels_of(arrays)
+    return {} if pixels is None else {"pixel_values": pixels}
+
+
+def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array] | None:
+    """Makes what the tower needs beside pixels or sounds, the same for every batch of one size; None for text."""
+    family = config.family
+    medium = family.audio if "sounds" in drawn.batch else family.vision
+    plan = medium.plan(config, drawn.batch["input_ids"], drawn.images)
+    return None if plan is None else {name: jnp.asarray(part) for name, part in plan.items() if name != "inputs"}
+
+
+def run_tower(model: Any, batch: dict[str, Array], plan: dict[str, Array] | None) -> Array | None:
+    """Runs the tower of images or that of sounds over a batch; returns its features [n,E,D], None for text."""
+    if "sounds" in batch:
+        return model.encode_audio(batch["sounds"], plan)
+    return model.encode(batch["pixel_values"], plan) if "pixel_values" in batch else None
 
 
 def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConfig) -> None:
@@ -110,13 +128,10 @@ def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConf
 
 
 def run_decoder(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array], hidden_at: tuple[int, ...] = ()
+    model: Any, batch: dict[str, Array], plan: dict[str, Array] | None, hidden_at: tuple[int, ...] = ()
 ) -> tuple[Array, dict[int, Array]]:
-    """Runs tower and decoder over a batch; returns the last residual [B,T,D], and those that enter some layers.
-
-    Without "pixel_values" the batch is text, and no tower runs.
-    """
-    features = model.encode(batch["pixel_values"], plan) if "pixel_values" in batch else None
+    """Runs tower and decoder over a batch; returns the last residual [B,T,D], and those that enter some layers."""
+    features = run_tower(model, batch, plan)
     hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
     deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
     state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=hidden_at, deepstack=deepstack)
