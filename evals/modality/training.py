@@ -54,8 +54,8 @@ class ModalityRecipe(SheetsRecipe):
     fewer: ClassVar[float] = 0.0
     """All sheets are there: of a clip none can be missing."""
     backbone: str = "images"
-    steps: int = 450
-    tiny: int = 300
+    steps: int = 650
+    tiny: int = 450
     small: int = 0
     longer: int = 450
     proportions: int = 0
@@ -89,6 +89,7 @@ def initialise(recipe: ModalityRecipe) -> Any:
     query[...] = recipe.query_scale * query[...]
     if isinstance(spec, WordsSpec):
         _name_parts(model)
+        _copy(model)
         _look_back(model)
     return model
 
@@ -104,6 +105,16 @@ def _name_parts(model: Any) -> None:
         value = LIKENESS * parts.reshape(own.shape) + (1 - 2 * LIKENESS**2) ** 0.5 * own
         table = table.at[whole : whole + rows * columns].set(value)
     model.decoder.embedding[...] = table
+
+
+def _copy(model: Any) -> None:
+    """Makes every head add, of what it attends to, about that itself, and the output head read it by the embedding."""
+    text, decoder = model.config.text, model.decoder
+    attention, groups = decoder.layers.attention, text.heads // text.kv_heads
+    value = attention.value.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
+    back = jnp.moveaxis(jnp.broadcast_to(value, (*value.shape[:3], groups, text.head_dim)), 1, -1)
+    attention.output.kernel[...] = back.reshape(attention.output.kernel.shape) / groups
+    decoder.head.kernel[...] = decoder.embedding[...].T * text.width**-0.5
 
 
 def _look_back(model: Any) -> None:

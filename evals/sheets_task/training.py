@@ -124,7 +124,7 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
     form = spec.form_of(config, settings, contexts.size)
     batch = {"input_ids": ids, **tower_inputs(config, ids, arrays)}
     plan = image_plan(TrainingBatch(batch, np.zeros(0), np.zeros(0), arrays), config)
-    seen = run_tower(model, batch, plan)
+    seen = run_tower(model, jax.tree.map(jnp.asarray, batch), plan)
     # Words name themselves.
     if seen is None:
         return {}

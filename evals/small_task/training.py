@@ -105,7 +105,7 @@ def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array] | None:
     return None if plan is None else {name: jnp.asarray(part) for name, part in plan.items() if name != "inputs"}
 
 
-def run_tower(model: Any, batch: dict[str, Array], plan: dict[str, Array] | None) -> Array | None:
+def run_tower(model: Any, batch: dict[str, Any], plan: dict[str, Array] | None) -> Array | None:
     """Runs the tower of images or that of sounds over a batch; returns its features [n,E,D], None for text."""
     if "sounds" in batch:
         return model.encode_audio(batch["sounds"], plan)

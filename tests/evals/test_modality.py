@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from evals.modality import document, suite
 from evals.modality.sound import FIRST, synthesise
 from evals.modality.task import FULL, KINDS, SIZES, SMALL
-from evals.modality.task_spec import MODALITIES, VOCABULARY, ClipSpec, SoundSpec, cell_instance
+from evals.modality.task_spec import MODALITIES, VOCABULARY, ClipSpec, SoundSpec
 from evals.modality.training import ModalityRecipe, draw, initialise, instance, naming_loss
 from evals.results.rows import Rows
 from evals.rules import RULES
@@ -325,7 +325,7 @@ def test_the_suite_measures_untrained_instances_and_resumes(modality: str, tmp_p
 
 
 def test_reading_the_page_alone_does_not_look_at_the_sheets(small_rules: None):
-    config, images = cell_instance()
+    config, images = instance("words")
     model = initialise(ModalityRecipe(backbone="words"))
     backbone = ModelBackbone(config, nnx.to_pure_dict(nnx.state(model)), images)
     reader = suite.reader_of(backbone, MODALITIES["words"], 1, 0)
