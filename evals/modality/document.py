@@ -147,7 +147,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     """Picks what the page shows out of results.json."""
     rows = [row for row in results["rows"] if row["metric"].partition(".")[0] in METRICS]
-    names = ("model", "seed", "contexts", "modality rules", "parts_done", "parts")
+    names = ("model", "instances", "seed", "contexts", "modality rules", "parts_done", "parts")
     return {"config": {name: results["config"][name] for name in names}, "rows": [rounded_row(row) for row in rows]}
 
 

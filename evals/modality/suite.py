@@ -64,22 +64,28 @@ def dataset(found: Mapping[str, Path], seed: int, contexts: int) -> RecordedData
     rules, parts = RULES.modality, []
     for name, path in found.items():
         check_language(path, MODALITIES[modality_of(name)].vocabulary.names, "modality", list(found))
+        fingerprint = load(path, dtype="float32").fingerprint
         for number in range(-(-contexts // rules["batch"])):
 
             def measure(_: Any, name: str = name, path: Path = path, number: int = number) -> Iterator[Record]:
                 return records_of(loaded(path), name, seed, number)
 
-            parts.append(PlannedPart(f"{name}, batch {number}", measure, 0))
+            # By its weights, so that a run with one more instance goes on from what the others have.
+            parts.append(PlannedPart(f"{name}, {fingerprint}, batch {number}", measure, 0))
 
     config = {
-        "model": ", ".join(found),
-        "fingerprints": {name: load(path, dtype="float32").fingerprint for name, path in found.items()},
+        "model": "modality",
         "seed": seed,
         "contexts": contexts,
         "modality rules": dict(rules),
     }
-    training = {name: training_of(path) for name, path in found.items()}
-    return RecordedDataset(config, parts, rows_of, PACKAGES, {"training": training})
+
+    def rows(finished: Sequence[Mapping[str, Any]]) -> list[Row]:
+        planned = {part.name for part in parts}
+        return rows_of([part for part in finished if part["part"] in planned])
+
+    shown = {"instances": list(found), "training": {name: training_of(path) for name, path in found.items()}}
+    return RecordedDataset(config, parts, rows, PACKAGES, shown)
 
 
 def reader_of(backbone: ModelBackbone, spec: TaskSpec, seed: int, number: int) -> PackedReader:

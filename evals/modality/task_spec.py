@@ -114,14 +114,14 @@ def _processed(config: Any, settings: Any, clips: list[np.ndarray]) -> dict[str,
 class WordsSpec(TaskSpec):
     """Words of the vocabulary in place of images, between the same marks: no tower runs, and ids differ by context.
 
-    An entry is "colours address", with a word for both of its colours; a cell of the page is "address glyph".
+    An entry is "address colours", with a word for both of its colours; a cell of the page is "address glyph".
     """
 
     def inputs(self, config: Any, settings: Any, contexts: SheetsContexts) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Makes the token ids [B,T] of all chunks of every context."""
         words = WORDS_VOCABULARY
         colours = words.pair + sheets.COLOURS * contexts.sheet_fill + contexts.sheet_stripe
-        entries = [colours, words.cell + contexts.sheet_address]
+        entries = [words.cell + contexts.sheet_address, colours]
         cells = [words.cell + contexts.page_address, words.glyph + contexts.page_glyph]
         pages = rearrange(np.stack(cells), "word b cell -> b (cell word)")
         chunks = [*rearrange(np.stack(entries), "word b sheet entry -> sheet b (entry word)"), pages]
@@ -156,7 +156,8 @@ def sound_instance() -> Instance:
     What the encoder convolves and attends over at once is 40 ms, one cell.
     """
     raw, words = cell_instance().config.to_dict(), SOUND_VOCABULARY
-    vision = {name: value for name, value in raw.pop("vision_config").items() if name != "window_size"}
+    # The tower of images is there because the architecture has one; nothing runs it.
+    vision = raw["vision_config"] | {"depth": 1, "hidden_size": 32, "intermediate_size": 32}
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     keys += ("intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "use_sliding_window")
     audio = {
@@ -172,7 +173,7 @@ def sound_instance() -> Instance:
     whole = {
         "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
         "text_config": {name: raw[name] for name in keys} | {"vocab_size": len(words), "tie_word_embeddings": False},
-        "vision_config": vision | {"window_size": sheets.CELL_PIXELS},
+        "vision_config": vision,
         "audio_config": audio,
         "image_token_index": words.image,
         "video_token_index": words.video,

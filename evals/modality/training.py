@@ -111,6 +111,8 @@ def _copy(model: Any) -> None:
     """Makes every head add, of what it attends to, about that itself, and the output head read it by the embedding."""
     text, decoder = model.config.text, model.decoder
     attention, groups = decoder.layers.attention, text.heads // text.kv_heads
+    # Rotations, so that a copy is exact.
+    attention.value.kernel[...] = jnp.linalg.qr(attention.value.kernel[...])[0]
     value = attention.value.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
     back = jnp.moveaxis(jnp.broadcast_to(value, (*value.shape[:3], groups, text.head_dim)), 1, -1)
     attention.output.kernel[...] = back.reshape(attention.output.kernel.shape) / groups

@@ -123,8 +123,8 @@ def test_words_are_read_back_by_their_names(seed: int, size: str):
 
     found = []
     for words in facts:
-        colours = [word.removeprefix("fill").split("stripe") for word in words[::2]]
-        entries = zip(map(address, words[1::2]), colours, strict=True)
+        colours = [word.removeprefix("fill").split("stripe") for word in words[1::2]]
+        entries = zip(map(address, words[::2]), colours, strict=True)
         found.append([(at, int(fill), int(stripe)) for at, (fill, stripe) in entries])
     glyphs = [word.removeprefix("s").split("i") for word in cells[1::2]]
     page = list(zip(map(address, cells[::2]), (int(shape) + 8 * int(ink) for shape, ink in glyphs), strict=True))
