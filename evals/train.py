@@ -80,14 +80,14 @@ class Trainer:
         self.optimiser = make_optimiser(recipe)
         # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.
         self.state, self.moments = jax.device_put((state, jax.jit(self.optimiser.init)(state)), jax.local_devices()[0])
-        self.plans: dict[str, dict[str, Array]] = {}
+        self.plans: dict[str, dict[str, Array] | None] = {}
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
         self.checkpoints = ocp.CheckpointManager(
             (folder / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
 
-    def _update(self, state: Any, moments: Any, batch: dict[str, Any], plan: dict[str, Array]) -> Any:
+    def _update(self, state: Any, moments: Any, batch: dict[str, Any], plan: dict[str, Array] | None) -> Any:
         def whole(state: Any) -> Any:
             return self.task.loss(nnx.merge(self.graph, state), batch, plan, self.recipe)
 
@@ -154,10 +154,15 @@ class Trainer:
 
     def backbone(self) -> ModelBackbone:
         """Makes the trained backbone with the task's image (or sound) settings and vocabulary."""
-        kind = "audio_config" if isinstance(self.images, MelConfig) else "image_config"
-        # Words for sounds are a task's last ones, which other backbones do not have.
-        tokenizer = make_tokenizer(self.task.words[: self.config.text.vocabulary])
-        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), tokenizer=tokenizer, **{kind: self.images})
+        sounds = isinstance(self.images, MelConfig)
+        return ModelBackbone(
+            self.config,
+            nnx.to_pure_dict(self.state),
+            None if sounds else self.images,
+            # Words for sounds are a task's last ones, which other backbones do not have.
+            make_tokenizer(self.task.words[: self.config.text.vocabulary]),
+            audio_config=self.images if sounds else None,
+        )
 
 
 def _count(tally: Tally, parts: dict[str, Array], drawn: TrainingBatch, kinds: Sequence[str]) -> None:

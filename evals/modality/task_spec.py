@@ -114,15 +114,16 @@ def _processed(config: Any, settings: Any, clips: list[np.ndarray]) -> dict[str,
 class WordsSpec(TaskSpec):
     """Words of the vocabulary in place of images, between the same marks: no tower runs, and ids differ by context.
 
-    An entry is "address colours", with a word for both of its colours; a cell of the page is "address glyph".
+    An entry is a line "address colours", with a word for both of its colours; a cell of the page is "address glyph".
     """
 
     def inputs(self, config: Any, settings: Any, contexts: SheetsContexts) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Makes the token ids [B,T] of all chunks of every context."""
         words = WORDS_VOCABULARY
         colours = words.pair + sheets.COLOURS * contexts.sheet_fill + contexts.sheet_stripe
-        entries = [words.cell + contexts.sheet_address, colours]
-        cells = [words.cell + contexts.page_address, words.glyph + contexts.page_glyph]
+        entries = [words.cell + contexts.sheet_address, colours, np.full_like(colours, words.end)]
+        glyphs = words.glyph + contexts.page_glyph
+        cells = [words.cell + contexts.page_address, glyphs, np.full_like(glyphs, words.end)]
         pages = rearrange(np.stack(cells), "word b cell -> b (cell word)")
         chunks = [*rearrange(np.stack(entries), "word b sheet entry -> sheet b (entry word)"), pages]
         marked = [np.pad(chunk, ((0, 0), (1, 1)), constant_values=((0, 0), _marks(config))) for chunk in chunks]
@@ -131,7 +132,7 @@ class WordsSpec(TaskSpec):
     def form_of(self, config: Any, settings: Any, size: ContextSize) -> Prefix:
         """Finds how contexts of this size are laid out as words; the ids are marks with padding between them."""
         first, last = _marks(config)
-        counts = [*[2 * size.entries // size.sheets] * size.sheets, 2 * size.cells]
+        counts = [*[3 * size.entries // size.sheets] * size.sheets, 3 * size.cells]
         ids = tuple(np.array([first, *[VOCABULARY.pad] * count, last], np.int32) for count in counts)
         arrays: dict[str, Any] = {}
         local = tuple(config.family.positions(config, chunk, arrays).astype(np.int32) for chunk in ids)

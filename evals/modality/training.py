@@ -120,26 +120,23 @@ def _copy(model: Any) -> None:
 
 
 def _look_back(model: Any) -> None:
-    """Makes one head of every group in the first layer attend to the token before its own, and add what it finds there.
+    """Makes the heads of the first layer attend to the token before their own.
 
-    Its queries are a bias that, turned by a token's position, is the keys' bias turned by the position before. An
-    image's cell shows address and colours at once; of words each is a token, and a fact is two.
+    Their queries are a bias that, turned by a token's position, is the keys' bias turned by the position before. An
+    image's cell shows address and colours at once; of words each is a token, and an entry is two.
     """
     text, attention = model.config.text, model.decoder.layers.attention
-    width, heads = text.head_dim, text.heads // text.kv_heads
+    width = text.head_dim
     frequency = text.rope.theta ** (-np.arange(LOOKING) * 2 / width)
     key, query = np.zeros((2, width), np.float32)
     key[:LOOKING] = LOOKING_STRENGTH
     query[:LOOKING] = LOOKING_STRENGTH * np.cos(frequency)
     query[width // 2 : width // 2 + LOOKING] = -LOOKING_STRENGTH * np.sin(frequency)
 
-    into, out, value = attention.query, attention.output.kernel, attention.value.kernel[...][0]
-    for group in range(text.kv_heads):
-        head, own = (slice(first * width, (first + 1) * width) for first in (group * heads, group))
-        into.kernel[...] = into.kernel[...].at[0, :, head].set(0.0)
-        into.bias[...] = into.bias[...].at[0, head].set(query)
-        attention.key.bias[...] = attention.key.bias[...].at[0, own].set(key)
-        out[...] = out[...].at[0, head].set(value[:, own].T)
+    kernel = attention.query.kernel
+    kernel[...] = kernel[...].at[0].set(0.0)
+    for projection, bias, heads in ((attention.query, query, text.heads), (attention.key, key, text.kv_heads)):
+        projection.bias[...] = projection.bias[...].at[0].set(np.tile(bias, heads))
 
 
 def draw(recipe: ModalityRecipe, step: int) -> TrainingBatch:
@@ -166,7 +163,7 @@ def names_of(contexts: SheetsContexts, spec: TaskSpec) -> dict[str, Int[np.ndarr
 
 
 def loss_of(
-    model: Any, batch: dict[str, Any], plan: dict[str, Array], recipe: ModalityRecipe
+    model: Any, batch: dict[str, Any], plan: dict[str, Array] | None, recipe: ModalityRecipe
 ) -> tuple[Array, dict[str, Array]]:
     """Computes the loss of answers plus, where a tower runs, the weighted loss of naming; and parts for the curve."""
     loss, parts = sheets.loss_of(model, batch, plan, recipe)
@@ -189,7 +186,7 @@ def naming_loss(model: Any, features: Float[Array, "n D"], names: dict[str, Int[
         there = number >= 0
         each = optax.softmax_cross_entropy_with_integer_labels(read, jnp.where(there, number, 0))
         losses.append(jnp.sum(each * there) / jnp.maximum(jnp.sum(there), 1))
-    return sum(losses) / len(losses)
+    return jnp.mean(jnp.stack(losses))
 
 
 MODALITY_TRAINING = TrainingTask(ModalityRecipe, SOUND_VOCABULARY.names, instance, initialise, draw, loss_of)

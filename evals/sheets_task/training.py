@@ -149,7 +149,7 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
 
 
 def loss_of(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array], recipe: SheetsRecipe, spec: TaskSpec = SHEETS
+    model: Any, batch: dict[str, Array], plan: dict[str, Array] | None, recipe: SheetsRecipe, spec: TaskSpec = SHEETS
 ) -> tuple[Array, dict[str, Array]]:
     """Computes the mean cross-entropy of all answer tokens; and parts for the curve.
 

@@ -86,7 +86,7 @@ class TrainingTask:
     instance: Callable[[str], Instance]
     initialise: Callable[[Any], Any]
     draw: Callable[[Any, int], TrainingBatch]
-    loss: Callable[[Any, dict[str, Any], dict[str, Array], Any], tuple[Array, dict[str, Array]]]
+    loss: Callable[[Any, dict[str, Any], dict[str, Array] | None, Any], tuple[Array, dict[str, Array]]]
 
 
 def tower_inputs(config: Any, input_ids: np.ndarray, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -218,7 +218,7 @@ AUXILIARY = (
 
 
 def loss_of(
-    model: Any, batch: dict[str, Any], plan: dict[str, Array], recipe: SmallTaskRecipe
+    model: Any, batch: dict[str, Any], plan: dict[str, Array] | None, recipe: SmallTaskRecipe
 ) -> tuple[Array, dict[str, Array]]:
     """Computes the question cross-entropy plus the weighted mean auxiliary loss; and parts for the curve.
 

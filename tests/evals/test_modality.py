@@ -123,11 +123,12 @@ def test_words_are_read_back_by_their_names(seed: int, size: str):
 
     found = []
     for words in facts:
-        colours = [word.removeprefix("fill").split("stripe") for word in words[1::2]]
-        entries = zip(map(address, words[::2]), colours, strict=True)
+        assert set(words[2::3]) == {"<end>"}
+        colours = [word.removeprefix("fill").split("stripe") for word in words[1::3]]
+        entries = zip(map(address, words[::3]), colours, strict=True)
         found.append([(at, int(fill), int(stripe)) for at, (fill, stripe) in entries])
-    glyphs = [word.removeprefix("s").split("i") for word in cells[1::2]]
-    page = list(zip(map(address, cells[::2]), (int(shape) + 8 * int(ink) for shape, ink in glyphs), strict=True))
+    glyphs = [word.removeprefix("s").split("i") for word in cells[1::3]]
+    page = list(zip(map(address, cells[::3]), (int(shape) + 8 * int(ink) for shape, ink in glyphs), strict=True))
     assert (found, page) == meaning(contexts)
 
 
@@ -252,12 +253,12 @@ def test_naming_costs_nothing_where_features_are_the_words():
 
 
 def test_words_begin_with_heads_that_look_one_token_back():
-    """Scores of the first head by position, from its biases, turned as complex numbers."""
+    """Scores of the first layer's heads by position, from their biases, turned as complex numbers."""
     model = initialise(ModalityRecipe(backbone="words"))
     attention = model.decoder.layers.attention
     half = 32
     frequency = 1e6 ** (-np.arange(half) / half)
-    for head, group in ((0, 0), (2, 1)):
+    for head, group in ((0, 0), (1, 0), (2, 1), (3, 1)):
         query, key = (
             np.asarray(projection.bias[...])[0].reshape(-1, 64)[which]
             for projection, which in ((attention.query, head), (attention.key, group))
