@@ -6,6 +6,7 @@ page and figure from that file. A test compares the page with it.
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,11 @@ def section(kept: Mapping[str, Any]) -> str:
     seeds = "; ".join(f"{TITLES[name]}: {_counted(own)}" for name, own in modalities_of(kept).items())
     parts = [
         "\n".join(f"- {line}" for line in verdicts(kept)),
-        f"{config['contexts']} contexts, the same in every modality; {seeds}. Means over seeds, the least and the "
-        "largest in brackets.",
+        textwrap.fill(
+            f"{config['contexts']} contexts, the same in every modality; {seeds}. Means over seeds, the least and the "
+            "largest in brackets.",
+            118,
+        ),
         f"**Answered right, {SHOWN} questions.**\n\n{markdown_table(*arms_table(kept))}",
         f"**The gap, {SHOWN} questions, and the share of its KL that patches close.**\n\n"
         f"{markdown_table(*gap_table(kept))}",

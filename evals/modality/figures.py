@@ -36,7 +36,7 @@ def draw(results: Mapping[str, Any], path: Path) -> Path:
 
     left.set(title=f"{SHOWN} questions answered right", ylim=(0, 1.02))
     middle.set(title=f"{SHOWN} questions: KL from re-prefill, nats")
-    right.set(title="page questions (control): KL, nats", ylim=middle.get_ylim())
+    right.set(title="page questions: KL, nats", ylim=middle.get_ylim())
     for axis in (left, middle, right):
         axis.set_xticks(range(len(shown)), shown, rotation=20)
         axis.grid(alpha=0.3, axis="y")

@@ -25,6 +25,7 @@ from evals.sheets_task.reader import MOVED
 from evals.sheets_task.task import SheetsContexts
 from evals.small_task.prefix import prefix_positions
 from evals.small_task.training import make_tokenizer
+from evals.trained import MODALITY
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone, save
 from models.inputs.positions import PositionConfig, get_rope_positions
@@ -378,12 +379,14 @@ def test_the_page_shows_the_kept_rows():
     assert kept["config"]["modality rules"] == RULES.modality
 
 
-def test_recipes_differ_in_the_modality_alone():
-    from evals.trained import MODALITY
-
+def test_recipes_differ_in_what_the_page_says_alone():
+    """The seed, the control's window, and the steps: images and video take fewer."""
     recipes = {path.parent.name: json.loads(path.read_text())["recipe"] for path in MODALITY.glob("*/training.json")}
-    assert recipes
+    assert set(recipes) == set(suite.instances())
     for name, recipe in recipes.items():
         expected = dataclasses.asdict(ModalityRecipe(backbone=suite.modality_of(name)))
+        if suite.modality_of(name) in ("images", "video"):
+            expected |= {"tiny": 300, "steps": 450}
         differ = {field for field in expected if expected[field] != recipe[field]}
         assert differ <= ({"seed"} if suite.is_seed(name) else {"window"}), name
+        assert recipe["window"] == (0.5 if suite.is_seed(name) else 0.0)
