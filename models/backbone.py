@@ -56,7 +56,8 @@ class ModelBackbone(Generating, Writing, Answering):
       config, image_config: as read from the directory; `image_config` is None for a text family.
       family: what tells this model from others.
       buckets: sizes that prompts and images are padded to, or None for their own.
-      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
+      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None. Where devices
+        outnumber KV heads, its axis "tensor" is split in two.
       stop_tokens: ids that end an answer unless a call says otherwise.
       answer_tokens: tokens of an answer at most where a session is not told; None where the checkpoint does not say.
       programs: the jitted programs.
@@ -82,12 +83,12 @@ class ModelBackbone(Generating, Writing, Answering):
         self.family: Family = config.family
         self.image_config = image_config
         self.layout = config.text.layout
-        self.mesh = mesh
         self.stop_tokens = tuple(stop_tokens)
         self.answer_tokens = answer_tokens
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
+        self.mesh = self.programs.mesh
         self._without = without_tokenizer
         self._prompts = Prompts(config, image_config, tokenizer, chat_template, without_tokenizer)
         self._fingerprint: str | None = None

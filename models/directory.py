@@ -17,8 +17,8 @@ from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
-from .decoder.sharding import check_parameters, parameter_shardings
-from .families.family import abstract, parameters, with_dtype
+from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
+from .families.family import abstract, parameters, tower_heads, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .inputs.stops import save_generation
@@ -61,7 +61,8 @@ def load(
         checkpoint), no readable config.json, weights quantised in a way that is not read, a key that is
         not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none, an
         architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
-        number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
+        number of devices on it that does not divide the model's heads, MLP widths or experts, or that neither divides
+        its KV heads nor is a multiple of them.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
       MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
@@ -108,7 +109,10 @@ def load(
     else:
         image_config = None if family.vision is None else family.vision.settings(root)
 
-    shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
+    shardings = None
+    if mesh is not None:
+        mesh = split_mesh(mesh, config.text.layout)
+        shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
     values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings, progress=progress)
 
