@@ -23,6 +23,7 @@ from kvpatch_jax.errors import InputError, ShapeError
 
 from .answering import Answering
 from .decoder.costs import forward_costs
+from .decoder.sharding import cache_shardings
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
 from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
@@ -128,6 +129,11 @@ class ModelBackbone(Generating, Writing, Answering):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._settings(), self.parameters)
         return self._fingerprint
+
+    @property
+    def kv_shardings(self) -> dict[str, jax.sharding.NamedSharding] | None:
+        """How each channel's KV [L,B,T,K,H], and a pool of it [L,P,O,K,H], lies over the mesh; None without one."""
+        return None if self.mesh is None else cache_shardings(self.layout, self.mesh)
 
     @property
     def forward_costs(self) -> ForwardCosts:
