@@ -95,12 +95,13 @@ def project_fused(qkv: Linear, x: Float[Array, "*lead D"], heads: int) -> tuple[
         query, key, value = jnp.moveaxis(qkv(x).reshape(*x.shape[:-1], 3, *shape[-2:]), -3, 0)
         return query, key, value
 
-    kernel = spread(qkv.kernel[...].reshape(x.shape[-1], 3, heads, -1), 2)
-    bias = None if qkv.bias is None else qkv.bias[...].reshape(3, heads, -1).astype(x.dtype)
+    width = x.shape[-1]
     parts = []
-    for part in range(3):
-        value = product(x, kernel[:, part].reshape(x.shape[-1], -1)).astype(x.dtype).reshape(shape)
-        parts.append(value if bias is None else value + bias[part])
+    for first in range(0, 3 * width, width):
+        own = slice(first, first + width)
+        part = product(x, qkv.kernel[...][:, own]).astype(x.dtype)
+        part = part if qkv.bias is None else part + qkv.bias[...][own].astype(x.dtype)
+        parts.append(spread(part.reshape(shape), x.ndim - 1))
     return parts[0], parts[1], parts[2]
 
 
