@@ -28,13 +28,11 @@ from ..results.tables import markdown_table
 from .benchmark import Benchmark
 from .collectives import exchanged_bytes
 from .released_configs import RELEASED
-from .sizes import _images as images_of
+from .sizes import images_of
 
 SPEC: Any = jax.ShapeDtypeStruct
 TOPOLOGY = "v5e:2x4"
 CHECKPOINTS = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
-MEMORY = 16e9
-"""Bytes of a v5e chip."""
 PROMPT, SLOTS, PAGE, CHUNK, RANK = 4096, 65536, 64, 1024, 16
 """Tokens of a prompt, slots of the pool and of a page, tokens of a chunk and rank of its patch."""
 
@@ -58,29 +56,31 @@ def run(*, checkpoints: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def describe(raw: dict[str, Any], topology: str = TOPOLOGY) -> dict[str, Any]:
-    """Returns bytes per device of one checkpoint: what lies there, and what each program needs."""
+    """Returns bytes per device of one checkpoint: what lies there, and what each program needs beside it."""
     made = programs(raw, topology)
-    row: dict[str, Any] = {"programs": {}}
+    leaves = flatten_params(nnx.to_pure_dict(made["step"].arguments[0]))
+    row: dict[str, Any] = {
+        "whole": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values()),
+        "weights": bytes_per_device(leaves),
+        "tower": bytes_per_device({path: leaf for path, leaf in leaves.items() if path[0] != "decoder"}),
+        "pool": bytes_per_device(made["step"].arguments[2]),
+        "programs": {},
+    }
+
     for name, program in made.items():
         compiled = compiled_for_tpus(program)
         memory = compiled.memory_analysis()
         assert memory is not None
-        resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         row["programs"][name] = {
             "arguments": memory.argument_size_in_bytes,
             "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
-            "peak": resident + memory.temp_size_in_bytes,
             "exchanged": exchanged_bytes(compiled.as_text() or ""),
         }
 
-    # The tower's program is given all parameters, so that what lies on a device is counted once.
-    state, pool = made["step"].arguments[0], made["step"].arguments[2]
-    leaves = flatten_params(nnx.to_pure_dict(state))
-    row |= {"weights": bytes_per_device(leaves), "pool": bytes_per_device(pool)}
-    row["tower"] = bytes_per_device({path: leaf for path, leaf in leaves.items() if path[0] != "decoder"})
-    row["whole"] = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
-    return row
+    # A program's own arguments are weights and pages, and a few numbers per token.
+    beside = max(own["results"] + own["temporaries"] for own in row["programs"].values())
+    return row | {"needed": row["weights"] + row["pool"] + beside}
 
 
 def compiled_for_tpus(given: MeshProgram) -> jax.stages.Compiled:
@@ -118,8 +118,9 @@ def programs(raw: dict[str, Any], topology: str = TOPOLOGY) -> dict[str, MeshPro
         deepstack = shape((1, tokens, deep, text.width)) if deep else None
         return Tokens(shape((1, tokens, text.width)), positions, deepstack)
 
+    over = cache_shardings(layout, mesh)
+
     def over_heads(*lead: int) -> dict[str, Any]:
-        over = cache_shardings(layout, mesh)
         return {
             each.name: shape((layout.layers, *lead, each.heads, each.width), sharding=over[each.name])
             for each in layout.channels
@@ -132,16 +133,11 @@ def programs(raw: dict[str, Any], topology: str = TOPOLOGY) -> dict[str, MeshPro
     plan = {name: shape(value.shape, value.dtype) for name, value in plan.items()}
 
     # A chunk's KV [L,T,K,H] lies as the pool [L,P,O,K,H] does.
-    rows = {
-        name: NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])) for name, sharding in cache_shardings(layout, mesh).items()
-    }
+    rows = {name: NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])) for name, sharding in over.items()}
     deep = len(getattr(config.vision, "deepstack_layers", ()))
     pool, one = over_heads(SLOTS // PAGE, PAGE), shape((1, 1), "int32")
     paged = Paged({}, shape((1, PROMPT // PAGE), "int32"), shape((1, PROMPT), bool), shape((1, PROMPT), "int32"))
-    chunk = {
-        name: shape((layout.layers, CHUNK, *leaf.shape[3:]), sharding=rows[name])
-        for name, leaf in pool.items()
-    }
+    chunk = {name: shape((layout.layers, CHUNK, *leaf.shape[3:]), sharding=rows[name]) for name, leaf in pool.items()}
     factors = {
         each.name: (shape((layout.layers, CHUNK, RANK)), shape((layout.layers, RANK, each.heads * each.width)))
         for each in layout.channels
@@ -169,15 +165,16 @@ def programs(raw: dict[str, Any], topology: str = TOPOLOGY) -> dict[str, MeshPro
 
 
 def table(result: dict[str, Any]) -> str:
-    """Formats the result as a Markdown table, GB (10⁹ bytes) per device."""
-    head = ("checkpoint", "weights", "of these tower", "pool", "program", "arguments", "temporaries", "peak", "sent, MB")
+    """Formats the result as a Markdown table: GB (10⁹ bytes) on each device, MB that a device sends."""
+    head = ("checkpoint", "weights", "of these tower", "pool", "needed", "program", "arguments", "results")
+    head += ("temporaries", "sent, MB")
     lines = []
     for name, row in result["checkpoints"].items():
-        first = [f"`{name}`", *(f"{row[part] / 1e9:.2f}" for part in ("weights", "tower", "pool"))]
+        first = [f"`{name}`", *(f"{row[part] / 1e9:.2f}" for part in ("weights", "tower", "pool", "needed"))]
         for program, own in row["programs"].items():
-            sizes = [f"{own[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "peak")]
+            sizes = [f"{own[part] / 1e9:.3f}" for part in ("arguments", "results", "temporaries")]
             lines.append([*first, program, *sizes, f"{own['exchanged'] / 1e6:.1f}"])
-            first = [""] * 4
+            first = [""] * 5
     return markdown_table(head, lines) + "\n"
 
 
