@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvpatch_jax.core import KVLayout
+from kvpatch_jax.core import KVLayout, check_uniform
 from kvpatch_jax.errors import ConfigError, WeightsError
 
 from ..checkpoints import Expected, ParamPath
@@ -112,8 +112,10 @@ def partition_specs(
     Raises:
       ConfigError: a mesh without the axis "tensor"; heads, KV heads, MLP widths or experts that its devices do not
         divide (in whole heads and experts); or a parameter of the decoder that the table does not know.
+      LayoutError: layers of unlike kinds.
     """
     count, experts = _devices(mesh), config.experts
+    check_uniform(config.layout, "mesh")
 
     # Whole pieces of each logical axis: heads and experts are not cut.
     sizes = {
@@ -152,8 +154,10 @@ def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, Partit
 
     Raises:
       ConfigError: a mesh without the axis "tensor", or whose devices do not divide the KV heads.
+      LayoutError: layers of unlike kinds.
     """
     count = _devices(mesh)
+    check_uniform(layout, "mesh")
     if layout.kind == "mla":
         return dict.fromkeys(layout.names, PartitionSpec())
 

@@ -6,7 +6,6 @@ Run it in an environment that has them: `python tests/goldens/make_gemma3.py`. I
 
 import json
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import (

@@ -25,6 +25,7 @@ FAMILIES = {
     "mla": ("text", "deepseek_v3"),
     "window": ("text", "windows/qwen3"),
     "experts": ("text", "qwen3_moe"),
+    "unlike": ("text", "gemma3"),  # layers of two kinds: two ropes, two pairs of channels, a window
     "mrope": ("image", "qwen2_5_vl"),
 }
 
