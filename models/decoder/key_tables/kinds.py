@@ -56,7 +56,8 @@ _KINDS = {
         vision_use_head
     """,
     "a text": """
-        hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy norm_type
+        hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
+        norm_type
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes

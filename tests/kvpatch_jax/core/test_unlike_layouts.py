@@ -4,6 +4,8 @@ The oracle of a rotation is complex multiplication in float64, layer by layer, w
 """
 # pyright: reportArgumentType=false
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,7 +152,7 @@ def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(heads, layers
             error += np.square(np.asarray(found[name])[covered] - wanted[name][covered]).sum()
             assert np.abs(np.asarray(found[name])[~covered] - plain[name][~covered]).max(initial=0) <= 2e-6 * 4
         left.append(error)
-    assert all(after < before for before, after in zip(left, left[1:], strict=False))
+    assert all(after < before for before, after in itertools.pairwise(left))
     assert left[-1] <= 1e-9 * left[0]
 
 
