@@ -329,7 +329,9 @@ class ModelBackbone(Generating, Writing, Answering):
         if input_ids.shape[1] != length:
             room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(positions.ndim)]
             positions = np.pad(np.asarray(positions), room)
-        return Tokens(embeddings, positions, deepstack), length
+        # Of the padded ids, whose padding is no image.
+        ahead = None if self.family.ahead is None else self.family.ahead(self.config, input_ids)
+        return Tokens(embeddings, positions, deepstack, ahead), length
 
     def _encode(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Features | None:
         """Returns the tower's output for a prompt whose ids were checked."""
@@ -402,7 +404,7 @@ class ModelBackbone(Generating, Writing, Answering):
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
         context = self._check_read(tokens, context, mask, "prefill")
-        check_chunk(chunk, mask, key_count(context))
+        check_chunk(chunk, mask, key_count(context), tokens.ahead)
         self._check_regime(tokens.positions)
         length, rows = tokens.embeddings.shape[1], logit_rows(tokens, logits, "prefill")
         tokens, context, mask = self._pad_read(tokens, context, mask)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvpatch_jax.core import KVLayout
+from kvpatch_jax.core import KVLayout, check_uniform
 from kvpatch_jax.errors import ConfigError, WeightsError
 
 from ..checkpoints import Expected, ParamPath
@@ -113,8 +113,9 @@ def split_mesh[M: (Mesh, AbstractMesh)](mesh: M, layout: KVLayout) -> M:
 
     Raises:
       ConfigError: a mesh without the axis "tensor", or with a number of devices on it that neither divides the KV heads
-        nor is a multiple of them.
+        nor is a multiple of them. LayoutError: layers of unlike kinds.
     """
+    check_uniform(layout, "mesh")
     count, heads = _devices(mesh), layout.channels[0].heads
     if layout.kind == "mla" or COPIES in mesh.axis_names or heads % count == 0:
         return mesh
