@@ -105,7 +105,7 @@ DECODER = "decoder"
 STACKS = ("layers", "dense_layers")
 
 
-def split_mesh[M: (Mesh, AbstractMesh)](mesh: M, layout: KVLayout) -> M:
+def split_mesh[M: Mesh | AbstractMesh](mesh: M, layout: KVLayout) -> M:
     """Returns the mesh that a model lies over: `mesh`, with its axis "tensor" split where devices outnumber KV heads.
 
     Of K KV heads over a multiple of K devices, "tensor" becomes K groups, and "tensor_copies" the devices of a group,
@@ -131,10 +131,11 @@ def split_mesh[M: (Mesh, AbstractMesh)](mesh: M, layout: KVLayout) -> M:
 
     sizes = replaced(tuple(mesh.shape.values()), (heads, count // heads))
     names, types = replaced(mesh.axis_names, (TENSOR, COPIES)), mesh.axis_types
-    types = replaced(types, (types[mesh.axis_names.index(TENSOR)],) * 2)
+    kind = types[mesh.axis_names.index(TENSOR)]
+    types = replaced(types, (kind, kind))
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(sizes, names, axis_types=types)
-    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+        return AbstractMesh(sizes, names, axis_types=types)  # type: ignore[return-value]
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)  # type: ignore[return-value]
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
