@@ -33,6 +33,14 @@ class ChatFrame(NamedTuple):
     behind: str
 
 
+class ImageMark(NamedTuple):
+    """By what a chat template places an image: a token, its text, and what the processor writes around it."""
+
+    token: int
+    text: str
+    around: str
+
+
 class Prompts:
     """Makes prompts for one model.
 
@@ -86,7 +94,7 @@ class Prompts:
         numbers = itertools.count()
         ids: list[int] = []
         for item, sort in zip(items, sorts, strict=True):
-            ids += self._image_ids(arrays, next(numbers)) if sort == "image" else self._text_ids(item)
+            ids += self._image_ids(arrays, next(numbers), self.tokenizer) if sort == "image" else self._text_ids(item)
         if "text" in sorts:
             before, after = self._own_special_tokens()
             ids = [*before, *ids, *after]
@@ -96,19 +104,31 @@ class Prompts:
         """See `ModelBackbone.chat`."""
         template, images = self._template(), images_of(messages)
         text = template.render(messages, add_generation_prompt, **variables)
+        mark = self._mark()
+        if mark is not None:
+            # As the processor does before the text is cut into tokens: one may join the lines with the text's own.
+            text = text.replace(mark.text, f"{mark.around}{mark.text}{mark.around}")
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
         ids = ids_of_text(self.tokenizer, text, self._unknown, own)
 
         arrays = self._process(images) if images else {}
         if self.family.vision is not None:
-            expansions = [self._image_ids(arrays, number) for number in range(len(images))]
-            ids = expand_images(ids, self.config.image_token, expansions)
+            placed = self.config.image_token if mark is None else mark.token
+            tokenizer = self.tokenizer if mark is None else None
+            expansions = [self._image_ids(arrays, number, tokenizer) for number in range(len(images))]
+            ids = expand_images(ids, placed, expansions)
         return self._prompt(ids, arrays)
 
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
+        if (mark := self._mark()) is not None:
+            raise InputError(
+                f"chat_frame: got {self.family.architecture}, whose processor writes {mark.around!r} around images, "
+                "which join the text's own lines in one token; expected another family (`chat`, or a prompt by `lead` "
+                "and `around`)"
+            )
 
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
@@ -157,7 +177,7 @@ class Prompts:
 
     def _placeholder(self, text: str) -> str:
         """Returns what stands for an image in a rendered text, with the image's own marks where they are there too."""
-        whole = self._image_ids(self._process([np.zeros((224, 224, 3), np.uint8)]), 0)
+        whole = self._image_ids(self._process([np.zeros((224, 224, 3), np.uint8)]), 0, self.tokenizer)
         pad = self.config.image_token
         first, last = whole.index(pad), len(whole) - whole[::-1].index(pad)
         tokens = [self.tokenizer.id_to_token(each) for each in (*whole[:first], pad, *whole[last:])]
@@ -202,9 +222,20 @@ class Prompts:
             )
         return self.family.vision.process(images, self.image_config)
 
-    def _image_ids(self, arrays: Mapping[str, Any], index: int) -> list[int]:
+    def _image_ids(self, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
         assert self.family.vision is not None
-        return self.family.vision.tokens(self.config, arrays, index, self.tokenizer)
+        return self.family.vision.tokens(self.config, arrays, index, tokenizer)
+
+    def _mark(self) -> ImageMark | None:
+        """Returns what a chat template writes for an image, where that is not the placeholder."""
+        vision = self.family.vision
+        if vision is None or vision.mark is None:
+            return None
+        token, around = vision.mark(self.config)
+        text = self.tokenizer.id_to_token(token)
+        if text is None:
+            raise InputError(f"chat: got image token {token} without a text in the tokenizer; expected one")
+        return ImageMark(token, text, around)
 
     def _text_ids(self, item: Any) -> list[int]:
         if not isinstance(item, str):

@@ -60,6 +60,8 @@ class Vision:
         there are no images); raises InputError where ids, patches and grids do not match.
       fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
         buckets: the number one past the last stands for none.
+      mark: config → the token by which a chat template places an image, where that is another than the placeholder, and
+        the text that the processor writes around each; None where the template writes the placeholder.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
@@ -67,6 +69,7 @@ class Vision:
     tokens: Callable[[Any, Arrays, int, Any], list[int]]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
     fills: Callable[[Any], Mapping[str, int]]
+    mark: Callable[[Any], tuple[int, str]] | None = None
 
 
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:

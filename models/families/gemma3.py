@@ -26,6 +26,8 @@ from .image_family import freeze, text_part, vision_part, whole
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
+_AROUND = "\n\n"
+"""What the processor writes in front of an image and behind it."""
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
@@ -62,8 +64,14 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     image = [start, *[config.image_token] * config.tile_tokens, end]
     if tokenizer is None:
         return image
-    blank = list(tokenizer.encode("\n\n", add_special_tokens=False).ids)
+    blank = list(tokenizer.encode(_AROUND, add_special_tokens=False).ids)
     return [*blank, *image, *blank]
+
+
+def _mark(config: ViTModelConfig) -> tuple[int, str]:
+    """Returns the start token, which Gemma's chat template writes for an image, and the blank lines around it."""
+    assert config.edges is not None
+    return config.edges[0], _AROUND
 
 
 _SETTINGS = PictureConfig.reader(
@@ -79,7 +87,7 @@ FAMILY = Family(
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills),
+    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills, _mark),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\..*inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
     model_type="gemma3",
     namings=namings.GEMMA3,
