@@ -69,6 +69,12 @@ def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
     np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
 
 
+def test_a_frame_is_refused_where_lines_around_an_image_join_those_of_the_text(checkpoint):
+    backbone = load(checkpoint("gemma3"))
+    with pytest.raises(InputError, match=r"chat_frame: got Gemma3ForConditionalGeneration, whose processor writes"):
+        backbone.chat_frame()
+
+
 def test_text_alone_needs_no_image(checkpoint):
     backbone = load(checkpoint("qwen2_5_vl"))
     prompt = backbone.chat([{"role": "user", "content": "hello"}], add_generation_prompt=False)
