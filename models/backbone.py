@@ -23,6 +23,7 @@ from kvpatch_jax.errors import InputError, ShapeError
 
 from .answering import Answering
 from .decoder.costs import forward_costs
+from .decoder.sharding import cache_shardings
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
 from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
@@ -56,7 +57,8 @@ class ModelBackbone(Generating, Writing, Answering):
       config, image_config: as read from the directory; `image_config` is None for a text family.
       family: what tells this model from others.
       buckets: sizes that prompts and images are padded to, or None for their own.
-      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
+      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None. Where devices
+        outnumber KV heads, its axis "tensor" is split in two.
       stop_tokens: ids that end an answer unless a call says otherwise.
       answer_tokens: tokens of an answer at most where a session is not told; None where the checkpoint does not say.
       programs: the jitted programs.
@@ -82,12 +84,12 @@ class ModelBackbone(Generating, Writing, Answering):
         self.family: Family = config.family
         self.image_config = image_config
         self.layout = config.text.layout
-        self.mesh = mesh
         self.stop_tokens = tuple(stop_tokens)
         self.answer_tokens = answer_tokens
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
+        self.mesh = self.programs.mesh
         self._without = without_tokenizer
         self._prompts = Prompts(config, image_config, tokenizer, chat_template, without_tokenizer)
         self._fingerprint: str | None = None
@@ -127,6 +129,11 @@ class ModelBackbone(Generating, Writing, Answering):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._settings(), self.parameters)
         return self._fingerprint
+
+    @property
+    def kv_shardings(self) -> dict[str, jax.sharding.NamedSharding] | None:
+        """How each channel's KV [L,B,T,K,H], and a pool of it [L,P,O,K,H], lies over the mesh; None without one."""
+        return None if self.mesh is None else cache_shardings(self.layout, self.mesh)
 
     @property
     def forward_costs(self) -> ForwardCosts:

@@ -17,9 +17,9 @@ from kvpatch_jax.utils.atomic_files import path_of
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.known_keys import reading
-from .decoder.sharding import check_parameters, parameter_shardings
+from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
-from .families.family import abstract, parameters, with_dtype
+from .families.family import abstract, parameters, tower_heads, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .hub import resolve
@@ -67,7 +67,7 @@ def load(
         may change what the model computes and is not known, or one not of its kind, a layer that keeps no KV, a regime
         for a rope that has none, an architecture that is not built (the known ones are listed), a name in `ignore` that
         is known or not there, or a mesh without the axis "tensor" or with a number of devices on it that does not
-        divide the model's heads, KV heads, MLP widths or experts.
+        divide the model's heads, MLP widths or experts, or that neither divides its KV heads nor is a multiple of them.
       HubError: no such repository or revision, one that is gated or private, or neither the hub nor its cache.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
@@ -124,7 +124,10 @@ def load(
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
 
-    shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
+    shardings = None
+    if mesh is not None:
+        mesh = split_mesh(mesh, config.text.layout)
+        shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
     unread = (*family.ignored(config), *map(re.escape, source.unused))
     values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
 

@@ -26,7 +26,7 @@ from kvpatch_jax.core import Buckets, KVLayout, Paged, to_engine
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE
 from .decoder.cached import read_pages, written_into_pages
-from .decoder.sharding import auto_mesh, cache_shardings
+from .decoder.sharding import auto_mesh, cache_shardings, split_mesh
 from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask, paged_mask
@@ -69,7 +69,7 @@ class Forward:
         self.graph, self.state = nnx.split(model)
         self.pads, self.layout = pads, layout
         self.window = model.decoder.config.window
-        self.mesh = mesh
+        self.mesh = mesh = None if mesh is None else split_mesh(mesh, layout)
         self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
 
         # Over a mesh KV comes back as it lies, everything else whole on each device.

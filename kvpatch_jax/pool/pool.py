@@ -42,7 +42,13 @@ from .packed_splice import splice_packed
 
 
 def make_pool(
-    layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, padded: bool = False
+    layout: KVLayout,
+    pages: int,
+    page_size: int,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    padded: bool = False,
+    shardings: Mapping[str, jax.sharding.Sharding] | None = None,
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Allocates a pool of zeros, {channel: [L, P, O, K, H]}.
 
@@ -50,6 +56,7 @@ def make_pool(
       padded: H is the channel's width padded to a multiple of 128 lanes, as engines for TPUs store it. There the kernel
         writes a narrower channel (the 64-wide `kpe` of latent attention) in place only so: XLA lays half-filled lanes
         out with other axes innermost, and copies the pool for every splice. Padding is zero, and `splice` keeps it so.
+      shardings: how each channel lies over devices, such as a backbone's `kv_shardings`; None: on the default device.
 
     Raises:
       PoolError: no pages, or an empty page.
@@ -59,7 +66,8 @@ def make_pool(
     pool = {}
     for channel in layout.channels:
         width = padded_width(channel.width) if padded else channel.width
-        pool[channel.name] = jnp.zeros((layout.layers, pages, page_size, channel.heads, width), dtype)
+        shape = (layout.layers, pages, page_size, channel.heads, width)
+        pool[channel.name] = jnp.zeros(shape, dtype, device=shardings[channel.name] if shardings else None)
     return pool
 
 

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._target import platform
 
+from .mesh_axes import spread_tokens
+
 BLOCK_TOKENS = 4096
 """Tokens that an MLP takes at a time: its inner width is several times the model's."""
 
@@ -133,4 +135,5 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Applies to [..., D]."""
+        x = spread_tokens(x, self.up.kernel.shape[-1])
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

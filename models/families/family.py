@@ -227,6 +227,12 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
     return model
 
 
+def tower_heads(config: Any) -> dict[str, int]:
+    """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
+    heads = getattr(getattr(config, "vision", None), "heads", None)
+    return {} if heads is None else {"visual": heads}
+
+
 def with_tie(config: Any, tied: bool) -> Any:
     """Returns the configuration with head and embedding tied or not, in what it writes as well."""
     if config.text.tied_embeddings == tied:
