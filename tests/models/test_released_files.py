@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from kvpatch_jax.errors import ConfigError, InputError, WeightsError
+from kvpatch_jax.errors import ConfigError, InputError
 from models import FAMILIES, load, save
 from models.checkpoints import flatten_params
 from models.checkpoints.planning import plan
