@@ -1,11 +1,13 @@
 """Checkpoint directories in Hugging Face's layout: `load` reads one to a backbone, `save` writes one."""
 
+import dataclasses
 import functools
 import json
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import get_args
 
 import jax
 from jax.sharding import Mesh
@@ -23,6 +25,7 @@ from .families.family import abstract, parameters, tower_heads, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .hub import resolve
+from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
 
@@ -38,6 +41,7 @@ def load(
     progress: bool | None = None,
     revision: str | None = None,
     ignore: Collection[str] = (),
+    video_rule: VideoRule | None = None,
 ) -> ModelBackbone:
     """Loads a backbone.
 
@@ -61,6 +65,8 @@ def load(
       revision: of a repository of the hub: a commit (which costs no request once it is cached), tag or branch; None
         for the main branch.
       ignore: keys of config.json that this library does not know and that change nothing, as the caller knows.
+      video_rule: Qwen2.5-VL: where text behind a video goes on, "max" (the authors' rule, the default) or "hf5"
+        (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
     Raises:
       ConfigError: no such directory, no readable config.json, weights quantised in a way that is not read, a key that
@@ -98,10 +104,20 @@ def load(
     with reading(files.name, ignore):
         raw = files.config if authors is None else authors.config(files.config, root)
         config = family.config(raw, angles, regime)
+        video_config = None
         if authors is not None:
             image_config = authors.settings(files.config, root)
         else:
             image_config = None if family.vision is None else family.vision.settings(root)
+            video_config = None if family.video is None else family.video.settings(root)
+        audio_config = None if family.audio is None else family.audio.settings(root)
+
+    if video_rule is not None:
+        if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
+            raise ConfigError(
+                f"load: got video_rule {video_rule!r:.80} for {name}; expected None, or of Qwen2.5-VL 'max' or 'hf5'"
+            )
+        config = dataclasses.replace(config, video_rule=video_rule)
 
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
@@ -123,7 +139,6 @@ def load(
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
-
     shardings = None
     if mesh is not None:
         mesh = split_mesh(mesh, config.text.layout)
@@ -143,6 +158,8 @@ def load(
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),
         answer_tokens=files.answer_tokens(),
+        video_config=video_config,
+        audio_config=audio_config,
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone
@@ -170,8 +187,9 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
         values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
 
     (root / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    if backbone.image_config is not None:
-        backbone.image_config.save(root)
+    for settings in (backbone.image_config, backbone.video_config, backbone.audio_config):
+        if settings is not None:
+            settings.save(root)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
     if backbone.chat_template is not None:

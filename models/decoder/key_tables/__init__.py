@@ -8,9 +8,9 @@ some class reads.
 
 from typing import Any
 
-from . import kimi, plain_towers, qwen_vl, texts
+from . import gemma, kimi, plain_towers, qwen_vl, texts
 
-MODULES = (texts, qwen_vl, plain_towers, kimi)
+MODULES = (texts, qwen_vl, plain_towers, kimi, gemma)
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}
 ONLY: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.ONLY.items()}
