@@ -101,8 +101,6 @@ NOT_BUILT = {
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3-Omni",
     "Glm4vForConditionalGeneration": "GLM-4.1V",
     "Glm4vMoeForConditionalGeneration": "GLM-4.5V",
-    "Gemma3ForConditionalGeneration": "Gemma 3",
-    "Gemma3ForCausalLM": "Gemma 3, texts",
     "Gemma4ForConditionalGeneration": "Gemma 4",
     "Mistral3ForConditionalGeneration": "Mistral-Small-3, Ministral, Pixtral's tower",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL-7B",
