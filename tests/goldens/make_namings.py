@@ -21,6 +21,7 @@ from tests.goldens.load import write_checkpoint  # noqa: E402
 from tests.goldens.load_text import write_text_checkpoint  # noqa: E402
 
 IMAGES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",

@@ -68,6 +68,14 @@ QWEN25_TOWER = {**QWEN_TOWER, "fullatt_block_indexes": [1]}
 QWEN3_TOWER = {**QWEN_TOWER, "deepstack_visual_indexes": [0, 2]}
 MIXTURE = {"num_experts": 8, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 128}
 IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], int]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"text_config": {**SIZES, "hidden_size": 512, "num_key_value_heads": 2}}
+        | {"vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 512}, **IDS},
+        (32, 3 * 2 * 14 * 14),
+        QWEN_GRID,
+        8,
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"text_config": {**SIZES, "hidden_size": 512, "num_key_value_heads": 2}}
@@ -164,6 +172,9 @@ IMAGES["qwen3_vl_base"] = with_part("qwen3_vl", "vision_config", BASE)
 IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)
 CLASSES = {
     **{kind: name for kind, (name, _) in TEXTS.items()},
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_vl_text": "Qwen2VLText",
+    "qwen2_vl_vision": "Qwen2VLVision",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",

@@ -21,7 +21,10 @@ from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-4
 close = functools.partial(assert_close_to_largest, bar=BAR)
-FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"]
+FAMILIES = [
+    *("qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"),
+    "qwen2_vl",
+]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 
 
@@ -89,9 +92,10 @@ def test_forward_equals_transformers(backbone, family, case):
 
 
 @pytest.mark.slow
-def test_video_equals_transformers(tmp_path):
-    """Qwen3-VL's frames are runs of placeholders of their own, behind text timestamps."""
-    check_forward(load(write_checkpoint("qwen3_vl", tmp_path), angles="float32"), golden_arrays("qwen3_vl", "video"))
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
+def test_video_equals_transformers(family, tmp_path):
+    """Qwen3-VL's frames are runs of placeholders of their own, behind text timestamps; Qwen2-VL's are one run."""
+    check_forward(load(write_checkpoint(family, tmp_path), angles="float32"), golden_arrays(family, "video"))
 
 
 @pytest.mark.slow
@@ -270,6 +274,7 @@ def test_kimi_images_keep_within_their_budget_of_patches():
         ("smolvlm", {"scale_factor": 4}, "expected a multiple of 4"),
         ("qwen3_vl", {"vision_config": {"out_hidden_size": 8}}, "expected the text width 64"),
         ("kimi_vl", {"vision_config": {"pos_emb_width": 7}}, "expected a square"),
+        ("qwen2_vl", {"vision_config": {"hidden_size": 8}}, "vision hidden_size: got 8; expected the text width 64"),
     ],
 )
 def test_configurations_that_are_not_built(family, change, message):

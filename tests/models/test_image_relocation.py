@@ -28,6 +28,7 @@ FAMILIES = [
             "deepseek_vl",
             "internvl",
             "smolvlm",
+            "qwen2_vl",
         )
     ),
 ]

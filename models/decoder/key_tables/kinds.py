@@ -38,7 +38,7 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size
+        mm_hidden_size text_hidden_size embed_dim
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
@@ -46,7 +46,7 @@ _KINDS = {
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
-        routed_scaling_factor downsample_ratio layer_scale_init_value
+        routed_scaling_factor downsample_ratio layer_scale_init_value mlp_ratio
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
