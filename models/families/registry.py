@@ -2,6 +2,7 @@
 
 from . import (
     deepseek_vl,
+    glm4v,
     internvl,
     internvl_chat,
     kimi_vl,
@@ -22,6 +23,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *qwen3_vl.FAMILIES.values(),
         *llava.FAMILIES.values(),
         *kimi_vl.FAMILIES.values(),
+        *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         internvl.FAMILY,
         smolvlm.FAMILY,

@@ -27,6 +27,7 @@ IMAGES = {
     "llava_next": "LlavaNextForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "deepseek_vl": "DeepseekVLForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
 }
 TEXTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 

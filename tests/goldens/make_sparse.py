@@ -152,6 +152,26 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         8,
     ),
 }
+# The default sections of a rope fill a head of 64 or (GLM-4.5V, of which half rotates) of 128.
+GLM_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 256}
+GLM_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 303, "image_end_token_id": 304}
+GLM_TEXT = {**SIZES, "hidden_size": 256, "num_key_value_heads": 2}
+GLM_PIXELS = ((32, 3 * 2 * 14 * 14), QWEN_GRID, 8)
+IMAGES["glm4v"] = ("Glm4v", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
+IMAGES["glm4v_moe"] = (
+    "Glm4vMoe",
+    {"text_config": {**GLM_TEXT, "head_dim": 128, **MANY}, "vision_config": GLM_TOWER, **GLM_IDS},
+    *GLM_PIXELS,
+)
+IMAGES["glm46v"] = ("Glm46V", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
+IMAGES["glm46v_moe"] = (
+    "Glm46V",
+    {"text_config": {**IMAGES["glm4v_moe"][1]["text_config"], "model_type": "glm4v_moe_text"}, **GLM_IDS}
+    | {"vision_config": {**GLM_TOWER, "model_type": "glm4v_moe_vision"}},
+    *GLM_PIXELS,
+)
+IMAGES["glm_ocr"] = ("GlmOcr", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
+
 # Ropes that must be read whole: scaled under M-RoPE, and the towers' own bases.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
 BASE = {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
@@ -175,6 +195,16 @@ CLASSES = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_vl_text": "Qwen2VLText",
     "qwen2_vl_vision": "Qwen2VLVision",
+    "glm4v": "Glm4v",
+    "glm4v_text": "Glm4vText",
+    "glm4v_vision": "Glm4vVision",
+    "glm4v_moe": "Glm4vMoe",
+    "glm4v_moe_text": "Glm4vMoeText",
+    "glm4v_moe_vision": "Glm4vMoeVision",
+    "glm46v": "Glm46V",
+    "glm_ocr": "GlmOcr",
+    "glm_ocr_text": "GlmOcrText",
+    "glm_ocr_vision": "GlmOcrVision",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
@@ -265,7 +295,7 @@ def make_image(name: str) -> None:
     pixels = draw_pixels(f"sparse {name}", *shape)
     inputs: dict[str, Any] = {key: torch.tensor(value) for key, value in extra.items()}
     inputs["pixel_values"] = torch.from_numpy(pixels)
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm")):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
     logits = model(input_ids=input_ids, **inputs).logits
     arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}

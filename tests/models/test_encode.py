@@ -13,7 +13,8 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
-    "family", ["internvl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "qwen2_vl"))]
+    "family",
+    ["internvl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "qwen2_vl"))],
 )
 def test_embedding_kept_features_is_bit_equal(family, tmp_path):
     backbone = load(write_checkpoint(family, tmp_path), buckets=Buckets() if family == "qwen3_vl" else None)

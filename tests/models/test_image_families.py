@@ -23,13 +23,15 @@ BAR = 2e-4
 close = functools.partial(assert_close_to_largest, bar=BAR)
 FAMILIES = [
     *("qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"),
-    "qwen2_vl",
+    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr"),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 
 
-PARTS = ("qwen3_vl_moe", "llava")
-"""Marked slow: the tower and the decoder of the one are those of two others, the other's those of llava_next."""
+PARTS = ("qwen3_vl_moe", "llava", "glm4v", "glm_ocr")
+"""Marked slow: the tower and the decoder of the one are those of two others, the other's those of llava_next; of GLM-4V
+the mixture remains, whose tower is the dense one's, as GLM-4-0414's decoder is.
+"""
 
 
 @pytest.fixture(
@@ -92,9 +94,9 @@ def test_forward_equals_transformers(backbone, family, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "glm4v"])
 def test_video_equals_transformers(family, tmp_path):
-    """Qwen3-VL's frames are runs of placeholders of their own, behind text timestamps; Qwen2-VL's are one run."""
+    """Frames of Qwen3-VL and GLM-4V are runs of placeholders of their own, by timestamps; Qwen2-VL's are one run."""
     check_forward(load(write_checkpoint(family, tmp_path), angles="float32"), golden_arrays(family, "video"))
 
 
@@ -275,6 +277,9 @@ def test_kimi_images_keep_within_their_budget_of_patches():
         ("qwen3_vl", {"vision_config": {"out_hidden_size": 8}}, "expected the text width 64"),
         ("kimi_vl", {"vision_config": {"pos_emb_width": 7}}, "expected a square"),
         ("qwen2_vl", {"vision_config": {"hidden_size": 8}}, "vision hidden_size: got 8; expected the text width 64"),
+        ("glm4v", {"text_config": {"head_dim": 24}}, "head_dim: got 24; expected hidden_size"),
+        ("glm4v_moe", {"text_config": {"use_qk_norm": True}}, "use_qk_norm True, which is not built"),
+        ("glm4v_moe", {"text_config": {"num_local_experts": 4}}, "num_local_experts: got 4; expected n_routed"),
     ],
 )
 def test_configurations_that_are_not_built(family, change, message):

@@ -29,6 +29,9 @@ FAMILIES = [
             "internvl",
             "smolvlm",
             "qwen2_vl",
+            "glm4v",
+            "glm4v_moe",
+            "glm_ocr",
         )
     ),
 ]

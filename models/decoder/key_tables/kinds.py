@@ -43,6 +43,7 @@ _KINDS = {
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
+        image_start_token_id image_end_token_id video_start_token_id video_end_token_id
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
@@ -71,7 +72,7 @@ NULL = words(
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
-    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size
+    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size num_local_experts
     """
 )
 """Keys whose null has a meaning of its own."""
