@@ -82,6 +82,8 @@ def load(
     family = FAMILIES[name] if authors is None else authors.family
     raw = files.config if authors is None else authors.config(files.config, root)
     config = family.config(raw, angles, regime)
+    # LLaVA is another family with another tower.
+    family = config.family
 
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)

@@ -28,6 +28,8 @@ IMAGES = {
     "internvl": "InternVLForConditionalGeneration",
     "deepseek_vl": "DeepseekVLForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "pixtral": "LlavaForConditionalGeneration",
 }
 TEXTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 

@@ -172,6 +172,25 @@ IMAGES["glm46v_moe"] = (
 )
 IMAGES["glm_ocr"] = ("GlmOcr", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
 
+# Pixtral's processor gives pixels; what is stored are their patches, in raster order.
+PIXTRAL = {"model_type": "pixtral", **{key: TOWER[key] for key in list(TOWER)[:4]}}
+PIXTRAL_SIZE = {"image_sizes": [[32, 64]]}
+IMAGES["mistral3"] = (
+    "Mistral3",
+    {"text_config": only("mistral"), "vision_config": PIXTRAL, "image_token_index": IMAGE},
+    (8, 3, 16, 16),
+    PIXTRAL_SIZE,
+    2,
+)
+IMAGES["llava_pixtral"] = (
+    "Llava",
+    {"text_config": only("mistral"), "vision_config": PIXTRAL, "image_token_index": IMAGE}
+    | {"vision_feature_select_strategy": "full"},
+    (8, 3, 16, 16),
+    PIXTRAL_SIZE,
+    8,
+)
+
 # Ropes that must be read whole: scaled under M-RoPE, and the towers' own bases.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
 BASE = {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
@@ -195,6 +214,8 @@ CLASSES = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_vl_text": "Qwen2VLText",
     "qwen2_vl_vision": "Qwen2VLVision",
+    "mistral3": "Mistral3",
+    "pixtral": "PixtralVision",
     "glm4v": "Glm4v",
     "glm4v_text": "Glm4vText",
     "glm4v_vision": "Glm4vVision",
@@ -294,6 +315,11 @@ def make_image(name: str) -> None:
     input_ids = tokens_of([5, (count,), 3], start, end)
     pixels = draw_pixels(f"sparse {name}", *shape)
     inputs: dict[str, Any] = {key: torch.tensor(value) for key, value in extra.items()}
+    if raw["vision_config"].get("model_type") == "pixtral":
+        height, width = (size // 16 for size in extra["image_sizes"][0])
+        pixels = (
+            pixels.reshape(height, width, 3, 16, 16).transpose(2, 0, 3, 1, 4).reshape(1, 3, height * 16, width * 16)
+        )
     inputs["pixel_values"] = torch.from_numpy(pixels)
     if name.startswith(("qwen", "glm")):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()

@@ -23,14 +23,14 @@ BAR = 2e-4
 close = functools.partial(assert_close_to_largest, bar=BAR)
 FAMILIES = [
     *("qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"),
-    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr"),
+    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral"),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 
 
-PARTS = ("qwen3_vl_moe", "llava", "glm4v", "glm_ocr")
+PARTS = ("qwen3_vl_moe", "llava", "glm4v", "glm_ocr", "pixtral")
 """Marked slow: the tower and the decoder of the one are those of two others, the other's those of llava_next; of GLM-4V
-the mixture remains, whose tower is the dense one's, as GLM-4-0414's decoder is.
+the mixture remains, whose tower is the dense one's, as GLM-4-0414's decoder is; Pixtral's tower is Mistral's.
 """
 
 
@@ -232,16 +232,12 @@ def test_images_become_transformers_pixels(family, case):
     images = [gold[name] for name in sorted(gold) if name.startswith("image.")]
     if not images:
         pytest.skip("transformers' processor of this family needs torchvision")
-    vision = IMAGE_FAMILIES[architecture(family)].vision
-    assert vision is not None
+    raw = json.loads((GOLDENS / family / "config.json").read_text())
+    vision = IMAGE_FAMILIES[raw["architectures"][0]].config(raw, "float32", None).family.vision
     out = vision.process(images, vision.settings(GOLDENS / family))
     assert out["pixel_values"].dtype == np.float32
     for name, value in out.items():
         assert np.array_equal(value, gold[name]), name
-
-
-def architecture(family):
-    return json.loads((GOLDENS / family / "config.json").read_text())["architectures"][0]
 
 
 def test_prompt_has_one_placeholder_per_feature(backbone, family):
@@ -280,6 +276,10 @@ def test_kimi_images_keep_within_their_budget_of_patches():
         ("glm4v", {"text_config": {"head_dim": 24}}, "head_dim: got 24; expected hidden_size"),
         ("glm4v_moe", {"text_config": {"use_qk_norm": True}}, "use_qk_norm True, which is not built"),
         ("glm4v_moe", {"text_config": {"num_local_experts": 4}}, "num_local_experts: got 4; expected n_routed"),
+        ("mistral3", {"vision_config": {"head_dim": 8}}, "vision head_dim: got 8; expected 16"),
+        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "text_config: got type 'ministral3'"),
+        ("mistral3", {"vision_feature_layer": [1, 2]}, "expected one layer"),
+        ("pixtral", {"vision_feature_select_strategy": "default"}, "expected 'full' for Pixtral's tower"),
     ],
 )
 def test_configurations_that_are_not_built(family, change, message):

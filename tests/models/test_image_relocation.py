@@ -32,6 +32,8 @@ FAMILIES = [
             "glm4v",
             "glm4v_moe",
             "glm_ocr",
+            "mistral3",
+            "pixtral",
         )
     ),
 ]

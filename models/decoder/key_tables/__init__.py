@@ -6,9 +6,9 @@ derives); its `ONLY` those of which one value is built, which is what an absent 
 
 from typing import Any
 
-from . import glm_vl, kimi, plain_towers, qwen_vl, texts
+from . import glm_vl, kimi, mistral_vl, plain_towers, qwen_vl, texts
 
-MODULES = (texts, qwen_vl, plain_towers, kimi, glm_vl)
+MODULES = (texts, qwen_vl, plain_towers, kimi, glm_vl, mistral_vl)
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}
 ONLY: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.ONLY.items()}
