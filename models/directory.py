@@ -1,12 +1,13 @@
 """Checkpoint directories in Hugging Face's layout: `load` reads one to a backbone, `save` writes one."""
 
+import dataclasses
 import functools
 import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
@@ -21,6 +22,7 @@ from .decoder.sharding import check_parameters, parameter_shardings
 from .families.family import abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
+from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
 
@@ -36,6 +38,7 @@ def load(
     mesh: Mesh | None = None,
     adapter: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
+    video_rule: VideoRule | None = None,
 ) -> ModelBackbone:
     """Loads a backbone.
 
@@ -55,6 +58,8 @@ def load(
         Tokenizer and chat template stay those of `directory`.
       progress: a bar on stderr while weights are read: True draws one, False none, None one if stderr is a terminal and
         `tqdm` is installed.
+      video_rule: Qwen2.5-VL: where text behind a video goes on, "max" (the authors' rule, the default) or "hf5"
+        (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
     Raises:
       ConfigError: no such directory (names of the Hugging Face hub are not fetched: the message says how to download a
@@ -85,6 +90,13 @@ def load(
     # LLaVA is another family with another tower.
     family = config.family
 
+    if video_rule is not None:
+        if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
+            raise ConfigError(
+                f"load: got video_rule {video_rule!r:.80} for {name}; expected None, or of Qwen2.5-VL 'max' or 'hf5'"
+            )
+        config = dataclasses.replace(config, video_rule=video_rule)
+
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
 
@@ -105,10 +117,13 @@ def load(
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
+    video_config = None
     if authors is not None:
         image_config = authors.settings(files.config, root)
     else:
         image_config = None if family.vision is None else family.vision.settings(root)
+        video_config = None if family.video is None else family.video.settings(root)
+    audio_config = None if family.audio is None else family.audio.settings(root)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
@@ -126,6 +141,8 @@ def load(
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),
         answer_tokens=files.answer_tokens(),
+        video_config=video_config,
+        audio_config=audio_config,
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone
@@ -153,8 +170,9 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
         values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
 
     (root / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    if backbone.image_config is not None:
-        backbone.image_config.save(root)
+    for settings in (backbone.image_config, backbone.video_config, backbone.audio_config):
+        if settings is not None:
+            settings.save(root)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
     if backbone.chat_template is not None:

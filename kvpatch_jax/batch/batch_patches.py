@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
-from ..core import EngineKV, to_engine
+from ..core import EngineKV, end_position, to_engine
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
 from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch, stored
@@ -197,7 +197,7 @@ class BatchPatchCache:
                 chunk = Chunk(
                     kv=_row(out.kv, row),
                     local=local,
-                    span=math.floor(local.max()) + 1,
+                    span=math.floor(end_position(local[None])[0]) + 1,
                     length=len(local),
                     id=id,
                     layout=self._backbone.layout,

@@ -59,6 +59,7 @@ from .rope import Angles as Angles
 from .rope import Rope as Rope
 from .rope import check_extent as check_extent
 from .rope import check_positions as check_positions
+from .rope import end_position as end_position
 from .rope import extent as extent
 from .rope import relocation_tables as relocation_tables
 from .rope import rope_tables as rope_tables

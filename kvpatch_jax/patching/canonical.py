@@ -9,7 +9,7 @@ from jaxtyping import Num
 
 from ..backbone import Backbone, Tokens, check_is_backbone, check_tokens
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
-from ..core import AnyArray, PhaseFreeKV
+from ..core import AnyArray, PhaseFreeKV, end_position
 from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind
 
@@ -37,7 +37,7 @@ def make_chunk(
 
     Returns:
       A Chunk of one unpadded row, whose content is the items' digest; its positions count from its own start, and its
-      span is one more than the largest of them.
+      span is one more than where they end (`core.end_position`).
 
     Raises:
       ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
@@ -62,7 +62,7 @@ def make_chunk(
     return Chunk(
         kv={name: value[:, 0] for name, value in kv.items()},
         local=local,
-        span=int(local.max()) + 1,
+        span=int(end_position(local[None])[0]) + 1,
         length=len(local),
         id=content if id is None else id,
         layout=backbone.layout,
@@ -147,7 +147,7 @@ def conditioned(
     for tokens in [*before, *embedded]:
         parts.append(tokens if start is None else tokens.shift(start))
         places = np.asarray(parts[-1].positions)
-        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
+        last = end_position(places).astype(np.int32) + 1
         # One start for every row, and for every axis where the rope has axes.
         start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
 

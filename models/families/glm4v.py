@@ -7,12 +7,12 @@ GlmOcrForConditionalGeneration. Every frame of a video is an image of its own, w
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
@@ -27,10 +27,12 @@ from ..decoder.hf_config import (
 )
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.glm_videos import VIDEO_SETTINGS, process_glm_videos
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import glm_image_config
+from ..inputs.texts import texts_of
 from ..towers.glm4v import Glm4vVisionConfig, Glm4vVisionTower, glm4v_vision_entries, plan_patches
-from .family import Family, Shapes
+from .family import Family, Medium, Run, Shapes
 from .image_family import TowerModel, freeze, one_size, qwen_vision, text_part, thaw, vision_part, whole
 from .qwen3_vl import frame_grids
 from .text_families import TEXT_TABLE, read_head_dim
@@ -185,9 +187,47 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
     # A video's frames have the image's placeholders, between texts that tell their times.
-    frames = frame_grids(arrays.get("video_grid_thw"))
-    grids = arrays.get("image_grid_thw") if frames is None else frames
+    images, frames = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
+    if images is not None and frames is not None and len(images) and len(frames):
+        raise InputError(
+            "image_grid_thw and video_grid_thw: got both for GLM-4V, which has one placeholder for images and frames; "
+            "expected one table of grids in the prompt's order, as prepare and chat give it"
+        )
+    grids = images if frames is None or not len(frames) else frames
     return get_rope_positions(input_ids, grids, None, None, rule)[0]
+
+
+def _joined(config: Glm4vConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Returns `pixel_values` and `image_grid_thw` of images and of videos' frames in the prompt's order."""
+    if not order:
+        return {}
+
+    pixels, grids, numbers, starts = [], [], {"image": 0, "video": 0}, {"image": 0, "video": 0}
+    for sort in order:
+        part, number, start = arrays[sort], numbers[sort], starts[sort]
+        grid = part[f"{sort}_grid_thw"][number : number + 1]
+        stop = start + int(np.prod(grid))
+        pixels.append(part["pixel_values" if sort == "image" else "pixel_values_videos"][start:stop])
+        grids.append(frame_grids(grid))
+        numbers[sort], starts[sort] = number + 1, stop
+    return {"pixel_values": np.concatenate(pixels), "image_grid_thw": np.concatenate(grids)}
+
+
+def _video_tokens(config: Glm4vConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns a run of placeholders between an image's start and end for each temporal patch, its time behind it."""
+    time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
+    first = int(np.sum(arrays["video_grid_thw"][:index, 0]))
+    pads = [config.image_token] * (height * width // config.vision.merge**2)
+    run: list[int | str] = [config.video_start_token]
+    for seconds in arrays["video_timestamps"][first : first + time]:
+        said = f"{seconds:.1f} seconds" if arrays["video_decimals"][index] else f"{int(seconds)}"
+        run += [config.vision_start_token, *pads, config.vision_end_token, said]
+    return [*run, config.video_end_token]
+
+
+def _written(config: Glm4vConfig, tokenizer: Any) -> tuple[str, str, str]:
+    pad, start, end = texts_of(tokenizer, [config.video_token, config.video_start_token, config.video_end_token])
+    return pad, start, end
 
 
 def _entries(config: Glm4vConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -208,6 +248,8 @@ def _family(architecture: str, form: Form) -> Family:
         entries=_entries,
         positions=_positions,
         vision=qwen_vision(plan_patches, "frames", settings=glm_image_config),
+        video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
+        join=_joined,
         ignore=predicts,
         model_type=form.model,
     )

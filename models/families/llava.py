@@ -46,15 +46,12 @@ def read_text(
     return TEXT[text["model_type"]](text, angles, regime)
 
 
-def _read(
-    architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
-) -> ViTModelConfig | mistral3.Mistral3Config:
+def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Any:
     """Reads `config.json` of LLaVA (with CLIP, or Pixtral-12B) or LLaVA-NeXT."""
     model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
-    text, given = read_text(model, raw, angles, regime), model.get("vision_config")
-    if architecture == LLAVA and isinstance(given, Mapping) and given.get("model_type") == mistral3.TOWER:
+    text = read_text(model, raw, angles, regime)
+    if architecture == LLAVA and mistral3.has_pixtral(model):
         return mistral3.read_model(LLAVA, raw, model, text)
-
     vision = vision_part(model, "clip_vision_model")
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):

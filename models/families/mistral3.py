@@ -51,6 +51,12 @@ class Mistral3Config:
         return thaw(self.raw, self.architecture, self.text.dtype)
 
 
+def has_pixtral(model: Mapping[str, Any]) -> bool:
+    """Returns whether the vision part of `config.json` is Pixtral's tower."""
+    part = model.get("vision_config")
+    return isinstance(part, Mapping) and part.get("model_type") == TOWER
+
+
 def read_model(
     architecture: str, raw: Mapping[str, Any], model: Mapping[str, Any], text: DecoderConfig
 ) -> Mistral3Config:

@@ -17,12 +17,24 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..decoder.weights import decoder_entries
-from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
+from ..inputs.qwen_videos import process_qwen2_videos
 from ..towers.qwen2 import Qwen2VisionConfig, Qwen2VisionTower, plan_patches
 from ..towers.weights import qwen2_vision_entries
 from . import namings
-from .family import Family
-from .image_family import TowerModel, freeze, one_size, qwen_vision, text_part, thaw, vision_part, whole
+from .family import Family, Medium
+from .image_family import (
+    TowerModel,
+    freeze,
+    one_size,
+    qwen_vision,
+    qwen_written,
+    text_part,
+    thaw,
+    vision_part,
+    whole,
+)
+from .qwen2_5_vl import VIDEO_SETTINGS, video_tokens
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2VLForConditionalGeneration"
@@ -33,7 +45,10 @@ SECTIONS = (16, 24, 24)
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2VLConfig:
-    """The whole backbone: both towers and the token ids that stand for images; `raw` is config.json as it was read."""
+    """The whole backbone: both towers and the token ids that stand for images and videos.
+
+    `raw` is config.json as it was read; `video_rule` says where text behind a video goes on (`inputs/positions.py`).
+    """
 
     text: DecoderConfig
     vision: Qwen2VisionConfig
@@ -42,6 +57,7 @@ class Qwen2VLConfig:
     vision_start_token: int
     vision_end_token: int
     raw: str
+    video_rule: VideoRule = "max"
 
     @property
     def family(self) -> Family:
@@ -98,7 +114,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen2VLConfig:
 def _positions(config: Qwen2VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, tokens_per_second=1)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, None, rule)[0]
+    return get_rope_positions(input_ids, *grids, None, rule, config.video_rule)[0]
 
 
 FAMILY = Family(
@@ -108,6 +124,7 @@ FAMILY = Family(
     entries=lambda config, shapes: decoder_entries(config.text) + qwen2_vision_entries(config.vision, "visual"),
     positions=_positions,
     vision=qwen_vision(plan_patches, "frames"),
+    video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
     model_type="qwen2_vl",
     namings=namings.QWEN2_5_VL,
 )

@@ -225,10 +225,18 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
     return table[images, np.arange(3)]
 
 
-def smart_resize(height: int, width: int, config: ImageConfig, name: str = "image") -> tuple[int, int]:
+def smart_resize(
+    height: int,
+    width: int,
+    config: ImageConfig,
+    name: str = "image",
+    most: int | None = None,
+    frames: int | None = None,
+) -> tuple[int, int]:
     """Returns size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
 
-    `name` is what errors call the image.
+    `name` is what errors call the image; `most` takes the place of `max_pixels`; `frames` are those of a video, all of
+    which GLM-4V counts.
 
     Raises:
       ImageError: an empty image, or one more than 200 times longer than wide.
@@ -239,20 +247,22 @@ def smart_resize(height: int, width: int, config: ImageConfig, name: str = "imag
         raise ImageError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
     # GLM-4V makes small images larger first.
-    factor, glm = config.factor, config.image_processor_type.startswith("Glm")
-    frames = config.temporal_patch_size if glm else 1
+    factor, glm, temporal = config.factor, config.image_processor_type.startswith("Glm"), config.temporal_patch_size
+    shown = max(frames or temporal, temporal) if glm else 1
+    counted = round(shown / temporal) * temporal if glm else 1
     if glm and min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
 
     # Sides are rounded first and scaled only where the area is out of bounds, as transformers does.
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if frames * rows * columns > config.max_pixels:
-        scale = math.sqrt((frames * height * width) / config.max_pixels)
+    most = config.max_pixels if most is None else most
+    if counted * rows * columns > most:
+        scale = math.sqrt((shown * height * width) / most)
         rows = max(factor, math.floor(height / scale / factor) * factor)
         columns = max(factor, math.floor(width / scale / factor) * factor)
-    elif frames * rows * columns < config.min_pixels:
-        scale = math.sqrt(config.min_pixels / (frames * height * width))
+    elif counted * rows * columns < config.min_pixels:
+        scale = math.sqrt(config.min_pixels / (shown * height * width))
         rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
 
     return rows, columns

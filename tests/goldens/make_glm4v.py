@@ -6,10 +6,12 @@ Run it in an environment that has them: `python tests/goldens/make_glm4v.py`. It
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from make_chat import TURN_MARKS, pil, write_chat
 from PIL import Image
 from transformers import (
     Glm4vConfig,
@@ -20,6 +22,11 @@ from transformers import (
     GlmOcrForConditionalGeneration,
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil, smart_resize
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
+from transformers.models.glm46v.video_processing_glm46v import Glm46VVideoProcessor
+from transformers.video_utils import VideoMetadata
 from vlm_golden import (
     END,
     HERE,
@@ -131,6 +138,16 @@ def make_case(family: str, case: str, model, recorder: LayerRecorder, processor,
     save(family, case, arrays)
 
 
+def make_chat() -> None:
+    """A conversation with two images, as `make_chat.py` makes them."""
+    marks = {"<|image|>": IMAGE, "<|video|>": VIDEO, "<|begin_of_image|>": START, "<|end_of_image|>": END}
+    marks |= {"<|begin_of_video|>": VIDEO_START, "<|end_of_video|>": VIDEO_END, **TURN_MARKS}
+    image = "<|begin_of_image|><|image|><|end_of_image|>"
+    write_chat("glm4v", lambda tokenizer, template: Glm4vProcessor(
+        pil(Glm4vImageProcessorPil, "glm4v"), tokenizer, Glm4vVideoProcessor(), chat_template=template
+    ), image, marks)  # fmt: skip
+
+
 def make_sizes() -> None:
     """What images are resized to by the class's own settings, [n, 2] height and width before and after."""
     sizes = [(height, width) for height in (9, 27, 100, 480, 1365, 4000) for width in (30, 333, 1080, 5000)]
@@ -138,6 +155,36 @@ def make_sizes() -> None:
     limits = {"min_pixels": 112 * 112, "max_pixels": 28 * 28 * 15000}
     resized = [smart_resize(2, *size, temporal_factor=2, factor=28, **limits) for size in sizes]
     np.savez_compressed(HERE / "glm4v" / "sizes.npz", sizes=np.int32(sizes), resized=np.int32(resized))
+
+
+def make_frames() -> None:
+    """What the two video processors make of frames: their numbers, pixels, and the prompt's text."""
+    metadata = lambda count, rate: VideoMetadata(
+        total_num_frames=count, fps=rate, duration=count / rate, frames_indices=list(range(count))
+    )
+    streams = [(1, 25.0), (5, 1.0), (90, 30.0), (300, 29.97), (1000, 24.0), (4000, 12.5), (9000, 25.0), (400, 0.1)]
+    found = {"streams": np.array(streams)}
+    for name, kind in (("old", Glm4vVideoProcessor), ("new", Glm46VVideoProcessor)):
+        numbers = [kind().sample_frames(metadata(*stream), fps=None) for stream in streams]
+        found |= {f"{name}.{index}": np.asarray(row, np.int32) for index, row in enumerate(numbers)}
+    rates = [Glm4vVideoProcessor().sample_frames(metadata(*stream), fps=0.7) for stream in streams]
+    found |= {f"rate.{index}": np.asarray(row, np.int32) for index, row in enumerate(rates)}
+
+    frames = np.stack([draw_image(f"frame {number}", 24, 40) for number in range(5)])
+    settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    processor = Glm4vVideoProcessor(**settings, size={"shortest_edge": 1024, "longest_edge": 1600})
+    out = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    found |= {"frames": frames, "pixel_values": out["pixel_values_videos"].numpy()}
+    found |= {"grid": out["video_grid_thw"].numpy().astype(np.int32)}
+    shown = VideoMetadata(total_num_frames=5, fps=1.5, duration=5 / 1.5, frames_indices=list(range(5)))
+    inputs = {"video_grid_thw": out["video_grid_thw"], "video_metadata": [shown]}
+    for name, kind in (("old", Glm4vProcessor), ("new", Glm46VProcessor)):
+        fake = SimpleNamespace(video_processor=processor, image_token="<|image|>")
+        fake.replace_frame_token_id = lambda seconds, num_image_tokens, kind=kind, fake=fake: (
+            kind.replace_frame_token_id(fake, seconds, num_image_tokens=num_image_tokens)
+        )
+        found[f"text.{name}"] = np.array(kind.replace_video_token(fake, inputs, 0))
+    np.savez_compressed(HERE / "glm4v" / "frames.npz", **found)
 
 
 def make_video(model, recorder: LayerRecorder) -> None:
@@ -171,6 +218,7 @@ def main() -> None:
     half = {"partial_rotary_factor": 0.5}
     text = {key: value for key, value in TEXT.items() if key != "tie_word_embeddings"}
     make_sizes()
+    make_frames()
     with torch.no_grad():
         rope = {**half, "mrope_section": [1, 1, 2]}
         make_family("glm4v", Glm4vConfig, Glm4vForConditionalGeneration, text, rope, VISION, CASES)
@@ -180,6 +228,7 @@ def main() -> None:
         ocr = {**text, "head_dim": 24}
         rope = {"partial_rotary_factor": 1.0, "mrope_section": [3, 4, 5]}
         make_family("glm_ocr", GlmOcrConfig, GlmOcrForConditionalGeneration, ocr, rope, biased, CASES)
+    make_chat()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from make_chat import TURN_MARKS, pil, write_chat
 from PIL import Image
 from transformers import (
     LlavaConfig,
@@ -17,6 +18,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 from vlm_golden import HERE, IMAGE, TEXT, LayerRecorder, build_model, decode, draw_image, line, prefill, save, tokens_of
 
 PATCH, BREAK, END = 4, 12, 13
@@ -103,6 +105,14 @@ def make_family(family: str, config, model_class, text: dict, top: dict) -> None
         make_case(family, case, model, recorder, sizes)
 
 
+def make_chat() -> None:
+    """A conversation with two images, as `make_chat.py` makes them; the tokenizer has numbers of its own for rows."""
+    form = {"patch_size": PATCH, "spatial_merge_size": 2}
+    write_chat("mistral3", lambda tokenizer, template: PixtralProcessor(
+        pil(PixtralImageProcessorPil, "mistral3"), tokenizer, **form, chat_template=template
+    ), "[IMG]", {"[IMG]": IMAGE, "[IMG_BREAK]": 305, "[IMG_END]": 306, **TURN_MARKS})  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -118,6 +128,7 @@ def main() -> None:
         top = {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
         config = LlavaConfig(**parts, vision_config={**VISION, "hidden_act": FORMS["pixtral"][2]}, **top)
         make_family("pixtral", config, LlavaForConditionalGeneration, text, top)
+    make_chat()
 
 
 if __name__ == "__main__":
