@@ -2,6 +2,7 @@
 
 from . import (
     deepseek_vl,
+    gemma3,
     glm4v,
     internvl,
     internvl_chat,
@@ -29,6 +30,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl.FAMILY,
         internvl.FAMILY,
         smolvlm.FAMILY,
+        gemma3.FAMILY,
         qwen2_vl.FAMILY,
     )
 }
