@@ -15,8 +15,9 @@ from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import ParamPath, TensorEntry
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
+from ..decoder.mesh_axes import spread_tokens
 from ..decoder.weights import linear_entries
-from .common import attend_segments, check_heads
+from .common import attend_segments, check_heads, project_fused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +77,12 @@ class GatedBlock(nnx.Module):
         Args:
           tables: cosines and sines, [P,H/2] each. segments: as `attend_segments` takes them.
         """
-        x = self.attention_norm(hidden)
-        shape = (len(x), self.config.heads, -1)
+        x, heads = self.attention_norm(hidden), self.config.heads
         if self.config.fused:
-            # The matrix has all queries first, then all keys, then all values.
-            query, key, value = jnp.moveaxis(self.qkv(x).reshape(len(x), 3, *shape[1:]), 1, 0)
+            query, key, value = project_fused(self.qkv, x, heads)
         else:
-            query, key, value = (linear(x).reshape(shape) for linear in (self.query, self.key, self.value))
+            x = spread_tokens(x, heads)
+            query, key, value = (part(x).reshape(len(x), heads, -1) for part in (self.query, self.key, self.value))
 
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
