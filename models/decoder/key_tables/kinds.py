@@ -42,17 +42,17 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size sliding_window_pattern mm_tokens_per_image
+        mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
-        boi_token_index eoi_token_index
+        image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index eoi_token_index
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
         routed_scaling_factor downsample_ratio layer_scale_init_value query_pre_attn_scalar final_logit_softcapping
-        rope_local_base_freq
+        rope_local_base_freq mlp_ratio
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
@@ -79,7 +79,7 @@ NULL = words(
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
-    final_logit_softcapping rope_local_base_freq
+    final_logit_softcapping rope_local_base_freq num_local_experts
     """
 )
 """Keys whose null has a meaning of its own."""
