@@ -3,6 +3,7 @@
 Everything here runs on the host.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,9 @@ class Prompts:
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """See `ModelBackbone.chat`."""
         template, media = self._template(), media_of(messages)
+        for sort in {sort for sort, _ in media} - {"image"}:
+            source = self._medium(sort).template
+            template = dataclasses.replace(template, source=source) if source else template
         text = template.render(messages, add_generation_prompt, **variables)
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)

@@ -83,6 +83,7 @@ class Medium:
         texts (of a frame's time, say) among them; `arrays` are those of `process`.
       written: (config, tokenizer) → what a chat template writes for an item, as texts: its placeholder, and what may
         stand before and after it that `tokens` has too.
+      template: a chat template for conversations with such items, where the released one leaves them out; else empty.
       plan, fills: of a tower of its own, as in `Vision`, and None where the tower is that of images: the plan is what
         the module's `.encode_audio(inputs, plan)` takes, and `inputs` where they are not `input_features` as they are.
     """
@@ -91,6 +92,7 @@ class Medium:
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
     tokens: Callable[[Any, Arrays, int, Any], Run]
     written: Callable[[Any, Any], tuple[str, str, str]]
+    template: str = ""
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None] | None = None
     fills: Callable[[Any], Mapping[str, int | str]] | None = None
 

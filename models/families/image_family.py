@@ -126,6 +126,13 @@ def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
     return raw | {"architectures": [architecture], "torch_dtype": dtype}
 
 
+def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
+    """Returns the (time, height, width) grids of a prompt's images, and those of its videos behind them."""
+    names = ("image_grid_thw", "video_grid_thw")
+    kinds = [np.asarray(arrays[name]).reshape(-1, 3) for name in names if arrays.get(name) is not None]
+    return np.concatenate([np.zeros((0, 3), np.int32), *kinds])
+
+
 def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]], *tables: str) -> Vision:
     """Returns what a Qwen family does with images.
 
@@ -137,9 +144,7 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
     """
 
     def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-        names = ("image_grid_thw", "video_grid_thw")
-        kinds = [np.asarray(arrays[name]).reshape(-1, 3) for name in names if arrays.get(name) is not None]
-        grids = np.concatenate([np.zeros((0, 3), np.int32), *kinds])
+        grids = grids_of(arrays)
         if not len(grids):
             return None
         vision, found = config.vision, plan_patches(config.vision, grids)

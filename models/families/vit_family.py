@@ -4,7 +4,7 @@ Each family's own file reads its configuration and says where its tensors are an
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ..decoder.hf_config import need
 from ..decoder.layers import Linear
 from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
-from .family import Family
+from .family import Family, joined_arrays
 from .image_family import check_placeholders, one_size, thaw
 
 
@@ -134,6 +134,32 @@ class ViTModel(nnx.Module):
         # Without tiles nothing refers to the newline, which `pack_tiles` appends all the same.
         newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
         return pack_tiles(features, newline, plan["order"])[None]
+
+
+def join_tiles(
+    axis: int, counts: Callable[[Mapping[str, Any]], Sequence[int]]
+) -> Callable[[Any, Mapping[str, Mapping[str, Any]], Sequence[str]], dict[str, Any]]:
+    """Returns how a family whose images and videos have one placeholder joins their tiles: in the prompt's order.
+
+    Args:
+      axis: of tiles in `pixel_values`. counts: arrays of images → tiles of each; videos have `video_frames`.
+    """
+
+    def join(config: Any, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+        joined = joined_arrays(config, arrays, order)
+        if "video" not in arrays:
+            return joined
+        pieces, sizes = {}, {}
+        for sort, own in arrays.items():
+            sizes[sort] = [int(size) for size in (own["video_frames"] if sort == "video" else counts(own))]
+            pieces[sort] = iter(np.split(own["pixel_values"], np.cumsum(sizes[sort])[:-1], axis))
+        joined["pixel_values"] = np.concatenate([next(pieces[sort]) for sort in order], axis)
+        if "num_patches" in joined:
+            numbers = {sort: iter(own) for sort, own in sizes.items()}
+            joined["num_patches"] = np.array([next(numbers[sort]) for sort in order], np.int32)
+        return joined
+
+    return join
 
 
 def drops_class(model: Mapping[str, Any]) -> bool:
