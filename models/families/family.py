@@ -109,6 +109,18 @@ def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np
     return np.arange(len(input_ids), dtype=np.int32)
 
 
+def image_runs(config: Config, input_ids: np.ndarray) -> np.ndarray:
+    """Returns how many image placeholders follow each one without a gap, int32 [B,T]; 0 of other tokens.
+
+    That is how far an image's tokens see behind their own where they see each other.
+    """
+    image = np.isin(np.asarray(input_ids), placeholders(config))
+    places, length = np.arange(image.shape[1]), image.shape[1]
+    # The first token from each one on that is of no image; behind it the run does not go on.
+    ends = np.minimum.accumulate(np.where(image, length, places)[:, ::-1], axis=1)[:, ::-1]
+    return np.where(image, ends - places - 1, 0).astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family of checkpoints.
@@ -128,6 +140,8 @@ class Family:
       ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: for a `config.json` that names no architecture.
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
+      ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T]; None where attention
+        is causal throughout.
     """
 
     architecture: str
@@ -142,6 +156,7 @@ class Family:
     ignore: tuple[str, ...] = ()
     model_type: str = ""
     namings: tuple[Naming, ...] = ()
+    ahead: Callable[[Any, np.ndarray], np.ndarray] | None = None
 
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
         """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
@@ -297,6 +312,12 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
     nnx.replace_by_pure_dict(state, values)
     nnx.update(model, state)
     return model
+
+
+def tower_heads(config: Any) -> dict[str, int]:
+    """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
+    towers = {"visual": getattr(config, "vision", None), "audio": getattr(config, "audio", None)}
+    return {name: tower.heads for name, tower in towers.items() if hasattr(tower, "heads")}
 
 
 def with_tie(config: Any, tied: bool) -> Any:

@@ -263,7 +263,7 @@ def sound_medium(padded: bool) -> Medium:
         pad, start, end = texts_of(tokenizer, [config.audio_token, *before, *after])
         return pad, start, end
 
-    return Medium(MelConfig.from_directory, process, tokens, written, plan_sounds, lambda config: FILLS)
+    return Medium(MelConfig.from_directory, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
 
 
 def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:

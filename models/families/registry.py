@@ -2,6 +2,7 @@
 
 from . import (
     deepseek_vl,
+    gemma3,
     internvl,
     internvl_chat,
     kimi_vl,
@@ -28,6 +29,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl.FAMILY,
         internvl.FAMILY,
         smolvlm.FAMILY,
+        gemma3.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""
