@@ -10,8 +10,10 @@ from . import (
     llava,
     mistral3,
     multi_modality,
+    qwen2_5_omni,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_omni,
     qwen3_vl,
     smolvlm,
 )
@@ -23,6 +25,8 @@ IMAGE_FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *qwen3_vl.FAMILIES.values(),
+        *qwen2_5_omni.FAMILIES.values(),
+        *qwen3_omni.FAMILIES.values(),
         *llava.FAMILIES.values(),
         *kimi_vl.FAMILIES.values(),
         mistral3.FAMILY,

@@ -21,6 +21,8 @@ FAMILIES = [
         for name in (
             "qwen2_5_vl",
             "qwen3_vl_moe",
+            "qwen2_5_omni",
+            "qwen3_omni",
             "kimi_vl",
             "llava",
             "llava_next",

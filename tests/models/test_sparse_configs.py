@@ -60,6 +60,11 @@ def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
         shape = gold["pixel_shape"].tolist()
         drawn = standard_values(f"sparse {name}", int(np.prod(shape)))
         inputs["pixel_values"] = drawn.reshape(shape).astype(np.float32)
+    if "mel_shape" in gold:
+        shape = gold["mel_shape"].tolist()
+        drawn = standard_values(f"sparse {name} sound", int(np.prod(shape)))
+        inputs["input_features"] = drawn.reshape(shape).astype(np.float32)
+        inputs["feature_attention_mask"] = np.ones((shape[0], shape[2]), np.int32)
     with jax.default_matmul_precision("highest"):
         tokens = backbone.embed(gold["input_ids"][None], **inputs)
         logits = np.asarray(backbone.prefill(tokens, logits="all").logits)[0, gold["rows"]]

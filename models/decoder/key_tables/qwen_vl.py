@@ -12,7 +12,7 @@ _QWEN_IDS = {
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-_QWEN_TOWER = {
+QWEN_TOWER = {
     "hidden_size": 3584,
     "hidden_act": "silu",
     "num_heads": 16,
@@ -23,7 +23,7 @@ _QWEN_TOWER = {
     "rope_parameters": None,
     "rope_theta": 1e4,
 }
-_QWEN3_TOWER = _QWEN_TOWER | {
+QWEN3_TOWER = QWEN_TOWER | {
     "depth": 27,
     "hidden_size": 1152,
     "hidden_act": "gelu_pytorch_tanh",
@@ -48,7 +48,7 @@ _QWEN2_VL_TEXT = QWEN2 | {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": PARTS | _QWEN_IDS,
     "qwen2_vl_text": _QWEN2_VL_TEXT,
-    "qwen2_vl_vision": {key: value for key, value in _QWEN_TOWER.items() if key != "out_hidden_size"}
+    "qwen2_vl_vision": {key: value for key, value in QWEN_TOWER.items() if key != "out_hidden_size"}
     | {
         "depth": 32,
         "embed_dim": 1280,
@@ -60,7 +60,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2_5_vl": PARTS | _QWEN_IDS,
     "qwen2_5_vl_text": _QWEN2_VL_TEXT,
-    "qwen2_5_vl_vision": _QWEN_TOWER
+    "qwen2_5_vl_vision": QWEN_TOWER
     | {
         "depth": 32,
         "intermediate_size": 3420,
@@ -86,7 +86,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "tie_word_embeddings": True,
     },
-    "qwen3_vl_vision": _QWEN3_TOWER,
+    "qwen3_vl_vision": QWEN3_TOWER,
 }
 
 ONLY: dict[str, dict[str, Any]] = {
