@@ -42,10 +42,10 @@ class Video:
     """
 
     source: Any
-    fps: float | None = None
+    fps: int | float | None = None
     frames: int | None = None
-    rate: float | None = None
-    timestamps: Sequence[float] | None = None
+    rate: int | float | None = None
+    timestamps: Sequence[int | float] | np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for name, wanted in (("fps", float), ("rate", float), ("frames", int)):
