@@ -176,7 +176,7 @@ def read_clip(video: Video, sample: Sampler, name: str = "video") -> Clip:
 
 def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.ndarray]]:
     """Returns what is known of an encoded video, and a function that decodes the frames of these numbers."""
-    av = require("av", "av")
+    av = require("av", "av", "video")
 
     def decoded(most: int | None = None):
         try:

@@ -1,4 +1,4 @@
-"""Videos and sounds as items: their kinds, forms, ids and refusals; sessions, files and batches that take them."""
+"""Videos and sounds as items: their kinds, forms, ids and refusals, and the samples of sounds."""
 
 import io
 import wave
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.cache import chunk_id, expect_small_medium, medium_of, one_form, sort_of
 from kvpatch_jax.errors import InputError
@@ -171,14 +170,3 @@ def test_a_tone_keeps_its_frequency_at_another_rate(own, rate):
     np.testing.assert_allclose(found[inner], tone(440, rate)[inner], atol=1e-5)
     if rate < own:
         assert np.abs(resampled(tone(9000, own), own, rate)[inner]).max() < 1e-3
-
-
-# ------------------------------------------------------------------------------------------- a backbone without videos
-
-
-def test_a_backbone_that_takes_neither_says_so(backbone):
-    session = kvp.Session(backbone, chat=False)
-    for item, kind in ((Video(FRAMES, rate=2), "videos"), (Audio(np.zeros(9, np.float32), 16000), "audios")):
-        with pytest.raises(InputError, match=f"{kind}: got some for"):
-            session.add(item)
-        assert len(session.ids) == 0
