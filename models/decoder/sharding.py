@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvpatch_jax.core import KVLayout
+from kvpatch_jax.core import KVLayout, check_uniform
 from kvpatch_jax.errors import ConfigError, WeightsError
 
 from ..checkpoints import Expected, ParamPath
@@ -105,7 +105,7 @@ DECODER = "decoder"
 STACKS = ("layers", "dense_layers")
 
 
-def split_mesh[M: (Mesh, AbstractMesh)](mesh: M, layout: KVLayout) -> M:
+def split_mesh[M: Mesh | AbstractMesh](mesh: M, layout: KVLayout) -> M:
     """Returns the mesh that a model lies over: `mesh`, with its axis "tensor" split where devices outnumber KV heads.
 
     Of K KV heads over a multiple of K devices, "tensor" becomes K groups, and "tensor_copies" the devices of a group,
@@ -113,8 +113,9 @@ def split_mesh[M: (Mesh, AbstractMesh)](mesh: M, layout: KVLayout) -> M:
 
     Raises:
       ConfigError: a mesh without the axis "tensor", or with a number of devices on it that neither divides the KV heads
-        nor is a multiple of them.
+        nor is a multiple of them. LayoutError: layers of unlike kinds.
     """
+    check_uniform(layout, "mesh")
     count, heads = _devices(mesh), layout.channels[0].heads
     if layout.kind == "mla" or COPIES in mesh.axis_names or heads % count == 0:
         return mesh
@@ -130,10 +131,11 @@ def split_mesh[M: (Mesh, AbstractMesh)](mesh: M, layout: KVLayout) -> M:
 
     sizes = replaced(tuple(mesh.shape.values()), (heads, count // heads))
     names, types = replaced(mesh.axis_names, (TENSOR, COPIES)), mesh.axis_types
-    types = replaced(types, (types[mesh.axis_names.index(TENSOR)],) * 2)
+    kind = types[mesh.axis_names.index(TENSOR)]
+    types = replaced(types, (kind, kind))
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(sizes, names, axis_types=types)
-    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+        return AbstractMesh(sizes, names, axis_types=types)  # type: ignore[return-value]
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)  # type: ignore[return-value]
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:

@@ -1,6 +1,17 @@
 """Every family, by its architecture's name in `config.json`."""
 
-from . import deepseek_vl, internvl, internvl_chat, kimi_vl, llava, multi_modality, qwen2_5_vl, qwen3_vl, smolvlm
+from . import (
+    deepseek_vl,
+    gemma3,
+    internvl,
+    internvl_chat,
+    kimi_vl,
+    llava,
+    multi_modality,
+    qwen2_5_vl,
+    qwen3_vl,
+    smolvlm,
+)
 from .authors import AuthorsFormat
 from .family import Family
 from .text_families import TEXT_FAMILIES
@@ -14,6 +25,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl.FAMILY,
         internvl.FAMILY,
         smolvlm.FAMILY,
+        gemma3.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""

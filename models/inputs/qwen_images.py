@@ -209,10 +209,12 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
     return table[images, np.arange(3)]
 
 
-def smart_resize(height: int, width: int, config: ImageConfig, name: str = "image") -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, config: ImageConfig, name: str = "image", most: int | None = None
+) -> tuple[int, int]:
     """Returns size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
 
-    `name` is what errors call the image.
+    `name` is what errors call the image; `most` takes the place of `max_pixels`.
 
     Raises:
       ImageError: an empty image, or one more than 200 times longer than wide.
@@ -225,8 +227,9 @@ def smart_resize(height: int, width: int, config: ImageConfig, name: str = "imag
     # Sides are rounded first and scaled only where the area is out of bounds, as transformers does.
     factor = config.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > config.max_pixels:
-        scale = math.sqrt((height * width) / config.max_pixels)
+    most = config.max_pixels if most is None else most
+    if rows * columns > most:
+        scale = math.sqrt((height * width) / most)
         rows = max(factor, math.floor(height / scale / factor) * factor)
         columns = max(factor, math.floor(width / scale / factor) * factor)
     elif rows * columns < config.min_pixels:

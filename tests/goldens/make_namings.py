@@ -25,6 +25,7 @@ IMAGES = {
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "deepseek_vl": "DeepseekVLForConditionalGeneration",
 }
 TEXTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")

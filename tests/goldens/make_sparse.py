@@ -2,7 +2,7 @@
 
 Every family from a `config.json` that holds only the keys a tiny model cannot do without, so that all others take the
 defaults of transformers' classes; and those defaults themselves. Run it in an environment that has them:
-`python tests/goldens/make_sparse.py`. It rewrites `sparse/`.
+`python tests/goldens/make_sparse.py`, with names to make these alone. It rewrites `sparse/`.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -53,6 +53,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"pad_token_id": None, "num_key_value_heads": 2}),
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
+    "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
 }
 TEXTS["qwen3_moe"][1]["num_key_value_heads"] = 4
 
@@ -133,6 +134,14 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         {},
         4,
     ),
+    "gemma3": (
+        "Gemma3",
+        {"text_config": only("gemma3_text"), "vision_config": {**TOWER, "image_size": 64, "vision_use_head": False}}
+        | {"image_token_index": IMAGE},
+        (1, 3, 64, 64),
+        {},
+        256,
+    ),
     "kimi_vl": (
         "Kimi_K25",
         {"text_config": only("deepseek_v3")}
@@ -164,6 +173,8 @@ IMAGES["qwen3_vl_base"] = with_part("qwen3_vl", "vision_config", BASE)
 IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)
 CLASSES = {
     **{kind: name for kind, (name, _) in TEXTS.items()},
+    "gemma3_text": "Gemma3Text",
+    "gemma3": "Gemma3",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
@@ -210,7 +221,8 @@ def write_defaults() -> None:
 def build(name: str, raw: dict[str, Any], architecture: str) -> Any:
     """The tiny model of a sparse `config.json`, every parameter redrawn; writes `<name>.json` (config and shapes)."""
     kind = getattr(transformers, architecture)
-    config = configuration(architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"))
+    own = CLASSES.get(name, architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"))
+    config = configuration(own)
     with tempfile.TemporaryDirectory() as directory:
         plain = {"save_original_format": False} if name.startswith("kimi") else {}  # else it writes what it cannot read
         kind(config.from_dict(json.loads(json.dumps(raw)))).save_pretrained(directory, **plain)
@@ -256,6 +268,8 @@ def make_image(name: str) -> None:
     inputs["pixel_values"] = torch.from_numpy(pixels)
     if name.startswith("qwen"):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    if name.startswith("gemma"):
+        inputs["token_type_ids"] = (input_ids == IMAGE).int()
     logits = model(input_ids=input_ids, **inputs).logits
     arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}
     ids = input_ids[0].numpy().astype(np.int32)
@@ -268,10 +282,13 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     write_defaults()
     with torch.no_grad():
+        wanted = sys.argv[1:] or (*TEXTS, *IMAGES)
         for kind in TEXTS:
-            make_text(kind)
+            if kind in wanted:
+                make_text(kind)
         for name in IMAGES:
-            make_image(name)
+            if name in wanted:
+                make_image(name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""Keys of the families with a plain ViT: LLaVA, InternVL, DeepSeek-VL and SmolVLM."""
+
+from typing import Any
+
+from .parts import PARTS, SIGLIP, tower, words
+
+_LLAVA = PARTS | {
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "vision_feature_select_strategy": "default",
+    "vision_feature_layer": -2,
+    "multimodal_projector_bias": True,
+}
+_UNUSED_EXPERTS = """
+    capacity_factor eval_capacity_factor laux_allreduce moe_coeff_ratio moe_config moe_intermediate_size
+    moe_output_scale noisy_gate_policy num_experts num_routed_experts num_shared_experts shared_expert_intermediate_size
+    use_residual use_rts use_weighted_residual
+"""
+"""What InternViT's files say of experts that `use_moe` leaves out."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llava": _LLAVA,
+    "llava_next": _LLAVA | {"image_grid_pinpoints": ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))},
+    "clip_vision_model": tower(768, 3072, 12, 12, 224, 32) | {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "internvl": PARTS
+    | {
+        "image_token_id": 151667,
+        "downsample_ratio": 0.5,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": True,
+    },
+    "internvl_vision": tower(1024, 4096, 24, 16, 448, 14)
+    | {"attention_bias": False, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "layer_scale_init_value": 0.1},
+    "deepseek_vl": PARTS | {"image_token_id": 100015, "tie_word_embeddings": True},
+    "siglip_vision_model": tower(768, 3072, 12, 12, 224, 16) | SIGLIP | {"vision_use_head": True},
+    "smolvlm": PARTS | {"image_token_id": 128257, "scale_factor": 2},
+    "smolvlm_vision": tower(1152, 3072, 12, 16, 224, 32) | SIGLIP,
+    "internvl_chat": {
+        "llm_config": None,
+        "vision_config": None,
+        "tie_word_embeddings": False,
+        "select_layer": -1,
+        "downsample_ratio": 0.5,
+        "ps_version": "v1",
+        "force_image_size": None,
+        "dynamic_image_size": False,
+        "min_dynamic_patch": 1,
+        "max_dynamic_patch": 6,
+        "use_thumbnail": False,
+        "img_context_token_id": None,
+        **dict.fromkeys(words("pad2square use_backbone_lora use_llm_lora"), 0),
+        **dict.fromkeys(words("template system_message image_fold hidden_size num_hidden_layers")),
+    },
+    "intern_vit_6b": tower(3200, 12800, 48, 25, 224, 14)
+    | {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "norm_type": "rms_norm", "qkv_bias": False}
+    | {"qk_normalization": True, "use_flash_attn": True, "use_moe": False}
+    | dict.fromkeys(words(_UNUSED_EXPERTS)),
+    "multi_modality": {"language_config": None, "vision_config": None, "aligner_config": None},
+}
+
+ONLY: dict[str, dict[str, Any]] = {
+    "internvl_vision": {
+        "norm_type": "layer_norm",
+        "use_qk_norm": False,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+        "use_absolute_position_embeddings": True,
+    },
+    "smolvlm_vision": {"vision_use_head": False, "use_base_siglip": False},
+}
+
+AUTHORS = {"internvl_chat", "intern_vit_6b", "multi_modality"}

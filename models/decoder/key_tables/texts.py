@@ -1,0 +1,92 @@
+"""Keys of families without images."""
+
+from typing import Any
+
+from .parts import sizes
+
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+QWEN2 = sizes(151936, 4096, 22016, 32, 32, 32768) | QWEN_WINDOW | {"num_key_value_heads": 32}
+QWEN3 = QWEN2 | {"head_dim": 128, "attention_bias": False}
+QWEN_EXPERTS = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
+_GLM = sizes(151552, 4096, 13696, 40, 32, 131072) | {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_LATENT = {
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": None,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "scoring_func": None,
+}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": sizes(32000, 4096, 11008, 32, 32, 2048) | {"attention_bias": False, "mlp_bias": False},
+    "mistral": sizes(32000, 4096, 14336, 32, 32, 131072) | {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": sizes(151936, 2048, 6144, 24, 32, 32768) | QWEN_WINDOW | QWEN_EXPERTS | {"num_key_value_heads": 4},
+    "glm": _GLM,
+    "glm4": _GLM,
+    "phi3": sizes(32064, 3072, 8192, 32, 32, 4096)
+    | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
+    "deepseek_v2": sizes(102400, 4096, 11008, 32, 32, 2048)
+    | _LATENT
+    | {
+        "first_k_dense_replace": 0,
+        "n_group": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+    },
+    "deepseek_v3": sizes(129280, 7168, 18432, 61, 128, 4096)
+    | _LATENT
+    | {
+        "num_key_value_heads": 128,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": None,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+    },
+}
+
+ONLY: dict[str, dict[str, Any]] = {
+    "llama": {"qk_layer_norms": False, "use_resampler": False, "rope_interleaved": False},
+    "mistral": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"attention_bias": True},
+    "phi3": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
+    "deepseek_v2": {"mlp_bias": False},
+}
