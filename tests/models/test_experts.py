@@ -217,7 +217,9 @@ def test_rows_computed_for_an_appended_image(name, routing, monkeypatch):
     one = ExpertWeights(numbers(experts, 4, 4), numbers(experts, 4, 4, seed=1), numbers(experts, 4, 4, seed=2))
     x, weights = numbers(256, 4), np.abs(numbers(256, chosen))
     with targeting("cpu"), jax.default_matmul_precision("highest"):
-        mix = lambda *arrays: mix_experts(*arrays, jax.nn.silu, implementation="blockwise")
+        mix = lambda x, index, weights, one: mix_experts(
+            x, index, weights, one, jax.nn.silu, implementation="blockwise"
+        )
         found = jax.block_until_ready(jax.jit(mix)(x, index, weights, one))
     jax.effects_barrier()
     assert index.size <= sum(counted) <= 1.3 * index.size
