@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import items_of, medium_of, sort_of
+from kvpatch_jax.cache import Video, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
 from .families.family import Config, Family, Run, placeholders
@@ -134,7 +134,8 @@ class Prompts:
         So the text around frames is tokenized together with what the template writes, as transformers does it.
         """
         expansions: list[tuple[Placeholder, list[int]]] = []
-        spelled: dict[str, list[str]] = {"video": [], "audio": []}
+        # Sounds first: what a video becomes may hold placeholders of its own sound.
+        spelled: dict[str, list[str]] = {"audio": [], "video": []}
         pads = placeholders(self.config)
         for (sort, _), run in zip(media, runs, strict=True):
             if sort == "image" and mark is None:
@@ -269,6 +270,10 @@ class Prompts:
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
             items = [medium_of(item) or item for own, item in media if own == sort]
+            if self.family.audio is None and any(isinstance(item, Video) and item.sound for item in items):
+                raise InputError(
+                    f"video: got sound=True for {self.family.architecture}, which hears none; expected false"
+                )
             if items:
                 arrays[sort] = self._medium(sort).process(items, self.settings[sort])
 

@@ -208,6 +208,17 @@ CASES = {
 }
 
 
+def write_chat(family: str, make, image: str, specials: dict[str, int]) -> None:
+    """Writes `<family>/chat.json`: one more family, whose script has what CASES has of the others.
+
+    `make`: (tokenizer, template) → processor; `image` is what the template writes for an image.
+    """
+    template, tokenizer = CHATML.replace("IMAGE", image), build_tokenizer(specials, starts=False)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **CHAT_TOKENS)
+    found = run(family, make(wrapped, template), tokenizer, template, CHAT_TOKENS)
+    (HERE / family / "chat.json").write_text(json.dumps(found) + "\n")
+
+
 def make_case(family: str, starts: bool) -> dict:
     """What is stored of one family."""
     make, image, template, specials = CASES[family]
