@@ -63,13 +63,16 @@ class Vision:
         `pixel_values` and behind them `pixel_values_videos`.
       fills: config → the plan's tables of patch numbers (1), feature numbers (features per tile) or numbers of the rows
         of another table (its name), for padding to buckets: the number one past the last stands for none.
+      mark: config → the token by which a chat template places an image, where that is another than the placeholder, and
+        the text that the processor writes around each; None where the template writes the placeholder.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
-    tokens: Callable[[Any, Arrays, int, Any], list[int]]
+    tokens: Callable[[Any, Arrays, int, Any], Run]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
     fills: Callable[[Any], Mapping[str, int | str]]
+    mark: Callable[[Any], tuple[int, str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

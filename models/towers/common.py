@@ -299,9 +299,9 @@ def resample_taps(
 
 
 def join_places(images: Iterable[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    """Joins (rows, columns, taps, weights) of single images to index arrays of the packed row, by these names."""
+    """Joins (rows, columns[, taps, weights]) of single images to index arrays of the packed row, by these names."""
     names = ("rows", "columns", "taps", "weights")
-    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=True)}
+    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=False)}
 
 
 def learned(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:

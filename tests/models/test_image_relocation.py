@@ -30,6 +30,12 @@ FAMILIES = [
             "internvl",
             "smolvlm",
             "gemma3",
+            "qwen2_vl",
+            "glm4v",
+            "glm4v_moe",
+            "glm_ocr",
+            "mistral3",
+            "pixtral",
         )
     ),
 ]

@@ -48,13 +48,13 @@ _KINDS = {
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
-        audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id boi_token_index
-        eoi_token_index
+        image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index eoi_token_index
+        audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
         routed_scaling_factor downsample_ratio layer_scale_init_value query_pre_attn_scalar final_logit_softcapping
-        rope_local_base_freq position_id_per_seconds seconds_per_chunk
+        rope_local_base_freq mlp_ratio position_id_per_seconds seconds_per_chunk
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
@@ -84,7 +84,7 @@ NULL = words(
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
-    final_logit_softcapping rope_local_base_freq audio_end_token_id
+    final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id
     """
 )
 """Keys whose null has a meaning of its own."""
