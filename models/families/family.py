@@ -319,8 +319,8 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
 
 def tower_heads(config: Any) -> dict[str, int]:
     """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
-    towers = {"visual": getattr(config, "vision", None), "audio": getattr(config, "audio", None)}
-    return {name: tower.heads for name, tower in towers.items() if tower is not None and hasattr(tower, "heads")}
+    towers: dict[str, Any] = {"visual": getattr(config, "vision", None), "audio": getattr(config, "audio", None)}
+    return {name: tower.heads for name, tower in towers.items() if hasattr(tower, "heads")}
 
 
 def with_tie(config: Any, tied: bool) -> Any:

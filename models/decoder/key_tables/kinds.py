@@ -41,15 +41,15 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size num_mel_bins encoder_layers encoder_attention_heads encoder_ffn_dim d_model
-        max_source_positions n_window n_window_infer output_dim conv_chunksize downsample_hidden_size embed_dim
-        sliding_window_pattern mm_tokens_per_image
+        mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image num_mel_bins
+        encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
+        output_dim conv_chunksize downsample_hidden_size
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
-        image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index eoi_token_index
-        audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
+        image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index
+        eoi_token_index audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
