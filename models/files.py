@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -173,10 +172,8 @@ def _read_config(root: Path) -> dict[str, Any]:
             "adapter: load(DIRECTORY, adapter=…)"
         )
     if not root.exists():
-        name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
         raise ConfigError(
-            f"{str(root)!r}: got no such file; expected a Hugging Face checkpoint directory on this machine. Names of "
-            f"the hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
-            f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
+            f"{str(root)!r}: got no such file; expected a Hugging Face checkpoint directory on this machine, or a "
+            "repository of the Hugging Face hub: load('owner/name'), a str"
         )
     return read_table(path, "a Hugging Face checkpoint directory")

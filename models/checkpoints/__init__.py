@@ -6,6 +6,7 @@ byte of data is read, so a bad checkpoint raises one typed error and leaves noth
 """
 
 from .adapters import ADAPTER_CONFIG as ADAPTER_CONFIG
+from .adapters import ADAPTER_FILE as ADAPTER_FILE
 from .adapters import LoRASource as LoRASource
 from .conversion import Conversion as Conversion
 from .conversion import GgufConversion as GgufConversion
@@ -26,6 +27,8 @@ from .opening import open_source as open_source
 from .reading import load_weights as load_weights
 from .reading import same_tensors as same_tensors
 from .reading import tensor_shapes as tensor_shapes
+from .safetensors_files import INDEX_FILE as INDEX_FILE
+from .safetensors_files import SINGLE_FILE as SINGLE_FILE
 from .safetensors_files import SafetensorsSource as SafetensorsSource
 from .safetensors_files import weight_index as weight_index
 from .source import RenamedSource as RenamedSource

@@ -126,7 +126,18 @@ def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
     return raw | {"architectures": [architecture], "torch_dtype": dtype}
 
 
-def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]], *tables: str) -> Vision:
+def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
+    """Returns the (time, height, width) grids of a prompt's images, and those of its videos behind them."""
+    names = ("image_grid_thw", "video_grid_thw")
+    kinds = [np.asarray(arrays[name]).reshape(-1, 3) for name in names if arrays.get(name) is not None]
+    return np.concatenate([np.zeros((0, 3), np.int32), *kinds])
+
+
+def qwen_vision(
+    plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
+    *tables: str,
+    settings: Callable[[Any], ImageConfig] = ImageConfig.from_directory,
+) -> Vision:
     """Returns what a Qwen family does with images.
 
     Its plan is the tower's own plan of the grids, those of videos behind those of images, held against ids and pixels:
@@ -134,12 +145,11 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
 
     Args:
       plan_patches: of the tower. tables: those of its index arrays that hold patch numbers.
+      settings: directory → how images become patches.
     """
 
     def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-        names = ("image_grid_thw", "video_grid_thw")
-        kinds = [np.asarray(arrays[name]).reshape(-1, 3) for name in names if arrays.get(name) is not None]
-        grids = np.concatenate([np.zeros((0, 3), np.int32), *kinds])
+        grids = grids_of(arrays)
         if not len(grids):
             return None
         vision, found = config.vision, plan_patches(config.vision, grids)
@@ -154,7 +164,6 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
         pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
         return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
-    settings = ImageConfig.from_directory
     return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
 
 

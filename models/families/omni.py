@@ -6,6 +6,8 @@ Qwen3OmniMoeThinkerForConditionalGeneration.
 """
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +34,10 @@ from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
 from .family import Family, Medium
 from .image_family import TowerModel, qwen_written, thaw
 
+SOUNDS = ("input_features", "feature_attention_mask")
+"""Arrays of sounds, by transformers' names."""
+_SOUNDS = "video_sounds"
+"""Of videos: the number of each one's sound among theirs, −1 for none."""
 MARKS = ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id")
 PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
 NAMINGS = (
@@ -257,7 +263,7 @@ def sound_medium(padded: bool) -> Medium:
         pad, start, end = texts_of(tokenizer, [config.audio_token, *before, *after])
         return pad, start, end
 
-    return Medium(MelConfig.from_directory, process, tokens, written, plan_sounds, lambda config: FILLS)
+    return Medium(MelConfig.from_directory, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
 
 
 def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
@@ -269,20 +275,73 @@ def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
     return [config.audio_start_token], [config.audio_end_token]
 
 
-def video_medium(**defaults: Any) -> Medium:
-    """Returns what a family does with videos; `defaults` are of their settings."""
+@dataclasses.dataclass(frozen=True)
+class OmniVideoConfig(VideoConfig):
+    """How a family's videos become pixels, and their sounds log-mel features."""
 
-    def process(videos: Sequence[Video], settings: VideoConfig) -> dict[str, np.ndarray]:
+    mel: MelConfig
+
+
+def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **defaults: Any) -> Medium:
+    """Returns what a family does with videos.
+
+    Args:
+      padded: as `log_mel` takes it, of their sounds. interleaved: (seconds at which each of a video's tokens is shown,
+        tokens of its sound, positions per second) → True for tokens of the video, in the order of both.
+      defaults: of the settings.
+    """
+    read = VideoConfig.reader(**defaults)
+
+    def settings(directory: str | os.PathLike[str]) -> OmniVideoConfig:
+        found = read(directory)
+        return OmniVideoConfig(found.pixels, found.options, MelConfig.from_directory(directory))
+
+    def process(videos: Sequence[Video], settings: OmniVideoConfig) -> dict[str, np.ndarray]:
         arrays, temporal = process_qwen2_videos(videos, settings), settings.pixels.temporal_patch_size
         # As the authors' processors count: by the rate that was asked for, not by that of the frames that were found.
+        seconds = arrays["second_per_grid_ts"].astype(np.float64)
         for number, video in enumerate(videos):
             given = video.rate is not None or video.timestamps is not None
             if video.frames is None and (video.fps is not None or not given):
-                arrays["second_per_grid_ts"][number] = temporal / (video.fps or settings.option("fps", FPS))
-        return arrays
+                seconds[number] = temporal / (video.fps or settings.option("fps", FPS))
+
+        heard = [Audio(video.read().source) for video in videos if video.sound]
+        sounds = process_sounds(heard, settings.mel, padded) if heard else {}
+        numbers = np.cumsum([video.sound for video in videos]) - 1
+        which = np.where([video.sound for video in videos], numbers, -1)
+        return arrays | {"second_per_grid_ts": seconds, _SOUNDS: which} | sounds
 
     def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-        pads = int(np.prod(arrays["video_grid_thw"][index])) // config.vision.merge**2
-        return [config.vision_start_token, *[config.video_token] * pads, config.vision_end_token]
+        time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
+        frame = height * width // config.vision.merge**2
+        start, end, sound = [config.vision_start_token], [config.vision_end_token], int(arrays[_SOUNDS][index])
+        if sound < 0:
+            return [*start, *[config.video_token] * (time * frame), *end]
 
-    return Medium(VideoConfig.reader(**defaults), process, tokens, qwen_written)
+        before, after = _sound_marks(config)
+        count = config.audio.tokens(int(arrays["feature_attention_mask"][sound].sum()))
+        shown = np.repeat(np.arange(time), frame) * float(arrays["second_per_grid_ts"][index])
+        mixed = interleaved(shown, count, config.tokens_per_second)
+        return [*start, *before, *np.where(mixed, config.video_token, config.audio_token).tolist(), *after, *end]
+
+    return Medium(settings, process, tokens, qwen_written)
+
+
+def join_sounds(config: OmniConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Returns a prompt's arrays: those of images, videos and sounds, with the sounds of videos among the others in the
+    prompt's order.
+    """
+    whole = {name: array for part in arrays.values() for name, array in part.items() if name != _SOUNDS}
+    of_videos, alone = iter(arrays.get("video", {}).get(_SOUNDS, ())), itertools.count()
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    for sort in order:
+        number = {"video": lambda: int(next(of_videos)), "audio": lambda: next(alone)}.get(sort, lambda: -1)()
+        if number >= 0:
+            rows.append(tuple(arrays[sort][name][number] for name in SOUNDS))
+    if not rows:
+        return whole
+
+    longest = max(mask.size for _, mask in rows)
+    features = [np.pad(mel, ((0, 0), (0, longest - mel.shape[1]))) for mel, _ in rows]
+    masks = [np.pad(mask, (0, longest - mask.size)) for _, mask in rows]
+    return whole | dict(zip(SOUNDS, (np.stack(features), np.stack(masks)), strict=True))

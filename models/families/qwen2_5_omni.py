@@ -4,8 +4,12 @@ Source: transformers' Qwen2_5OmniThinkerForConditionalGeneration.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
 
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need, read_decoder, read_rope, read_window
@@ -22,6 +26,7 @@ from .omni import (
     NAMINGS,
     OmniConfig,
     OmniModel,
+    join_sounds,
     omni_positions,
     read_audio,
     read_marks,
@@ -33,7 +38,7 @@ from .qwen2_5_vl import SECTIONS
 from .text_families import TEXT_TABLE, read_head_dim
 
 THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
-RELEASES = ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration")
+RELEASE = "Qwen2_5OmniForConditionalGeneration"
 KIND = "qwen2_5_omni"
 
 
@@ -73,7 +78,32 @@ def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
+PADDED = True
+"""Of sounds: they are followed by silence."""
+SECONDS = 2.0
+"""Of a video and of its sound, that follow each other in turn."""
+
+
+def _interleaved(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound: two seconds of the one, then of the other.
+
+    A turn ends at the first token that is beyond it, at most one turn per token, as in the authors' code.
+    """
+    size = int(rate * SECONDS)
+    turns = []
+    for times in (shown * rate, np.arange(sounds)):
+        edges = [0]
+        for number, time in enumerate(times):
+            if time >= len(edges) * size:
+                edges.append(number)
+        turns.append(np.diff([*edges, len(times)]))
+    lengths = itertools.zip_longest(*turns, fillvalue=0)
+    return np.concatenate([np.repeat([True, False], pair) for pair in lengths])
+
+
 VIDEOS = video_medium(
+    PADDED,
+    _interleaved,
     image_mean=ImageConfig.image_mean,
     image_std=ImageConfig.image_std,
     resample=3,
@@ -93,11 +123,12 @@ def _family(architecture: str, model_type: str) -> Family:
         positions=omni_positions(fractional=False),
         vision=qwen_vision(plan_patches, "windows", "frames"),
         video=VIDEOS,
-        audio=sound_medium(padded=True),
+        audio=sound_medium(PADDED),
+        join=join_sounds,
         ignore=IGNORE,
         model_type=model_type,
         namings=NAMINGS,
     )
 
 
-FAMILIES = {THINKER: _family(THINKER, f"{KIND}_thinker")} | {name: _family(name, KIND) for name in RELEASES}
+FAMILIES = {THINKER: _family(THINKER, f"{KIND}_thinker"), RELEASE: _family(RELEASE, KIND)}

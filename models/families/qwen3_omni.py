@@ -7,6 +7,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool, Float
+
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
@@ -23,6 +26,7 @@ from .omni import (
     NAMINGS,
     OmniConfig,
     OmniModel,
+    join_sounds,
     omni_positions,
     read_audio,
     read_marks,
@@ -76,7 +80,19 @@ def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
+PADDED = False
+"""Of sounds: they are mirrored at their end."""
+
+
+def _interleaved(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound by time; at the same time the video's come first."""
+    times = np.concatenate([shown * rate, np.arange(sounds)])
+    return np.argsort(times, kind="stable") < len(shown)
+
+
 VIDEOS = video_medium(
+    PADDED,
+    _interleaved,
     image_mean=HALVES,
     image_std=HALVES,
     resample=3,
@@ -96,7 +112,8 @@ def _family(architecture: str, model_type: str) -> Family:
         positions=omni_positions(fractional=True),
         vision=qwen_vision(plan_patches, "frames"),
         video=VIDEOS,
-        audio=sound_medium(padded=False),
+        audio=sound_medium(PADDED),
+        join=join_sounds,
         ignore=IGNORE,
         model_type=model_type,
         namings=NAMINGS,

@@ -30,6 +30,10 @@ _PIXELS = {
     *("do_resize", "do_rescale", "do_normalize"),
 }
 _PATCHES = {"patch_size", "merge_size", "temporal_patch_size"}
+_SAMPLING = {
+    *("fps", "num_frames", "min_frames", "max_frames", "initial_shift", "min_pixels", "max_pixels", "video_sampling"),
+    *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type"),
+}
 FPS = 2.0
 """Frames sampled in a second where neither settings nor a caller say it: what the authors of Qwen-VL have."""
 
@@ -40,7 +44,7 @@ class VideoConfig:
 
     Attributes:
       pixels: how frames are resized, normalised and cut.
-      options: what the video processor's file says, in JSON.
+      options: what the video processor's file says and is read here, in JSON.
     """
 
     pixels: ImageConfig
@@ -51,9 +55,24 @@ class VideoConfig:
         value = json.loads(self.options).get(name)
         return default if value is None else value
 
+    def length(self, name: str) -> int:
+        """Returns an option that is one length: a number, equal sides, or one edge.
+
+        Raises:
+          ConfigError: it is not.
+        """
+        value = self.option(name)
+        sides = set(value.values()) - {None} if isinstance(value, Mapping) else {value}
+        if len(sides) != 1 or type(side := sides.pop()) is not int:
+            raise ConfigError(f"video {name}: got {value!r}; expected one length")
+        return side
+
     @classmethod
     def reader(
-        cls, only: Mapping[str, Any] | None = None, **defaults: Any
+        cls,
+        only: Mapping[str, Any] | None = None,
+        adjust: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        **defaults: Any,
     ) -> Callable[[str | os.PathLike[str]], "VideoConfig"]:
         """Returns a function that reads a directory's video settings, from the file that transformers takes them from:
         `processor_config.json` where it has them, else `video_preprocessor_config.json`, else
@@ -62,8 +81,8 @@ class VideoConfig:
         It raises ConfigError for an option that `only` has another value for: other ones are not built.
 
         Args:
-          only: options of which one value is built. defaults: what absent options mean; of the options of patches and
-            areas, those named here are read.
+          only: options of which one value is built. adjust: the file's options → options by the names used here.
+          defaults: what absent options mean; of the options of patches and areas, those named here are read.
         """
         edges = {"shortest_edge", "longest_edge"} <= set(defaults.get("size", ()))
         names = {*_PIXELS, *(_PATCHES & set(defaults)), *(("size", "min_pixels", "max_pixels") if edges else ())}
@@ -75,11 +94,13 @@ class VideoConfig:
                 found = found or read_table(root / name)
             if not isinstance(found, Mapping):
                 raise ConfigError(f"{root / PROCESSOR_FILE}: got video_processor {found!r:.80}; expected a table")
+            found = adjust({name: value for name, value in found.items() if value is not None})
             for name, value in (only or {}).items():
                 if found.get(name) not in (None, value):
                     raise ConfigError(f"video {name}: got {found[name]!r}, which is not built; expected {value!r}")
 
-            options = defaults | {name: value for name, value in found.items() if value is not None}
+            known = _PIXELS | _SAMPLING | set(defaults)
+            options = defaults | {name: value for name, value in found.items() if name in known}
             pixels = ImageConfig.from_dict({name: value for name, value in options.items() if name in names})
             return cls(pixels, json.dumps(options, sort_keys=True))
 
@@ -124,7 +145,8 @@ class Clip(NamedTuple):
     duration: float | None
 
 
-Sampler = Callable[[Stream, float | None, int | None], np.ndarray]
+Rate = int | float | None
+Sampler = Callable[[Stream, Rate, int | None], np.ndarray]
 """(stream, frames per second or None, frames in all or None) → the numbers of the frames to show, rising."""
 
 
@@ -154,7 +176,7 @@ def read_clip(video: Video, sample: Sampler, name: str = "video") -> Clip:
 
 def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.ndarray]]:
     """Returns what is known of an encoded video, and a function that decodes the frames of these numbers."""
-    av = require("av", "av")
+    av = require("av", "av", "video")
 
     def decoded(most: int | None = None):
         try:
@@ -220,14 +242,14 @@ def normalise_frames(frames: UInt8[np.ndarray, "N H W 3"], config: ImageConfig) 
     return table[frames, np.arange(3)]
 
 
-def sample_qwen2(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_qwen2(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as Qwen2-VL and Qwen2.5-VL do: even steps from the first one, as many as whole temporal patches.
 
     Raises:
       InputError: more frames than the video has.
     """
     patch = config.pixels.temporal_patch_size
-    fps, frames = _asked(fps, frames, config)
+    fps, frames = asked(fps, frames, config)
     if frames is not None:
         count = round(frames / patch) * patch
     else:
@@ -235,33 +257,34 @@ def sample_qwen2(stream: Stream, fps: float | None, frames: int | None, config: 
         wanted = stream.count / stream.rate * fps
         wanted = min(max(wanted, config.option("min_frames", 4)), most, stream.count)
         count = math.floor(wanted / patch) * patch
-    _check_count(count, stream)
+    check_count(count, stream)
     # As torch steps: in float64, then truncated.
     return (np.arange(count) * (stream.count / count)).astype(np.int64)
 
 
-def sample_qwen3(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_qwen3(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as Qwen3-VL does: evenly from the first to the last one.
 
     Raises:
       InputError: more frames than the video has.
     """
-    fps, frames = _asked(fps, frames, config)
+    fps, frames = asked(fps, frames, config)
     if frames is None:
         frames = int(stream.count / stream.rate * fps)
         frames = min(max(frames, config.option("min_frames", 4)), config.option("max_frames", 768), stream.count)
-    _check_count(frames, stream)
+    check_count(frames, stream)
     return np.linspace(0, stream.count - 1, frames).round().astype(np.int64)
 
 
-def _asked(fps: float | None, frames: int | None, config: VideoConfig) -> tuple[float, int | None]:
-    """Returns what the caller asks for, else what the settings do."""
+def asked(fps: Rate, frames: int | None, config: VideoConfig) -> tuple[int | float, int | None]:
+    """Returns frames per second and frames in all, as the caller asks for them, else as the settings do."""
     if fps is not None or frames is not None:
         return fps or FPS, frames
     return config.option("fps", FPS), config.option("num_frames")
 
 
-def _check_count(count: int, stream: Stream) -> None:
+def check_count(count: int, stream: Stream) -> None:
+    """Refuses to sample no frames, or more than the video has."""
     if not 0 < count <= stream.count:
         raise InputError(f"video: got {count} frames to sample; expected 1 to {stream.count}, the video's own")
 

@@ -7,6 +7,7 @@ Axis letters: P patches, W windows, O patches per window (padded), E merged toke
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -17,7 +18,17 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.core import rotate
 
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
-from .common import attend_segments, axial_tables, check_heads, pad_segments, patch_places, scan_blocks, segment_table
+from ..decoder.mesh_axes import spread_tokens
+from .common import (
+    attend_segments,
+    axial_tables,
+    check_heads,
+    pad_segments,
+    patch_places,
+    project_fused,
+    scan_blocks,
+    segment_table,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +112,11 @@ class Qwen25VisionBlock(nnx.Module):
         self.mlp_norm = RMSNorm(config.width, **norm)
         self.mlp = GatedMLP(config.width, config.intermediate, activation=config.activation, **linear)
 
-    def separate(self, x: Float[Array, "P D"]) -> tuple[Array, Array, Array]:
-        """Computes query, key and value of three matrices."""
-        return self.query(x), self.key(x), self.value(x)
+    def separate(self, x: Float[Array, "P D"], heads: int) -> tuple[Array, Array, Array]:
+        """Computes query, key and value [P, heads, H] by three matrices."""
+        x = spread_tokens(x, heads)
+        query, key, value = (part(x).reshape(len(x), heads, -1) for part in (self.query, self.key, self.value))
+        return query, key, value
 
 
 class Qwen25VisionTower(nnx.Module):
@@ -140,13 +153,14 @@ class Qwen25VisionTower(nnx.Module):
 
             def step(block: Qwen25VisionBlock, hidden: Array, segments: Array = segments) -> Array:
                 x = block.attention_norm(hidden)
-                parts = jnp.split(block.qkv(x), 3, axis=-1) if self.config.fused else block.separate(x)
-                query, key, value = (part.reshape(len(part), self.config.heads, -1) for part in parts)
-                query, key = (rotate(part, *tables, "half") for part in (query, key))
+                project = functools.partial(project_fused, block.qkv) if self.config.fused else block.separate
+                query, key, value = project(x, self.config.heads)
+                query, key = (rotate(x, *tables, "half") for x in (query, key))
                 hidden = hidden + block.output(attend_segments(query, key, value, segments))
                 return hidden + in_blocks(block.mlp, block.mlp_norm(hidden))
 
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
 
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
+        merged = spread_tokens(merged, merged.shape[-1])
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))

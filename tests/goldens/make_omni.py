@@ -10,13 +10,19 @@ import json
 import types
 from typing import Any
 
+import av
 import numpy as np
 import torch
+from make_chat import TURN_MARKS, build_tokenizer
 from PIL import Image
 from redraw import standard_values
 from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5OmniProcessor,
     Qwen2_5OmniThinkerConfig,
     Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2VLVideoProcessor,
+    Qwen3OmniMoeProcessor,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
     WhisperFeatureExtractor,
@@ -37,11 +43,16 @@ from vlm_golden import (
     decode,
     draw_image,
     draw_pixels,
-    save,
     tokens_of,
 )
 
 AUDIO, AUDIO_START, AUDIO_END = 305, 306, 307
+TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- for part in message['content'] %}
+{%- if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO{% elif part['type'] == 'audio' %}AUDIO
+{%- else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
 THETA = 30.0  # a low base, so that every axis matters in a small prompt
 MELS = 16
 TEXT = {name: value for name, value in TEXT.items() if name not in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -207,7 +218,14 @@ def make_case(folder: str, case: str, model, recorder: OmniRecorder, prompt: Pro
     arrays = {n: v.astype(np.int32) if v.dtype == np.int64 else v for n, v in arrays.items()}
     if case == "one_image":
         arrays |= decode(model, out.past_key_values, arrays["logits"], len(prompt.ids) + int(delta), 3)
-    save(folder, case, arrays)
+
+    # Of every case three tokens. What is drawn by name, or processed from an image elsewhere, is not kept.
+    rows = np.array([0, len(prompt.ids) // 2, len(prompt.ids) - 1], np.int32)
+    for name in ("hidden", "k", "v", "k_phase_free"):
+        arrays[name] = arrays[name][:, rows]
+    drawn = {"pixel_values_videos", "input_features"} | ({"pixel_values"} if case != "one_image" else set())
+    kept = {name: value for name, value in arrays.items() if name not in drawn}
+    np.savez_compressed(HERE / folder / f"{case}.npz", **kept | {"logits": arrays["logits"][rows], "rows": rows})
 
 
 def make_family(folder: str, model, keys: str, cases: dict) -> None:
@@ -244,7 +262,7 @@ def write_release(folder: str, architecture: str, kind: str, config: dict, other
     (HERE / folder / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
 
 
-def make_2_5() -> None:
+def make_2_5() -> Any:
     sections = [2, 3, 3]
     vision = {**TOWER, "hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [1]}
     audio = {**AUDIO_TOWER, "n_window": 8}
@@ -301,9 +319,10 @@ def make_2_5() -> None:
         "video_with_audio": lambda p: p.words(2).video_with_audio((4, 4, 4), 0.9, 100).words(2).image(16, 16).words(2),
     }
     make_family("qwen2_5_omni", model, "k_proj", cases)
+    return model
 
 
-def make_3() -> None:
+def make_3() -> Any:
     sections = [3, 3, 2]
     vision = {**TOWER, "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 25}
     vision["deepstack_visual_indexes"] = [0, 2]
@@ -365,6 +384,7 @@ def make_3() -> None:
         "video_with_audio": lambda p: p.words(2).video_with_audio((4, 4, 4), 0.9, 130).words(2).image(16, 16).words(2),
     }
     make_family("qwen3_omni", model, "k_norm", cases)
+    return model
 
 
 MIXTURES: dict[str, Any] = {
@@ -451,12 +471,105 @@ def make_mel() -> None:
     np.savez_compressed(HERE / "mel.npz", **arrays)
 
 
+CONVERSATION = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}, {"type": "video"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A page."}]},
+    {"role": "user", "content": [{"type": "text", "text": " And that? "}, {"type": "audio"}]},
+]
+SAMPLES = 23200  # of both sounds: of unequal ones Qwen3-Omni's processor would pad the shorter
+FPS = 4  # of the video's file and of what is shown of it
+
+
+def write_video() -> tuple[np.ndarray, np.ndarray]:
+    """`omni.mkv`, lossless: twelve frames of 16 x 24 pixels and 1.45 seconds of sound. Returns both."""
+    frames = np.stack([draw_image(f"frame {number}", 16, 24) for number in range(12)])
+    times = np.arange(SAMPLES) / 16000
+    samples = np.round(3000 * np.sin(2 * np.pi * 330 * times) * (times % 0.5)).astype(np.int16)
+    with av.open(HERE / "omni.mkv", "w") as file:
+        video, sound = file.add_stream("ffv1", rate=FPS), file.add_stream("flac", rate=16000, layout="mono")
+        video.width, video.height, video.pix_fmt = 24, 16, "bgr0"
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = number
+            file.mux(video.encode(frame))
+        file.mux(video.encode())
+        part = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        part.sample_rate, part.pts = 16000, 0
+        file.mux(sound.encode(part))
+        file.mux(sound.encode())
+    return frames, (samples / 2**15).astype(np.float32)
+
+
+def make_conversation(folder: str, model, version: int) -> None:
+    """`chat.json` and `chat.npz`: messages with an image, a video with its sound and a sound, by the processors."""
+    frames, heard = write_video()
+    names = {3: ("audio_pad", "image_pad", "video_pad", "vision_start", "vision_end", "audio_start", "audio_end")}
+    names[2] = ("AUDIO", "IMAGE", "VIDEO", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
+    tokens = [f"<|{name}|>" for name in names[version]]
+    marks = dict(zip(tokens, (AUDIO, IMAGE, VIDEO, START, END, AUDIO_START, AUDIO_END), strict=True))
+    words = ("audio", "image", "video", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
+    audio, image, video, *edges = tokens
+    tokenizer = build_tokenizer({**marks, **TURN_MARKS}, starts=False)
+    called = {f"{word}_token": token for word, token in zip(words, tokens, strict=True)}
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, extra_special_tokens=called, pad_token="</s>", eos_token="</s>", bos_token="<s>"
+    )
+    fill = {"IMAGE": edges[0] + image + edges[1], "VIDEO": edges[0] + video + edges[1]}
+    template = TEMPLATE.replace("AUDIO", edges[2] + audio + edges[3])
+    for word, text in fill.items():
+        template = template.replace(word, text)
+
+    settings = json.loads((HERE / folder / "preprocessor_config.json").read_text())
+    known = {
+        name: settings[name] for name in ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+    }
+    size = {"shortest_edge": 256, "longest_edge": 4096}
+    processor = {2: Qwen2_5OmniProcessor, 3: Qwen3OmniMoeProcessor}[version](
+        Qwen2VLImageProcessorPil(**known, size=size),
+        Qwen2VLVideoProcessor(**known, size=size, do_sample_frames=False),
+        WhisperFeatureExtractor(feature_size=MELS, chunk_length=4, return_attention_mask=True),
+        wrapped,
+    )
+    picture, times = draw_image("chat", 20, 41), np.arange(SAMPLES) / 16000
+    sound = (0.2 * np.sin(2 * np.pi * 500 * times)).astype(np.float32)
+    text = wrapped.apply_chat_template(CONVERSATION, tokenize=False, chat_template=template, add_generation_prompt=True)
+    # As the processors split what they are given: a video as one array of frames, a sound for each slot.
+    out = processor(
+        text=[text], images=[Image.fromarray(picture)], videos=[frames], audio=[heard, sound],
+        audio_from_video_indices=[0, None], load_audio_from_video=True, return_tensors="pt",
+        position_id_per_seconds=model.config.position_id_per_seconds,
+        videos_kwargs={"fps": float(FPS), "do_sample_frames": False, "size": size},
+    )  # fmt: skip
+    mask = out["feature_attention_mask"]
+    seconds = torch.as_tensor(out["video_second_per_grid"])
+    positions, _ = model.get_rope_index(
+        out["input_ids"], out["image_grid_thw"], out["video_grid_thw"], torch.ones_like(out["input_ids"]), True,
+        mask.sum(1), seconds,
+    )  # fmt: skip
+    longest = int(mask.sum(1).max())
+    arrays = {
+        "input_ids": out["input_ids"][0].numpy().astype(np.int32),
+        "position_ids": positions[:, 0].T.numpy(),
+        "image": picture,
+        "input_features": out["input_features"].numpy()[:, :, :longest],
+        "feature_attention_mask": mask.numpy()[:, :longest].astype(np.int32),
+        "second_per_grid_ts": seconds.numpy(),
+    }
+    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        arrays[name] = out[name].numpy()
+    np.savez_compressed(HERE / folder / "chat.npz", **arrays)
+    kept = {"text": text, "template": template, "tokenizer": json.loads(tokenizer.to_str()), "messages": CONVERSATION}
+    (HERE / folder / "chat.json").write_text(json.dumps(kept) + "\n")
+    videos = {**known, "min_pixels": 256, "max_pixels": 4096, "fps": float(FPS)}
+    (HERE / folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2) + "\n")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.no_grad():
-        make_2_5()
-        make_3()
+        make_conversation("qwen2_5_omni", make_2_5(), 2)
+        make_conversation("qwen3_omni", make_3(), 3)
         make_positions("qwen2_5_omni", 2)
         make_positions("qwen3_omni", 3)
         make_mel()

@@ -28,6 +28,10 @@ OFF = words("debug micro_forward pruned_heads skip_checkpoint use_deepep use_mro
 """Keys that change nothing while they are false or empty, and are refused otherwise: heads that were taken out, M-RoPE
 (Qwen2.5's files say that they have none), and switches of a trainer that InternVL3.5's files hold."""
 
+CHANGES = words("attention_sinks causal_attn quantization_config use_mla")
+"""Keys that change what a model computes though no class of transformers reads them: masks of other code (StreamingLLM,
+Eagle), weights that are packed, DeepSeek-VL2's switch of latent attention."""
+
 _KINDS = {
     "a positive whole number": """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -37,18 +41,20 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size num_mel_bins encoder_layers encoder_attention_heads encoder_ffn_dim d_model
-        max_source_positions n_window n_window_infer output_dim conv_chunksize downsample_hidden_size embed_dim
+        mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image num_mel_bins
+        encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
+        output_dim conv_chunksize downsample_hidden_size
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
-        audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
+        image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index
+        eoi_token_index audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
-        routed_scaling_factor downsample_ratio layer_scale_init_value
-        position_id_per_seconds seconds_per_chunk
+        routed_scaling_factor downsample_ratio layer_scale_init_value query_pre_attn_scalar final_logit_softcapping
+        rope_local_base_freq mlp_ratio position_id_per_seconds seconds_per_chunk
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
@@ -56,8 +62,8 @@ _KINDS = {
         vision_use_head
     """,
     "a text": """
-        hidden_act topk_method scoring_func projector_hidden_act vision_feature_select_strategy norm_type
-        activation_function
+        hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
+        norm_type activation_function
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
@@ -77,7 +83,8 @@ NULL = words(
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
-    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size audio_end_token_id
+    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
+    final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id
     """
 )
 """Keys whose null has a meaning of its own."""
