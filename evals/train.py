@@ -230,6 +230,7 @@ _HELP = {
     "plain": "documents: the step until which all documents look alike",
     "varied": "documents: the step from which they vary in full",
     "naming": "modality: weight of the loss of naming what cells show by the tower's features",
+    "decoder_of": "modality: words: the instance whose decoder they begin with, behind a first layer of their own",
     "query_scale": "modality: of query projections at the start, against the key projections that they are copies of",
     "named_by_sight": "sheets: whether tokens that name something drawn start as the tower's mean features of it",
 }

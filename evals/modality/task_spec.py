@@ -52,10 +52,12 @@ WORDS_VOCABULARY, SOUND_VOCABULARY = WordsVocabulary(), SoundVocabulary()
 
 
 @functools.cache
-def cell_instance(cell: int = sheets.CELL_PIXELS, words: SheetsVocabulary = VOCABULARY) -> Instance:
+def cell_instance(
+    cell: int = sheets.CELL_PIXELS, words: SheetsVocabulary = VOCABULARY, layers: int = LAYERS
+) -> Instance:
     """Makes configuration and image settings of the sheets task's backbone, whose tower sees one cell of this size."""
     vision = small.cell_tower(width=96, heads=2, patch=cell, merge=1, temporal=sheets.TEMPORAL)
-    config = small.qwen2_5_vl(vision, LAYERS, words)
+    config = small.qwen2_5_vl(vision, layers, words)
     rope = dataclasses.replace(config.text.rope, theta=THETA)
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, rope=rope))
     return Instance(config, small.pixels(cell, 1, min_pixels=cell**2))
@@ -128,6 +130,12 @@ class WordsSpec(TaskSpec):
         chunks = [*rearrange(np.stack(entries), "word b sheet entry -> sheet b (entry word)"), pages]
         marked = [np.pad(chunk, ((0, 0), (1, 1)), constant_values=((0, 0), _marks(config))) for chunk in chunks]
         return np.concatenate(marked, axis=1).astype(np.int32), {}
+
+    def last_words(self, size: ContextSize) -> np.ndarray:
+        """Finds where in the prefix the last word of every entry, then of every cell of the page stands."""
+        counts = [*[size.entries // size.sheets] * size.sheets, size.cells]
+        starts = np.cumsum([0, *(3 * count + 2 for count in counts[:-1])])
+        return np.concatenate([start + 2 + 3 * np.arange(count) for start, count in zip(starts, counts, strict=True)])
 
     def form_of(self, config: Any, settings: Any, size: ContextSize) -> Prefix:
         """Finds how contexts of this size are laid out as words; the ids are marks with padding between them."""
@@ -242,7 +250,7 @@ MODALITIES: dict[str, TaskSpec] = {
     "words": _of(
         WordsSpec,
         "words",
-        backbones={"words": functools.partial(cell_instance, words=WORDS_VOCABULARY)},
+        backbones={"words": functools.partial(cell_instance, words=WORDS_VOCABULARY, layers=LAYERS + 1)},
         vocabulary=WORDS_VOCABULARY,
     ),
     "sound": _of(SoundSpec, "sound", backbones={"sound": sound_instance}, vocabulary=SOUND_VOCABULARY),

@@ -1,8 +1,8 @@
-"""Training an instance for each modality by one recipe: the sheets task's, shorter, with a tower that is taught names.
+"""Training an instance for each modality by one recipe: the sheets task's, shorter, with cells that are taught names.
 
-The loss is the cross-entropy of answers and, where a tower runs, that of naming what each cell shows by the tower's
-features: without it most steps would go into what the tower sees, which differs by modality. Nothing teaches a page's
-cell what it absorbs.
+The loss is the cross-entropy of answers and that of naming what each cell shows by the tower's features (of words, by
+the first layer's residuals): without it most steps would go into what is seen, which differs by modality. Nothing
+teaches a page's cell what it absorbs.
 """
 
 import dataclasses
@@ -12,14 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Float, Int
+
+from models import load
 
 from ..sheets_task import training as sheets
 from ..sheets_task.task import ADDRESSES, COLOURS, COLUMN_MARKS, GLYPHS, ROW_MARKS, SheetsContexts
 from ..sheets_task.task_spec import TaskSpec
 from ..sheets_task.training import SheetsRecipe, draw_batch
 from ..small_task.instances import Instance
-from ..small_task.training import TrainingBatch, TrainingTask, run_tower
+from ..small_task.training import TrainingBatch, TrainingTask, run_decoder, run_tower
+from ..trained import MODALITY
 from .task import FULL, SMALL
 from .task_spec import MODALITIES, SOUND_VOCABULARY, VOCABULARY, WORDS_VOCABULARY, WordsSpec
 
@@ -35,8 +39,6 @@ GROUPS = {
 
 LOOKING, LOOKING_STRENGTH = 8, 5.5
 """Pairs of a head, the fastest ones, that look one token back from the start, and how strongly."""
-LIKENESS = 0.6
-"""Cosine at the start of a word for two things and the word for either."""
 SMALL_QUESTIONS = {"page": 4, "sheet": 6, "chain": 8, "override": 1}
 """What is asked of small contexts."""
 
@@ -46,7 +48,8 @@ class ModalityRecipe(SheetsRecipe):
     """Every training choice of every modality.
 
     backbone: the modality. tiny: steps with pages of four cells to begin with; full contexts after those.
-    naming: weight of the loss of naming what cells show, where a tower runs.
+    naming: weight of the loss of naming what cells show.
+    decoder_of: the shipped instance whose decoder words begin with, behind a first layer of their own; "": none.
     query_scale: what the query projections, copies of the key projections, begin with less than these: a question then
       attends less to itself.
     """
@@ -60,6 +63,7 @@ class ModalityRecipe(SheetsRecipe):
     longer: int = 450
     proportions: int = 0
     naming: float = 0.5
+    decoder_of: str = ""
     query_scale: float = 0.3
     learning_rate: float = 2e-3
     warmup: int = 30
@@ -82,69 +86,73 @@ def instance(modality: str) -> Instance:
 
 
 def initialise(recipe: ModalityRecipe) -> Any:
-    """Draws parameters as the sheets task does, with smaller query projections; of words, a start for facts of two."""
+    """Draws parameters as the sheets task does, with smaller query projections; words begin as entries of two."""
     spec = MODALITIES[recipe.backbone]
     model = sheets.initialise(recipe, spec)
     query = model.decoder.layers.attention.query.kernel
     query[...] = recipe.query_scale * query[...]
     if isinstance(spec, WordsSpec):
+        if recipe.decoder_of:
+            _take_decoder(model, load(MODALITY / recipe.decoder_of, dtype="float32").parameters["decoder"])
         _name_parts(model)
-        _copy(model)
         _look_back(model)
     return model
 
 
+def _take_decoder(model: Any, other: dict[str, Any]) -> None:
+    """Puts another decoder's layers behind the first one, and its words where they are words here too."""
+    decoder = model.decoder
+    known = other["embedding"].shape[0]
+    decoder.embedding[...] = decoder.embedding[...].at[:known].set(other["embedding"])
+    decoder.head.kernel[...] = decoder.head.kernel[...].at[:, :known].set(other["head"]["kernel"])
+    decoder.norm.weight[...] = other["norm"]["weight"]
+    _, mine = nnx.split(decoder.layers)
+    taken = jax.tree.map(lambda own, theirs: own.at[1:].set(theirs), nnx.to_pure_dict(mine), other["layers"])
+    nnx.update(decoder.layers, nnx.State(taken))
+
+
 def _name_parts(model: Any) -> None:
-    """Makes the word of an address begin near its row's and its column's, that of two colours near both of theirs."""
+    """Makes the word of two colours begin as the mean of both colours' words, of unit variance."""
     table, words = model.decoder.embedding[...], WORDS_VOCABULARY
-    pairs = ((words.cell, words.row, ROW_MARKS, words.column, COLUMN_MARKS),)
-    pairs += ((words.pair, words.fill, COLOURS, words.stripe, COLOURS),)
-    for whole, first, rows, second, columns in pairs:
-        parts = table[first : first + rows][:, None] + table[second : second + columns][None]
-        own = table[whole : whole + rows * columns]
-        value = LIKENESS * parts.reshape(own.shape) + (1 - 2 * LIKENESS**2) ** 0.5 * own
-        table = table.at[whole : whole + rows * columns].set(value)
-    model.decoder.embedding[...] = table
-
-
-def _copy(model: Any) -> None:
-    """Makes every head add, of what it attends to, about that itself, and the output head read it by the embedding."""
-    text, decoder = model.config.text, model.decoder
-    attention, groups = decoder.layers.attention, text.heads // text.kv_heads
-    # Rotations, so that a copy is exact.
-    attention.value.kernel[...] = jnp.linalg.qr(attention.value.kernel[...])[0]
-    value = attention.value.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
-    back = jnp.moveaxis(jnp.broadcast_to(value, (*value.shape[:3], groups, text.head_dim)), 1, -1)
-    attention.output.kernel[...] = back.reshape(attention.output.kernel.shape) / groups
-    decoder.head.kernel[...] = decoder.embedding[...].T * text.width**-0.5
+    fill, stripe = (table[first : first + COLOURS] for first in (words.fill, words.stripe))
+    pairs = (fill[:, None] + stripe[None]).reshape(-1, table.shape[1])
+    pairs = pairs / pairs.std(axis=1, keepdims=True)
+    model.decoder.embedding[...] = table.at[words.pair : words.pair + len(pairs)].set(pairs)
 
 
 def _look_back(model: Any) -> None:
-    """Makes the heads of the first layer attend to the token before their own.
+    """Makes the heads of the first layer attend to the token before their own, and add just what they find there.
 
     Their queries are a bias that, turned by a token's position, is the keys' bias turned by the position before. An
     image's cell shows address and colours at once; of words each is a token, and an entry is two.
     """
     text, attention = model.config.text, model.decoder.layers.attention
-    width = text.head_dim
+    width, group = text.head_dim, text.heads // text.kv_heads
     frequency = text.rope.theta ** (-np.arange(LOOKING) * 2 / width)
     key, query = np.zeros((2, width), np.float32)
     key[:LOOKING] = LOOKING_STRENGTH
     query[:LOOKING] = LOOKING_STRENGTH * np.cos(frequency)
     query[width // 2 : width // 2 + LOOKING] = -LOOKING_STRENGTH * np.sin(frequency)
-
-    kernel = attention.query.kernel
-    kernel[...] = kernel[...].at[0].set(0.0)
     for projection, bias, heads in ((attention.query, query, text.heads), (attention.key, key, text.kv_heads)):
         projection.bias[...] = projection.bias[...].at[0].set(np.tile(bias, heads))
+    attention.query.kernel[...] = attention.query.kernel[...].at[0].set(0.0)
+
+    # Values are rotated, and rotated back, so that a copy is exact, and nothing else is added.
+    down = model.decoder.layers.mlp.down.kernel
+    down[...] = down[...].at[0].set(0.0)
+    value = jnp.linalg.qr(attention.value.kernel[...][0])[0]
+    back = jnp.repeat(value.T.reshape(text.kv_heads, 1, width, -1), group, axis=1) / group
+    attention.value.kernel[...] = attention.value.kernel[...].at[0].set(value)
+    attention.output.kernel[...] = attention.output.kernel[...].at[0].set(back.reshape(-1, text.width))
 
 
 def draw(recipe: ModalityRecipe, step: int) -> TrainingBatch:
     """Draws a step's batch, and with it which words name what each cell shows."""
     spec = MODALITIES[recipe.backbone]
     drawn = draw_batch(recipe, step, spec)
-    if drawn.images:
-        drawn.batch["names"] = names_of(drawn.contexts, spec)
+    drawn.batch["names"] = names_of(drawn.contexts, spec)
+    if isinstance(spec, WordsSpec):
+        drawn.batch["named_at"] = spec.last_words(drawn.contexts.size)
     return drawn
 
 
@@ -165,14 +173,19 @@ def names_of(contexts: SheetsContexts, spec: TaskSpec) -> dict[str, Int[np.ndarr
 def loss_of(
     model: Any, batch: dict[str, Any], plan: dict[str, Array] | None, recipe: ModalityRecipe
 ) -> tuple[Array, dict[str, Array]]:
-    """Computes the loss of answers plus, where a tower runs, the weighted loss of naming; and parts for the curve."""
+    """Computes the loss of answers plus the weighted loss of naming; and parts for the curve.
+
+    What names a cell is the tower's feature of it; of words, the residual of its last one behind the first layer.
+    """
     loss, parts = sheets.loss_of(model, batch, plan, recipe)
-    if "names" not in batch or not recipe.naming:
-        return loss, parts
     features = run_tower(model, batch, plan)
-    assert features is not None
-    naming = naming_loss(model, features[0], batch["names"])
-    return loss + recipe.naming * naming, {**parts, "tower.naming": naming}
+    if features is None:
+        behind_first = run_decoder(model, batch, plan, (1,))[1][1]
+        cells = behind_first[:, batch["named_at"]].reshape(-1, behind_first.shape[-1])
+    else:
+        cells = features[0]
+    naming = naming_loss(model, cells, batch["names"])
+    return loss + recipe.naming * naming, {**parts, "cells.naming": naming}
 
 
 def naming_loss(model: Any, features: Float[Array, "n D"], names: dict[str, Int[Array, "B cells"]]) -> Float[Array, ""]:

@@ -27,7 +27,7 @@ from evals.small_task.prefix import prefix_positions
 from evals.small_task.training import make_tokenizer
 from evals.trained import MODALITY
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone, save
+from models import ModelBackbone, load, save
 from models.inputs.positions import PositionConfig, get_rope_positions
 
 few = settings(max_examples=6, deadline=None)
@@ -228,10 +228,15 @@ def test_a_cell_of_sound_is_one_token_and_its_marks_are_of_sounds():
 @pytest.mark.parametrize("modality", MODALITIES)
 def test_names_say_what_every_cell_shows(modality: str):
     drawn = draw(ModalityRecipe(backbone=modality, batch=1), 0)
-    if modality == "words":
-        assert "names" not in drawn.batch
-        return
     names, contexts = drawn.batch["names"], drawn.contexts
+    if modality == "words":
+        # The last words of entries and cells, which have all of each in what precedes.
+        spec = MODALITIES["words"]
+        said = drawn.batch["input_ids"][:, drawn.batch["named_at"]]
+        groups = [spec.vocabulary.names[token].rstrip("0123456789") for token in said[0]]
+        assert [name.startswith("fill") for name in groups] == [True] * 6 + [False] * 4
+        assert all(name.startswith("s") for name in groups[6:])
+        assert said.shape == (len(contexts), 10)
     for index in range(len(contexts)):
         entries, page = meaning(contexts, index)
         flat = [entry for sheet in entries for entry in sheet]
@@ -259,7 +264,7 @@ def test_words_begin_with_heads_that_look_one_token_back():
     attention = model.decoder.layers.attention
     half = 32
     frequency = 1e6 ** (-np.arange(half) / half)
-    for head, group in ((0, 0), (1, 0), (2, 1), (3, 1)):
+    for head, group in enumerate((0, 0, 1, 1)):
         query, key = (
             np.asarray(projection.bias[...])[0].reshape(-1, 64)[which]
             for projection, which in ((attention.query, head), (attention.key, group))
@@ -270,8 +275,25 @@ def test_words_begin_with_heads_that_look_one_token_back():
         scores = np.real(turned * np.exp(1j * frequency * back[:, None])).sum(axis=1) / 8
         assert back[scores.argmax()] == 1
         assert np.sort(scores)[-1] - np.sort(scores)[-2] > 2.5
+    # What they find is added as it is.
+    found = np.random.default_rng(0).standard_normal((3, 128)).astype(np.float32)
+    values = np.asarray(found @ attention.value.kernel[...][0]).reshape(3, 2, 1, 64)
+    added = np.repeat(values, 2, axis=2).reshape(3, -1) @ np.asarray(attention.output.kernel[...])[0]
+    np.testing.assert_allclose(added, found, atol=1e-5)
     other = initialise(ModalityRecipe(backbone="images"))
     assert not np.asarray(other.decoder.layers.attention.key.bias[...]).any()
+
+
+def test_words_take_the_decoder_of_images_behind_their_first_layer():
+    taken = initialise(ModalityRecipe(backbone="words", decoder_of="images")).decoder
+    images = load(MODALITY / "images", dtype="float32").parameters["decoder"]
+    for name in ("key", "value", "output"):
+        found = getattr(taken.layers.attention, name).kernel[...]
+        np.testing.assert_array_equal(found[1:], images["layers"]["attention"][name]["kernel"])
+        assert len(found) == 5
+    known = len(VOCABULARY)
+    np.testing.assert_array_equal(taken.embedding[...][:known], images["embedding"])
+    np.testing.assert_array_equal(taken.head.kernel[...][:, :known], images["head"]["kernel"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the suite
@@ -387,6 +409,9 @@ def test_recipes_differ_in_what_the_page_says_alone():
         expected = dataclasses.asdict(ModalityRecipe(backbone=suite.modality_of(name)))
         if suite.modality_of(name) in ("images", "video"):
             expected |= {"tiny": 300, "steps": 450}
-        differ = {field for field in expected if expected[field] != recipe[field]}
+        if suite.modality_of(name) == "words":
+            expected |= {"tiny": 120, "steps": 320, "decoder_of": "images"}
+        # Older recipes lack what only words have.
+        differ = {field for field in expected if expected[field] != recipe.get(field, "")}
         assert differ <= ({"seed"} if suite.is_seed(name) else {"window"}), name
         assert recipe["window"] == (0.5 if suite.is_seed(name) else 0.0)
