@@ -142,6 +142,12 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
             verdict = f"undecided ({whole:.3f} lost, not by the interval of every seed, or less than {rules['gap']})"
         few = "" if len(seeds) >= rules["seeds_at_least"] else f"; {_counted(seeds)}, so no claim"
         said.append(f"{TITLES[modality]}: {verdict}{few}.")
+
+    for name in controls_of(results):
+        modality, rows = modality_of(name), Rows(results, name)
+        lost = rows.get(_probe(modality), BLIND, f"difference.{SHOWN}")
+        interval = f"{-lost.value:.3f} [{-lost.high:.3f}, {-lost.low:.3f}]"
+        said.append(f"{TITLES[modality]}, the control trained without a window: {interval} lost by blind reuse.")
     return said
 
 
