@@ -122,6 +122,8 @@ NOT_BUILT = {
     "Ovis2ForConditionalGeneration": "Ovis2",
     "Cohere2VisionForConditionalGeneration": "Command A Vision",
     "AriaForConditionalGeneration": "Aria",
+    "LightOnOCRForConditionalGeneration": "LightOnOCR",
+    "Qwen2_5OmniModel": "Qwen2.5-Omni, by its first name",
     "Lfm2VlForConditionalGeneration": "LFM2-VL (layers without KV)",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5 (layers without KV)",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 with experts (layers without KV)",
