@@ -51,16 +51,19 @@ class Tokens(NamedTuple):
         ahead = None if self.ahead is None else self.ahead[:, start:stop]
         return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack, ahead)
 
-    def shift(self, start: Start) -> "Tokens":
+    def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
 
         Args:
           start: for all rows a scalar or (if the rope has axes) one per axis [A]; or one per row, [B] without axes and
-            [B,A] with them.
+            [B,A] with them. A float for tokens that begin between whole positions, which are float32 then.
 
         Raises:
-          PositionError: the start has another shape, or is not an integer.
+          PositionError: the start has another shape, or is an array of floats.
         """
+        if isinstance(start, float) and np.isfinite(start):
+            xp = jnp if isinstance(self.positions, jax.Array) else np
+            return self._replace(positions=xp.asarray(self.positions, np.float32) + np.float32(start))
         offset = start if isinstance(start, jax.Array) else np.asarray(start)
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
         if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):

@@ -104,6 +104,8 @@ def load(
     with reading(files.name, ignore):
         raw = files.config if authors is None else authors.config(files.config, root)
         config = family.config(raw, angles, regime)
+        # LLaVA is another family with another tower.
+        family = config.family
         video_config = None
         if authors is not None:
             image_config = authors.settings(files.config, root)

@@ -137,7 +137,7 @@ def layout_of_config(config: Mapping[str, Any]) -> KVLayout:
       ConfigError: the configuration does not say how large its KV are.
     """
     text: Any = config
-    for name in ("text_config", "language_config", "llm_config"):
+    for name in ("thinker_config", "text_config", "language_config", "llm_config"):
         text = text[name] if isinstance(text.get(name), Mapping) else text
 
     def number(*names: str) -> int:
@@ -155,7 +155,7 @@ def layout_of_config(config: Mapping[str, Any]) -> KVLayout:
     heads = number("num_attention_heads")
     width = text.get("head_dim") or number("hidden_size") // heads
     # Axes of positions are stored with a chunk.
-    scaling = text.get("rope_scaling")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters")
     sections = scaling.get("mrope_section") if isinstance(scaling, Mapping) else None
     rope = Rope(1e4, width, sections=None if sections is None else tuple(sections))
     return KVLayout.gqa(layers, number("num_key_value_heads", "num_attention_heads"), width, rope)

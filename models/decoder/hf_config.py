@@ -30,7 +30,7 @@ _SCALING_KEYS = {
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
 }
 """Of `rope_parameters`, by kind of scaling: what is read."""
-_AXES = frozenset({"mrope_interleaved"})
+_AXES = frozenset({"mrope_interleaved", "interleaved"})
 _WITH_KV = ("full_attention", "sliding_attention")
 
 
@@ -113,7 +113,7 @@ def rope_table(raw: Raw) -> Raw:
                 fits, wanted = isinstance(value, list | tuple) and all(map(_is_number, value)), "a list of numbers"
             elif key in ("rope_type", "type"):
                 fits, wanted = isinstance(value, str), "a text"
-            elif key in ("truncate", "mrope_interleaved"):
+            elif key in ("truncate", "mrope_interleaved", "interleaved"):
                 fits, wanted = isinstance(value, bool), "true or false"
             else:
                 fits, wanted = value is None or _is_number(value), "a number"

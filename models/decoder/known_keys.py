@@ -24,7 +24,12 @@ from .key_tables import ONLY as ONLY
 from .key_tables.kinds import CHANGES, KIND, NULL, OFF
 from .key_tables.kinds import INERT as INERT
 
-ALIASES = {"num_local_experts": "num_experts", "image_token_id": "image_token_index"}
+ALIASES = {
+    "num_local_experts": "num_experts",
+    "image_token_id": "image_token_index",
+    "video_token_id": "video_token_index",
+    "audio_token_id": "audio_token_index",
+}
 """Two names of one key, where a table knows only the second."""
 
 _CLASS_KEYS = Path(__file__).parent / "key_tables" / "class_keys.json"

@@ -20,12 +20,14 @@ from ..inputs.images import HALVES, PictureConfig, process_clip
 from ..towers.weights import clip_entries
 from . import namings
 from .deepseek_vl import read_siglip
-from .family import Family, Shapes, Vision, image_runs
+from .family import Family, Run, Shapes, Vision, image_runs
 from .gemma_text import NORMS, read_gemma3
 from .image_family import freeze, text_part, vision_part, whole
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
+_AROUND = "\n\n"
+"""What the processor writes in front of an image and behind it."""
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
@@ -55,15 +57,18 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     ]
 
 
-def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
     """Returns the image between its start and end tokens; with a tokenizer, the processor's blank lines around it."""
     assert config.edges is not None
     start, end = config.edges
     image = [start, *[config.image_token] * config.tile_tokens, end]
-    if tokenizer is None:
-        return image
-    blank = list(tokenizer.encode("\n\n", add_special_tokens=False).ids)
-    return [*blank, *image, *blank]
+    return image if tokenizer is None else [_AROUND, *image, _AROUND]
+
+
+def _mark(config: ViTModelConfig) -> tuple[int, str]:
+    """Returns the start token, which Gemma's chat template writes for an image, and the blank lines around it."""
+    assert config.edges is not None
+    return config.edges[0], _AROUND
 
 
 _SETTINGS = PictureConfig.reader(
@@ -79,7 +84,7 @@ FAMILY = Family(
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills),
+    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills, _mark),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\..*inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
     model_type="gemma3",
     namings=namings.GEMMA3,

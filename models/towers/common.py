@@ -62,7 +62,7 @@ class BlockConfig:
     """Sizes and switches of a tower's transformer block.
 
     `fused` keeps query, key and value in one matrix, as the file has it; `layer_scale` multiplies both updates by a
-    learned vector (InternViT).
+    learned vector (InternViT); `key_bias` False leaves out the keys' alone (Whisper).
     """
 
     width: int
@@ -73,6 +73,7 @@ class BlockConfig:
     fused: bool = False
     layer_scale: bool = False
     qkv_bias: bool = True
+    key_bias: bool = True
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -142,7 +143,9 @@ class PlainBlock(nnx.Module):
         if config.fused:
             self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
         else:
-            self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
+            bias = config.qkv_bias
+            biases = (bias, bias and config.key_bias, bias)
+            self.query, self.key, self.value = (Linear(width, width, bias=bias, **linear) for bias in biases)
 
         self.output = Linear(width, width, bias=True, **linear)
         self.mlp_norm = LayerNorm(width, **norm)
@@ -296,9 +299,9 @@ def resample_taps(
 
 
 def join_places(images: Iterable[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    """Joins (rows, columns, taps, weights) of single images to index arrays of the packed row, by these names."""
+    """Joins (rows, columns[, taps, weights]) of single images to index arrays of the packed row, by these names."""
     names = ("rows", "columns", "taps", "weights")
-    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=True)}
+    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=False)}
 
 
 def learned(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:

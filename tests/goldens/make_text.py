@@ -98,7 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     ),
     "glm": ("Glm", {"head_dim": 16, **rope(1e2, partial_rotary_factor=0.5)}, 0, STEPS),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True, **rope(1e2, partial_rotary_factor=0.5)}, 0, STEPS),
-    "gemma3": (
+    "gemma3_text": (
         "Gemma3",
         {
             "head_dim": 24,

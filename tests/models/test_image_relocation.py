@@ -21,6 +21,8 @@ FAMILIES = [
         for name in (
             "qwen2_5_vl",
             "qwen3_vl_moe",
+            "qwen2_5_omni",
+            "qwen3_omni",
             "kimi_vl",
             "llava",
             "llava_next",
@@ -28,6 +30,12 @@ FAMILIES = [
             "internvl",
             "smolvlm",
             "gemma3",
+            "qwen2_vl",
+            "glm4v",
+            "glm4v_moe",
+            "glm_ocr",
+            "mistral3",
+            "pixtral",
         )
     ),
 ]

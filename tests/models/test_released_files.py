@@ -69,6 +69,7 @@ def total(config: Any) -> tuple[int, int]:
         ("kimi_k25_complete", 1026.879, 70_272),
         ("qwen25vl_4_53_finetune", 8.292, 57_344),
         ("qwen2_5_7b", 7.616, 57_344),
+        ("qwen3_omni_5_7", 31.719, 98_304),  # the thinker alone
     ],
 )
 def test_sizes_are_the_releases(name, billions, bytes_per_token, tmp_path):

@@ -66,7 +66,7 @@ def specs_of(family: str, count: int, **changes: Any) -> dict[str, P]:
 # ------------------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.parametrize("family", [*TEXT, *IMAGE_FAMILIES])
+@pytest.mark.parametrize("family", [family for family in (*TEXT, *IMAGE_FAMILIES) if not family.startswith("gemma")])
 def test_every_parameter_of_every_family_has_a_place(family):
     config = config_of(family)
     shapes = flatten_params(parameters(abstract(config)))

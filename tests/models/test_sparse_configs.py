@@ -60,6 +60,11 @@ def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
         shape = gold["pixel_shape"].tolist()
         drawn = standard_values(f"sparse {name}", int(np.prod(shape)))
         inputs["pixel_values"] = drawn.reshape(shape).astype(np.float32)
+    if "mel_shape" in gold:
+        shape = gold["mel_shape"].tolist()
+        drawn = standard_values(f"sparse {name} sound", int(np.prod(shape)))
+        inputs["input_features"] = drawn.reshape(shape).astype(np.float32)
+        inputs["feature_attention_mask"] = np.ones((shape[0], shape[2]), np.int32)
     with jax.default_matmul_precision("highest"):
         tokens = backbone.embed(gold["input_ids"][None], **inputs)
         logits = np.asarray(backbone.prefill(tokens, logits="all").logits)[0, gold["rows"]]
@@ -93,7 +98,8 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
         if (raw := sparse_config(name))
     }
     windows = {name: config.text.window for name, config in configs.items()}
-    sliding = {"mistral": 4096, "llava_mistral": 4096, "llava_next": 4096, "gemma3_text": 4096, "gemma3": 4096}
+    names = ("mistral", "llava_mistral", "llava_next", "llava_pixtral", "mistral3", "gemma3_text", "gemma3")
+    sliding = dict.fromkeys(names, 4096)
     assert windows == {name: sliding.get(name) for name in NAMES}
     assert configs["qwen2_5_vl"].tokens_per_second == CLASSES["qwen2_5_vl_vision"]["tokens_per_second"] == 4
 

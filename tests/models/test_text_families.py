@@ -26,7 +26,7 @@ from tests.goldens.load_text import text_arrays, text_config, text_families, wri
 GOLDEN, OWN = 2e-4, 1e-5
 REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
 LATENT = ("deepseek_v3",)
-UNLIKE = ("gemma3",)
+UNLIKE = ("gemma3_text",)
 DEFAULT = ("glm", *LATENT, *UNLIKE)
 VARIANTS = (
     *(
@@ -188,7 +188,7 @@ def test_generate_and_a_context_equal_the_whole_forward(loaded, family):
     assert np.array_equal(backbone.generate(rest, steps, context, stop=())[0], gold["decode_tokens"])
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3", pytest.param("glm4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", pytest.param("glm4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layer", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resuming_at_a_layer_equals_prefill(loaded, family, layer):
     backbone, gold = loaded(family), text_arrays(family)
@@ -229,7 +229,7 @@ def test_save_and_load_round_trip(loaded, family, tmp_path):
         ("glm", "gqa", {"k": (2, 16, 8), "v": (2, 16, 0)}),
         ("deepseek_v3", "mla", {"ckv": (1, 32, 0), "kpe": (1, 8, 8)}),
         (
-            *("gemma3", "gqa"),
+            *("gemma3_text", "gqa"),
             {"k": (2, 24, 24), "v": (2, 24, 0), "k_local": (2, 24, 24), "v_local": (2, 24, 0)},
         ),
     ],

@@ -81,7 +81,7 @@ def read(raw: dict[str, Any]) -> DecoderConfig:
 
 def test_released_keys_of_gemma_3_mean_the_same():
     """`rope_local_base_freq`, `rope_scaling` and `sliding_window_pattern`, as released files have them."""
-    newer = text_config("gemma3")
+    newer = text_config("gemma3_text")
     older = {name: value for name, value in newer.items() if name not in ("rope_parameters", "layer_types")}
     older |= {"rope_theta": 5e2, "rope_local_base_freq": 3e1, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     older |= {"sliding_window_pattern": 2, "cache_implementation": "hybrid"}
@@ -108,7 +108,7 @@ def test_released_keys_of_gemma_3_mean_the_same():
 )
 def test_what_is_not_built_of_gemma_3_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        read(text_config("gemma3") | change)
+        read(text_config("gemma3_text") | change)
 
 
 @pytest.mark.parametrize(("count", "message"), [(8, "got 8; expected the square"), (16, "the patches of a side")])
