@@ -19,7 +19,7 @@ INERT = words(
     sep_token_id seq_aux size suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
     typical_p use_bfloat16 use_cache use_image_newline_parameter use_reentrant_checkpointing video_token_id
-    vision_end_token_id vision_start_token_id vision_token_id vocab_size
+    encoder_layerdrop vision_end_token_id vision_start_token_id vision_token_id vocab_size
     """
 )
 """Keys that say nothing of what a forward computes where no table below knows them."""
