@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,19 +227,21 @@ def test_video_settings_of_their_own_are_saved_and_part_of_the_fingerprint(check
 
 def test_smolvlms_released_settings_are_read(tmp_path):
     """`video_sampling`'s names; the size beside the table counts before the one in it, as in transformers."""
-    sampling = {"fps": 2, "max_frames": 32, "video_size": {"longest_edge": 512}}
+    video = FAMILIES["SmolVLMForConditionalGeneration"].video
+    assert video is not None
+    read, sampling = video.settings, {"fps": 2, "max_frames": 32, "video_size": {"longest_edge": 512}}
     for size, expected in (({"longest_edge": 2048}, 2048), (None, 512)):
         settings = {"video_sampling": sampling, "max_image_size": {"longest_edge": 384}} | (
             {"size": size} if size else {}
         )
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-        config = FAMILIES["SmolVLMForConditionalGeneration"].video.settings(tmp_path)
+        config = read(tmp_path)
         assert (config.length("size"), config.length("max_image_size")) == (expected, 384)
         assert (config.option("fps"), config.option("num_frames"), config.own) == (2, 32, True)
         assert config.pixels.resample == 1
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 512, "height": 3}}))
     with pytest.raises(ConfigError, match="video size: got"):
-        FAMILIES["SmolVLMForConditionalGeneration"].video.settings(tmp_path).length("size")
+        read(tmp_path).length("size")
 
 
 # ---------------------------------------------------------------------------------------------------------- the frames
@@ -269,7 +272,7 @@ def film(path, frames: np.ndarray, rate: int, codec: str = "ffv1") -> None:
     import av
 
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
+        stream: Any = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "bgr0" if codec == "ffv1" else "yuv420p"
         for frame in frames:
@@ -417,8 +420,8 @@ def test_chunks_of_a_clip_have_the_positions_of_the_whole(checkpoint, rule):
     by_hand = [*([n] * 3 for n in range(4)), *clip.tolist(), *([goes_on + n] * 3 for n in range(3))]
     assert expected.tolist() == by_hand
 
-    grid = tuple(int(size) for size in whole["video_grid_thw"][0])
-    local, span = image_local_positions(grid, 2, seconds=2.0, tokens_per_second=2, video_rule=rule)
+    time, height, width = (int(size) for size in whole["video_grid_thw"][0])
+    local, span = image_local_positions((time, height, width), 2, seconds=2.0, tokens_per_second=2, video_rule=rule)
     lead, start = text_local_positions(3)
     parts = [local[:16], local[16:31], local[31:]]
     tail = text_local_positions(2)[0] + start + span
