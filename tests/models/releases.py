@@ -96,13 +96,9 @@ NAMES = {
 CUT = {"kimi_k25_release"}
 
 NOT_BUILT = {
-    "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2.5-Omni",
     "Qwen3OmniMoeForConditionalGeneration": "Qwen3-Omni",
-    "Glm4vForConditionalGeneration": "GLM-4.1V",
-    "Glm4vMoeForConditionalGeneration": "GLM-4.5V",
     "Gemma4ForConditionalGeneration": "Gemma 4",
-    "Mistral3ForConditionalGeneration": "Mistral-Small-3, Ministral, Pixtral's tower",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL-7B",
     "deepseek_vl_v2": "DeepSeek-VL2",
     "DeepseekOCRForCausalLM": "DeepSeek-OCR",
@@ -146,6 +142,8 @@ the tables anew: its releases are read then, or have a reason in `REFUSED`.
 REFUSED = {
     "Alibaba-NLP/gte-Qwen2-7B-instruct": r"got 'is_causal': False, which this library does not know for qwen2",
     "deepseek-ai/Janus-1.3B": r"got 'gen_aligner_config': .*, which this library does not know for multi_modality",
+    "mistralai/Devstral-Small-2-24B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
+    "mistralai/Ministral-3-8B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
     "openai/gpt-oss-20b": r"quantization_config: got weights quantised by 'mxfp4'",
 }
 """Releases that are refused for another reason than their architecture."""
