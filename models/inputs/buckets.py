@@ -80,10 +80,10 @@ def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     def numbers(x):
         if isinstance(x, np.ndarray):  # stays on the host, which saves a transfer of its own
             return _grown(x, [len(x), x.shape[1] + extra, *x.shape[2:]], 0)
-        return None if x is None else _room(jnp.asarray(x), 1, extra)
+        return _room(jnp.asarray(x), 1, extra)
 
-    positions, ahead = numbers(tokens.positions), numbers(tokens.ahead)
-    return Tokens(_room(tokens.embeddings, 1, extra), positions, room(tokens.deepstack), ahead)
+    ahead = None if tokens.ahead is None else numbers(tokens.ahead)
+    return Tokens(_room(tokens.embeddings, 1, extra), numbers(tokens.positions), room(tokens.deepstack), ahead)
 
 
 def pad_context(buckets: Buckets, context: KV | None) -> KV | None:

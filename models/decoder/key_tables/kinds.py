@@ -38,12 +38,13 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size sliding_window_pattern mm_tokens_per_image
+        mm_hidden_size text_hidden_size sliding_window_pattern mm_tokens_per_image global_head_dim
+        num_global_key_value_heads vocab_size_per_layer_input
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
-        boi_token_index eoi_token_index
+        boi_token_index eoi_token_index hidden_size_per_layer_input num_kv_shared_layers
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
@@ -53,7 +54,7 @@ _KINDS = {
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
-        vision_use_head
+        vision_use_head attention_k_eq_v use_double_wide_mlp
     """,
     "a text": """
         hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
@@ -63,7 +64,9 @@ _KINDS = {
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
         image_grid_pinpoints
     """,
-    "a table": "rope_scaling rope_parameters text_config language_config vision_config linear_attn_config",
+    "a table": """
+        per_layer_config rope_scaling rope_parameters text_config language_config vision_config linear_attn_config
+    """,
     "a positive whole number or a list": "image_size patch_size temporal_patch_size merge_kernel_size",
     "a whole number or a list": "vision_feature_layer",
 }
@@ -75,7 +78,8 @@ NULL = words(
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
-    final_logit_softcapping rope_local_base_freq
+    final_logit_softcapping rope_local_base_freq num_global_key_value_heads per_layer_config
+    hidden_size_per_layer_input
     """
 )
 """Keys whose null has a meaning of its own."""
