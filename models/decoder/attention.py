@@ -33,7 +33,15 @@ LATENT_EPSILON = 1e-6
 class GroupedAttention(nnx.Module):
     """Query, key, value and output projections of one layer (or a stack of layers)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype, kind: LayerKind):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        lead: tuple[int, ...],
+        dtype: jnp.dtype,
+        kind: LayerKind | None = None,
+    ):
+        kind = config.layer_kinds[0] if kind is None else kind
         heads, kv_heads, head_dim, width = config.heads, kind.kv_heads, kind.head_dim, config.width
         bias, keeps = config.attention_bias, not kind.reads
 
@@ -87,7 +95,14 @@ class GroupedAttention(nnx.Module):
 class LatentAttention(nnx.Module):
     """Projections to and from the latent of one layer (or a stack of layers)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype, kind: LayerKind):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        lead: tuple[int, ...],
+        dtype: jnp.dtype,
+        kind: LayerKind | None = None,
+    ):
         latent = config.latent
         assert latent is not None
         heads, width, bias = config.heads, config.width, config.attention_bias

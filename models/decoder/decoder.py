@@ -129,10 +129,13 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.embedding = nnx.Param(normal(rngs, (config.vocabulary, config.width), TABLE_SCALE, dtype))
-        self.dense_layers = None
+        made = {}
         for name, layers in config.stacks:
             dense, kind = name == "dense_layers" or config.experts is None, config.layer_kinds[layers[0]]
-            setattr(self, name, DecoderLayer(config, rngs, lead=(len(layers),), dense=dense, kind=kind))
+            made[name] = DecoderLayer(config, rngs, lead=(len(layers),), dense=dense, kind=kind)
+        self.dense_layers = made.pop("dense_layers", None)
+        for name, stack in made.items():
+            setattr(self, name, stack)
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype, weight=config.norm_weight)
 
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "dtype": dtype}

@@ -178,7 +178,7 @@ def _rope4(raw: Raw, kind: str, head_dim: int, angles: str, regime: Regime) -> R
     if table.get("rope_type") != "proportional":
         return read_rope({**raw, "rope_parameters": table}, head_dim, angles=angles, regime=regime, theta=None)
     others = sorted(set(table) - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"})
-    share, factor = table.get("partial_rotary_factor", 1.0), table.get("factor", 1.0)
+    share, factor = (1.0 if table.get(key) is None else table[key] for key in ("partial_rotary_factor", "factor"))
     if others or not table.get("rope_theta") or not 0 <= share <= 1:
         raise ConfigError(f"{kind}: got rope {table!s:.80}; expected a base and a share from 0 to 1 of 'proportional'")
     scaling = Scaling("proportional", factor, share=share)

@@ -59,7 +59,8 @@ def test_the_table_is_what_our_code_computes(name):
 
 def test_every_architecture_with_a_release_has_a_row():
     named = {released.config["architectures"][0] for released in RELEASED.values()}
-    assert set(models.FAMILIES) - named == {"Kimi_K25ForConditionalGeneration"}  # Kimi-VL is the same function
+    # Kimi-VL is the same function; Gemma 4 was released with towers that are not built.
+    assert set(models.FAMILIES) - named == {"Kimi_K25ForConditionalGeneration", "Gemma4ForCausalLM"}
 
 
 # ------------------------------------------------------------------------------------------------- adding a family

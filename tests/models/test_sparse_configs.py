@@ -94,6 +94,7 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
     }
     windows = {name: config.text.window for name, config in configs.items()}
     sliding = {"mistral": 4096, "llava_mistral": 4096, "llava_next": 4096, "gemma3_text": 4096, "gemma3": 4096}
+    sliding |= {"gemma4_text": 512}
     assert windows == {name: sliding.get(name) for name in NAMES}
     assert configs["qwen2_5_vl"].tokens_per_second == CLASSES["qwen2_5_vl_vision"]["tokens_per_second"] == 4
 

@@ -56,6 +56,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 ONLY: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"enable_moe_block": False},
+    "gemma4_text": {
+        "enable_moe_block": False,
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size")),
+    },
     "gemma3_text": {"attn_logit_softcapping": None, "use_bidirectional_attention": False},
 }
