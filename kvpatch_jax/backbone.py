@@ -36,27 +36,34 @@ class Tokens(NamedTuple):
       positions: [B,T] or [B,T,A], absolute, integer or fractional, one per axis if the layout has axes; best kept on
         the host (NumPy), where checks do not wait for a device.
       deepstack: [B,T,n,D] or None, added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features).
+      ahead: int32 [B,T], how many tokens behind its own a token sees too, as those of an image do that see each other
+        (Gemma 3); None: none. A mask that a forward is given says all that is seen, and holds in its place.
     """
 
     embeddings: Array
     positions: Array | np.ndarray
     deepstack: Array | None = None
+    ahead: Array | np.ndarray | None = None
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
         deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
-        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack)
+        ahead = None if self.ahead is None else self.ahead[:, start:stop]
+        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack, ahead)
 
-    def shift(self, start: Start) -> "Tokens":
+    def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
 
         Args:
           start: for all rows a scalar or (if the rope has axes) one per axis [A]; or one per row, [B] without axes and
-            [B,A] with them.
+            [B,A] with them. A float for tokens that begin between whole positions, which are float32 then.
 
         Raises:
-          PositionError: the start has another shape, or is not an integer.
+          PositionError: the start has another shape, or is an array of floats.
         """
+        if isinstance(start, float) and np.isfinite(start):
+            xp = jnp if isinstance(self.positions, jax.Array) else np
+            return self._replace(positions=xp.asarray(self.positions, np.float32) + np.float32(start))
         offset = start if isinstance(start, jax.Array) else np.asarray(start)
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
         if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):
@@ -69,6 +76,15 @@ class Tokens(NamedTuple):
             offset = offset[:, None]
         positions = self.positions + offset
         return self._replace(positions=positions.astype(self.positions.dtype))
+
+
+def ahead_of(parts: Sequence[Tokens], axis: int = 1) -> Int[np.ndarray, "B T"] | None:
+    """Returns how far tokens of joined parts see behind their own; None where no part says anything of it."""
+    if all(part.ahead is None for part in parts):
+        return None
+    none = [np.zeros(part.positions.shape[:2], np.int32) for part in parts]
+    own = [np.asarray(zero if part.ahead is None else part.ahead) for zero, part in zip(none, parts, strict=True)]
+    return np.concatenate(own, axis=axis)
 
 
 class Output(NamedTuple):

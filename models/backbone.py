@@ -23,6 +23,7 @@ from kvpatch_jax.errors import InputError, ShapeError
 
 from .answering import Answering
 from .decoder.costs import forward_costs
+from .decoder.sharding import cache_shardings
 from .encoding import Encoding, Features
 from .families.family import (
     Config,
@@ -59,7 +60,8 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         takes no such input.
       family: what tells this model from others.
       buckets: sizes that prompts and images are padded to, or None for their own.
-      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
+      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None. Where devices
+        outnumber KV heads, its axis "tensor" is split in two.
       stop_tokens: ids that end an answer unless a call says otherwise.
       answer_tokens: tokens of an answer at most where a session is not told; None where the checkpoint does not say.
       programs: the jitted programs.
@@ -87,12 +89,12 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         self.family: Family = config.family
         self.image_config, self.video_config, self.audio_config = image_config, video_config, audio_config
         self.layout = config.text.layout
-        self.mesh = mesh
         self.stop_tokens = tuple(stop_tokens)
         self.answer_tokens = answer_tokens
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
+        self.mesh = self.programs.mesh
         self._without = without_tokenizer
         self._prompts = self._prompts_with(tokenizer, chat_template)
         self._fingerprint: str | None = None
@@ -136,6 +138,11 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._settings(), self.parameters)
         return self._fingerprint
+
+    @property
+    def kv_shardings(self) -> dict[str, jax.sharding.NamedSharding] | None:
+        """How each channel's KV [L,B,T,K,H], and a pool of it [L,P,O,K,H], lies over the mesh; None without one."""
+        return None if self.mesh is None else cache_shardings(self.layout, self.mesh)
 
     @property
     def forward_costs(self) -> ForwardCosts:
@@ -318,7 +325,9 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         if input_ids.shape[1] != length:
             room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(positions.ndim)]
             positions = np.pad(np.asarray(positions), room)
-        return Tokens(embeddings, positions, deepstack), length
+        # Of the padded ids, whose padding is no image.
+        ahead = None if self.family.ahead is None else self.family.ahead(self.config, input_ids)
+        return Tokens(embeddings, positions, deepstack, ahead), length
 
     def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
         rows = len(input_ids)
@@ -349,7 +358,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
         context = self._check_read(tokens, context, mask, "prefill")
-        check_chunk(chunk, mask, key_count(context))
+        check_chunk(chunk, mask, key_count(context), tokens.ahead)
         self._check_regime(tokens.positions)
         length, rows = tokens.embeddings.shape[1], logit_rows(tokens, logits, "prefill")
         tokens, context, mask = self._pad_read(tokens, context, mask)

@@ -115,6 +115,7 @@ class Encoding(LoadedModel):
         if not plan:
             return None
         plan = dict(plan)
+        inputs = plan.pop("inputs", inputs)
         if self.buckets is not None:
             assert medium.fills is not None
             inputs, plan = pad_images(self.buckets, np.asarray(inputs), plan, medium.fills(self.config))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import items_of, medium_of, sort_of
+from kvpatch_jax.cache import Video, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
 from .families.family import Config, Family, Run, placeholders
@@ -36,6 +36,14 @@ class ChatFrame(NamedTuple):
     front: tuple[int, ...]
     before: str
     behind: str
+
+
+class ImageMark(NamedTuple):
+    """By what a chat template places an image: a token, its text, and what the processor writes around it."""
+
+    token: int
+    text: str
+    around: str
 
 
 class Prompts:
@@ -104,17 +112,21 @@ class Prompts:
             source = self._medium(sort).template
             template = dataclasses.replace(template, source=source) if source else template
         text = template.render(messages, add_generation_prompt, **variables)
+        mark = self._mark()
+        if mark is not None:
+            # As the processor does before the text is cut into tokens: one may join the lines with the text's own.
+            text = text.replace(mark.text, f"{mark.around}{mark.text}{mark.around}")
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
         arrays, runs = self._process(media)
-        text, expansions = self._spelled(text, media, runs)
+        text, expansions = self._spelled(text, media, runs, mark)
         ids = ids_of_text(self.tokenizer, text, self._unknown, own)
         if self.family.vision is not None or media:
-            ids = expand_media(ids, expansions, placeholders(self.config))
+            ids = expand_media(ids, expansions, placeholders(self.config) if mark is None else (mark.token,))
         return self._prompt(ids, arrays)
 
     def _spelled(
-        self, text: str, media: Sequence[tuple[str, Any]], runs: Sequence[Run]
+        self, text: str, media: Sequence[tuple[str, Any]], runs: Sequence[Run], mark: ImageMark | None
     ) -> tuple[str, list[tuple[Placeholder, list[int]]]]:
         """Returns a rendered text with what stands for videos and sounds written out, but for their placeholders, of
         which each series is written once; and what every placeholder in the text becomes, in order.
@@ -122,12 +134,18 @@ class Prompts:
         So the text around frames is tokenized together with what the template writes, as transformers does it.
         """
         expansions: list[tuple[Placeholder, list[int]]] = []
-        spelled: dict[str, list[str]] = {"video": [], "audio": []}
+        # Sounds first: what a video becomes may hold placeholders of its own sound.
+        spelled: dict[str, list[str]] = {"audio": [], "video": []}
         pads = placeholders(self.config)
         for (sort, _), run in zip(media, runs, strict=True):
-            if sort == "image":
+            if sort == "image" and mark is None:
                 ids = self._ids_of(run)
                 expansions.append((self._image_placeholder(ids), ids))
+                continue
+            if sort == "image" and mark is not None:
+                # What is written around it is in the text already.
+                ids = [piece for piece in run if not isinstance(piece, str)]
+                expansions.append((Placeholder(mark.token, [], []), ids))
                 continue
 
             written = ""
@@ -147,6 +165,12 @@ class Prompts:
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
+        if (mark := self._mark()) is not None:
+            raise InputError(
+                f"chat_frame: got {self.family.architecture}, whose processor writes {mark.around!r} around images, "
+                "which join the text's own lines in one token; expected another family (`chat`, or a prompt by `lead` "
+                "and `around`)"
+            )
 
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
@@ -246,6 +270,10 @@ class Prompts:
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
             items = [medium_of(item) or item for own, item in media if own == sort]
+            if self.family.audio is None and any(isinstance(item, Video) and item.sound for item in items):
+                raise InputError(
+                    f"video: got sound=True for {self.family.architecture}, which hears none; expected false"
+                )
             if items:
                 arrays[sort] = self._medium(sort).process(items, self.settings[sort])
 
@@ -267,6 +295,17 @@ class Prompts:
         for piece in run:
             ids += self._text_ids(piece) if isinstance(piece, str) else [piece]
         return ids
+
+    def _mark(self) -> ImageMark | None:
+        """Returns what a chat template writes for an image, where that is not the placeholder."""
+        vision = self.family.vision
+        if vision is None or vision.mark is None:
+            return None
+        token, around = vision.mark(self.config)
+        text = self.tokenizer.id_to_token(token)
+        if text is None:
+            raise InputError(f"chat: got image token {token} without a text in the tokenizer; expected one")
+        return ImageMark(token, text, around)
 
     def _text_ids(self, item: Any) -> list[int]:
         if not isinstance(item, str):

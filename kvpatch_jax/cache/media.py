@@ -35,10 +35,11 @@ class Video:
       rate: of frames that are given: how many were shown in a second. All are taken, unless `fps` or `frames` asks
         for fewer.
       timestamps: of frames that are given: seconds at which each was shown, in place of `rate`; all are taken.
+      sound: of a file: its own sound is heard too, mixed among its frames (Omni families).
 
     Raises:
-      InputError: numbers that are not positive, `fps` with `frames`, `rate` with `timestamps`, timestamps that do not
-      rise or are not as many as the frames.
+      InputError: numbers that are not positive, a `sound` that is no truth, `fps` with `frames`, `rate` with
+      `timestamps`, timestamps that do not rise or are not as many as the frames.
     """
 
     source: Any
@@ -46,8 +47,11 @@ class Video:
     frames: int | None = None
     rate: int | float | None = None
     timestamps: Sequence[int | float] | np.ndarray | None = None
+    sound: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sound, bool):
+            raise InputError(f"video: sound: got {self.sound!r:.80}; expected true or false")
         for name, wanted in (("fps", float), ("rate", float), ("frames", int)):
             object.__setattr__(self, name, _number(f"video: {name}", getattr(self, name), wanted))
         for first, second in (
@@ -84,6 +88,8 @@ class Video:
                 raise InputError(f"{name}: got a file with rate or timestamps; expected them of frames alone")
             return dataclasses.replace(self, source=source)
 
+        if self.sound:
+            raise InputError(f"{name}: got frames with sound=True; expected a file, whose own sound it is")
         if self.rate is None and self.timestamps is None:
             raise InputError(f"{name}: got frames without their times; expected rate= or timestamps=")
         frames = _frames(source, name)

@@ -24,6 +24,7 @@ from .layout import Positions as Positions
 from .layout import Start as Start
 from .layout import arrays_of as arrays_of
 from .layout import as_start as as_start
+from .layout import check_uniform as check_uniform
 from .layout import relocate as relocate
 from .layout import rotate_kv as rotate_kv
 from .layout import to_engine as to_engine

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Num
 
-from ..backbone import Backbone, Tokens, check_is_backbone, check_tokens
+from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
 from ..core import AnyArray, PhaseFreeKV, end_position
 from ..errors import InputError, ShapeError
@@ -139,7 +139,8 @@ def conditioned(
         embeddings, deepstack = jnp.repeat(first.embeddings, rows, axis=0), first.deepstack
         if deepstack is not None:
             deepstack = jnp.repeat(deepstack, rows, axis=0)
-        before = [Tokens(embeddings, np.repeat(np.asarray(first.positions), rows, axis=0), deepstack)]
+        ahead = None if first.ahead is None else np.repeat(np.asarray(first.ahead), rows, axis=0)
+        before = [Tokens(embeddings, np.repeat(np.asarray(first.positions), rows, axis=0), deepstack, ahead)]
 
     # Each unit starts where the span of the preceding one ends.
     parts: list[Tokens] = []
@@ -191,4 +192,5 @@ def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
         jnp.concatenate([part.embeddings for part in parts], axis=1),
         np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
         deepstack,
+        ahead_of(parts),
     )

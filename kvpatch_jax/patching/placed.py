@@ -1,12 +1,14 @@
 """Placing a chunk at a position: `Placed`, which is checked once, and `apply_patch`, which computes its KV."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array
 
-from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite, trusted
 from ..core import (
     Angles,
     EngineKV,
@@ -17,10 +19,12 @@ from ..core import (
     arrays_of,
     as_start,
     check_extent,
+    extent,
     is_packed,
     ops,
     rotate_kv,
 )
+from ..errors import PositionError
 from ..utils.kinds import expect_kind
 from .factors import KVArrays, check_alike
 
@@ -32,10 +36,12 @@ class Placed:
     The arguments are checked when it is made, before anything is computed.
 
     Attributes:
-      chunk: the canonical, or a batch of them.
+      chunk: the canonical, or a batch of them; its local positions with the start's fraction.
       patch: factors, or None for blind reuse (one rotation).
       start: the position that the chunk's positions count from, int32: a scalar or one per axis; for a batch also [B],
-        or [B, A] with axes. A new start never compiles again.
+        or [B, A] with axes. A new start never compiles again. A float for a chunk that begins between whole positions,
+        as one behind a video of Qwen3-Omni may: the start is then the whole number below, and the fraction is in the
+        chunk's local positions.
       antecedent: the chunks that precede this one, in order. They must be those that the patch was formed behind: the
         same ids served in the same way, and the same contents where both are known.
       base: for a removal patch, the conditioned KV (phase-free) that it is added to, in place of the canonical.
@@ -57,7 +63,7 @@ class Placed:
 
     chunk: Chunk
     patch: Patch | None = None
-    start: Start = 0
+    start: Start | float = 0
     antecedent: AntecedentLike = ()
     _: dataclasses.KW_ONLY
     base: KVArrays | None = None
@@ -75,7 +81,8 @@ class Placed:
         antecedent = antecedent_of(self.antecedent)
         base_antecedent = antecedent_of(self.base_antecedent, "base_antecedent")
         layout = chunk.layout if self.angles is None else chunk.layout.with_angles(self.angles)
-        start = as_start(layout.rope, self.start, () if chunk.batch is None else (chunk.batch,), "placed")
+        whole, fraction = _whole_and_fraction(self.start)
+        start = as_start(layout.rope, whole, () if chunk.batch is None else (chunk.batch,), "placed")
         check_extent(layout.rope, chunk.extent, start)
         if base is not None:
             # Its values are checked by `apply_patch`; a splice only moves them.
@@ -89,14 +96,37 @@ class Placed:
             # None for all layers, so that such patches share one compiled program.
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
             options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
+            if fraction and metadata.frame == "engine":
+                raise PositionError(
+                    f"placed: got start {self.start} for a patch of rotated keys; expected a whole number"
+                )
 
         # Packed KV stays packed: the operator decodes it, one layer at a time.
         kv = chunk.kv if base is None else base
         if chunk.encoding is None or base is not None or not any(map(is_packed, kv.values())):
             kv = arrays_of(kv)
-        made = {"start": start, "antecedent": antecedent, "base_antecedent": base_antecedent, "layout": layout}
+        # Patches are held against the chunk as it is, before its tokens move by less than one position.
+        if fraction:
+            local = np.asarray(chunk.local, np.float32) + np.float32(fraction)
+            chunk = trusted(chunk, local=local, span=math.floor(extent(local)[1]) + 1)
+        made = {
+            "chunk": chunk,
+            "start": start,
+            "antecedent": antecedent,
+            "base_antecedent": base_antecedent,
+            "layout": layout,
+        }
         for name, value in (made | {"kv": kv, "factors": factors, "options": options}).items():
             object.__setattr__(self, name, value)
+
+
+def _whole_and_fraction(start: Start | float) -> tuple[Start, float]:
+    """Splits a start into a whole number (or what it is, if no float) and a fraction in [0, 1)."""
+    if not isinstance(start, float):
+        return start, 0.0
+    if not math.isfinite(start):
+        raise PositionError(f"placed: got start {start}; expected a finite number")
+    return math.floor(start), start - math.floor(start)
 
 
 def apply_patch(placed: Placed) -> EngineKV:
@@ -115,7 +145,8 @@ def apply_patch(placed: Placed) -> EngineKV:
         check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
 
     # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
-    layout, kv, local, start = placed.layout, dict(placed.kv), placed.chunk.local, placed.start
+    layout, kv, local = placed.layout, dict(placed.kv), placed.chunk.local
+    start: Any = placed.start
     if not placed.factors and not any(map(is_packed, kv.values())):
         return EngineKV(rotate_kv(layout, kv, local, start))
     return EngineKV(ops.jitted_apply(layout, kv, placed.factors, local, start, **placed.options))

@@ -95,7 +95,8 @@ class PagedExecutor:
 
         # The pool's vectors on the device, and the books of them on the host.
         self.meter = CostMeter(backbone)
-        self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
+        shardings = getattr(backbone, "kv_shardings", None)
+        self.pool = PagedPool(self.layout, self.meter, self.buckets, options, shardings)
         self.books = SlotTable(SlotAllocator(pages, page_size))
         self.pool.allocate(pages, page_size, self.dtype)
         self.current: dict[str, tuple[PlacedPiece, ...]] = {}

@@ -61,15 +61,18 @@ class Vision:
       plan: (config, input_ids [B,T], arrays) → the index arrays that `encode` takes beside the pixels (None when there
         are no images and no videos); raises InputError where ids, patches and grids do not match. The pixels are
         `pixel_values` and behind them `pixel_values_videos`.
-      fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
-        buckets: the number one past the last stands for none.
+      fills: config → the plan's tables of patch numbers (1), feature numbers (features per tile) or numbers of the rows
+        of another table (its name), for padding to buckets: the number one past the last stands for none.
+      mark: config → the token by which a chat template places an image, where that is another than the placeholder, and
+        the text that the processor writes around each; None where the template writes the placeholder.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
-    tokens: Callable[[Any, Arrays, int, Any], list[int]]
+    tokens: Callable[[Any, Arrays, int, Any], Run]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
-    fills: Callable[[Any], Mapping[str, int]]
+    fills: Callable[[Any], Mapping[str, int | str]]
+    mark: Callable[[Any], tuple[int, str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Medium:
         stand before and after it that `tokens` has too.
       template: a chat template for conversations with such items, where the released one leaves them out; else empty.
       plan, fills: of a tower of its own, as in `Vision`, and None where the tower is that of images: the plan is what
-        the module's `.encode_audio(input_features, plan)` takes.
+        the module's `.encode_audio(inputs, plan)` takes, and `inputs` where they are not `input_features` as they are.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
@@ -94,7 +97,7 @@ class Medium:
     written: Callable[[Any, Any], tuple[str, str, str]]
     template: str = ""
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None] | None = None
-    fills: Callable[[Any], Mapping[str, int]] | None = None
+    fills: Callable[[Any], Mapping[str, int | str]] | None = None
 
 
 def joined_arrays(config: Config, arrays: Mapping[str, Arrays], order: Sequence[str]) -> dict[str, Any]:
@@ -107,6 +110,18 @@ def joined_arrays(config: Config, arrays: Mapping[str, Arrays], order: Sequence[
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:
     """Returns positions 0, 1, 2, … of one prompt's tokens, int32 [T]: the rule of every family without M-RoPE."""
     return np.arange(len(input_ids), dtype=np.int32)
+
+
+def image_runs(config: Config, input_ids: np.ndarray) -> np.ndarray:
+    """Returns how many image placeholders follow each one without a gap, int32 [B,T]; 0 of other tokens.
+
+    That is how far an image's tokens see behind their own where they see each other.
+    """
+    image = np.isin(np.asarray(input_ids), placeholders(config))
+    places, length = np.arange(image.shape[1]), image.shape[1]
+    # The first token from each one on that is of no image; behind it the run does not go on.
+    ends = np.minimum.accumulate(np.where(image, length, places)[:, ::-1], axis=1)[:, ::-1]
+    return np.where(image, ends - places - 1, 0).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +143,8 @@ class Family:
       ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: for a `config.json` that names no architecture.
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
+      ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T]; None where attention
+        is causal throughout.
     """
 
     architecture: str
@@ -142,6 +159,7 @@ class Family:
     ignore: tuple[str, ...] = ()
     model_type: str = ""
     namings: tuple[Naming, ...] = ()
+    ahead: Callable[[Any, np.ndarray], np.ndarray] | None = None
 
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
         """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
@@ -297,6 +315,12 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
     nnx.replace_by_pure_dict(state, values)
     nnx.update(model, state)
     return model
+
+
+def tower_heads(config: Any) -> dict[str, int]:
+    """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
+    towers: dict[str, Any] = {"visual": getattr(config, "vision", None), "audio": getattr(config, "audio", None)}
+    return {name: tower.heads for name, tower in towers.items() if hasattr(tower, "heads")}
 
 
 def with_tie(config: Any, tied: bool) -> Any:

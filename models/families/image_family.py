@@ -133,7 +133,11 @@ def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
     return np.concatenate([np.zeros((0, 3), np.int32), *kinds])
 
 
-def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]], *tables: str) -> Vision:
+def qwen_vision(
+    plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
+    *tables: str,
+    settings: Callable[[Any], ImageConfig] = ImageConfig.from_directory,
+) -> Vision:
     """Returns what a Qwen family does with images.
 
     Its plan is the tower's own plan of the grids, those of videos behind those of images, held against ids and pixels:
@@ -141,6 +145,7 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
 
     Args:
       plan_patches: of the tower. tables: those of its index arrays that hold patch numbers.
+      settings: directory → how images become patches.
     """
 
     def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
@@ -159,7 +164,6 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
         pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
         return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
-    settings = ImageConfig.from_directory
     return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
 
 

@@ -36,6 +36,7 @@ QWEN2_5_VL = (
 LLAVA = _split()
 LLAVA_NEXT = _split("image_newline")
 INTERNVL = _split()
+GEMMA3 = _split()
 DEEPSEEK_VL = (
     same("as transformers 5 saves them", *_DEEPSEEK_VL),
     Naming(

@@ -201,7 +201,8 @@ def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[st
     return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule, config.video_rule)[0]
 
 
-def _video_tokens(config: Qwen25VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+def video_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns one run of placeholders between start and end for video `index`."""
     pads = int(np.prod(arrays["video_grid_thw"][index])) // config.vision.merge**2
     return [config.vision_start_token, *[config.video_token] * pads, config.vision_end_token]
 
@@ -224,7 +225,7 @@ FAMILY = Family(
     entries=lambda config, shapes: decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual"),
     positions=_positions,
     vision=qwen_vision(plan_patches, "windows", "frames"),
-    video=Medium(VIDEO_SETTINGS, process_qwen2_videos, _video_tokens, qwen_written),
+    video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
     model_type="qwen2_5_vl",
     namings=namings.QWEN2_5_VL,
 )

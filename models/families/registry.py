@@ -1,6 +1,22 @@
 """Every family, by its architecture's name in `config.json`."""
 
-from . import deepseek_vl, internvl, internvl_chat, kimi_vl, llava, multi_modality, qwen2_5_vl, qwen3_vl, smolvlm
+from . import (
+    deepseek_vl,
+    gemma3,
+    glm4v,
+    internvl,
+    internvl_chat,
+    kimi_vl,
+    llava,
+    mistral3,
+    multi_modality,
+    qwen2_5_omni,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_omni,
+    qwen3_vl,
+    smolvlm,
+)
 from .authors import AuthorsFormat
 from .family import Family
 from .text_families import TEXT_FAMILIES
@@ -9,11 +25,17 @@ IMAGE_FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *qwen3_vl.FAMILIES.values(),
+        *qwen2_5_omni.FAMILIES.values(),
+        *qwen3_omni.FAMILIES.values(),
         *llava.FAMILIES.values(),
         *kimi_vl.FAMILIES.values(),
+        mistral3.FAMILY,
+        *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         internvl.FAMILY,
         smolvlm.FAMILY,
+        gemma3.FAMILY,
+        qwen2_vl.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""

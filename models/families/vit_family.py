@@ -18,7 +18,7 @@ from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
 from ..decoder.layers import Linear
-from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle
+from ..towers.projectors import PooledProjector, Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from .family import Family, joined_arrays
 from .image_family import check_placeholders, one_size, thaw
@@ -29,8 +29,9 @@ class GlueConfig:
     """From the tower's features to embeddings.
 
     Attributes:
-      kind: "mlp" (linear, activation, linear) or "linear" (one map without bias).
-      shuffle: side of the square of features that become one (pixel shuffle); 1 for none.
+      kind: "mlp" (linear, activation, linear), "linear" (one map without bias) or "pooled" (average, norm, one map).
+      shuffle: side of the square of features that become one (pixel shuffle, or where pooled their average); 1 for
+        none.
       norm_epsilon: of a layer norm in front of the maps; None for none.
       tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row.
     """
@@ -43,8 +44,8 @@ class GlueConfig:
     tiles: TileConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("mlp", "linear"):
-            raise ConfigError(f"projector: got {self.kind!r}; expected 'mlp' or 'linear'")
+        if self.kind not in ("mlp", "linear", "pooled"):
+            raise ConfigError(f"projector: got {self.kind!r}; expected 'mlp', 'linear' or 'pooled'")
         if self.shuffle < 1:
             raise ConfigError(
                 f"pixel shuffle: got {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
@@ -73,7 +74,7 @@ def read_vit(vision: Mapping[str, Any], **switches: Any) -> ViTConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ViTModelConfig:
-    """The whole backbone; `raw` is config.json as it was read."""
+    """The whole backbone; `raw` is config.json as it was read, `edges` are the tokens around an image, if there are."""
 
     family: Family
     text: DecoderConfig
@@ -81,6 +82,7 @@ class ViTModelConfig:
     glue: GlueConfig
     image_token: int
     raw: str
+    edges: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.vision.side % self.glue.shuffle:
@@ -106,7 +108,12 @@ class ViTModel(nnx.Module):
         dtype, glue = jnp.dtype(config.vision.dtype), config.glue
         inputs, width = config.vision.width * glue.shuffle**2, config.text.width
         self.visual = ViT(config.vision, rngs)
-        if glue.kind == "linear":
+        if glue.kind == "pooled":
+            epsilon = config.vision.norm_epsilon
+            self.projector = PooledProjector(
+                config.vision.width, width, glue.shuffle, rngs=rngs, epsilon=epsilon, dtype=dtype
+            )
+        elif glue.kind == "linear":
             self.projector = Linear(inputs, width, bias=False, rngs=rngs, dtype=dtype)
         else:
             self.projector = Projector(
@@ -128,7 +135,7 @@ class ViTModel(nnx.Module):
         """Returns image features in the plan's order, n = 1."""
         tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
         features = self.visual(tiles, plan.get("positions"))
-        if self.config.glue.shuffle > 1:
+        if self.config.glue.shuffle > 1 and self.config.glue.kind != "pooled":
             features = pixel_shuffle(features, self.config.glue.shuffle)
         features = self.projector(features)
         # Without tiles nothing refers to the newline, which `pack_tiles` appends all the same.

@@ -21,14 +21,15 @@ from .masks import causal_mask, without_padding
 
 
 def pad_images(
-    buckets: Buckets, pixels: np.ndarray, plan: Mapping[str, Any], fills: Mapping[str, int]
+    buckets: Buckets, pixels: np.ndarray, plan: Mapping[str, Any], fills: Mapping[str, int | str]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Returns pixel rows [P',…] and the plan that goes with them.
 
     Args:
       pixels: [P, …] patches or [n, …, 3, H, W] tiles.
-      fills: the plan's tables of numbers, of patches (1 per row of pixels) or features (as many as a tile has): the
-        number one past the last stands for none. Other tables are padded with zeros along their first axis.
+      fills: the plan's tables of numbers, of patches (1 per row of pixels), features (as many as a tile has) or rows of
+        another table (its name): the number one past the last stands for none. Other tables are padded with zeros along
+        their first axis.
     """
     # Tiles of all images on one axis: a plan counts them through.
     if pixels.ndim > 4:
@@ -40,8 +41,13 @@ def pad_images(
         table = np.asarray(given)
         if name in fills:
             # What stood for none stands for a row of padding now, so it moves behind that.
-            fill = padded * fills[name]
-            table = np.where(table == rows * fills[name], fill, table).astype(table.dtype)
+            counted = fills[name]
+            if isinstance(counted, str):
+                none = len(plan[counted])
+                fill = buckets.round_up(none)
+            else:
+                none, fill = rows * counted, padded * counted
+            table = np.where(table == none, fill, table).astype(table.dtype)
             tables[name] = _grown(table, [buckets.round_up(size) for size in table.shape], fill)
         else:
             tables[name] = _grown(table, [buckets.round_up(len(table)), *table.shape[1:]], 0)
@@ -77,12 +83,13 @@ def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     def room(x):
         return None if x is None else _room(x, 1, extra)
 
-    positions = tokens.positions
-    if isinstance(positions, np.ndarray):  # stays on the host, which saves a transfer of its own
-        positions = _grown(positions, [len(positions), positions.shape[1] + extra, *positions.shape[2:]], 0)
-    else:
-        positions = _room(jnp.asarray(positions), 1, extra)
-    return Tokens(_room(tokens.embeddings, 1, extra), positions, room(tokens.deepstack))
+    def numbers(x: Array | np.ndarray) -> Array | np.ndarray:
+        if isinstance(x, np.ndarray):  # stays on the host, which saves a transfer of its own
+            return _grown(x, [len(x), x.shape[1] + extra, *x.shape[2:]], 0)
+        return _room(jnp.asarray(x), 1, extra)
+
+    ahead = None if tokens.ahead is None else numbers(tokens.ahead)
+    return Tokens(_room(tokens.embeddings, 1, extra), numbers(tokens.positions), room(tokens.deepstack), ahead)
 
 
 def pad_context(buckets: Buckets, context: KV | None) -> KV | None:

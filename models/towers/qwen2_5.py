@@ -7,6 +7,7 @@ Axis letters: P patches, W windows, O patches per window (padded), E merged toke
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -17,12 +18,25 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.core import rotate
 
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
-from .common import attend_segments, axial_tables, check_heads, pad_segments, patch_places, scan_blocks, segment_table
+from ..decoder.mesh_axes import spread_tokens
+from .common import (
+    attend_segments,
+    axial_tables,
+    check_heads,
+    pad_segments,
+    patch_places,
+    project_fused,
+    scan_blocks,
+    segment_table,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen25VisionConfig:
-    """Sizes of the tower. `window` is in pixels; `full_layers` attend over a whole frame, the others in windows."""
+    """Sizes of the tower. `window` is in pixels; `full_layers` attend over a whole frame, the others in windows.
+
+    `fused` keeps query, key and value in one matrix, as the file has it (Qwen2.5-Omni's has three).
+    """
 
     depth: int
     width: int
@@ -38,6 +52,7 @@ class Qwen25VisionConfig:
     activation: str = "silu"
     theta: float = 1e4
     norm_epsilon: float = 1e-6
+    fused: bool = True
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -89,10 +104,19 @@ class Qwen25VisionBlock(nnx.Module):
         norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         linear = {"bias": True, "rngs": rngs, "lead": lead, "dtype": dtype}
         self.attention_norm = RMSNorm(config.width, **norm)
-        self.qkv = Linear(config.width, 3 * config.width, **linear)
+        if config.fused:
+            self.qkv = Linear(config.width, 3 * config.width, **linear)
+        else:
+            self.query, self.key, self.value = (Linear(config.width, config.width, **linear) for _ in range(3))
         self.output = Linear(config.width, config.width, **linear)
         self.mlp_norm = RMSNorm(config.width, **norm)
         self.mlp = GatedMLP(config.width, config.intermediate, activation=config.activation, **linear)
+
+    def separate(self, x: Float[Array, "P D"], heads: int) -> tuple[Array, Array, Array]:
+        """Computes query, key and value [P, heads, H] by three matrices."""
+        x = spread_tokens(x, heads)
+        query, key, value = (part(x).reshape(len(x), heads, -1) for part in (self.query, self.key, self.value))
+        return query, key, value
 
 
 class Qwen25VisionTower(nnx.Module):
@@ -128,12 +152,15 @@ class Qwen25VisionTower(nnx.Module):
             segments = frames if first in whole else windows
 
             def step(block: Qwen25VisionBlock, hidden: Array, segments: Array = segments) -> Array:
-                qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, self.config.heads, -1)
-                query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))
-                hidden = hidden + block.output(attend_segments(query, key, qkv[:, 2], segments))
+                x = block.attention_norm(hidden)
+                project = functools.partial(project_fused, block.qkv) if self.config.fused else block.separate
+                query, key, value = project(x, self.config.heads)
+                query, key = (rotate(x, *tables, "half") for x in (query, key))
+                hidden = hidden + block.output(attend_segments(query, key, value, segments))
                 return hidden + in_blocks(block.mlp, block.mlp_norm(hidden))
 
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
 
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
+        merged = spread_tokens(merged, merged.shape[-1])
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from ..checkpoints import ParamPath, TensorEntry
 from ..decoder.weights import linear_entries
 from .moonvit import MoonViTConfig
+from .qwen2 import Qwen2VisionConfig
 from .qwen2_5 import Qwen25VisionConfig
 from .qwen3 import Qwen3VisionConfig
+from .qwen_audio import AudioConfig
 from .vit import ViTConfig
 
 # A convolution whose stride is its kernel is a linear map of flattened patches.
@@ -47,7 +49,9 @@ def norm_entries(name: str, path: ParamPath, *, stack: bool = False) -> list[Ten
     return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in NORM]
 
 
-def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True) -> list[TensorEntry]:
+def block_entries(
+    name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True, key_bias: bool = True
+) -> list[TensorEntry]:
     """Returns a stack of `PlainBlock`; `name` holds `{layer}`, `names` says what the file calls our parts."""
     entries: list[TensorEntry] = []
     for ours, theirs in names.items():
@@ -55,10 +59,26 @@ def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_b
         if ours.endswith("_norm"):
             entries += norm_entries(f"{name}.{theirs}", place, stack=True)
         else:
-            bias = qkv_bias or ours not in ("query", "key", "value", "qkv")
+            bias = (qkv_bias or ours not in ("query", "key", "value", "qkv")) and (key_bias or ours != "key")
             entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
 
     return entries
+
+
+def qwen2_vision_entries(config: Qwen2VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
+    """Maps Qwen2-VL's tower and its merger."""
+    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
+    names = {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj"}
+    names |= {"mlp.inner": "mlp.fc1", "mlp.outer": "mlp.fc2"}
+    return [
+        TensorEntry(
+            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
+        ),
+        *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
+        *norm_entries(f"{prefix}.merger.ln_q", (*path, "merger_norm")),
+        *linear_entries(f"{prefix}.merger.mlp.0", (*path, "merger", "inner")),
+        *linear_entries(f"{prefix}.merger.mlp.2", (*path, "merger", "outer")),
+    ]
 
 
 def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
@@ -74,16 +94,31 @@ def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamP
         TensorEntry(f"{blocks}.norm2.weight", (*place, "mlp_norm", "weight"), stack=True),
         *linear_entries(f"{prefix}.merger.mlp.0", (*path, "merger_in")),
         *linear_entries(f"{prefix}.merger.mlp.2", (*path, "merger_out")),
-        *linear_entries(f"{blocks}.attn.qkv", (*place, "qkv"), stack=True),
         *linear_entries(f"{blocks}.attn.proj", (*place, "output"), stack=True),
     ]
+    for part in ("qkv",) if config.fused else ("query", "key", "value"):
+        name = part if config.fused else part[0]
+        entries += linear_entries(f"{blocks}.attn.{name}", (*place, part), stack=True)
     for part in ("gate", "up", "down"):
         entries += linear_entries(f"{blocks}.mlp.{part}_proj", (*place, "mlp", part), stack=True)
     return entries
 
 
-def qwen3_vision_entries(config: Qwen3VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Maps Qwen3-VL's tower with its main and deepstack mergers."""
+QWEN3_VL_MERGERS = ("deepstack_merger_list", "norm", "linear_fc1", "linear_fc2")
+QWEN3_OMNI_MERGERS = ("merger_list", "ln_q", "mlp.0", "mlp.2")
+
+
+def qwen3_vision_entries(
+    config: Qwen3VisionConfig,
+    prefix: str,
+    path: ParamPath = ("visual",),
+    mergers: tuple[str, str, str, str] = QWEN3_VL_MERGERS,
+) -> list[TensorEntry]:
+    """Maps Qwen3-VL's tower with its main and deepstack mergers.
+
+    `mergers` are the names of the deepstack mergers, and of a merger's norm, inner and outer map.
+    """
+    deepstack, norm, *maps = mergers
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
     names = {
         "attention_norm": "norm1",
@@ -100,14 +135,13 @@ def qwen3_vision_entries(config: Qwen3VisionConfig, prefix: str, path: ParamPath
         TensorEntry(f"{prefix}.patch_embed.proj.bias", (*path, "patch_embedding", "bias")),
         TensorEntry(f"{prefix}.pos_embed.weight", (*path, "position_embedding")),
         *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
-        *norm_entries(f"{prefix}.merger.norm", (*path, "merger_norm")),
-        *norm_entries(f"{prefix}.deepstack_merger_list.{{layer}}.norm", (*path, "deepstack_norm"), stack=True),
+        *norm_entries(f"{prefix}.merger.{norm}", (*path, "merger_norm")),
+        *norm_entries(f"{prefix}.{deepstack}.{{layer}}.{norm}", (*path, "deepstack_norm"), stack=True),
     ]
 
-    for number, part in enumerate(("inner", "outer"), start=1):
-        deep = f"{prefix}.deepstack_merger_list.{{layer}}.linear_fc{number}"
-        entries += linear_entries(f"{prefix}.merger.linear_fc{number}", (*path, "merger", part))
-        entries += linear_entries(deep, (*path, "deepstack", part), stack=True)
+    for name, part in zip(maps, ("inner", "outer"), strict=True):
+        entries += linear_entries(f"{prefix}.merger.{name}", (*path, "merger", part))
+        entries += linear_entries(f"{prefix}.{deepstack}.{{layer}}.{name}", (*path, "deepstack", part), stack=True)
 
     return entries
 
@@ -199,3 +233,26 @@ def projector_entries(
     entries = norm_entries(norm, (*path, "norm")) if norm else []
     entries += linear_entries(inner, (*path, "mlp", "inner"), bias=bias)
     return entries + linear_entries(outer, (*path, "mlp", "outer"), bias=bias)
+
+
+def qwen_audio_entries(config: AudioConfig, prefix: str, path: ParamPath = ("audio",)) -> list[TensorEntry]:
+    """Maps the audio encoder of Qwen2.5-Omni or Qwen3-Omni."""
+    names = CLIP_NAMES | {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
+    names |= {"mlp.inner": "fc1", "mlp.outer": "fc2"}
+    key_bias = config.block.key_bias
+    entries = block_entries(f"{prefix}.layers.{{layer}}", (*path, "blocks"), names, key_bias=key_bias)
+    entries += norm_entries(f"{prefix}.ln_post", (*path, "final_norm"))
+
+    # [out, in, mel bin, frame] to [frame, mel bin, in, out]; Qwen2.5-Omni's have no mel bins.
+    order, stem = ((3, 2, 1, 0), "conv2d") if config.downsampling else ((2, 1, 0), "conv")
+    parts = ("first", "second", "third")[: 3 if config.downsampling else 2]
+    for number, part in enumerate(parts, start=1):
+        name, place = f"{prefix}.{stem}{number}", (*path, part)
+        entries.append(TensorEntry(f"{name}.weight", (*place, "kernel"), order))
+        entries.append(TensorEntry(f"{name}.bias", (*place, "bias")))
+
+    if not config.downsampling:
+        return entries + linear_entries(f"{prefix}.proj", (*path, "output"))
+    entries += linear_entries(f"{prefix}.conv_out", (*path, "joined"), bias=False)
+    entries += linear_entries(f"{prefix}.proj1", (*path, "inner"))
+    return entries + linear_entries(f"{prefix}.proj2", (*path, "outer"))

@@ -13,6 +13,7 @@ from models.inputs.texts import ids_of_text, unknown_token
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())
+GOLD["families"] |= {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*/chat.json"))}
 FAMILIES = list(GOLD["families"])
 
 
@@ -67,6 +68,12 @@ def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
     tokens = backbone.embed(**prompt)
     assert tokens.embeddings.shape[:2] == prompt["input_ids"].shape
     np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
+
+
+def test_a_frame_is_refused_where_lines_around_an_image_join_those_of_the_text(checkpoint):
+    backbone = load(checkpoint("gemma3"))
+    with pytest.raises(InputError, match=r"chat_frame: got Gemma3ForConditionalGeneration, whose processor writes"):
+        backbone.chat_frame()
 
 
 def test_text_alone_needs_no_image(checkpoint):

@@ -1,4 +1,4 @@
-"""Keys of Qwen2.5-VL and Qwen3-VL."""
+"""Keys of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _QWEN_IDS = {
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-_QWEN_TOWER = {
+QWEN_TOWER = {
     "hidden_size": 3584,
     "hidden_act": "silu",
     "num_heads": 16,
@@ -23,7 +23,7 @@ _QWEN_TOWER = {
     "rope_parameters": None,
     "rope_theta": 1e4,
 }
-_QWEN3_TOWER = _QWEN_TOWER | {
+QWEN3_TOWER = QWEN_TOWER | {
     "depth": 27,
     "hidden_size": 1152,
     "hidden_act": "gelu_pytorch_tanh",
@@ -33,21 +33,34 @@ _QWEN3_TOWER = _QWEN_TOWER | {
     "deepstack_visual_indexes": (8, 16, 24),
 }
 
+_QWEN2_VL_TEXT = QWEN2 | {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": PARTS | _QWEN_IDS,
-    "qwen2_5_vl_text": QWEN2
+    "qwen2_vl": PARTS | _QWEN_IDS,
+    "qwen2_vl_text": _QWEN2_VL_TEXT,
+    "qwen2_vl_vision": {key: value for key, value in QWEN_TOWER.items() if key != "out_hidden_size"}
     | {
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "max_window_layers": 80,
-        "rope_theta": 1e6,
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "hidden_act": "quick_gelu",
+        "patch_size": 14,
+        "in_chans": None,
+        "spatial_patch_size": None,
     },
-    "qwen2_5_vl_vision": _QWEN_TOWER
+    "qwen2_5_vl": PARTS | _QWEN_IDS,
+    "qwen2_5_vl_text": _QWEN2_VL_TEXT,
+    "qwen2_5_vl_vision": QWEN_TOWER
     | {
         "depth": 32,
         "intermediate_size": 3420,
@@ -73,9 +86,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "tie_word_embeddings": True,
     },
-    "qwen3_vl_vision": _QWEN3_TOWER,
+    "qwen3_vl_vision": QWEN3_TOWER,
 }
 
 ONLY: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"attention_bias": True},
     "qwen2_5_vl_text": {"attention_bias": True},
 }

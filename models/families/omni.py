@@ -1,0 +1,347 @@
+"""What Qwen2.5-Omni and Qwen3-Omni share: their thinkers' configuration, model, positions, sounds and videos.
+
+A thinker is a vision tower, an audio encoder and a decoder. Full releases hold a talker and a vocoder beside it, whose
+tensors are not read. Source: transformers' Qwen2_5OmniThinkerForConditionalGeneration and
+Qwen3OmniMoeThinkerForConditionalGeneration.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvpatch_jax.cache import Audio, Video
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import Naming, same
+from ..decoder.config import DecoderConfig
+from ..decoder.hf_config import need
+from ..decoder.known_keys import complete
+from ..inputs.mel import MelConfig, log_mel
+from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
+from ..inputs.qwen_videos import process_qwen2_videos
+from ..inputs.sound import read_sound
+from ..inputs.texts import texts_of
+from ..inputs.video_frames import FPS, VideoConfig
+from ..towers.qwen2_5 import Qwen25VisionConfig
+from ..towers.qwen3 import Qwen3VisionConfig
+from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
+from .family import Family, Medium
+from .image_family import TowerModel, qwen_written, thaw
+
+SOUNDS = ("input_features", "feature_attention_mask")
+"""Arrays of sounds, by transformers' names."""
+_SOUNDS = "video_sounds"
+"""Of videos: the number of each one's sound among theirs, −1 for none."""
+MARKS = ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id")
+PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
+NAMINGS = (
+    same("as a thinker of its own", *PARTS),
+    Naming("as released, the thinker beside a talker", tuple((f"thinker.{part}", part) for part in PARTS)),
+    Naming(
+        "as transformers' modules (save_original_format=False, state dictionaries of training scripts)",
+        (
+            ("model.language_model.", "model."),
+            ("model.visual.", "visual."),
+            ("model.audio_tower.", "audio_tower."),
+            ("lm_head.", "lm_head."),
+        ),
+    ),
+)
+IGNORE = (
+    r"talker\..*",
+    r"token2wav\..*",
+    r"code2wav\..*",
+    r"audio_tower\.audio_bos_eos_token\..*",
+)
+"""Tensors of a full release that a thinker does not read. Its forward never reads the audio encoder's own marks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniConfig:
+    """A thinker: its towers, its decoder, and the ids that stand for images, videos and audio.
+
+    Attributes:
+      family: Qwen2.5-Omni or Qwen3-Omni.
+      tokens_per_second: positions per second of video.
+      raw: the thinker's configuration as it was read.
+    """
+
+    family: Family
+    text: DecoderConfig
+    vision: Qwen25VisionConfig | Qwen3VisionConfig
+    audio: AudioConfig
+    image_token: int
+    video_token: int
+    audio_token: int
+    vision_start_token: int
+    vision_end_token: int
+    audio_start_token: int
+    audio_end_token: int | None
+    tokens_per_second: int | float
+    raw: str
+
+    def __post_init__(self) -> None:
+        if self.audio.output_width != self.text.width:
+            raise ConfigError(
+                f"audio output_dim: got {self.audio.output_width}; expected the text width {self.text.width}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the thinker's `config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, self.family.architecture, self.text.dtype)
+
+
+def thinker_of(raw: Mapping[str, Any], kind: str, thinker: str) -> Mapping[str, Any]:
+    """Returns a thinker's configuration: the table itself, or that inside a full release, with the release's dtype.
+
+    Args:
+      raw: config.json. kind: the release's `model_type`. thinker: the architecture's name of a thinker.
+    """
+    if raw.get("thinker_config") is None:
+        return raw
+    whole = complete(raw, kind)
+    typed = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
+    return typed | dict(whole["thinker_config"]) | {"architectures": [thinker]}
+
+
+def read_audio(model: Mapping[str, Any], kind: str, dtype: str) -> AudioConfig:
+    """Reads the audio part of a thinker's configuration.
+
+    Raises:
+      ConfigError: no such part, a key that is not known, or a depth that is said twice and differs.
+    """
+    part = need(model, "audio_config")
+    found = part.get("model_type", kind)
+    if found != kind:
+        raise ConfigError(f"audio_config: got type {found!r}; expected {kind!r}")
+    raw = complete(part, kind, "audio_config")
+    depth = raw["encoder_layers"]
+    if raw["num_hidden_layers"] not in (None, depth):
+        raise ConfigError(f"audio num_hidden_layers: got {raw['num_hidden_layers']}; expected encoder_layers, {depth}")
+
+    chunk = 2 * raw["n_window"]
+    return AudioConfig(
+        mels=raw["num_mel_bins"],
+        depth=depth,
+        width=raw["d_model"],
+        heads=raw["encoder_attention_heads"],
+        intermediate=raw["encoder_ffn_dim"],
+        output_width=raw["output_dim"],
+        chunk=chunk,
+        positions=raw["max_source_positions"],
+        attention_chunks=raw["n_window_infer"] // chunk if "n_window_infer" in raw else 1,
+        downsampling=raw.get("downsample_hidden_size", 0),
+        activation=raw["activation_function"],
+        dtype=dtype,
+    )
+
+
+def read_marks(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the ids of start and end tokens, and the rate of positions, by `OmniConfig`'s names."""
+    marks = {name.removesuffix("_id"): model[name] for name in MARKS}
+    return marks | {"tokens_per_second": need(model, "position_id_per_seconds")}
+
+
+class OmniModel(TowerModel):
+    """Vision tower, audio encoder and decoder with their parameters."""
+
+    def __init__(
+        self,
+        tower: Callable[[Any, nnx.Rngs], Any],
+        audio: Callable[[AudioConfig, nnx.Rngs], Any],
+        config: OmniConfig,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(tower, config, rngs)
+        self.audio = audio(config.audio, rngs)
+
+    def encode_audio(self, inputs: Float[Array, "C F M"], plan: Mapping[str, Array]) -> Float[Array, "one E D"]:
+        """Returns the features of sounds, which `plan_audio` cut into chunks."""
+        return self.audio(inputs, **plan)[None]
+
+
+def omni_positions(fractional: bool) -> Callable[[OmniConfig, np.ndarray, Mapping[str, Any]], np.ndarray]:
+    """Returns the rule of positions of a family: Qwen3-Omni's times are fractional, Qwen2.5-Omni's truncated."""
+
+    def positions(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+        grids = (arrays.get(f"{kind}_grid_thw") for kind in ("image", "video"))
+        images, videos = (np.asarray([] if grid is None else grid, np.int32).reshape(-1, 3) for grid in grids)
+        seconds = np.asarray(arrays.get("second_per_grid_ts", ()), np.float32)
+        if len(seconds) != len(videos):
+            raise InputError(f"second_per_grid_ts: got {len(seconds)} values; expected one per video ({len(videos)})")
+
+        frames = np.asarray(arrays.get("feature_attention_mask", np.zeros((0, 0)))).sum(axis=1)
+        rule = OmniPositionConfig(
+            config.image_token,
+            config.video_token,
+            config.audio_token,
+            config.vision_start_token,
+            config.audio_start_token,
+            config.vision.merge,
+            config.tokens_per_second,
+            fractional,
+        )
+        sounds = [config.audio.tokens(int(count)) for count in frames]
+        return get_omni_positions(input_ids, images, videos, seconds, sounds, rule)[0]
+
+    return positions
+
+
+def plan_sounds(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    """Returns what the audio encoder takes of a prompt; None without sounds.
+
+    Raises:
+      InputError: features and mask of other shapes, or placeholders that are not as many as the sounds ask for.
+    """
+    features, mask = arrays.get("input_features"), arrays.get("feature_attention_mask")
+    if features is None and mask is None:
+        return None
+    shapes, mels = (
+        (np.shape(() if features is None else features), np.shape(() if mask is None else mask)),
+        config.audio.mels,
+    )
+    if len(shapes[0]) != 3 or shapes[0][1] != mels or shapes[1] != (shapes[0][0], shapes[0][2]):
+        raise InputError(
+            f"input_features, feature_attention_mask: got shapes {shapes[0]} and {shapes[1]}; expected "
+            f"[sounds, {mels}, frames] and [sounds, frames]"
+        )
+    if not shapes[0][0]:
+        return None
+
+    mask = np.asarray(mask)
+    expected = sum(config.audio.tokens(int(frames)) for frames in mask.sum(axis=1))
+    found = int((input_ids == config.audio_token).sum())
+    if found != expected:
+        raise InputError(f"input_ids: got {found} audio placeholders; expected {expected} for the sounds given")
+    return plan_audio(config.audio, np.asarray(features), mask)
+
+
+def process_sounds(sounds: Sequence[Audio], settings: MelConfig, padded: bool) -> dict[str, np.ndarray]:
+    """Turns sounds into log-mel features, each as if it were alone (`log_mel` says what `padded` is).
+
+    Returns:
+      `input_features` float32 [sounds, bins, frames], padded with zeros, and `feature_attention_mask` int32 [sounds,
+      frames].
+
+    Raises:
+      InputError: as `read_sound` and `log_mel`.
+    """
+    found = []
+    for number, sound in enumerate(sounds):
+        wave = read_sound(sound, settings.sampling_rate, f"audio {number}")
+        found.append(log_mel(wave, settings, padded))
+
+    longest = max(features.shape[1] for features in found)
+    padding = [longest - features.shape[1] for features in found]
+    return {
+        "input_features": np.stack([np.pad(x, ((0, 0), (0, more))) for x, more in zip(found, padding, strict=True)]),
+        "feature_attention_mask": np.stack([(np.arange(longest) < longest - more) for more in padding]).astype(
+            np.int32
+        ),
+    }
+
+
+def sound_medium(padded: bool) -> Medium:
+    """Returns what a family does with sounds; `padded` as `log_mel` takes it."""
+
+    def process(sounds: Sequence[Audio], settings: MelConfig) -> dict[str, np.ndarray]:
+        return process_sounds(sounds, settings, padded)
+
+    def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+        before, after = _sound_marks(config)
+        count = config.audio.tokens(int(arrays["feature_attention_mask"][index].sum()))
+        return [*before, *[config.audio_token] * count, *after]
+
+    def written(config: OmniConfig, tokenizer: Any) -> tuple[str, str, str]:
+        before, after = _sound_marks(config)
+        pad, start, end = texts_of(tokenizer, [config.audio_token, *before, *after])
+        return pad, start, end
+
+    return Medium(MelConfig.from_directory, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
+
+
+def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
+    """Returns the ids before and after a sound."""
+    if config.audio_end_token is None:
+        raise InputError(
+            "audio: got a configuration without audio_end_token_id; expected one, or token ids of a prompt"
+        )
+    return [config.audio_start_token], [config.audio_end_token]
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniVideoConfig(VideoConfig):
+    """How a family's videos become pixels, and their sounds log-mel features."""
+
+    mel: MelConfig
+
+
+def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **defaults: Any) -> Medium:
+    """Returns what a family does with videos.
+
+    Args:
+      padded: as `log_mel` takes it, of their sounds. interleaved: (seconds at which each of a video's tokens is shown,
+        tokens of its sound, positions per second) → True for tokens of the video, in the order of both.
+      defaults: of the settings.
+    """
+    read = VideoConfig.reader(**defaults)
+
+    def settings(directory: str | os.PathLike[str]) -> OmniVideoConfig:
+        found = read(directory)
+        return OmniVideoConfig(found.pixels, found.options, MelConfig.from_directory(directory))
+
+    def process(videos: Sequence[Video], settings: OmniVideoConfig) -> dict[str, np.ndarray]:
+        arrays, temporal = process_qwen2_videos(videos, settings), settings.pixels.temporal_patch_size
+        # As the authors' processors count: by the rate that was asked for, not by that of the frames that were found.
+        seconds = arrays["second_per_grid_ts"].astype(np.float64)
+        for number, video in enumerate(videos):
+            given = video.rate is not None or video.timestamps is not None
+            if video.frames is None and (video.fps is not None or not given):
+                seconds[number] = temporal / (video.fps or settings.option("fps", FPS))
+
+        heard = [Audio(video.read().source) for video in videos if video.sound]
+        sounds = process_sounds(heard, settings.mel, padded) if heard else {}
+        numbers = np.cumsum([video.sound for video in videos]) - 1
+        which = np.where([video.sound for video in videos], numbers, -1)
+        return arrays | {"second_per_grid_ts": seconds, _SOUNDS: which} | sounds
+
+    def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+        time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
+        frame = height * width // config.vision.merge**2
+        start, end, sound = [config.vision_start_token], [config.vision_end_token], int(arrays[_SOUNDS][index])
+        if sound < 0:
+            return [*start, *[config.video_token] * (time * frame), *end]
+
+        before, after = _sound_marks(config)
+        count = config.audio.tokens(int(arrays["feature_attention_mask"][sound].sum()))
+        shown = np.repeat(np.arange(time), frame) * float(arrays["second_per_grid_ts"][index])
+        mixed = interleaved(shown, count, config.tokens_per_second)
+        return [*start, *before, *np.where(mixed, config.video_token, config.audio_token).tolist(), *after, *end]
+
+    return Medium(settings, process, tokens, qwen_written)
+
+
+def join_sounds(config: OmniConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Returns a prompt's arrays: those of images, videos and sounds, with the sounds of videos among the others in the
+    prompt's order.
+    """
+    whole = {name: array for part in arrays.values() for name, array in part.items() if name != _SOUNDS}
+    of_videos, alone = iter(arrays.get("video", {}).get(_SOUNDS, ())), itertools.count()
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    for sort in order:
+        number = {"video": lambda: int(next(of_videos)), "audio": lambda: next(alone)}.get(sort, lambda: -1)()
+        if number >= 0:
+            rows.append(tuple(arrays[sort][name][number] for name in SOUNDS))
+    if not rows:
+        return whole
+
+    longest = max(mask.size for _, mask in rows)
+    features = [np.pad(mel, ((0, 0), (0, longest - mel.shape[1]))) for mel, _ in rows]
+    masks = [np.pad(mask, (0, longest - mask.size)) for _, mask in rows]
+    return whole | dict(zip(SOUNDS, (np.stack(features), np.stack(masks)), strict=True))

@@ -1,0 +1,123 @@
+"""Qwen3-Omni's thinker: Qwen3-VL-MoE's decoder and vision tower, deepstack among them, beside an audio encoder.
+
+Source: transformers' Qwen3OmniMoeThinkerForConditionalGeneration.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from kvpatch_jax.errors import ConfigError
+
+from ..checkpoints import TensorEntry
+from ..decoder.hf_config import Regime, need
+from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.images import HALVES
+from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
+from ..towers.qwen_audio import Qwen3AudioTower
+from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries
+from .family import Family, Shapes
+from .image_family import freeze, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
+from .omni import (
+    IGNORE,
+    NAMINGS,
+    OmniConfig,
+    OmniModel,
+    join_sounds,
+    omni_positions,
+    read_audio,
+    read_marks,
+    sound_medium,
+    thinker_of,
+    video_medium,
+)
+from .qwen3_vl import SECTIONS
+from .text_families import read_qwen3_moe
+
+THINKER = "Qwen3OmniMoeThinkerForConditionalGeneration"
+RELEASE = "Qwen3OmniMoeForConditionalGeneration"
+KIND = "qwen3_omni_moe"
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> OmniConfig:
+    """Reads `config.json` of a thinker, or of a full release."""
+    raw = thinker_of(raw, KIND, THINKER)
+    model = whole(raw, f"{KIND}_thinker")
+    text = text_part(model, raw, (f"{KIND}_text",))
+    decoder = read_qwen3_moe(text, angles, regime, f"{KIND}_text", SECTIONS)
+
+    vision = vision_part(model, f"{KIND}_vision_encoder")
+    deepstack = tuple(need(vision, "deepstack_visual_indexes"))
+    if len(deepstack) > decoder.layers:
+        raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {decoder.layers}")
+    tower = Qwen3VisionConfig(
+        **qwen_tower_sizes(vision, decoder),
+        patch=one_size(vision, "patch_size"),
+        positions=need(vision, "num_position_embeddings"),
+        deepstack_layers=deepstack,
+        channels=vision["in_channels"],
+    )
+    return OmniConfig(
+        FAMILIES[THINKER],
+        decoder,
+        tower,
+        read_audio(model, f"{KIND}_audio_encoder", decoder.dtype),
+        image_token=need(model, "image_token_id"),
+        video_token=need(model, "video_token_id"),
+        audio_token=need(model, "audio_token_id"),
+        **read_marks(model),
+        raw=freeze(raw),
+    )
+
+
+def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
+    assert isinstance(config.vision, Qwen3VisionConfig)
+    decoder = decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."))
+    vision = qwen3_vision_entries(config.vision, "visual", mergers=QWEN3_OMNI_MERGERS)
+    return decoder + vision + qwen_audio_entries(config.audio, "audio_tower")
+
+
+PADDED = False
+"""Of sounds: they are mirrored at their end."""
+
+
+def _interleaved(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound by time; at the same time the video's come first."""
+    times = np.concatenate([shown * rate, np.arange(sounds)])
+    return np.argsort(times, kind="stable") < len(shown)
+
+
+VIDEOS = video_medium(
+    PADDED,
+    _interleaved,
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=3,
+    patch_size=16,
+    merge_size=2,
+    temporal_patch_size=2,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+)
+
+
+def _family(architecture: str, model_type: str) -> Family:
+    return Family(
+        architecture=architecture,
+        config=_read,
+        module=functools.partial(OmniModel, Qwen3VisionTower, Qwen3AudioTower),
+        entries=_entries,
+        positions=omni_positions(fractional=True),
+        vision=qwen_vision(plan_patches, "frames"),
+        video=VIDEOS,
+        audio=sound_medium(PADDED),
+        join=join_sounds,
+        ignore=IGNORE,
+        model_type=model_type,
+        namings=NAMINGS,
+    )
+
+
+FAMILIES = {THINKER: _family(THINKER, f"{KIND}_thinker"), RELEASE: _family(RELEASE, KIND)}
