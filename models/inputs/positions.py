@@ -207,8 +207,8 @@ def _time_steps(count: int, seconds: float | None, rate: int | float, video_rule
     if seconds is None:
         return np.arange(count)
     # Rounded in float32 as torch does, in the order in which each version multiplies; then truncated.
-    steps, second, rate = np.arange(count, dtype=np.float32), np.float32(seconds), np.float32(rate)
-    return (steps * second * rate if video_rule == "max" else steps * (rate * second)).astype(np.int32)
+    steps, second, each = np.arange(count, dtype=np.float32), np.float32(seconds), np.float32(rate)
+    return (steps * second * each if video_rule == "max" else steps * (each * second)).astype(np.int32)
 
 
 def _extent(block: np.ndarray, grid: Grid, merge: int, by_time: bool) -> int:

@@ -91,13 +91,12 @@ NAMES = {
     "qwen25vl_trainer_keys": "a fine-tune of Qwen2.5-VL-7B with keys of a trainer",
     "qwen25vl_unsloth": "a fine-tune of Qwen2.5-VL-7B by Unsloth",
     "qwen2_5_7b": "Qwen/Qwen2.5-7B",
+    "qwen3_omni_5_7": "Qwen/Qwen3-Omni-30B-A3B-Instruct as transformers 5.7 writes it",
 }
 """What the files of `released/` are of."""
-CUT = {"kimi_k25_release"}
+CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
-    "Qwen2_5OmniForConditionalGeneration": "Qwen2.5-Omni",
-    "Qwen3OmniMoeForConditionalGeneration": "Qwen3-Omni",
     "Gemma4ForConditionalGeneration": "Gemma 4",
     "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL-7B",
     "deepseek_vl_v2": "DeepSeek-VL2",
@@ -150,6 +149,7 @@ REFUSED = {
 
 WARNED = {
     "OpenGVLab/InternVL3_5-8B": {"use_fa3"},
+    "Qwen/Qwen2.5-Omni-7B-AWQ": {"enable_audio_output_"},
     "humain-ai/ALLaM-7B-Instruct-preview": {"internal_version"},
     "a fine-tune of Qwen2.5-VL-7B by Unsloth": {"unsloth_fixed", "unsloth_version"},
     "a fine-tune of Qwen2.5-VL-7B that names its model": {"model_name"},
