@@ -79,8 +79,8 @@ def load(
     # The authors' own formats are read as the family that transformers made of them.
     name = _architecture(files.config, files.name)
     authors = AUTHORS.get(name)
-    family = FAMILIES[name] if authors is None else authors.family
     raw = files.config if authors is None else authors.config(files.config, root)
+    family = FAMILIES[name if authors is None else raw["architectures"][0]]
     config = family.config(raw, angles, regime)
 
     dtype = dtype or files.dtype()
@@ -119,7 +119,7 @@ def load(
         image_config=image_config,
         tokenizer=tokenizer,
         buckets=buckets,
-        chat_template=files.chat_template(),
+        chat_template=files.chat_template() if authors is None else authors.chat_template(files.config, root),
         mesh=mesh,
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),

@@ -30,6 +30,7 @@ TINY = {
     "LlavaNextForConditionalGeneration": "llava_next",
     "Kimi_K25ForConditionalGeneration": "kimi_vl",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
+    "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
     "InternVLForConditionalGeneration": "internvl",
     "SmolVLMForConditionalGeneration": "smolvlm",
     "LlamaForCausalLM": "llama3_1",
@@ -48,6 +49,7 @@ _KIMI_K25 = "transformers has no such class; Kimi_K25 is the same function of im
 UNTIMED = dict.fromkeys(("KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"), _KIMI_K25)
 REGIMES = {"Phi3ForCausalLM": "long"}
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+PICTURES += ("high_res_pixel_values",)
 
 
 def qwen2_config(

@@ -41,6 +41,7 @@ USED = 0.9
 TILES = {
     "LlavaForConditionalGeneration": 1,
     "DeepseekVLForConditionalGeneration": 1,
+    "DeepseekVLHybridForConditionalGeneration": 1,
     "LlavaNextForConditionalGeneration": 5,
     "InternVLForConditionalGeneration": 13,
     "SmolVLMForConditionalGeneration": 17,
@@ -200,7 +201,11 @@ def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarra
         if architecture == "LlavaNextForConditionalGeneration":
             shape, sizes = (1, tiles, *side), {"image_sizes": np.array([[tower.image * 2, tower.image * 2]])}
             return {f"{tiles} tiles": (shape, sizes, len(packing_index(config.glue.tiles, sizes["image_sizes"])))}
-        return {f"{tiles} tiles": ((tiles, *side), {}, tiles * config.tile_tokens)}
+        further = {}
+        if architecture == "DeepseekVLHybridForConditionalGeneration":
+            shape = (tiles, config.high.channels, config.high.image, config.high.image)
+            further = {"high_res_pixel_values": np.broadcast_to(np.float32(1), shape)}
+        return {f"{tiles} tiles": ((tiles, *side), further, tiles * config.tile_tokens)}
 
     images = {}
     for size in MEGAPIXELS:

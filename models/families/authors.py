@@ -12,9 +12,15 @@ from typing import Any
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import LoRASource, Rule, TensorSource, ViewSource
-from .family import Family
+from ..inputs.chat import ChatTemplate
+from ..inputs.tokenizer_files import TOKENIZER_CONFIG_FILE
 
 Raw = Mapping[str, Any]
+
+
+def no_template(raw: Raw) -> None:
+    """Says that a format's prompts are not known."""
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +29,26 @@ class AuthorsFormat:
 
     Attributes:
       architecture: the name in its `config.json`. model_type: for a file that names none.
-      family: what it is read as.
-      config: (config.json, directory) → `config.json` of that family.
+      config: (config.json, directory) → `config.json` of the family that it is read as, named in `architectures`.
       rules: (configuration, config.json) → what the tensors become.
       settings: (config.json, directory) → image settings.
+      template: config.json → the authors' prompt format as a chat template; None where that is not known. The one in
+        `tokenizer_config.json` knows no images.
     """
 
     architecture: str
     model_type: str
-    family: Family
     config: Callable[[Raw, Path], dict[str, Any]]
     rules: Callable[[Any, Raw], Sequence[Rule]]
     settings: Callable[[Raw, Path], Any]
+    template: Callable[[Raw], str | None] = no_template
+
+    def chat_template(self, raw: Raw, root: Path) -> ChatTemplate | None:
+        """Returns the directory's template for messages with images, or else the authors' format as one."""
+        found, source = ChatTemplate.from_directory(root), self.template(raw)
+        if source is None or (found is not None and not found.name.endswith(TOKENIZER_CONFIG_FILE)):
+            return found
+        return ChatTemplate.of_source(source, root, f"{root} ({self.architecture}'s own format)")
 
     def merged(self, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
         """Returns a checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are
@@ -52,7 +66,7 @@ class AuthorsFormat:
         Raises:
           WeightsError: one that does not have the size that the configuration says.
         """
-        return ViewSource(source, self.rules(config, raw), f"{self.architecture}, here as {self.family.architecture}")
+        return ViewSource(source, self.rules(config, raw), f"{self.architecture}, here as {config.family.architecture}")
 
 
 def expect(raw: Raw, place: str, **values: Any) -> None:

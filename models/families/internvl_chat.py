@@ -154,4 +154,4 @@ def _settings(raw: Raw, root: Path) -> PictureConfig:
     return PictureConfig.from_dict(options | {name: given[name] for name in _IMAGENET if given.get(name)})
 
 
-FORMAT = AuthorsFormat(ARCHITECTURE, "internvl_chat", internvl.FAMILY, _config, _rules, _settings)
+FORMAT = AuthorsFormat(ARCHITECTURE, "internvl_chat", _config, _rules, _settings)

@@ -1,6 +1,17 @@
 """Every family, by its architecture's name in `config.json`."""
 
-from . import deepseek_vl, internvl, internvl_chat, kimi_vl, llava, multi_modality, qwen2_5_vl, qwen3_vl, smolvlm
+from . import (
+    deepseek_vl,
+    deepseek_vl_hybrid,
+    internvl,
+    internvl_chat,
+    kimi_vl,
+    llava,
+    multi_modality,
+    qwen2_5_vl,
+    qwen3_vl,
+    smolvlm,
+)
 from .authors import AuthorsFormat
 from .family import Family
 from .text_families import TEXT_FAMILIES
@@ -12,6 +23,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *llava.FAMILIES.values(),
         *kimi_vl.FAMILIES.values(),
         deepseek_vl.FAMILY,
+        deepseek_vl_hybrid.FAMILY,
         internvl.FAMILY,
         smolvlm.FAMILY,
     )

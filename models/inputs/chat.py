@@ -59,6 +59,11 @@ class ChatTemplate:
 
         return None
 
+    @classmethod
+    def of_source(cls, source: str, directory: str | os.PathLike[str], name: str) -> "ChatTemplate":
+        """Returns a template that is not in the directory, with the special tokens that are."""
+        return cls(source, _special_tokens(read_table(Path(directory) / TOKENIZER_CONFIG_FILE)), name)
+
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """Returns the messages as one text.
 

@@ -47,16 +47,20 @@ def norm_entries(name: str, path: ParamPath, *, stack: bool = False) -> list[Ten
     return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in NORM]
 
 
-def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True) -> list[TensorEntry]:
-    """Returns a stack of `PlainBlock`; `name` holds `{layer}`, `names` says what the file calls our parts."""
+def block_entries(
+    name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True, stack: bool = True
+) -> list[TensorEntry]:
+    """Returns a stack of `PlainBlock` (or, with `stack=False`, one by one, `path` holding `{layer}` too); `name` holds
+    `{layer}`, `names` says what the file calls our parts.
+    """
     entries: list[TensorEntry] = []
     for ours, theirs in names.items():
         place = (*path, *ours.split("."))
         if ours.endswith("_norm"):
-            entries += norm_entries(f"{name}.{theirs}", place, stack=True)
+            entries += norm_entries(f"{name}.{theirs}", place, stack=stack)
         else:
             bias = qkv_bias or ours not in ("query", "key", "value", "qkv")
-            entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
+            entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=stack)
 
     return entries
 

@@ -339,7 +339,8 @@ def test_what_is_not_built_of_internvl_chat_is_refused(path, value, message, int
     ("path", "value", "message"),
     [
         ("gen_vision_config", {"cls": "VQ-16"}, "'gen_vision_config': .*which this library does not know"),
-        ("vision_config.cls", "HybridVisionTower", "cls 'HybridVisionTower'; expected 'CLIPVisionTower'"),
+        ("vision_config.cls", "SigLIP", "cls 'SigLIP'; expected 'CLIPVisionTower' or 'HybridVisionTower'"),
+        ("vision_config.cls", "HybridVisionTower", r"got image_size 16, which is not built; .*'high_res_cfg'"),
         (
             "vision_config.params.model_name",
             "sam_b_downsample",

@@ -22,7 +22,9 @@ from tests.tolerances import assert_close_to_largest
 BAR = 2e-4
 close = functools.partial(assert_close_to_largest, bar=BAR)
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"]
+FAMILIES += ["deepseek_vl_hybrid"]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+INPUTS += ("high_res_pixel_values",)
 
 
 PARTS = ("qwen3_vl_moe", "llava")

@@ -26,12 +26,14 @@ FAMILIES = [
             "llava",
             "llava_next",
             "deepseek_vl",
+            "deepseek_vl_hybrid",
             "internvl",
             "smolvlm",
         )
     ),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+INPUTS += ("high_res_pixel_values",)
 DELTAS = (1, 37, 1000, 100_000)
 
 

@@ -6,9 +6,9 @@ derives); its `ONLY` those of which one value is built, which is what an absent 
 
 from typing import Any
 
-from . import kimi, plain_towers, qwen_vl, texts
+from . import kimi, paper_models, plain_towers, qwen_vl, texts
 
-MODULES = (texts, qwen_vl, plain_towers, kimi)
+MODULES = (texts, qwen_vl, plain_towers, kimi, paper_models)
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}
 ONLY: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.ONLY.items()}

@@ -38,7 +38,7 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size
+        mm_hidden_size text_hidden_size output_channels mlp_dim
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
@@ -46,21 +46,24 @@ _KINDS = {
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
-        routed_scaling_factor downsample_ratio layer_scale_init_value
+        routed_scaling_factor downsample_ratio layer_scale_init_value mlp_ratio
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
-        vision_use_head
+        vision_use_head qkv_bias use_abs_pos use_rel_pos
     """,
     "a text": """
         hidden_act topk_method scoring_func projector_hidden_act vision_feature_select_strategy norm_type
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
-        image_grid_pinpoints
+        image_grid_pinpoints global_attn_indexes
     """,
-    "a table": "rope_scaling rope_parameters text_config language_config vision_config linear_attn_config",
+    "a table": """
+        rope_scaling rope_parameters text_config language_config vision_config linear_attn_config
+        high_res_vision_config
+    """,
     "a positive whole number or a list": "image_size patch_size temporal_patch_size merge_kernel_size",
     "a whole number or a list": "vision_feature_layer",
 }
@@ -71,7 +74,7 @@ NULL = words(
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
-    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size
+    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size mlp_dim high_res_vision_config
     """
 )
 """Keys whose null has a meaning of its own."""
