@@ -3,6 +3,7 @@
 from . import (
     deepseek_vl,
     deepseek_vl_hybrid,
+    internlm2,
     internvl,
     internvl_chat,
     kimi_vl,
@@ -33,6 +34,6 @@ IMAGE_FAMILIES: dict[str, Family] = {
 FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES
 
 AUTHORS: dict[str, AuthorsFormat] = {
-    found.architecture: found for found in (internvl_chat.FORMAT, multi_modality.FORMAT)
+    found.architecture: found for found in (internvl_chat.FORMAT, multi_modality.FORMAT, internlm2.FORMAT)
 }
 """Authors' own formats of some of them, by their architecture's name."""

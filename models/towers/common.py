@@ -20,7 +20,7 @@ from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, in_blocks, normal
+from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal
 from ..decoder.stacks import layers_to_scan
 
 VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -28,6 +28,9 @@ VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+QK_NORM_EPSILON = 1e-6
 
 
 def check_heads(width: int, heads: int, multiple: int = 1) -> None:
@@ -61,7 +64,8 @@ class BlockConfig:
     """Sizes and switches of a tower's transformer block.
 
     `fused` keeps query, key and value in one matrix, as the file has it; `layer_scale` multiplies both updates by a
-    learned vector (InternViT).
+    learned vector (InternViT). InternViT-6B has `rms_norms` and, with `qk_norm`, RMS norms over the whole width of
+    query and key.
     """
 
     width: int
@@ -72,9 +76,13 @@ class BlockConfig:
     fused: bool = False
     layer_scale: bool = False
     qkv_bias: bool = True
+    rms_norms: bool = False
+    qk_norm: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.fused and self.qk_norm:
+            raise ConfigError("vision block: got norms of query and key in one matrix; expected them in two")
         if self.activation not in VISION_ACTIVATIONS:
             raise ConfigError(
                 f"vision activation: got {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}"
@@ -108,21 +116,28 @@ class PlainMLP(nnx.Module):
 
 
 class PlainBlock(nnx.Module):
-    """Pre-norm attention and MLP with layer norms (or, with `lead=(depth,)`, a stack of them to scan over)."""
+    """Pre-norm attention and MLP (or, with `lead=(depth,)`, a stack of them to scan over)."""
 
     def __init__(self, config: BlockConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = ()):
         dtype, width = jnp.dtype(config.dtype), config.width
         norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         linear = {"rngs": rngs, "lead": lead, "dtype": dtype}
-        self.attention_norm = LayerNorm(width, **norm)
+        Norm = RMSNorm if config.rms_norms else LayerNorm
+        self.attention_norm = Norm(width, **norm)
 
         if config.fused:
             self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
         else:
             self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
 
+        # Their epsilon is the class's own, whatever that of the others is.
+        def qk_norm():
+            return RMSNorm(width, epsilon=QK_NORM_EPSILON, lead=lead, dtype=dtype) if config.qk_norm else None
+
+        self.query_norm, self.key_norm = qk_norm(), qk_norm()
+
         self.output = Linear(width, width, bias=True, **linear)
-        self.mlp_norm = LayerNorm(width, **norm)
+        self.mlp_norm = Norm(width, **norm)
         self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
 
         def scale():
@@ -139,7 +154,10 @@ class PlainBlock(nnx.Module):
             # The matrix has all queries first, then all keys, then all values.
             query, key, value = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, *shape[-2:]), -3, 0)
             return query, key, value
-        return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
+        query, key = self.query(x), self.key(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query.reshape(shape), key.reshape(shape), self.value(x).reshape(shape)
 
     def attend(
         self,

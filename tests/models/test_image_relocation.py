@@ -28,6 +28,7 @@ FAMILIES = [
             "deepseek_vl",
             "deepseek_vl_hybrid",
             "internvl",
+            "internvl_6b",
             "smolvlm",
         )
     ),
