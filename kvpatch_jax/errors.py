@@ -66,6 +66,10 @@ class ConfigError(KVPatchError):
     """A configuration with a missing, unknown or contradictory entry."""
 
 
+class HubError(ConfigError):
+    """A repository of the Hugging Face hub that is not there, not accessible or not reached, and not cached whole."""
+
+
 class PoolError(KVPatchError):
     """A pool that is full or was donated; slots that are outside, shared or not expressible in page tables."""
 

@@ -5,6 +5,7 @@ from kvpatch_jax.sampling import Sampling as Sampling
 from kvpatch_jax.sampling import TextPiece as TextPiece
 
 from .backbone import ModelBackbone as ModelBackbone
+from .decoder.known_keys import UnknownKeyWarning as UnknownKeyWarning
 from .directory import load as load
 from .directory import save as save
 from .families.registry import FAMILIES as FAMILIES

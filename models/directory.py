@@ -4,9 +4,8 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,14 +16,15 @@ from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
+from .decoder.known_keys import reading
 from .decoder.sharding import check_parameters, parameter_shardings
+from .families.architectures import find_architecture
 from .families.family import abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
+from .hub import resolve
 from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
-
-_BY_MODEL_TYPE = {family.model_type: family.architecture for family in (*FAMILIES.values(), *AUTHORS.values())}
 
 
 def load(
@@ -36,13 +36,16 @@ def load(
     mesh: Mesh | None = None,
     adapter: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
+    revision: str | None = None,
+    ignore: Collection[str] = (),
 ) -> ModelBackbone:
     """Loads a backbone.
 
     Args:
       directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
         preprocessor_config.json), a GGUF file, or a directory that holds exactly one. Quantised weights are
-        dequantised. `~` is the user's folder.
+        dequantised. `~` is the user's folder. A str "owner/name" that is no directory here is a repository of the
+        Hugging Face hub: the snapshot in the hub's cache, downloaded where it is not there, its size said before.
       dtype: "float32" or "bfloat16"; when None the one at the top of the configuration, else that of the weights.
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
@@ -52,36 +55,53 @@ def load(
       mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/decoder/sharding.py` says; each shard
         goes from the file straight to its devices. None puts everything on the default device.
       adapter: a directory with a LoRA adapter as peft saves it, merged into the weights in float32 and rounded once.
-        Tokenizer and chat template stay those of `directory`.
+        Tokenizer and chat template stay those of `directory`. It too may be "owner/name" (its main branch).
       progress: a bar on stderr while weights are read: True draws one, False none, None one if stderr is a terminal and
         `tqdm` is installed.
+      revision: of a repository of the hub: a commit (which costs no request once it is cached), tag or branch; None
+        for the main branch.
+      ignore: keys of config.json that this library does not know and that change nothing, as the caller knows.
 
     Raises:
-      ConfigError: no such directory (names of the Hugging Face hub are not fetched: the message says how to download a
-        checkpoint), no readable config.json, weights quantised in a way that is not read, a key that is
-        not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none, an
-        architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
-        number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
+      ConfigError: no such directory, no readable config.json, weights quantised in a way that is not read, a key that
+        may change what the model computes and is not known, or one not of its kind, a layer that keeps no KV, a regime
+        for a rope that has none, an architecture that is not built (the known ones are listed), a name in `ignore` that
+        is known or not there, or a mesh without the axis "tensor" or with a number of devices on it that does not
+        divide the model's heads, KV heads, MLP widths or experts.
+      HubError: no such repository or revision, one that is gated or private, or neither the hub nor its cache.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
-      MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
-        (Pillow and jinja2 are asked for when an image or a chat template is first used.)
+      MissingExtraError: a tokenizer.json where `tokenizers` is not installed, `progress=True` without `tqdm`, or a
+        repository's name without `huggingface_hub`. (Pillow and jinja2 are asked for when an image or a chat template
+        is first used.)
+
+    Warns:
+      UnknownKeyWarning: a key of config.json that no class of transformers reads, once.
     """
-    root = path_of(directory, "load", ConfigError, "a checkpoint's directory or GGUF file")
-    adapter = None if adapter is None else path_of(adapter, "load: adapter", ConfigError, "an adapter's directory")
     if dtype is not None and dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
+    if isinstance(ignore, str):
+        raise ConfigError(f"load: got ignore {ignore!r:.80}; expected a list of keys")
 
+    # Last of the arguments, since they may be downloaded.
+    root = resolve(directory, revision, "load", "a checkpoint's directory or GGUF file, or owner/name")
+    if adapter is not None:
+        adapter = resolve(adapter, None, "load: adapter", "an adapter's directory, or owner/name")
     files = open_files(root)
 
     # The authors' own formats are read as the family that transformers made of them.
-    name = _architecture(files.config, files.name)
+    name = find_architecture(files.config, files.name)
     authors = AUTHORS.get(name)
-    raw = files.config if authors is None else authors.config(files.config, root)
-    family = FAMILIES[name if authors is None else raw["architectures"][0]]
-    config = family.config(raw, angles, regime)
+    with reading(files.name, ignore):
+        raw = files.config if authors is None else authors.config(files.config, root)
+        family = FAMILIES[name if authors is None else raw["architectures"][0]]
+        config = family.config(raw, angles, regime)
+        if authors is not None:
+            image_config = authors.settings(files.config, root)
+        else:
+            image_config = None if family.vision is None else family.vision.settings(root)
 
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
@@ -103,14 +123,10 @@ def load(
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
-    if authors is not None:
-        image_config = authors.settings(files.config, root)
-    else:
-        image_config = None if family.vision is None else family.vision.settings(root)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
-    ignore = (*family.ignored(config), *map(re.escape, source.unused))
-    values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings, progress=progress)
+    unread = (*family.ignored(config), *map(re.escape, source.unused))
+    values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
 
     tokenizer, without = files.tokenizer()
     backbone = ModelBackbone(
@@ -160,14 +176,3 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root
-
-
-def _architecture(raw: Mapping[str, Any], path: str) -> str:
-    """Returns the architecture of a configuration, one that is known."""
-    names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
-    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: got architectures {names!r}; expected a list of names")
-    for name in names:
-        if name in FAMILIES or name in AUTHORS:
-            return str(name)
-    raise ConfigError(f"{path}: got architectures {names}; expected one of {sorted({*FAMILIES, *AUTHORS})}")

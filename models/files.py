@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,8 +9,15 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import ConfigError
 
-from .checkpoints import ADAPTER_CONFIG, TensorSource, open_gguf, open_safetensors, read_table, split_config
-from .checkpoints.ggml import find_gguf, read_config, read_header
+from .checkpoints import (
+    ADAPTER_CONFIG,
+    Conversion,
+    GgufConversion,
+    TensorSource,
+    find_conversion,
+    open_plain,
+    read_table,
+)
 from .inputs.chat import ChatTemplate
 from .inputs.gguf_tokenizer import gguf_chat_template, gguf_tokenizer, missing_tokenizer
 from .inputs.stops import read_answer_tokens, read_stop_tokens
@@ -65,28 +71,31 @@ class Files(Protocol):
 class DirectoryFiles:
     """A Hugging Face directory.
 
+    Args:
+      directory: the directory. conversion: how its weights are converted; None where they are plain.
+
     Raises:
-      ConfigError: no such directory, no readable config.json, or weights quantised in a way that is not read.
+      ConfigError: no such directory, or no readable config.json.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
-        self._root = Path(directory)
+    def __init__(self, directory: str | os.PathLike[str], conversion: Conversion | None):
+        self._root, self._conversion = Path(directory), conversion
         self.name = str(self._root / "config.json")
-        self.config, self._quantisation = split_config(_read_config(self._root), self._root)
+        self.config = _read_config(self._root) if conversion is None else conversion.config
 
     def dtype(self) -> str | None:
         """See `Files`; that of most elements. None of quantised weights, which have no dtype of the model's."""
-        if self._quantisation is not None or any(self.config.get(name) for name in ("dtype", "torch_dtype")):
+        if self._conversion is not None or any(self.config.get(name) for name in ("dtype", "torch_dtype")):
             return None
         sizes: dict[str, int] = {}
-        for info in open_safetensors(self._root, None, "float32").tensors.values():
+        for info in open_plain(self._root).tensors.values():
             if info.dtype in _FLOATS:
                 sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
         return _FLOATS[max(sizes, key=lambda name: sizes[name])] if sizes else None
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""
-        return open_safetensors(self._root, self._quantisation, dtype)
+        return open_plain(self._root) if self._conversion is None else self._conversion.source(dtype)
 
     def tokenizer(self) -> tuple[Any, str]:
         """See `Files`."""
@@ -106,16 +115,11 @@ class DirectoryFiles:
 
 
 class GgufFiles:
-    """A GGUF file.
+    """A GGUF file."""
 
-    Raises:
-      ConfigError: metadata of a model that is not known. WeightsError: a damaged file.
-    """
-
-    def __init__(self, path: Path):
-        self.name = str(path)
-        self._header = read_header(path)
-        self.config = read_config(self._header)
+    def __init__(self, path: Path, conversion: GgufConversion):
+        self.name, self._conversion = str(path), conversion
+        self.config = conversion.config
 
     def dtype(self) -> str | None:
         """See `Files`: None, weights are dequantised to float32."""
@@ -123,22 +127,22 @@ class GgufFiles:
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""
-        return open_gguf(self._header, self.config, dtype)
+        return self._conversion.source(dtype)
 
     def tokenizer(self) -> tuple[Any, str]:
         """See `Files`."""
-        missing = missing_tokenizer(self._header.metadata)
+        missing = missing_tokenizer(self._conversion.metadata)
         if missing is not None:
             return None, f"{self.name}: {missing}"
-        return gguf_tokenizer(self._header.metadata, self.config["vocab_size"]), NO_TOKENIZER
+        return gguf_tokenizer(self._conversion.metadata, self.config["vocab_size"]), NO_TOKENIZER
 
     def chat_template(self) -> ChatTemplate | None:
         """See `Files`."""
-        return gguf_chat_template(self._header.metadata, self.name)
+        return gguf_chat_template(self._conversion.metadata, self.name)
 
     def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
         """See `Files`."""
-        named = (self._header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        named = (self._conversion.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
         return tuple(dict.fromkeys(int(number) for number in named if number is not None))
 
     def answer_tokens(self) -> int | None:
@@ -150,10 +154,13 @@ def open_files(checkpoint: str | os.PathLike[str]) -> Files:
     """Opens a Hugging Face directory, a GGUF file, or a directory with exactly one GGUF file and no safetensors.
 
     Raises:
-      ConfigError, WeightsError: see `DirectoryFiles` and `GgufFiles`.
+      ConfigError: no such file, no readable config.json, weights quantised in a way that is not read, or a GGUF file
+        with metadata of a model that is not known. WeightsError: a damaged GGUF file, or several.
     """
-    path = find_gguf(Path(checkpoint))
-    return DirectoryFiles(checkpoint) if path is None else GgufFiles(path)
+    conversion = find_conversion(Path(checkpoint))
+    if isinstance(conversion, GgufConversion):
+        return GgufFiles(conversion.path, conversion)
+    return DirectoryFiles(checkpoint, conversion)
 
 
 def _read_config(root: Path) -> dict[str, Any]:
@@ -165,10 +172,8 @@ def _read_config(root: Path) -> dict[str, Any]:
             "adapter: load(DIRECTORY, adapter=…)"
         )
     if not root.exists():
-        name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
         raise ConfigError(
-            f"{str(root)!r}: got no such file; expected a Hugging Face checkpoint directory on this machine. Names of "
-            f"the hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
-            f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
+            f"{str(root)!r}: got no such file; expected a Hugging Face checkpoint directory on this machine, or a "
+            "repository of the Hugging Face hub: load('owner/name'), a str"
         )
     return read_table(path, "a Hugging Face checkpoint directory")

@@ -6,7 +6,11 @@ byte of data is read, so a bad checkpoint raises one typed error and leaves noth
 """
 
 from .adapters import ADAPTER_CONFIG as ADAPTER_CONFIG
+from .adapters import ADAPTER_FILE as ADAPTER_FILE
 from .adapters import LoRASource as LoRASource
+from .conversion import Conversion as Conversion
+from .conversion import GgufConversion as GgufConversion
+from .conversion import find_conversion as find_conversion
 from .entries import Expected as Expected
 from .entries import ParamPath as ParamPath
 from .entries import Params as Params
@@ -18,13 +22,13 @@ from .naming import Naming as Naming
 from .naming import rename as rename
 from .naming import same as same
 from .naming import translate as translate
-from .opening import open_gguf as open_gguf
-from .opening import open_safetensors as open_safetensors
+from .opening import open_plain as open_plain
 from .opening import open_source as open_source
-from .quantised import split_config as split_config
 from .reading import load_weights as load_weights
 from .reading import same_tensors as same_tensors
 from .reading import tensor_shapes as tensor_shapes
+from .safetensors_files import INDEX_FILE as INDEX_FILE
+from .safetensors_files import SINGLE_FILE as SINGLE_FILE
 from .safetensors_files import SafetensorsSource as SafetensorsSource
 from .safetensors_files import weight_index as weight_index
 from .source import RenamedSource as RenamedSource

@@ -13,6 +13,7 @@ from kvpatch_jax.core import Rope, Scaling
 from kvpatch_jax.errors import ConfigError
 
 from .config import DecoderConfig, ExpertConfig, LatentConfig
+from .known_keys import passed_over
 
 Raw = Mapping[str, Any]
 Regime = str | int | None
@@ -157,7 +158,7 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     # What may change the frequencies and is not read is refused. A null says nothing; other kinds' keys do nothing.
     every = _ROPE_KEYS | _AXES | {"original_max_position_embeddings"} | frozenset().union(*_SCALING_KEYS.values())
     for key, value in table.items():
-        if key not in every and value is not None:
+        if key not in every and value is not None and not passed_over(key):
             raise ConfigError(
                 f"rope type {name!r}: got {key!r}: {value!r}, which is not known; expected one of "
                 f"{', '.join(sorted(_SCALING_KEYS[kind] | _ROPE_KEYS))}"

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoints import TensorInfo
-from models.checkpoints.quantised import DequantisedSource, read_quantisation
+from models.checkpoints.conversion.quantised import DequantisedSource, read_quantisation
 
 KINDS = {
     "float32": "F32",

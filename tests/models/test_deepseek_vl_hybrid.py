@@ -70,7 +70,7 @@ def test_scores_of_a_large_image_are_made_in_blocks(backbone):
         ({"high_res_vision_config": {"global_attn_indexes": []}}, "global_attn_indexes: got none"),
         ({"high_res_vision_config": {"global_attn_indexes": [4]}}, "expected layers of the tower's 4"),
         ({"high_res_vision_config": {"image_size": [32, 16]}}, "expected equal sides"),
-        ({"high_res_vision_config": {"use_fancy": True}}, "'use_fancy'.*not know for sam_vision_model"),
+        ({"high_res_vision_config": {"residual_multiplier": 2}}, "'residual_multiplier'.*not know for sam_vision_model"),
         ({"high_res_vision_config": {"image_size": 34}}, "expected a multiple of the patch, 4"),
     ],
 )

@@ -18,7 +18,7 @@ from kvpatch_jax.core import Scaling
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, MissingExtraError, WeightsError
 from models import load
 from models.checkpoints import flatten_params, open_source
-from models.checkpoints.ggml import read_config, read_header
+from models.checkpoints.conversion.gguf import read_config, read_header
 from models.inputs.gguf_tokenizer import gguf_tokenizer
 from tests.models.gguf_files import (
     HEAD,

@@ -10,7 +10,7 @@ import pytest
 
 from models import ModelBackbone, load
 from models.checkpoints import open_source
-from models.checkpoints.ggml import read_header
+from models.checkpoints.conversion.gguf import read_header
 
 pytestmark = pytest.mark.pretrained
 GOLDEN = Path(__file__).parents[1] / "goldens" / "smollm2.npz"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.checkpoints import TensorInfo
-from models.checkpoints.quantised import DequantisedSource, read_quantisation
+from models.checkpoints.conversion.quantised import DequantisedSource, read_quantisation
 from tests.models.quantised_arrays import (
     AWQ,
     FP8,

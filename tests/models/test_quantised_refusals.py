@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, WeightsError
-from models.checkpoints.quantised import Quantisation, read_quantisation
+from models.checkpoints.conversion.quantised import Quantisation, read_quantisation
 from tests.models.quantised_arrays import (
     AWQ,
     FP8,

@@ -1,7 +1,9 @@
 """Which keys of `config.json` are known, by `model_type`; one module per group of families.
 
 A module's `DEFAULTS` name every key that is read, and what an absent one means (None: nothing, or what its reader
-derives); its `ONLY` those of which one value is built, which is what an absent one means.
+derives); its `ONLY` those of which one value is built, which is what an absent one means; its `AUTHORS`, where it has
+any, the tables of authors' own formats, which no class of transformers reads. `class_keys.json` lists the keys that
+some class reads.
 """
 
 from typing import Any
@@ -12,3 +14,4 @@ MODULES = (texts, qwen_vl, plain_towers, kimi, paper_models)
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}
 ONLY: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.ONLY.items()}
+AUTHORS: frozenset[str] = frozenset().union(*(getattr(module, "AUTHORS", ()) for module in MODULES))

@@ -70,3 +70,5 @@ ONLY: dict[str, dict[str, Any]] = {
         "projector_hidden_act": "gelu",
     },
 }
+
+AUTHORS = {"kimi_vl", "moonvit", "kimi_k25_release", "kimi_k25_release_vision"}

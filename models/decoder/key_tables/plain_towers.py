@@ -69,3 +69,5 @@ ONLY: dict[str, dict[str, Any]] = {
     },
     "smolvlm_vision": {"vision_use_head": False, "use_base_siglip": False},
 }
+
+AUTHORS = {"internvl_chat", "intern_vit_6b", "multi_modality"}

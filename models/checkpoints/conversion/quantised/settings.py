@@ -1,7 +1,6 @@
 """What a configuration says of quantised weights: read strictly, or refused by name."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from ..json_table import read_table
+from ...json_table import read_table
 
 Raw = Mapping[str, Any]
 
@@ -142,20 +141,6 @@ def split_config(raw: Raw, root: Path) -> tuple[dict[str, Any], Quantisation | N
             found = [("hf_quant_config.json", {"quant_method": "modelopt"})]
 
     return rest, read_quantisation(found[0][1], found[0][0]) if found else None
-
-
-def find_quantisation(root: Path) -> Quantisation | None:
-    """Reads what a directory says of quantised weights; None where it says nothing.
-
-    Raises:
-      ConfigError: see `split_config`.
-    """
-    path = root / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: got a file that is not JSON ({error}); expected JSON") from error
-    return split_config(raw if isinstance(raw, dict) else {}, root)[1]
 
 
 def read_quantisation(table: Any, place: str = "quantization_config") -> Quantisation:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvpatch_jax.errors import WeightsError
 
-from ..source import TensorSource
+from ...source import TensorSource
 from .arithmetic import WORD, float8_values, scale_columns, scale_rows, unpack_columns, unpack_rows
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import WeightsError
 
-from ..source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
+from ...source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
 from .blocks import BlockType, block_type
 from .header import GgufHeader, GgufTensor
 

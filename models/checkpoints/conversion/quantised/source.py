@@ -1,8 +1,11 @@
 """`DequantisedSource`: the tensors of a quantised checkpoint as if it were a plain one."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +13,11 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import WeightsError
 
-from ..source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor, whole_region
+from ...json_table import read_table
+from ...safetensors_files import SafetensorsSource
+from ...source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor, whole_region
 from .arithmetic import WORD
-from .settings import Quantisation
+from .settings import Quantisation, split_config
 from .tensors import AwqTensor, GptqTensor, PackedTensor, QuantisedTensor, ScaledTensor
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -262,3 +267,28 @@ def check_plain_tensors(origin: str, tensors: Mapping[str, TensorInfo], why: str
                 f"{origin}: got tensor {name!r} ({info.dtype} {info.shape}) of quantised weights; expected settings "
                 f"that account for it ({why})"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedDirectory:
+    """A directory of quantised weights, as a `Conversion`."""
+
+    directory: Path
+    config: dict[str, Any]
+    quantisation: Quantisation
+
+    def source(self, dtype: DTypeLike) -> TensorSource:
+        """See `Conversion`."""
+        return DequantisedSource(SafetensorsSource(self.directory), self.quantisation, dtype)
+
+
+def find_quantised(directory: Path) -> QuantisedDirectory | None:
+    """Returns how a directory's weights are quantised; None where nothing in it says that they are.
+
+    Raises:
+      ConfigError: a `config.json` that is not JSON, or what `split_config` refuses.
+    """
+    path = directory / "config.json"
+    raw = read_table(path) if path.is_file() else {}
+    config, quantisation = split_config(raw, directory)
+    return None if quantisation is None else QuantisedDirectory(directory, config, quantisation)

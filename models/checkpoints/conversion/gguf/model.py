@@ -5,15 +5,17 @@ Source: llama.cpp's `convert_hf_to_gguf.py` and `gguf-py/gguf/constants.py`, whi
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 
-from ..source import OpenFile
-from .header import GgufHeader
-from .source import TensorLocation
+from ...source import OpenFile, TensorSource
+from .header import GgufHeader, read_header
+from .source import GgufSource, TensorLocation
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -249,7 +251,28 @@ def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     return {"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": longest, **same}
 
 
-def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
+class GgufConversion:
+    """A GGUF file, as a `Conversion`.
+
+    Attributes:
+      path: the file.
+      metadata: what the file says of itself, tokenizer and chat template included.
+      config: what follows from it.
+
+    Raises:
+      ConfigError, WeightsError: as `read_header` and `read_config`.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._header = path, read_header(path)
+        self.metadata, self.config = self._header.metadata, read_config(self._header)
+
+    def source(self, dtype: DTypeLike) -> TensorSource:
+        """See `Conversion`."""
+        return GgufSource(self._header, _tensor_places(self._header, self.config), dtype)
+
+
+def _tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
     """Maps Hugging Face's names to where a file's tensors lie. Unknown names stay, to be reported."""
     pairs = {}
     # llama.cpp rotates neighbours in this architecture, and its files have the rows in that order.

@@ -4,6 +4,6 @@ from .header import GgufHeader as GgufHeader
 from .header import find_gguf as find_gguf
 from .header import read_header as read_header
 from .model import ARCHITECTURES as ARCHITECTURES
+from .model import GgufConversion as GgufConversion
 from .model import read_config as read_config
-from .model import tensor_places as tensor_places
 from .source import GgufSource as GgufSource

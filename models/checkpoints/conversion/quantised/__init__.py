@@ -4,8 +4,7 @@ Sources: DeepSeek-V3's `README_WEIGHTS.md`; the packing of AutoAWQ, AutoGPTQ, GP
 """
 
 from .settings import Quantisation as Quantisation
-from .settings import find_quantisation as find_quantisation
 from .settings import read_quantisation as read_quantisation
-from .settings import split_config as split_config
 from .source import DequantisedSource as DequantisedSource
 from .source import check_plain_tensors as check_plain_tensors
+from .source import find_quantised as find_quantised

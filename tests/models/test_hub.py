@@ -1,0 +1,274 @@
+"""Checkpoints by their name on the hub: a hub of the tests' own and caches on disk; nothing outside is asked."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
+
+from kvpatch_jax.errors import ConfigError, HubError, MissingExtraError, WeightsError
+from models import load
+from models.hub import UNWANTED, WANTED, snapshot
+from tests.goldens.load import write_checkpoint
+from tests.models.fake_hub import COMMIT, FakeHub, serving
+
+ROOT = Path(__file__).parents[2]
+NAME = "someone/tiny-model"
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
+    """A hub with one small repository, and an empty cache; `huggingface_hub` has read neither from the environment."""
+    with serving() as found:
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for key, value in {
+            "ENDPOINT": found.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_PROGRESS_BARS": True,
+        }.items():
+            monkeypatch.setattr(constants, key, value)
+        found.repositories[NAME] = repository(tmp_path / "repository")
+        yield found
+
+
+def repository(root: Path) -> Path:
+    """A checkpoint, and beside it what is not to be downloaded."""
+    write_checkpoint("qwen2_5_vl", root)
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.gguf", "README.md", "onnx/model.onnx"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"x" * 1000)
+    (root / "chat_template.jinja").write_text("{{ messages }}")
+    (root / "onnx" / "config.json").write_text("{}")
+    return root
+
+
+def cached_files(path: Path) -> set[str]:
+    return {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
+
+
+WHOLE = {"config.json", "model.safetensors", "preprocessor_config.json", "chat_template.jinja"}
+
+
+def test_a_name_loads_the_model_that_its_directory_is(hub):
+    backbone, same = load(NAME), load(hub.repositories[NAME])
+    jax.tree.map(np.testing.assert_array_equal, backbone.parameters, same.parameters)
+    assert backbone.fingerprint == same.fingerprint
+
+
+def test_what_is_downloaded_is_what_is_read_and_its_size_is_said_before(hub, capsys):
+    path = snapshot(NAME)
+    assert path.name == COMMIT
+    assert cached_files(path) & WHOLE == WHOLE
+    assert not [name for name in cached_files(path) if name.endswith((".bin", ".gguf", ".md")) or "/" in name]
+    assert "consolidated.safetensors" not in cached_files(path)
+    size = sum((hub.repositories[NAME] / name).stat().st_size for name in cached_files(path))
+    said = capsys.readouterr().err
+    assert f"{NAME}: downloads {size / 1e6:.2f} MB of {size / 1e6:.2f} MB, {len(cached_files(path))} files" in said
+    assert f"revision='{COMMIT}' pins what it is" in said
+
+    snapshot(NAME)
+    assert capsys.readouterr().err == ""  # nothing is downloaded any more
+
+
+def test_a_pinned_commit_in_the_cache_costs_no_request(hub):
+    first = snapshot(NAME, COMMIT)
+    hub.requests.clear()
+    assert snapshot(NAME, COMMIT) == first
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("pinned", [None, "main"])
+def test_without_a_network_the_cache_answers(pinned, hub, monkeypatch, capsys):
+    first = snapshot(NAME, pinned)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert snapshot(NAME, pinned) == first
+    assert hub.requests == []
+    assert "cannot be reached (OfflineModeIsEnabled: " in capsys.readouterr().err
+
+
+def test_a_hub_that_is_down_is_no_answer(hub, monkeypatch, capsys):
+    first = snapshot(NAME)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert snapshot(NAME) == first
+    assert f"the hub cannot be reached (ConnectError: [Errno 111] Connection refused); {COMMIT} is used" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(HubError, match=r"nothing whole in the hub's cache \(.*\), and no answer from http://127"):
+        snapshot("someone/other")
+
+
+def test_a_cache_as_huggingface_hub_lays_it_is_read(hub, monkeypatch, tmp_path):
+    """Written by hand: blobs, links to them in a snapshot, and the commit that a branch is."""
+    store = tmp_path / "cache" / "models--someone--by-hand"
+    folder = store / "snapshots" / COMMIT
+    for part in (store / "blobs", store / "refs", folder):
+        part.mkdir(parents=True)
+    (store / "refs" / "main").write_text(COMMIT)
+    for number, file in enumerate(sorted(WHOLE)):
+        (store / "blobs" / str(number)).write_bytes((hub.repositories[NAME] / file).read_bytes())
+        os.symlink(store / "blobs" / str(number), folder / file)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load("someone/by-hand", revision=COMMIT).fingerprint == load(hub.repositories[NAME]).fingerprint
+    assert snapshot("someone/by-hand") == folder
+
+    (folder / "model.safetensors").unlink()  # as a program leaves it that wanted the configuration alone
+    with pytest.raises(HubError, match="nothing whole in the hub's cache"):
+        snapshot("someone/by-hand", COMMIT)
+
+
+def test_a_shard_that_is_missing_from_the_cache_is_downloaded(hub):
+    root = hub.repositories[NAME]
+    weights = (root / "model.safetensors").read_bytes()
+    (root / "model.safetensors").unlink()
+    for shard in ("one.safetensors", "two.safetensors"):
+        (root / shard).write_bytes(weights)
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    path = snapshot(NAME, COMMIT)
+    (path / "two.safetensors").unlink()
+    assert (snapshot(NAME, COMMIT) / "two.safetensors").is_file()
+
+
+def test_a_download_that_is_cut_off_goes_on_where_it_stopped(hub, monkeypatch):
+    weights = hub.repositories[NAME] / "model.safetensors"
+    weights.write_bytes(os.urandom(3_000_000))
+    hub.cut["model.safetensors"] = 2_000_000
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500_000)
+    path = snapshot(NAME)
+    assert (path / "model.safetensors").read_bytes() == weights.read_bytes()
+    # What was received in whole pieces is not asked for again.
+    starts = [
+        int(asked.split()[-1])
+        for asked in hub.requests
+        if asked.startswith("GET") and "model.safetensors from" in asked
+    ]
+    assert starts[0] == 0
+    assert 1_000_000 <= starts[-1] <= 2_000_000
+
+
+def test_of_a_download_that_ended_the_whole_files_are_kept(hub, capsys):
+    """As when the process is killed: the other files are not fetched again, and only the rest is announced."""
+    path = snapshot(NAME)
+    (path / "model.safetensors").unlink()
+    for blob in (path.parents[1] / "blobs").iterdir():
+        if blob.stat().st_size == (hub.repositories[NAME] / "model.safetensors").stat().st_size:
+            blob.unlink()
+    hub.requests.clear()
+    capsys.readouterr()
+    assert (snapshot(NAME) / "model.safetensors").is_file()
+    assert [
+        asked.split()[1].split("/")[-1] for asked in hub.requests if asked.startswith("GET") and " from " in asked
+    ] == ["model.safetensors"]
+    assert ", 1 files, to " in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_name_that_is_neither_here_nor_there_gives_both_hints(hub):
+    with pytest.raises(HubError) as refused:
+        load("output/checkpoint-500")
+    message = str(refused.value)
+    assert f"got neither a directory on this machine nor a repository of {hub.url}" in message
+    assert os.path.abspath("output/checkpoint-500") in message
+    assert "hf auth login" in message
+
+
+@pytest.mark.parametrize("revision", ["no-such-branch", "f" * 40])
+def test_a_revision_that_is_not_there(revision, hub):
+    with pytest.raises(HubError, match=f"got revision '{revision}', which it does not have"):
+        load(NAME, revision=revision)
+
+
+def test_a_gated_repository_says_how_to_get_in(hub):
+    hub.gated.add(NAME)
+    with pytest.raises(
+        HubError, match=rf"{NAME}: got a gated repository; .*{hub.url}/{NAME}.*`hf auth login`.*HF_TOKEN"
+    ):
+        load(NAME)
+
+
+def test_a_repository_without_safetensors_names_what_it_has(hub):
+    (hub.repositories[NAME] / "model.safetensors").unlink()
+    with pytest.raises(HubError, match=r"without safetensors \(it has consolidated\.safetensors, model\.gguf"):
+        load(NAME)
+    assert not [asked for asked in hub.requests if "resolve" in asked]
+
+
+@pytest.mark.parametrize("name", ["no/such..name", "no/such--name", "no/name.git"])
+def test_a_name_that_no_repository_can_have(name, hub):
+    with pytest.raises(HubError, match="got neither a directory on this machine"):
+        load(name)
+
+
+@pytest.mark.parametrize("given", [Path("owner/name"), "/owner/name", "./owner/name", "a/b/c", "gpt2", "a/model.gguf"])
+def test_what_is_no_name_of_the_hub_is_a_path(given, hub):
+    with pytest.raises((ConfigError, WeightsError), match=r"got no such file|a file that cannot be opened"):
+        load(given)
+    with pytest.raises(ConfigError, match=r"got revision 'main' with .*; expected it with owner/name"):
+        load(given, revision="main")
+    assert hub.requests == []
+
+
+def test_a_directory_here_comes_before_a_repository(hub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(hub.repositories[NAME], tmp_path / NAME)
+    assert load(NAME).config.text.layers == 3
+    assert hub.requests == []
+
+
+def test_an_adapter_may_be_a_name(hub, tmp_path):
+    root = tmp_path / "adapter"
+    root.mkdir()
+    (root / "adapter_config.json").write_text(json.dumps({"peft_type": "LOHA"}))
+    (root / "adapter_model.safetensors").write_bytes((hub.repositories[NAME] / "model.safetensors").read_bytes())
+    hub.repositories["someone/adapter"] = root
+    with pytest.raises(ConfigError, match="LOHA"):
+        load(hub.repositories[NAME], adapter="someone/adapter")
+    assert (snapshot("someone/adapter") / "adapter_config.json").is_file()
+
+
+def test_without_its_package_the_extra_is_named(hub, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtraError, match=r"huggingface_hub: .*pip install 'kvpatch_jax\[models\]'"):
+        load(NAME)
+
+
+def test_only_a_process_that_loads_by_name_imports_the_package(hub, tmp_path):
+    """And in a process of its own the addresses come from the environment."""
+    code = f"""
+import sys
+from models import load
+load({str(hub.repositories[NAME])!r})
+assert "huggingface_hub" not in sys.modules
+print(load({NAME!r}).config.text.layers)
+"""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_CACHE": str(tmp_path / "other"),
+        "PYTHONPATH": str(ROOT),
+    }
+    environment |= {"HF_HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "3"
+    assert f"{NAME}: downloads" in done.stderr
+    assert cached_files(tmp_path / "other") > set()
+
+
+def test_patterns_are_told_from_one_another():
+    names = ["model-00001-of-00002.safetensors", "consolidated.safetensors", "a/model.safetensors", "tokenizer.model"]
+    kept = filter_repo_objects(names, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+    assert list(kept) == [names[0], names[3]]
