@@ -23,6 +23,7 @@ from .families.family import abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .hub import resolve
+from .inputs.chat import template_with_images
 from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
 
@@ -129,13 +130,14 @@ def load(
     values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
 
     tokenizer, without = files.tokenizer()
+    template = family.template if authors is None else authors.template(files.config)
     backbone = ModelBackbone(
         config,
         values,
         image_config=image_config,
         tokenizer=tokenizer,
         buckets=buckets,
-        chat_template=files.chat_template() if authors is None else authors.chat_template(files.config, root),
+        chat_template=template_with_images(files.chat_template(), template, root, name),
         mesh=mesh,
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,7 +99,12 @@ class Prompts:
         text = template.render(messages, add_generation_prompt, **variables)
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
-        ids = ids_of_text(self.tokenizer, text, self._unknown, own)
+        marks = None if self.family.vision is None else self.family.vision.marks
+        texts = [text] if marks is None else re.split(marks, text)
+        pieces = [ids_of_text(self.tokenizer, part, self._unknown, own) for part in texts]
+        ids = list(pieces[0])
+        for piece in pieces[1:]:
+            ids += [self.config.image_token, *piece]
 
         arrays = self._process(images) if images else {}
         if self.family.vision is not None:

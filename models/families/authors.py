@@ -12,8 +12,6 @@ from typing import Any
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import LoRASource, Rule, TensorSource, ViewSource
-from ..inputs.chat import ChatTemplate
-from ..inputs.tokenizer_files import TOKENIZER_CONFIG_FILE
 
 Raw = Mapping[str, Any]
 
@@ -32,8 +30,7 @@ class AuthorsFormat:
       config: (config.json, directory) → `config.json` of the family that it is read as, named in `architectures`.
       rules: (configuration, config.json) → what the tensors become.
       settings: (config.json, directory) → image settings.
-      template: config.json → the authors' prompt format as a chat template; None where that is not known. The one in
-        `tokenizer_config.json` knows no images.
+      template: config.json → the authors' prompt format as `Family.template`; None where that is not known.
     """
 
     architecture: str
@@ -42,13 +39,6 @@ class AuthorsFormat:
     rules: Callable[[Any, Raw], Sequence[Rule]]
     settings: Callable[[Raw, Path], Any]
     template: Callable[[Raw], str | None] = no_template
-
-    def chat_template(self, raw: Raw, root: Path) -> ChatTemplate | None:
-        """Returns the directory's template for messages with images, or else the authors' format as one."""
-        found, source = ChatTemplate.from_directory(root), self.template(raw)
-        if source is None or (found is not None and not found.name.endswith(TOKENIZER_CONFIG_FILE)):
-            return found
-        return ChatTemplate.of_source(source, root, f"{root} ({self.architecture}'s own format)")
 
     def merged(self, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
         """Returns a checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are

@@ -60,6 +60,8 @@ class Vision:
         there are no images); raises InputError where ids, patches and grids do not match.
       fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
         buckets: the number one past the last stands for none.
+      marks: a regular expression of what stands for an image in a rendered chat, where no token of the vocabulary does:
+        the texts between the marks are tokenized one by one, each with the tokenizer's own start and end tokens.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
@@ -67,6 +69,7 @@ class Vision:
     tokens: Callable[[Any, Arrays, int, Any], list[int]]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
     fills: Callable[[Any], Mapping[str, int]]
+    marks: str | None = None
 
 
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:
@@ -90,6 +93,8 @@ class Family:
       ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: for a `config.json` that names no architecture.
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
+      template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
+        that knows none; None where directories bring theirs.
     """
 
     architecture: str
@@ -101,6 +106,7 @@ class Family:
     ignore: tuple[str, ...] = ()
     model_type: str = ""
     namings: tuple[Naming, ...] = ()
+    template: str | None = None
 
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
         """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.

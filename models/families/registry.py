@@ -9,6 +9,7 @@ from . import (
     kimi_vl,
     llava,
     multi_modality,
+    phi3_v,
     qwen2_5_vl,
     qwen3_vl,
     smolvlm,
@@ -26,6 +27,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
         internvl.FAMILY,
+        phi3_v.FAMILY,
         smolvlm.FAMILY,
     )
 }

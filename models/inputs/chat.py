@@ -59,11 +59,6 @@ class ChatTemplate:
 
         return None
 
-    @classmethod
-    def of_source(cls, source: str, directory: str | os.PathLike[str], name: str) -> "ChatTemplate":
-        """Returns a template that is not in the directory, with the special tokens that are."""
-        return cls(source, _special_tokens(read_table(Path(directory) / TOKENIZER_CONFIG_FILE)), name)
-
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """Returns the messages as one text.
 
@@ -104,6 +99,22 @@ class ChatTemplate:
             text = json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False)
             (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
         return root / TEMPLATE_FILE
+
+
+def template_with_images(
+    found: ChatTemplate | None, own: str | None, directory: str | os.PathLike[str], whose: str
+) -> ChatTemplate | None:
+    """Returns a directory's template, or a family's `own` where the directory has one in `tokenizer_config.json` at
+    most: those that need it write texts there and no images.
+
+    Args:
+      found: as `from_directory` reads it. own: in Jinja, or None for a family whose directories bring theirs.
+      whose: the architecture, for messages.
+    """
+    if own is None or (found is not None and Path(found.name).name != TOKENIZER_CONFIG_FILE):
+        return found
+    root = Path(directory)
+    return ChatTemplate(own, _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE)), f"{root} ({whose}'s own)")
 
 
 class _Refused(Exception):

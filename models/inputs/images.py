@@ -20,6 +20,7 @@ from kvpatch_jax.errors import ConfigError, ImageError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
 from ..towers.projectors import best_resolution
+from .hd_images import hd_transform, shrink
 from .qwen_images import (
     CONFIG_FILE,
     MAX_ASPECT_RATIO,
@@ -347,6 +348,21 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
         counts.append(len(tiles))
 
     return {"pixel_values": np.stack(out), "num_patches": np.array(counts, np.int32)}
+
+
+def process_phi3_v(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """Processes images for Phi-3-vision: of each the whole, small, then the crops of its HD transform in raster order.
+
+    Returns pixel_values [tiles of all images,3,S,S] and image_sizes [n,2] (height, width) of what the crops make up.
+    """
+    side, tiles, sizes = config.side("crop_size"), [], []
+    for image in _all(images):
+        whole = hd_transform(image, side, config["num_crops"], config.pixels)
+        sizes.append(_size(whole))
+        tiles.append(shrink(_channels_first(whole, config), side))
+        tiles += [_channels_first(crop, config) for crop in cut(whole, side)]
+
+    return {"pixel_values": np.stack(tiles), "image_sizes": np.array(sizes, np.int32)}
 
 
 def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:

@@ -249,6 +249,34 @@ def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.nd
     return order(row), order(column)
 
 
+def axis_taps(
+    place: Int[np.ndarray, " P"], size: int, side: int, mode: Literal["bilinear", "bicubic"]
+) -> tuple[Int[np.ndarray, "P taps"], Float32[np.ndarray, "P taps"]]:
+    """Returns where places of an axis of `size` read one of `side`, and with which weights: 2 or 4 taps, as
+    `resample_taps` says.
+    """
+    one = np.float32
+    place = place.astype(np.float32)
+    if mode == "bilinear":
+        source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
+    else:
+        source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
+
+    # Taps beyond the table repeat its edge, with the weight that they would have there.
+    floor = np.floor(source)
+    taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
+    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+
+    # Linear, or Keys' cubic in Horner's form.
+    if mode == "bilinear":
+        return taps, np.maximum(one(1) - distance, one(0))
+
+    a = one(-0.75)
+    near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
+    far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
+    return taps, np.where(distance <= 1, near, far)
+
+
 def resample_taps(
     rows: Int[np.ndarray, " P"],
     columns: Int[np.ndarray, " P"],
@@ -261,31 +289,8 @@ def resample_taps(
     "bilinear" is with align_corners=True (Qwen3-VL), "bicubic" with a = −0.75 and align_corners=False (MoonViT). Taps
     are 4 or 16 places in the flattened table. Computed in float32 in torch's order of operations.
     """
-    one = np.float32
-
-    def axis_taps(place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        place = place.astype(np.float32)
-        if mode == "bilinear":
-            source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
-        else:
-            source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
-
-        # Taps beyond the table repeat its edge, with the weight that they would have there.
-        floor = np.floor(source)
-        taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
-        distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-
-        # Linear, or Keys' cubic in Horner's form.
-        if mode == "bilinear":
-            return taps, np.maximum(one(1) - distance, one(0))
-
-        a = one(-0.75)
-        near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
-        far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
-        return taps, np.where(distance <= 1, near, far)
-
-    row_taps, row_weights = axis_taps(rows, grid[0])
-    column_taps, column_weights = axis_taps(columns, grid[1])
+    row_taps, row_weights = axis_taps(rows, grid[0], side, mode)
+    column_taps, column_weights = axis_taps(columns, grid[1], side, mode)
     taps = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
     return taps.reshape(len(rows), -1).astype(np.int32), weights.reshape(len(rows), -1).astype(np.float32)

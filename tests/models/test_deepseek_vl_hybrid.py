@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from models.families import multi_modality
 from models.families.deepseek_vl_hybrid import ARCHITECTURE, LARGE
 from models.families.family import with_parameters
-from models.inputs.chat import ChatTemplate
+from models.inputs.chat import ChatTemplate, template_with_images
 from models.inputs.images import process_deepseek_hybrid
 from models.towers.sam import SamBlock, SamConfig
 from tests.arrays import placed
@@ -70,7 +70,10 @@ def test_scores_of_a_large_image_are_made_in_blocks(backbone):
         ({"high_res_vision_config": {"global_attn_indexes": []}}, "global_attn_indexes: got none"),
         ({"high_res_vision_config": {"global_attn_indexes": [4]}}, "expected layers of the tower's 4"),
         ({"high_res_vision_config": {"image_size": [32, 16]}}, "expected equal sides"),
-        ({"high_res_vision_config": {"residual_multiplier": 2}}, "'residual_multiplier'.*not know for sam_vision_model"),
+        (
+            {"high_res_vision_config": {"residual_multiplier": 2}},
+            "'residual_multiplier'.*not know for sam_",
+        ),
         ({"high_res_vision_config": {"image_size": 34}}, "expected a multiple of the patch, 4"),
     ],
 )
@@ -255,6 +258,12 @@ def test_a_processor_that_normalises_twice_or_otherwise_is_refused(change, messa
         multi_modality.FORMAT.settings(authors_config({"text_config": {}}), tmp_path)
 
 
+def template_of(raw: dict[str, Any], directory: Path) -> ChatTemplate | None:
+    """What `load` gives a backbone of this configuration."""
+    own = multi_modality.FORMAT.template(raw)
+    return template_with_images(ChatTemplate.from_directory(directory), own, directory, "the authors' format")
+
+
 SYSTEM = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
@@ -271,7 +280,7 @@ def conversation(messages: list[tuple[str, str]], system: str = SYSTEM) -> str:
 
 
 def test_prompts_are_the_authors_conversations(tmp_path):
-    template = multi_modality.FORMAT.chat_template({}, tmp_path)
+    template = template_of({}, tmp_path)
     assert template is not None
     image, text = {"type": "image"}, {"type": "text", "text": "Describe this. "}
     question = [{"role": "user", "content": [image, text]}]
@@ -286,8 +295,8 @@ def test_prompts_are_the_authors_conversations(tmp_path):
 
     # A template in the tokenizer's file knows no images; one of its own in the directory holds.
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
-    found = multi_modality.FORMAT.chat_template({}, tmp_path)
+    found = template_of({}, tmp_path)
     assert found is not None
     assert found.source == template.source
     (tmp_path / "chat_template.jinja").write_text("mine")
-    assert multi_modality.FORMAT.chat_template({}, tmp_path) == ChatTemplate.from_directory(tmp_path)
+    assert template_of({}, tmp_path) == ChatTemplate.from_directory(tmp_path)

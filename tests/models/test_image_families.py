@@ -22,7 +22,7 @@ from tests.tolerances import assert_close_to_largest
 BAR = 2e-4
 close = functools.partial(assert_close_to_largest, bar=BAR)
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "internvl", "smolvlm", "kimi_vl"]
-FAMILIES += ["deepseek_vl_hybrid", "internvl_6b"]
+FAMILIES += ["deepseek_vl_hybrid", "internvl_6b", "phi3_v"]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 INPUTS += ("high_res_pixel_values",)
 
@@ -230,6 +230,8 @@ def test_images_become_transformers_pixels(family, case):
     images = [gold[name] for name in sorted(gold) if name.startswith("image.")]
     if not images:
         pytest.skip("transformers' processor of this family needs torchvision")
+    if family == "phi3_v":
+        pytest.skip("its small whole image is torch's interpolation, rounded as the processor does: test_phi3_v")
     vision = IMAGE_FAMILIES[architecture(family)].vision
     assert vision is not None
     out = vision.process(images, vision.settings(GOLDENS / family))

@@ -29,6 +29,7 @@ FAMILIES = [
             "deepseek_vl_hybrid",
             "internvl",
             "internvl_6b",
+            "phi3_v",
             "smolvlm",
         )
     ),

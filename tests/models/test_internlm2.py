@@ -19,7 +19,7 @@ from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, WeightsError
 from models.families import internvl_chat
 from models.families.registry import AUTHORS
-from models.inputs.chat import ChatTemplate
+from models.inputs.chat import ChatTemplate, template_with_images
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.goldens.redraw import redraw_all
 from tests.models.test_authors_formats import as_opengvlab, chat_config
@@ -283,10 +283,16 @@ def get_prompt(system: str, messages: list[tuple[str, str | None]], sep: str) ->
     return text
 
 
+def template_of(raw: dict[str, Any], directory: Path) -> ChatTemplate | None:
+    """What `load` gives a backbone of this configuration."""
+    own = internvl_chat.FORMAT.template(raw)
+    return template_with_images(ChatTemplate.from_directory(directory), own, directory, "the authors' format")
+
+
 @pytest.mark.parametrize("name", internvl_chat.FORMATS)
 def test_prompts_are_the_authors_conversations(name, tmp_path):
     system, sep = internvl_chat.FORMATS[name]
-    template = internvl_chat.FORMAT.chat_template({"template": name}, tmp_path)
+    template = template_of({"template": name}, tmp_path)
     assert template is not None
     image, text = {"type": "image"}, {"type": "text", "text": "What is this?"}
     asked = [{"role": "user", "content": [image, text]}]
@@ -298,12 +304,12 @@ def test_prompts_are_the_authors_conversations(name, tmp_path):
     assert template.render([{"role": "system", "content": "Short."}, *asked]) == get_prompt(
         "Short.", [first, ("assistant", None)], sep
     )
-    own = internvl_chat.FORMAT.chat_template({"template": name, "system_message": 'Say "yes".'}, tmp_path)
+    own = template_of({"template": name, "system_message": 'Say "yes".'}, tmp_path)
     assert own is not None
     assert own.render(asked) == get_prompt('Say "yes".', [first, ("assistant", None)], sep)
 
 
 def test_formats_that_are_not_known_leave_the_directorys_template(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "mine"}))
-    found = internvl_chat.FORMAT.chat_template({"template": "phi3-chat"}, tmp_path)
+    found = template_of({"template": "phi3-chat"}, tmp_path)
     assert found == ChatTemplate.from_directory(tmp_path)

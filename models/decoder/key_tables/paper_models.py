@@ -1,7 +1,8 @@
-"""Keys of DeepSeek-VL-7B with its SAM tower."""
+"""Keys of DeepSeek-VL-7B with its SAM tower, and of Phi-3-vision."""
 
 from typing import Any
 
+from . import texts
 from .parts import PARTS
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -29,6 +30,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "scale": None,
         "intermediate_size": None,
     },
+    # The authors' processor names the image's token nowhere but in the vocabulary.
+    "phi3_v": texts.DEFAULTS["phi3"] | {"embd_layer": None, "img_processor": None, "image_token_id": 32044},
 }
 
-ONLY: dict[str, dict[str, Any]] = {}
+ONLY: dict[str, dict[str, Any]] = {"phi3_v": texts.ONLY["phi3"]}
+AUTHORS = {"phi3_v"}
