@@ -8,6 +8,7 @@ Chunks, from a model:
   mean_base           a base of patches in place of the canonical: the mean over antecedents
   Chunk, Tokens       the containers of a canonical and of a prompt
   Text                a str that is text although it looks like a file's name
+  Video, Audio        a video or a sound in a prompt: a file, frames with their times, samples with their rate
   Backbone            what a model must provide (`models.load` returns such models)
 
 Patches:
@@ -53,7 +54,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from .backbone import Backbone, Tokens, joined
-from .cache import Chunk, Patch, Text, decode_chunk, encode_chunk
+from .cache import Audio, Chunk, Patch, Text, Video, decode_chunk, encode_chunk
 from .core import (
     Channel,
     KVLayout,
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from .store import ChunkStore
 
 __all__ = [
+    "Audio",
     "Backbone",
     "ByteBudget",
     "Certificate",
@@ -110,6 +112,7 @@ __all__ = [
     "Sessions",
     "Text",
     "Tokens",
+    "Video",
     "accumulate",
     "advise",
     "answer_batch",

@@ -36,16 +36,20 @@ class Tokens(NamedTuple):
       positions: [B,T] or [B,T,A], absolute, integer or fractional, one per axis if the layout has axes; best kept on
         the host (NumPy), where checks do not wait for a device.
       deepstack: [B,T,n,D] or None, added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features).
+      ahead: int32 [B,T], how many tokens behind its own a token sees too, as those of an image do that see each other
+        (Gemma 3); None: none. A mask that a forward is given says all that is seen, and holds in its place.
     """
 
     embeddings: Array
     positions: Array | np.ndarray
     deepstack: Array | None = None
+    ahead: Array | np.ndarray | None = None
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
         deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
-        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack)
+        ahead = None if self.ahead is None else self.ahead[:, start:stop]
+        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack, ahead)
 
     def shift(self, start: Start) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
@@ -69,6 +73,15 @@ class Tokens(NamedTuple):
             offset = offset[:, None]
         positions = self.positions + offset
         return self._replace(positions=positions.astype(self.positions.dtype))
+
+
+def ahead_of(parts: Sequence[Tokens], axis: int = 1) -> Int[np.ndarray, "B T"] | None:
+    """Returns how far tokens of joined parts see behind their own; None where no part says anything of it."""
+    if all(part.ahead is None for part in parts):
+        return None
+    none = [np.zeros(part.positions.shape[:2], np.int32) for part in parts]
+    own = [np.asarray(zero if part.ahead is None else part.ahead) for zero, part in zip(none, parts, strict=True)]
+    return np.concatenate(own, axis=axis)
 
 
 class Output(NamedTuple):

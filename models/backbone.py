@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_behind, check_cached, check_tokens
 from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_positions
@@ -23,7 +23,14 @@ from kvpatch_jax.errors import InputError, ShapeError
 
 from .answering import Answering
 from .decoder.costs import forward_costs
-from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
+from .decoder.sharding import cache_shardings
+from .encoding import Encoding, Features
+from .families.family import (
+    Config,
+    Family,
+    placeholders,
+    with_parameters,
+)
 from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
 from .generation import Generating
@@ -32,7 +39,6 @@ from .inputs.buckets import (
     pad_context,
     pad_features,
     pad_ids,
-    pad_images,
     pad_mask,
     pad_own_mask,
     pad_tokens,
@@ -44,19 +50,18 @@ from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, ChatFrame, Prompts
 from .writing import Writing, in_pages
 
-Features = Float[Array | np.ndarray, "arrays E D"]
-"""A tower's output: E image features in the order of their placeholders; n is 1, and one more per deepstack layer."""
 
-
-class ModelBackbone(Generating, Writing, Answering):
+class ModelBackbone(Encoding, Generating, Writing, Answering):
     """A model of any family with its weights, its image settings and (where the directory has one) its tokenizer.
 
     Attributes:
       layout: the KV layout that follows from the configuration.
-      config, image_config: as read from the directory; `image_config` is None for a text family.
+      config, image_config, video_config, audio_config: as read from the directory; settings are None where the family
+        takes no such input.
       family: what tells this model from others.
       buckets: sizes that prompts and images are padded to, or None for their own.
-      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
+      mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None. Where devices
+        outnumber KV heads, its axis "tensor" is split in two.
       stop_tokens: ids that end an answer unless a call says otherwise.
       answer_tokens: tokens of an answer at most where a session is not told; None where the checkpoint does not say.
       programs: the jitted programs.
@@ -76,20 +81,22 @@ class ModelBackbone(Generating, Writing, Answering):
         without_tokenizer: str = NO_TOKENIZER,
         stop_tokens: Sequence[int] = (),
         answer_tokens: int | None = None,
+        video_config: Any = None,
+        audio_config: Any = None,
     ):
         self.config: Any = config
         self.buckets = buckets
         self.family: Family = config.family
-        self.image_config = image_config
+        self.image_config, self.video_config, self.audio_config = image_config, video_config, audio_config
         self.layout = config.text.layout
-        self.mesh = mesh
         self.stop_tokens = tuple(stop_tokens)
         self.answer_tokens = answer_tokens
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
+        self.mesh = self.programs.mesh
         self._without = without_tokenizer
-        self._prompts = Prompts(config, image_config, tokenizer, chat_template, without_tokenizer)
+        self._prompts = self._prompts_with(tokenizer, chat_template)
         self._fingerprint: str | None = None
 
     @property
@@ -99,7 +106,7 @@ class ModelBackbone(Generating, Writing, Answering):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._prompts = Prompts(self.config, self.image_config, tokenizer, self.chat_template, self._without)
+        self._prompts = self._prompts_with(tokenizer, self.chat_template)
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -108,7 +115,11 @@ class ModelBackbone(Generating, Writing, Answering):
 
     @chat_template.setter
     def chat_template(self, template: ChatTemplate | None) -> None:
-        self._prompts = Prompts(self.config, self.image_config, self.tokenizer, template, self._without)
+        self._prompts = self._prompts_with(self.tokenizer, template)
+
+    def _prompts_with(self, tokenizer: Any, template: ChatTemplate | None) -> Prompts:
+        settings = {"image": self.image_config, "video": self.video_config, "audio": self.audio_config}
+        return Prompts(self.config, settings, tokenizer, template, self._without)
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -129,6 +140,11 @@ class ModelBackbone(Generating, Writing, Answering):
         return self._fingerprint
 
     @property
+    def kv_shardings(self) -> dict[str, jax.sharding.NamedSharding] | None:
+        """How each channel's KV [L,B,T,K,H], and a pool of it [L,P,O,K,H], lies over the mesh; None without one."""
+        return None if self.mesh is None else cache_shardings(self.layout, self.mesh)
+
+    @property
     def forward_costs(self) -> ForwardCosts:
         """See `kvpatch_jax.backbone.Backbone.forward_costs`. The tower is not in it."""
         return forward_costs(self.config.text)
@@ -142,6 +158,13 @@ class ModelBackbone(Generating, Writing, Answering):
         yield b"" if rope.scaling is None else repr(rope.scaling).encode()
         settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
         yield json.dumps(settings, sort_keys=True).encode()
+        for name, other in (("video", self.video_config), ("audio", self.audio_config)):
+            if other is not None:
+                yield json.dumps([name, dataclasses.asdict(other)], sort_keys=True).encode()
+        # A rule of positions that no file names.
+        rule = getattr(self.config, "video_rule", "max")
+        if rule != "max":
+            yield rule.encode()
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
         """Returns the same backbone (buckets, template and mesh too) with other parameters, which are left where
@@ -161,22 +184,26 @@ class ModelBackbone(Generating, Writing, Answering):
         items: Sequence[Any],
         second_per_grid_ts: Sequence[float] | None = None,
     ) -> dict[str, Any]:
-        """Turns texts, images and token ids, in order, into one prompt's arrays (batch of one).
+        """Turns texts, images, videos, sounds and token ids, in order, into one prompt's arrays (batch of one).
 
         Args:
           items: each a text (needs the directory's tokenizer, whose own start and end tokens then stand around the
             whole prompt), a sequence of token ids, or an image: a path
-            (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes. An image stands
+            (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes; a
+            `kvpatch_jax.Video` or `Audio`, or a path with the suffix of one. Each stands
             between its start and end tokens. A str that looks like a file is refused: `kvpatch_jax.Text` makes it text.
-          second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video; `embed` takes it too.
+          second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video, in place of those that follow from
+            how it was sampled; `embed` takes it too.
 
         Returns:
-          input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images what the family's processor makes
-          of them (pixel_values, and sizes or grids).
+          input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images, videos or sounds what the
+          family's processor makes of them (pixel_values, pixel_values_videos, input_features, and sizes, grids or
+          times).
 
         Raises:
-          ImageError: an image that cannot be read. InputError: no items, an item of another kind, text without a
-          tokenizer, or text that the tokenizer does not know.
+          ImageError: an image that cannot be read. InputError: no items, an item of another kind or of one that the
+          family does not take, a video or sound that cannot be read, text without a tokenizer, or text that the
+          tokenizer does not know. MissingExtraError: a video file without PyAV.
         """
         return self._prompts.prepare(items, second_per_grid_ts)
 
@@ -187,14 +214,15 @@ class ModelBackbone(Generating, Writing, Answering):
         family's processor does, unless the template wrote the start token. A text family's tokenizer adds nothing.
 
         Args:
-          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"} and
-            {"type": "image", "image": a path, PIL image or uint8 array}.
+          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"},
+            {"type": "image", "image": a path, PIL image or uint8 array}, {"type": "video", "video": a path or Video}
+            and {"type": "audio", "audio": a path or Audio}.
           add_generation_prompt: end with what opens the assistant's answer.
           variables: further names that the template knows.
 
         Raises:
-          InputError: no template or tokenizer, messages that the template refuses, entries of another type than text
-          and image, text that the tokenizer does not know, or images that the template did not place.
+          InputError: no template or tokenizer, messages that the template refuses, entries of another type,
+          text that the tokenizer does not know, or images that the template did not place.
           ConfigError: a template that cannot be used. ImageError: an image that cannot be read.
         """
         return self._prompts.chat(messages, add_generation_prompt, **variables)
@@ -227,31 +255,6 @@ class ModelBackbone(Generating, Writing, Answering):
         return self._prompts.text(token_ids)
 
     # ----------------------------------------------------------------------------------------- embeddings
-
-    def encode(
-        self,
-        input_ids: Int[Array | np.ndarray, "B T"],
-        position_ids: Array | np.ndarray | None = None,
-        **arrays: Any,
-    ) -> Features | None:
-        """Runs the vision tower alone: what `embed(features=)` takes in place of pixels, to be kept and used again.
-
-            prompt = backbone.prepare([image])
-            features = backbone.encode(**prompt)  # store.put_encoder(id, backbone.fingerprint, features)
-            tokens = backbone.embed(**prompt, features=features)  # bit-equal to embed(**prompt)
-
-        Args:
-          input_ids, position_ids, arrays: a prompt as `prepare` and `chat` make it; positions play no part.
-
-        Returns:
-          Image features [n, E, D] in the order of their placeholders, or None for a prompt without images: the
-          features themselves first, then one array per deepstack layer (Qwen3-VL).
-
-        Raises:
-          InputError: as `embed`.
-        """
-        input_ids = check_ids(input_ids, self.config.text.vocabulary, placeholders(self.config))
-        return self._encode(input_ids, {name: value for name, value in arrays.items() if value is not None})
 
     def embed(
         self,
@@ -322,49 +325,9 @@ class ModelBackbone(Generating, Writing, Answering):
         if input_ids.shape[1] != length:
             room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(positions.ndim)]
             positions = np.pad(np.asarray(positions), room)
-        return Tokens(embeddings, positions, deepstack), length
-
-    def _encode(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Features | None:
-        """Returns the tower's output for a prompt whose ids were checked."""
-        vision = self.family.vision
-        if vision is None:
-            if arrays:
-                raise InputError(
-                    f"inputs: got {sorted(arrays)} for {self.family.architecture}, which takes no images; expected ids "
-                    "alone"
-                )
-            return None
-
-        plan = vision.plan(self.config, input_ids, arrays)
-        if not plan:
-            return None
-
-        pixels, plan = arrays["pixel_values"], dict(plan)
-        if self.buckets is not None:
-            pixels, plan = pad_images(self.buckets, np.asarray(pixels), plan, vision.fills(self.config))
-
-        # Padding makes features too, behind those that count.
-        features = self.programs.encode(self.programs.state, pixels, plan)
-        count = self._feature_count(input_ids)
-        return features if features.shape[1] == count else features[:, :count]
-
-    def _check_features(self, input_ids: np.ndarray, features: Features) -> None:
-        """Refuses features that were not made for this model and these placeholders."""
-        if self.family.vision is None:
-            raise InputError(
-                f"features: got some for {self.family.architecture}, which takes no images; expected ids alone"
-            )
-
-        expected = (feature_arrays(self.config), self._feature_count(input_ids), self.config.text.width)
-        shape = tuple(features.shape) if isinstance(features, np.ndarray | jax.Array) else type(features).__name__
-        if shape != expected:
-            raise InputError(
-                f"features: got shape {shape}; expected {expected} for the image placeholders in input_ids, as "
-                "backbone.encode gives them"
-            )
-
-    def _feature_count(self, input_ids: np.ndarray) -> int:
-        return int(np.isin(input_ids, placeholders(self.config)).sum())
+        # Of the padded ids, whose padding is no image.
+        ahead = None if self.family.ahead is None else self.family.ahead(self.config, input_ids)
+        return Tokens(embeddings, positions, deepstack, ahead), length
 
     def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
         rows = len(input_ids)
@@ -395,7 +358,7 @@ class ModelBackbone(Generating, Writing, Answering):
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
         context = self._check_read(tokens, context, mask, "prefill")
-        check_chunk(chunk, mask, key_count(context))
+        check_chunk(chunk, mask, key_count(context), tokens.ahead)
         self._check_regime(tokens.positions)
         length, rows = tokens.embeddings.shape[1], logit_rows(tokens, logits, "prefill")
         tokens, context, mask = self._pad_read(tokens, context, mask)

@@ -1,11 +1,13 @@
 """Checkpoint directories in Hugging Face's layout: `load` reads one to a backbone, `save` writes one."""
 
+import dataclasses
 import functools
 import json
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import get_args
 
 import jax
 from jax.sharding import Mesh
@@ -17,13 +19,14 @@ from kvpatch_jax.utils.atomic_files import path_of
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.known_keys import reading
-from .decoder.sharding import check_parameters, parameter_shardings
+from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
-from .families.family import abstract, parameters, with_dtype
+from .families.family import abstract, parameters, tower_heads, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .hub import resolve
 from .inputs.chat import template_with_images
+from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
 
@@ -39,6 +42,7 @@ def load(
     progress: bool | None = None,
     revision: str | None = None,
     ignore: Collection[str] = (),
+    video_rule: VideoRule | None = None,
 ) -> ModelBackbone:
     """Loads a backbone.
 
@@ -62,13 +66,15 @@ def load(
       revision: of a repository of the hub: a commit (which costs no request once it is cached), tag or branch; None
         for the main branch.
       ignore: keys of config.json that this library does not know and that change nothing, as the caller knows.
+      video_rule: Qwen2.5-VL: where text behind a video goes on, "max" (the authors' rule, the default) or "hf5"
+        (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
     Raises:
       ConfigError: no such directory, no readable config.json, weights quantised in a way that is not read, a key that
         may change what the model computes and is not known, or one not of its kind, a layer that keeps no KV, a regime
         for a rope that has none, an architecture that is not built (the known ones are listed), a name in `ignore` that
         is known or not there, or a mesh without the axis "tensor" or with a number of devices on it that does not
-        divide the model's heads, KV heads, MLP widths or experts.
+        divide the model's heads, MLP widths or experts, or that neither divides its KV heads nor is a multiple of them.
       HubError: no such repository or revision, one that is gated or private, or neither the hub nor its cache.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
@@ -99,10 +105,22 @@ def load(
         raw = files.config if authors is None else authors.config(files.config, root)
         family = FAMILIES[name if authors is None else raw["architectures"][0]]
         config = family.config(raw, angles, regime)
+        # LLaVA is another family with another tower.
+        family = config.family
+        video_config = None
         if authors is not None:
             image_config = authors.settings(files.config, root)
         else:
             image_config = None if family.vision is None else family.vision.settings(root)
+            video_config = None if family.video is None else family.video.settings(root)
+        audio_config = None if family.audio is None else family.audio.settings(root)
+
+    if video_rule is not None:
+        if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
+            raise ConfigError(
+                f"load: got video_rule {video_rule!r:.80} for {name}; expected None, or of Qwen2.5-VL 'max' or 'hf5'"
+            )
+        config = dataclasses.replace(config, video_rule=video_rule)
 
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
@@ -124,8 +142,10 @@ def load(
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
-
-    shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
+    shardings = None
+    if mesh is not None:
+        mesh = split_mesh(mesh, config.text.layout)
+        shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
     unread = (*family.ignored(config), *map(re.escape, source.unused))
     values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
 
@@ -142,6 +162,8 @@ def load(
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),
         answer_tokens=files.answer_tokens(),
+        video_config=video_config,
+        audio_config=audio_config,
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone
@@ -169,8 +191,9 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
         values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
 
     (root / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    if backbone.image_config is not None:
-        backbone.image_config.save(root)
+    for settings in (backbone.image_config, backbone.video_config, backbone.audio_config):
+        if settings is not None:
+            settings.save(root)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
     if backbone.chat_template is not None:

@@ -7,6 +7,7 @@ Axis letters: B batch, T tokens, S keys, E image features, n arrays per feature 
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,12 +22,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, LayerAttention, Output, Recomputed, Step, Tokens
-from kvpatch_jax.core import Buckets, KVLayout, Paged, to_engine
+from kvpatch_jax.core import Buckets, KVLayout, Paged, end_position, to_engine
 
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE
 from .decoder.cached import read_pages, written_into_pages
-from .decoder.sharding import auto_mesh, cache_shardings
+from .decoder.sharding import auto_mesh, cache_shardings, split_mesh
 from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask, paged_mask
@@ -61,21 +62,22 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, attention, recompute_in_pages, first_in_pages, next_in_pages, first, begin,
-        advance, router_load: the programs, jitted.
+      encode, encode_audio, embed, prefill, recompute, attention, recompute_in_pages, first_in_pages, next_in_pages,
+        first, begin, advance, router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
         self.graph, self.state = nnx.split(model)
         self.pads, self.layout = pads, layout
         self.window = model.decoder.config.window
-        self.mesh = mesh
+        self.mesh = mesh = None if mesh is None else split_mesh(mesh, layout)
         self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
 
         # Over a mesh KV comes back as it lies, everything else whole on each device.
         kv: Any = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
         whole: Any = P()
         self.encode = self._program(self._encode, P())
+        self.encode_audio = self._program(self._encode_audio, P())
         self.embed = self._program(self._embed, P())
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(
@@ -139,6 +141,9 @@ class Forward:
     def _encode(self, state: Any, pixel_values: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
         return nnx.merge(self.graph, state).encode(pixel_values, plan)
 
+    def _encode_audio(self, state: Any, input_features: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        return nnx.merge(self.graph, state).encode_audio(input_features, plan)
+
     def _embed(
         self, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T n-1 D"] | None]:
@@ -157,8 +162,8 @@ class Forward:
         chunk: int | None = None,
     ) -> Output:
         """Runs a prompt; `rows` are the tokens whose logits are wanted, by index, None for all."""
-        decoder, length = nnx.merge(self.graph, state).decoder, tokens.embeddings.shape[1]
-        mask = self._mask(length, context, mask)
+        decoder = nnx.merge(self.graph, state).decoder
+        mask = self._mask(tokens, context, mask)
         layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk}
         run = run_prompt(decoder, tokens, mask, rows, context=self._spread(context), **layers)
         return Output(decoder.logits(run.hidden), self._spread(run.kv), run.taps)
@@ -170,7 +175,7 @@ class Forward:
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
-            self._mask(tokens.embeddings.shape[1], context, mask),
+            self._mask(tokens, context, mask),
             context=self._spread(context),
             deepstack=by_layer(tokens),
             counted=counted,
@@ -192,7 +197,7 @@ class Forward:
         stop_layer: int | None = None,
         hidden_at: tuple[int, ...] = (),
     ) -> Recomputed:
-        mask = Mask(causal=True, query_places=slots) if mask is None else mask
+        mask = Mask(causal=True, query_places=slots, ahead=tokens.ahead) if mask is None else mask
         layers: Any = {"start_layer": start_layer, "stop_layer": stop_layer, "hidden_at": hidden_at}
         step = self._rewrite(state, tokens, self._spread(cache), slots, keep, mask, rows, **layers)
         return step._replace(cache=self._spread(step.cache))
@@ -213,9 +218,9 @@ class Forward:
         """Runs the tokens up to the highest of `layers` and returns what `reduce` makes of the attention there."""
         decoder = nnx.merge(self.graph, state).decoder
         if slots is None:
-            mask = self._mask(tokens.embeddings.shape[1], context, mask)
+            mask = self._mask(tokens, context, mask)
         elif mask is None:
-            mask = Mask(causal=True, query_places=slots)
+            mask = Mask(causal=True, query_places=slots, ahead=tokens.ahead)
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
@@ -251,10 +256,11 @@ class Forward:
         """
         keys, places = written
         stand = jnp.where(context.seen, context.places_of_keys(), NOWHERE)
-        found = Mask(causal=mask is None, query_places=places, key_places=stand, allowed=mask)
+        ahead = tokens.ahead if mask is None else None
+        found = Mask(causal=mask is None, query_places=places, key_places=stand, ahead=ahead, allowed=mask)
         held = self._spread(pool)
         step = self._rewrite(state, tokens, context._replace(pool=held), keys, keep, found, rows)
-        return Step(step.logits, self._spread(written_into_pages(held, step.cache, slots, keep)))
+        return Step(step.logits, self._spread(written_into_pages(held, self.layout, step.cache, slots, keep)))
 
     def _first_in_pages(
         self,
@@ -296,7 +302,7 @@ class Forward:
         index = jnp.asarray(rows.index)
         token = choose_rows(decoder.logits(run.hidden)[:, -1], draws, index)
         after = token, at[:, 0] + 1, jnp.asarray(rows.position) + 1, index + 1
-        return after, self._spread(written_into_pages(held, run.cache, slots, None))
+        return after, self._spread(written_into_pages(held, self.layout, run.cache, slots, None))
 
     def _rewrite(
         self,
@@ -324,13 +330,17 @@ class Forward:
         hidden = run.hidden if rows is None else take_tokens(run.hidden, rows)
         return Recomputed(decoder.logits(hidden), run.cache, run.taps)
 
-    def _mask(self, length: int, context: Context | None, mask: Any) -> Mask:
-        """Returns what so many tokens see of a context and of each other, by a mask or, without one, all that is in
-        front.
+    def _mask(self, tokens: Tokens, context: Context | None, mask: Any) -> Mask:
+        """Returns what tokens see of a context and of each other, by a mask or, without one, all that is in front and
+        what they see ahead.
         """
+        length = tokens.embeddings.shape[1]
         if isinstance(context, Paged):
-            return paged_mask(length, context, mask, self.window)
-        return causal_mask(length, key_count(context)) if mask is None else as_mask(mask, length)
+            made = paged_mask(length, context, mask, self.window)
+        else:
+            made = causal_mask(length, key_count(context)) if mask is None else as_mask(mask, length)
+        # A mask of bools says all that is seen.
+        return dataclasses.replace(made, ahead=tokens.ahead) if made.causal and tokens.ahead is not None else made
 
     def _first(
         self, state: Any, tokens: Tokens, context: Context | None, mask: Any, last: Int[Array, " B"], draw: Draw
@@ -361,7 +371,7 @@ class Forward:
         decoder = nnx.merge(self.graph, state).decoder
         B, T, _ = tokens.embeddings.shape
         size = key_count(context)
-        seen = self._mask(T, context, mask)
+        seen = self._mask(tokens, context, mask)
         layers: Any = {"context": self._spread(context), "start_layer": 0, "hidden_at": (), "chunk": None}
         run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
         logits = decoder.logits(run.hidden)[:, 0]
@@ -369,8 +379,8 @@ class Forward:
 
         # Padding has positions too, which must not move the first token that is made.
         inside = (jnp.arange(T) <= last[:, None]).reshape(B, T, *(1,) * (tokens.positions.ndim - 2))
-        positions = jnp.where(inside, tokens.positions, tokens.positions[:, :1])
-        place = jnp.max(positions, axis=tuple(range(1, positions.ndim))) + 1
+        positions = jnp.where(inside, tokens.positions, tokens.positions[jnp.arange(B), last][:, None])
+        place = end_position(positions) + 1
 
         # What each row's last token sees; keys made since are added as they are written, and stand behind it.
         def row_of(row: Array) -> Array:
@@ -384,7 +394,10 @@ class Forward:
         # The engine-frame cache of context and tokens, with room for as many more.
         turned, before = to_engine(self.layout, run.kv, tokens.positions, 0), context
         if isinstance(before, Paged):
-            before = read_pages(before, self.layout, jnp.arange(self.layout.layers))
+            pages, before = before, {}
+            for channel in self.layout.channels:
+                own, rows = {channel.name: channel}, jnp.arange(self.layout.depth(channel.name))
+                before |= read_pages(pages, own, rows)
         cache = {}
         for name, new in turned.items():
             whole = new if before is None else jnp.concatenate([before[name].astype(new.dtype), new], 2)
@@ -454,7 +467,7 @@ class Forward:
 
 
 class LoadedModel:
-    """What the parts of a backbone (`Generating`, `Writing`, `Answering`) find in it.
+    """What the parts of a backbone (`Encoding`, `Generating`, `Writing`, `Answering`) find in it.
 
     Attributes:
       config, layout, buckets, programs, stop_tokens: as in `ModelBackbone`.

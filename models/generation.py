@@ -293,7 +293,7 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
 
     # A prompt without images has no deepstack features: zeros where another one has some.
     deep = next((prompt.deepstack for prompt in prompts if prompt.deepstack is not None), None)
-    embeddings, positions, deepstack = [], [], []
+    embeddings, positions, deepstack, ahead = [], [], [], []
     for prompt in prompts:
         embeddings.append(behind(prompt.embeddings, jnp.pad))
         positions.append(behind(np.asarray(prompt.positions), np.pad))
@@ -301,9 +301,15 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
             own = prompt.deepstack
             own = jnp.zeros((*prompt.embeddings.shape[:2], *deep.shape[2:]), deep.dtype) if own is None else own
             deepstack.append(behind(own, jnp.pad))
+        if any(prompt.ahead is not None for prompt in prompts):
+            own = np.zeros(prompt.embeddings.shape[:2], np.int32) if prompt.ahead is None else np.asarray(prompt.ahead)
+            ahead.append(behind(own, np.pad))
 
     tokens = Tokens(
-        jnp.concatenate(embeddings), np.concatenate(positions), jnp.concatenate(deepstack) if deepstack else None
+        jnp.concatenate(embeddings),
+        np.concatenate(positions),
+        jnp.concatenate(deepstack) if deepstack else None,
+        np.concatenate(ahead) if ahead else None,
     )
     rows = [len(prompt.embeddings) for prompt in prompts]
     return tokens, np.repeat(lengths, rows).astype(np.int32)

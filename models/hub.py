@@ -73,7 +73,8 @@ def snapshot(name: str, revision: str | None = None) -> Path:
         return cached
 
     try:
-        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+        seconds = hub.constants.HF_HUB_ETAG_TIMEOUT
+        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
     except Exception as error:  # the hub's own errors, and those of whichever HTTP library it uses
         if cached is not None and not _is_answer(hub, error):
             _say(f"{name}: the hub cannot be reached ({_first_line(error)}); {cached.name} is used, which is cached")

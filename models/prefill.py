@@ -86,14 +86,18 @@ def _in_chunks(
             picked = take_tokens(part.hidden, jnp.clip(rows - start, 0, chunk - 1))
             hidden = jnp.where(inside[..., None], picked, whole.hidden)
 
-        at = (layers["start_layer"], 0, start, 0, 0)
-        kv = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), at), whole.kv, part.kv)
+        # Of each channel the layers from `start_layer` up are run.
+        kv = {}
+        for name, new in part.kv.items():
+            at = (whole.kv[name].shape[0] - new.shape[0], 0, start, 0, 0)
+            kv[name] = jax.lax.dynamic_update_slice(whole.kv[name], new.astype(whole.kv[name].dtype), at)
         return Prefilled(hidden, kv, jax.tree.map(write(1), whole.taps, part.taps)), None
 
     # The scan's carry: the whole prompt's results, zero at first. Keys of a later chunk are not seen before it is run.
-    room, layers_of = {}, decoder.config.layers
-    for channel in decoder.config.layout.channels:
-        room[channel.name] = jnp.zeros((layers_of, B, T, channel.heads, channel.width), tokens.embeddings.dtype)
+    room, layout, first = {}, decoder.config.layout, layers["start_layer"]
+    for channel in layout.channels:
+        shape = (layout.depth(channel.name), B, T, channel.heads, channel.width)
+        room[channel.name] = jnp.zeros(shape, tokens.embeddings.dtype)
 
     shapes = jax.eval_shape(run, jnp.int32(0), room)
     wanted = T if rows is None else rows.shape[1]
@@ -106,7 +110,11 @@ def _in_chunks(
     begin = Prefilled(hidden, room, taps)
     starts = jnp.minimum(jnp.arange(0, T, chunk, dtype=jnp.int32), T - chunk)
     whole, _ = jax.lax.scan(step, begin, starts)
-    return whole._replace(kv={name: value[layers["start_layer"] :] for name, value in whole.kv.items()})
+    kv = {}
+    for name, value in whole.kv.items():
+        run_over = len(layout.rows_of(name, range(first, layout.layers)))
+        kv[name] = value[value.shape[0] - run_over :]
+    return whole._replace(kv=kv)
 
 
 def take_tokens(x: Float[Array, "B T D"], rows: Int[Array, "B n"]) -> Float[Array, "B n D"]:

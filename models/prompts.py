@@ -1,5 +1,9 @@
-"""Prompts: texts, images and chat messages to the arrays that a backbone embeds. Everything here runs on the host."""
+"""Prompts: texts, images, videos, sounds and chat messages to the arrays that a backbone embeds.
 
+Everything here runs on the host.
+"""
+
+import dataclasses
 import functools
 import itertools
 import re
@@ -9,14 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import items_of, sort_of
+from kvpatch_jax.cache import items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
-from .families.family import Config, Family
-from .inputs.chat import ChatTemplate, Message, expand_images, images_of
-from .inputs.texts import TOKENIZER_FILE, ids_of_text, unknown_token
+from .families.family import Config, Family, Run, placeholders
+from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, media_of, replaced
+from .inputs.texts import TOKENIZER_FILE, ids_of_text, texts_of, unknown_token
 
 NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
+MEDIA = ("image", "video", "audio")
 _ASKED = "‹what is asked›"
 """Stands for a question in a template that is looked at."""
 
@@ -34,12 +39,20 @@ class ChatFrame(NamedTuple):
     behind: str
 
 
+class ImageMark(NamedTuple):
+    """By what a chat template places an image: a token, its text, and what the processor writes around it."""
+
+    token: int
+    text: str
+    around: str
+
+
 class Prompts:
     """Makes prompts for one model.
 
     Attributes:
       config, family: of the model.
-      image_config: what its processor does with images; None for a text family.
+      settings: what its processor does with each of `MEDIA`; None where it takes none.
       tokenizer: of `tokenizers`, or None.
       chat_template: the directory's, or None.
       without_tokenizer: why there is no tokenizer, for messages.
@@ -48,22 +61,22 @@ class Prompts:
     def __init__(
         self,
         config: Config,
-        image_config: Any,
+        settings: Mapping[str, Any],
         tokenizer: Any,
         chat_template: ChatTemplate | None,
         without_tokenizer: str = NO_TOKENIZER,
     ):
         self.config: Any = config
         self.family: Family = config.family
-        self.image_config, self.tokenizer, self.chat_template = image_config, tokenizer, chat_template
+        self.settings, self.tokenizer, self.chat_template = settings, tokenizer, chat_template
         self.without_tokenizer = without_tokenizer
 
     def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
         """See `ModelBackbone.prepare`."""
         items = items_of(items, "prompt")
         sorts = [sort_of(item) for item in items]
-        images = [item for item, sort in zip(items, sorts, strict=True) if sort == "image"]
-        arrays = self._process(images) if images else {}
+        media = [(sort, item) for sort, item in zip(sorts, items, strict=True) if sort in MEDIA]
+        arrays, runs = self._process(media)
 
         if second_per_grid_ts is not None:
             if not hasattr(self.config, "tokens_per_second"):
@@ -84,10 +97,10 @@ class Prompts:
                 )
             arrays |= {"second_per_grid_ts": seconds}
 
-        numbers = itertools.count()
+        following = iter(runs)
         ids: list[int] = []
         for item, sort in zip(items, sorts, strict=True):
-            ids += self._image_ids(arrays, next(numbers)) if sort == "image" else self._text_ids(item)
+            ids += self._ids_of(next(following)) if sort in MEDIA else self._text_ids(item)
         if "text" in sorts:
             before, after = self._own_special_tokens()
             ids = [*before, *ids, *after]
@@ -95,26 +108,74 @@ class Prompts:
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """See `ModelBackbone.chat`."""
-        template, images = self._template(), images_of(messages)
+        template, media = self._template(), media_of(messages)
+        for sort in {sort for sort, _ in media} - {"image"}:
+            source = self._medium(sort).template
+            template = dataclasses.replace(template, source=source) if source else template
         text = template.render(messages, add_generation_prompt, **variables)
+        mark = self._mark()
+        if mark is not None:
+            # As the processor does before the text is cut into tokens: one may join the lines with the text's own.
+            text = text.replace(mark.text, f"{mark.around}{mark.text}{mark.around}")
         # A text family's tokenizer adds nothing, because its template writes what belongs around a text.
         own = self.family.vision is not None and not template.starts(text)
-        marks = None if self.family.vision is None else self.family.vision.marks
-        texts = [text] if marks is None else re.split(marks, text)
+        arrays, runs = self._process(media)
+        text, expansions = self._spelled(text, media, runs, mark)
+        spelling = None if self.family.vision is None else self.family.vision.spelling
+        texts = [text] if spelling is None else re.split(spelling, text)
         pieces = [ids_of_text(self.tokenizer, part, self._unknown, own) for part in texts]
         ids = list(pieces[0])
         for piece in pieces[1:]:
             ids += [self.config.image_token, *piece]
-
-        arrays = self._process(images) if images else {}
-        if self.family.vision is not None:
-            expansions = [self._image_ids(arrays, number) for number in range(len(images))]
-            ids = expand_images(ids, self.config.image_token, expansions)
+        if self.family.vision is not None or media:
+            ids = expand_media(ids, expansions, placeholders(self.config) if mark is None else (mark.token,))
         return self._prompt(ids, arrays)
+
+    def _spelled(
+        self, text: str, media: Sequence[tuple[str, Any]], runs: Sequence[Run], mark: ImageMark | None
+    ) -> tuple[str, list[tuple[Placeholder, list[int]]]]:
+        """Returns a rendered text with what stands for videos and sounds written out, but for their placeholders, of
+        which each series is written once; and what every placeholder in the text becomes, in order.
+
+        So the text around frames is tokenized together with what the template writes, as transformers does it.
+        """
+        expansions: list[tuple[Placeholder, list[int]]] = []
+        spelled: dict[str, list[str]] = {"video": [], "audio": []}
+        pads = placeholders(self.config)
+        for (sort, _), run in zip(media, runs, strict=True):
+            if sort == "image" and mark is None:
+                ids = self._ids_of(run)
+                expansions.append((self._image_placeholder(ids), ids))
+                continue
+            if sort == "image" and mark is not None:
+                # What is written around it is in the text already.
+                ids = [piece for piece in run if not isinstance(piece, str)]
+                expansions.append((Placeholder(mark.token, [], []), ids))
+                continue
+
+            written = ""
+            for piece, series in itertools.groupby(run):
+                count = len(list(series))
+                if piece in pads:
+                    expansions.append((Placeholder(piece, [], []), [piece] * count))
+                    count = 1
+                written += count * (piece if isinstance(piece, str) else texts_of(self.tokenizer, [piece])[0])
+            spelled[sort].append(written)
+
+        for sort, found in spelled.items():
+            if found:
+                text = replaced(text, self._medium(sort).written(self.config, self.tokenizer), found, sort)
+        return text, expansions
 
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
+        if (mark := self._mark()) is not None:
+            raise InputError(
+                f"chat_frame: got {self.family.architecture}, whose processor writes {mark.around!r} around images, "
+                "which join the text's own lines in one token; expected another family (`chat`, or a prompt by `lead` "
+                "and `around`)"
+            )
 
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
@@ -127,7 +188,7 @@ class Prompts:
         text = template.render(messages)
         front, between, rest = "", "", text
         if sees:
-            parts = text.split(self._placeholder(text))
+            parts = text.split(self._image_mark(text))
             front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
 
         before, mark, behind = rest.partition(_ASKED)
@@ -161,19 +222,14 @@ class Prompts:
             )
         return self.chat_template
 
-    def _placeholder(self, text: str) -> str:
+    def _image_mark(self, text: str) -> str:
         """Returns what stands for an image in a rendered text, with the image's own marks where they are there too."""
-        whole = self._image_ids(self._process([np.zeros((224, 224, 3), np.uint8)]), 0)
-        pad = self.config.image_token
-        first, last = whole.index(pad), len(whole) - whole[::-1].index(pad)
-        tokens = [self.tokenizer.id_to_token(each) for each in (*whole[:first], pad, *whole[last:])]
-        if None in tokens:
-            raise InputError(
-                f"chat template: got image tokens {tokens} without a text in the tokenizer; expected one for each"
-            )
+        _, runs = self._process([("image", np.zeros((224, 224, 3), np.uint8))])
+        pad, before, after = self._image_placeholder(self._ids_of(runs[0]))
+        tokens = texts_of(self.tokenizer, [*before, pad, *after])
         # Some templates write an image's start and end themselves, others leave them to the processor.
         marked = "".join(tokens)
-        return marked if marked in text else tokens[first]
+        return marked if marked in text else tokens[len(before)]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Returns token ids as text."""
@@ -201,16 +257,56 @@ class Prompts:
         first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
         return whole[:first], whole[first + len(bare) :]
 
-    def _process(self, images: list[Any]) -> dict[str, np.ndarray]:
-        if self.family.vision is None:
-            raise InputError(
-                f"images: got {len(images)} for {self.family.architecture}, which takes none; expected text"
-            )
-        return self.family.vision.process(images, self.image_config)
+    def _medium(self, sort: str) -> Any:
+        """Returns what the family does with images (a `Vision`), videos or sounds (a `Medium`).
 
-    def _image_ids(self, arrays: Mapping[str, Any], index: int) -> list[int]:
-        assert self.family.vision is not None
-        return self.family.vision.tokens(self.config, arrays, index, self.tokenizer)
+        Raises:
+          InputError: the family takes none, or its directory says nothing of how.
+        """
+        medium = {"image": self.family.vision, "video": self.family.video, "audio": self.family.audio}[sort]
+        if medium is None:
+            raise InputError(f"{sort}s: got some for {self.family.architecture}, which takes none; expected text")
+        if sort != "image" and self.settings.get(sort) is None:
+            raise InputError(f"{sort}s: got some for a backbone without settings of them; expected {sort}_config")
+        return medium
+
+    def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
+        """Returns the arrays of a prompt's images, videos and sounds, and what stands for each in turn."""
+        arrays: dict[str, Mapping[str, Any]] = {}
+        for sort in MEDIA:
+            items = [medium_of(item) or item for own, item in media if own == sort]
+            if items:
+                arrays[sort] = self._medium(sort).process(items, self.settings[sort])
+
+        numbers = {sort: itertools.count() for sort in MEDIA}
+        runs = []
+        for sort, _ in media:
+            runs.append(self._medium(sort).tokens(self.config, arrays[sort], next(numbers[sort]), self.tokenizer))
+        return self.family.join(self.config, arrays, [sort for sort, _ in media]), runs
+
+    def _image_placeholder(self, ids: Sequence[int]) -> Placeholder:
+        """Returns what a template writes for an image that these ids stand for."""
+        pad = self.config.image_token
+        first, last = ids.index(pad), len(ids) - ids[::-1].index(pad)
+        return Placeholder(pad, list(ids[:first]), list(ids[last:]))
+
+    def _ids_of(self, run: Run) -> list[int]:
+        """Returns the token ids of an image, video or sound whose texts are tokenized each by itself."""
+        ids: list[int] = []
+        for piece in run:
+            ids += self._text_ids(piece) if isinstance(piece, str) else [piece]
+        return ids
+
+    def _mark(self) -> ImageMark | None:
+        """Returns what a chat template writes for an image, where that is not the placeholder."""
+        vision = self.family.vision
+        if vision is None or vision.mark is None:
+            return None
+        token, around = vision.mark(self.config)
+        text = self.tokenizer.id_to_token(token)
+        if text is None:
+            raise InputError(f"chat: got image token {token} without a text in the tokenizer; expected one")
+        return ImageMark(token, text, around)
 
     def _text_ids(self, item: Any) -> list[int]:
         if not isinstance(item, str):

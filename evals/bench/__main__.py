@@ -27,6 +27,7 @@ Of answers, and of what follows from configurations alone:
   placement          orders of chunks and patches to keep, over whole traces
   policies           what sliding, batched eviction and placeholders cost a step
   sizes              memory and least time of released checkpoints
+  mesh_sizes         bytes of released checkpoints on each of eight TPUs, by the compiler
 """
 
 from .. import extra as extra  # isort: split
@@ -46,6 +47,7 @@ from . import (
     encoded,
     fetch,
     kernels,
+    mesh_sizes,
     needs,
     parallel_prefill,
     policies,
@@ -70,6 +72,7 @@ BENCHMARKS = {
         costs.BENCHMARK,
         fetch.BENCHMARK,
         kernels.BENCHMARK,
+        mesh_sizes.BENCHMARK,
         needs.BENCHMARK,
         kernels.FACTORISATION,
         parallel_prefill.BENCHMARK,
@@ -107,7 +110,7 @@ flags.DEFINE_list("architectures", None, "backbones: only these, by their names 
 flags.DEFINE_enum(
     "device", "h200", ["h200", "v5e", "cpu"], "sizes: what programs are compiled for; no such device is needed."
 )
-flags.DEFINE_list("checkpoints", None, "sizes: only these released checkpoints.")
+flags.DEFINE_list("checkpoints", None, "sizes, mesh_sizes: only these released checkpoints.")
 flags.DEFINE_string(
     "checkpoint",
     None,

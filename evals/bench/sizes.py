@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 import pallas_kernels
 from kvpatch_jax.backbone import Tokens
@@ -22,8 +22,8 @@ from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.utils.traced_flops import traced_flops
 from models import FAMILIES
 from models.checkpoints import flatten_params
-from models.decoder.sharding import partition_specs
-from models.families.family import abstract, parameters, placeholders, with_dtype, with_parameters
+from models.decoder.sharding import partition_specs, split_mesh
+from models.families.family import abstract, parameters, placeholders, tower_heads, with_dtype, with_parameters
 from models.families.llava import packing_index
 from models.forward import Forward
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
@@ -129,15 +129,15 @@ def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
     while count > 1:
         mesh = AbstractMesh((count,), ("tensor",))
         try:
-            specs = partition_specs(config.text, leaves, mesh)
+            specs = partition_specs(config.text, leaves, mesh, tower_heads(config))
         except ConfigError:
             count //= 2
             continue
 
-        weights = 0
+        weights, mesh = 0, split_mesh(mesh, config.text.layout)
         for path, leaf in leaves.items():
-            weights += _bytes({path: leaf}) // (count if "tensor" in specs[path] else 1)
-        heads = 1 if config.text.latent is not None else count
+            weights += math.prod(NamedSharding(mesh, specs[path]).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        heads = 1 if config.text.latent is not None else mesh.shape["tensor"]
         return {"devices": count, "weights": weights, "kv_per_token": kv_bytes // heads}
 
     return {"devices": 1, "weights": _bytes(leaves), "kv_per_token": kv_bytes}
@@ -184,7 +184,7 @@ def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any
         return {}
 
     calls = {}
-    for what, (pixels, arrays, count) in _images(config).items():
+    for what, (pixels, arrays, count) in images_of(config).items():
         ids = np.full((1, count), config.image_token)
         plan = vision.plan(config, ids, {"pixel_values": np.broadcast_to(np.float32(1), pixels), **arrays})
         shapes = jax.tree.map(lambda leaf: SPEC(leaf.shape, leaf.dtype), dict(plan))
@@ -193,7 +193,7 @@ def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any
     return calls
 
 
-def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarray], int]]:
+def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarray], int]]:
     """Returns the shape of the pixels, further arrays and the number of placeholders of one image, by its size."""
     tower, architecture = config.vision, config.family.architecture
     if architecture in TILES:

@@ -272,7 +272,7 @@ class _HostRun:
             below = {name: np.asarray(value) for name, value in piece.phase_free(executor.layout).items()}
             for name, new in out.kv.items():
                 rows = below[name] if below[name].ndim == 5 else below[name][:, None]
-                kv[name] = np.concatenate([rows[:start_layer], new])
+                kv[name] = np.concatenate([rows[: len(rows) - len(new)], new])
 
         self.own[id] = HostPiece(id, PhaseFreeKV(kv), piece.local, piece.start)
         keys = sum(held.length for held in front)

@@ -214,7 +214,10 @@ def _over_mesh(backbone: Backbone, mesh: Mesh | None) -> tuple[Place, int, Backb
         return (lambda value, axis: jax.numpy.asarray(value)), 1, backbone
 
     own: Mesh | None = getattr(backbone, "mesh", None)
-    if own is not None and (own.axis_names != mesh.axis_names or (own.devices != mesh.devices).any()):
+    # Its axis "tensor" may be split where devices outnumber KV heads.
+    if own is not None and (
+        own.shape.get(DATA_AXIS) != mesh.shape[DATA_AXIS] or list(own.devices.flat) != list(mesh.devices.flat)
+    ):
         raise ConfigError(f"answer_batch: got mesh {mesh}; expected the backbone's, {own}")
 
     if own is not None:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ..backbone import Backbone, Output, Tokens, check_tokens
+from ..backbone import Backbone, Output, Tokens, ahead_of, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
-from ..core import EngineKV, to_engine
+from ..core import EngineKV, end_position, to_engine
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
 from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch, stored
@@ -197,7 +197,7 @@ class BatchPatchCache:
                 chunk = Chunk(
                     kv=_row(out.kv, row),
                     local=local,
-                    span=math.floor(local.max()) + 1,
+                    span=math.floor(end_position(local[None])[0]) + 1,
                     length=len(local),
                     id=id,
                     layout=self._backbone.layout,
@@ -365,7 +365,9 @@ def stacked(rows: Sequence[Tokens], place: Place) -> Tokens:
     embeddings = np.concatenate([np.asarray(row.embeddings) for row in rows])
     positions = np.concatenate([np.asarray(row.positions) for row in rows])
     deepstack = np.concatenate([np.asarray(row.deepstack) for row in rows]) if all(deep) else None
-    return Tokens(place(embeddings, 0), positions, None if deepstack is None else place(deepstack, 0))
+    return Tokens(
+        place(embeddings, 0), positions, None if deepstack is None else place(deepstack, 0), ahead_of(rows, 0)
+    )
 
 
 def joined_context(rows: Sequence[Sequence[HostKV]], size: int, place: Place) -> EngineKV:

@@ -33,6 +33,10 @@ from .images import decoded as decoded
 from .images import expect_small as expect_small
 from .images import is_encoded as is_encoded
 from .images import over_white as over_white
+from .media import Audio as Audio
+from .media import Video as Video
+from .media import expect_small_medium as expect_small_medium
+from .media import medium_of as medium_of
 from .patch import Base as Base
 from .patch import Patch as Patch
 from .patch import PatchMetadata as PatchMetadata

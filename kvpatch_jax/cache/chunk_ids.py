@@ -5,6 +5,7 @@ A digest is 256-bit blake2b over fields framed by their lengths, so that no two 
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,8 +15,9 @@ import numpy as np
 from ..errors import ImageError, InputError
 from .content import check_text, fingerprint_of
 from .images import ImageSource, decoded, is_encoded, is_pixels
+from .media import Audio, Video, medium_of
 
-Content = ImageSource | np.ndarray | jax.Array | str | bytes | Sequence[int]
+Content = ImageSource | Video | Audio | np.ndarray | jax.Array | str | bytes | Sequence[int]
 _DIGEST_BYTES = 32
 
 
@@ -50,6 +52,9 @@ def _fields(content: Content) -> list[bytes]:
         return [b"text", encoded(content)]
     if isinstance(content, bytes):
         return [b"bytes", content]
+    if isinstance(content, Video | Audio):
+        name = type(content).__name__.lower()
+        return [encoded(name), json.dumps(content.options, sort_keys=True).encode(), *_fields(content.source)]
 
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":
@@ -74,7 +79,9 @@ def chunk_id(backbone: str, *content: Content) -> str:
       backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
       content: in order, images, token ids (a list or an integer array), text, or other arrays. An image is digested by
         its pixels (`images.decoded`), so a path, an encoded file's bytes, a PIL image and an array of the same pixels
-        have the same id. Other arrays include dtype and shape; a list of token ids is digested as int64.
+        have the same id. A `Video` is digested by its frames or its file's bytes, its times and how it is to be
+        sampled, an `Audio` by its samples and rate or its file's bytes. Other arrays include dtype and shape; a list of
+        token ids is digested as int64.
 
     Raises:
       InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), or an array does not
@@ -93,6 +100,8 @@ def chunk_id(backbone: str, *content: Content) -> str:
             # Bytes that begin like an image but cannot be decoded are treated as bytes.
             with contextlib.suppress(ImageError):
                 part = decoded(part)
+        elif (medium := medium_of(part)) is not None:
+            part = medium.read()
         elif isinstance(part, os.PathLike):
             part = decoded(part, os.fspath(part))
         elif hasattr(part, "getbands") or is_pixels(part):

@@ -1,4 +1,4 @@
-"""Classification of prompt items as images, texts or token ids, and checks that sequences are not bare strings.
+"""Classification of prompt items as images, videos, sounds, texts or token ids; sequences that are not bare strings.
 
 A str is a text. A str that looks like a file's name or an address (`looks_like_a_file`) is rejected, because a text in
 place of an image would go unnoticed. A `pathlib.Path` is a file, and a `Text` is always a text. Every function that
@@ -17,11 +17,12 @@ import numpy as np
 from ..errors import AmbiguousTextError, InputError
 from ..utils.atomic_files import path_of
 from .images import decoded, is_encoded
+from .media import AUDIO_SUFFIXES, VIDEO_SUFFIXES, Video, medium_of
 
-Sort = Literal["image", "text", "tokens"]
+Sort = Literal["image", "video", "audio", "text", "tokens"]
 
 _IMAGES = "apng|avif|bmp|gif|hei[cf]|ico|jp2|jpe|jpe?g|jxl|p[bgnp]m|png|qoi|svg|tga|tiff?|webp"
-_VIDEOS = "3gp|avi|flv|m2ts|m4v|mkv|mov|mp4|mpe?g|mts|ogv|webm|wmv"
+_MEDIA = "|".join(suffix[1:] for suffix in VIDEO_SUFFIXES + AUDIO_SUFFIXES)
 _MOST_WORDS = 8
 """Maximum number of words in a file's name; more make a sentence."""
 _LONGEST = 4096
@@ -30,7 +31,7 @@ _LONGEST = 4096
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
 _PATH_START = re.compile(r"/\w|\.{1,2}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w", re.IGNORECASE)
-_MEDIA_FILE = re.compile(rf".*[^\s.]\.(?:{_IMAGES}|{_VIDEOS})", re.IGNORECASE)
+_MEDIA_FILE = re.compile(rf".*[^\s.]\.(?:{_IMAGES}|{_MEDIA})", re.IGNORECASE)
 _ANY_FILE = re.compile(r"[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}", re.IGNORECASE | re.ASCII)
 _SEPARATED = re.compile(r"[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+", re.ASCII)
 _WORDS_OR_NUMBERS = re.compile(r"[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+", re.IGNORECASE | re.ASCII)
@@ -43,9 +44,10 @@ class Text(str):
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
-    """Classifies an item as image, text or token ids.
+    """Classifies an item as image, video, audio, text or token ids.
 
-    A str is a text (see `check_text`). Images are paths (`os.PathLike`), PIL images (recognised by `getbands`, so that
+    A str is a text (see `check_text`). A `Video` or `Audio` is one, and so is a path (`os.PathLike`) with the suffix of
+    a video's or sound's file. Images are other paths, PIL images (recognised by `getbands`, so that
     Pillow is not required), bytes of an encoded image, and arrays other than integer vectors. Token ids are integer
     vectors, and lists or tuples of integers.
 
@@ -56,6 +58,9 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     if isinstance(item, str):
         check_text(item, what)
         return "text"
+    medium = medium_of(item)
+    if medium is not None:
+        return "video" if isinstance(medium, Video) else "audio"
     if isinstance(item, os.PathLike) or hasattr(item, "getbands"):
         return "image"
     if isinstance(item, np.ndarray | jax.Array):
@@ -67,7 +72,9 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
         whole = [isinstance(token, int | np.integer) and not isinstance(token, bool) for token in item]
         if all(whole):
             return "tokens"
-    raise InputError(f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image")
+    raise InputError(
+        f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"
+    )
 
 
 def looks_like_a_file(text: str) -> bool:
@@ -79,7 +86,8 @@ def looks_like_a_file(text: str) -> bool:
     - one word that begins like a path: `/x`, `./`, `../`, `~/`, `C:\\`, `\\\\x`;
     - one ASCII word that contains a `/` (`shots/run_1`), except plain words and numbers: `and/or`, `1/2`;
     - one ASCII word that ends in a dot and two to five letters and digits, a letter first: `shot1.pgn`;
-    - up to eight words that end like the name of an image or video: `my shot.png`, `Screen Shot at 10.32.11 AM.PNG`.
+    - up to eight words that end like the name of an image, video or sound: `my shot.png`, `Screen Shot at 10.32.11
+      AM.PNG`.
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
@@ -125,7 +133,12 @@ def file_of(name: str, what: str) -> Path:
 
 
 def one_form(item: Any) -> Any:
-    """Decodes an image file or its bytes to pixels (`images.decoded`), so that it is read once; else returns it."""
+    """Decodes an image file or its bytes to pixels (`images.decoded`), and reads videos and sounds (`Video.read`), so
+    that each is read once; else returns the item.
+    """
+    medium = medium_of(item)
+    if medium is not None:
+        return medium.read()
     if isinstance(item, os.PathLike):
         return decoded(item, os.fspath(item))
     return decoded(item) if isinstance(item, bytes) else item

@@ -118,8 +118,8 @@ class Patch:
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
     v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}, or with a rank for each
-    layer {channel: `RaggedFactors`}; L' counts the metadata's layers. Patches of a batch of chunks have the axis B
-    after L' in every factor; stores do not take them.
+    layer {channel: `RaggedFactors`}; L' counts those of the metadata's layers that keep the channel. Patches of a batch
+    of chunks have the axis B after L' in every factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
 
@@ -260,8 +260,10 @@ def check_factors(
 
     for name, own in factors.items():
         channel, low_rank = layout.channel(name), is_low_rank(own)
+        # Of the patch's layers those that keep this channel.
+        kept = len(layout.rows_of(name, layers))
         if isinstance(own, RaggedFactors):
-            tokens.add(_check_ragged(own, name, channel.features, len(layers)))
+            tokens.add(_check_ragged(own, name, channel.features, kept))
             continue
 
         # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
@@ -269,7 +271,7 @@ def check_factors(
             axes = _shape(own[0])[1 : -3 if per_head else -2] if low_rank else _shape(own)[1:-3]
             batch = axes if len(axes) <= batched else ()
 
-        leading = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
+        leading = (kept, *batch, channel.heads) if per_head else (kept, *batch)
         if low_rank:
             u, v = map(_shape, own)
             side = channel.width if per_head else channel.features
@@ -279,7 +281,7 @@ def check_factors(
             tokens.add(u[-2])
         else:
             dense = _shape(own)
-            expected = (len(layers), *batch, None, channel.heads, channel.width)
+            expected = (kept, *batch, None, channel.heads, channel.width)
             _check_shape(dense, expected, f"{name!r}", "layers, tokens, heads")
             tokens.add(dense[-3])
 

@@ -24,6 +24,7 @@ from .layout import Positions as Positions
 from .layout import Start as Start
 from .layout import arrays_of as arrays_of
 from .layout import as_start as as_start
+from .layout import check_uniform as check_uniform
 from .layout import relocate as relocate
 from .layout import rotate_kv as rotate_kv
 from .layout import to_engine as to_engine
@@ -59,6 +60,7 @@ from .rope import Angles as Angles
 from .rope import Rope as Rope
 from .rope import check_extent as check_extent
 from .rope import check_positions as check_positions
+from .rope import end_position as end_position
 from .rope import extent as extent
 from .rope import relocation_tables as relocation_tables
 from .rope import rope_tables as rope_tables

@@ -89,8 +89,8 @@ class KVEncoding:
         total = 0
         for channel in layout.channels:
             bits, axis = self.of_channel(channel)
-            total += packed_bytes(tokens, channel.features, bits, self.group, axis)
-        return total * layout.layers
+            total += packed_bytes(tokens, channel.features, bits, self.group, axis) * layout.depth(channel.name)
+        return total
 
 
 @functools.partial(

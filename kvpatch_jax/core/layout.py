@@ -7,7 +7,7 @@ the channels that rotate. Kamera §3, "one mechanism for MLA, GQA and MHA".
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -30,12 +30,19 @@ Start = Int[AnyArray, "..."] | int | np.integer | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """One cached tensor per layer: `heads` vectors of `width` per token, of which the first `rotary` entries rotate."""
+    """One cached tensor per layer: `heads` vectors of `width` per token, of which the first `rotary` entries rotate.
+
+    Attributes:
+      rope: what rotates it, where that is another than the layout's; None: the layout's.
+      layers: the decoder's layers that keep it, ascending; None: all. Its arrays have one entry for each of these.
+    """
 
     name: str
     heads: int
     width: int
     rotary: int = 0
+    rope: Rope | None = None
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         whole = all(is_whole(number, 0) for number in (self.heads, self.width, self.rotary))
@@ -44,6 +51,15 @@ class Channel:
                 f"channel {self.name!r}: got heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
                 "positive heads and width, and rotary at most the width"
             )
+        if self.rope is not None:
+            expect_kind(self.rope, Rope, f"channel {self.name!r}: rope", "a Rope, or None", LayoutError)
+        if self.layers is not None:
+            expect_kind(self.layers, tuple, f"channel {self.name!r}: layers", "a tuple, or None", LayoutError)
+            whole = all(is_whole(layer, 0) for layer in self.layers)
+            if not self.layers or not whole or list(self.layers) != sorted(set(self.layers)):
+                raise LayoutError(
+                    f"channel {self.name!r}: got layers {self.layers!r:.80}; expected whole numbers, ascending, or None"
+                )
 
     @property
     def features(self) -> int:
@@ -58,7 +74,14 @@ class Channel:
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """Ordered channels of a backbone's KV. Hashable: a static argument under jit. Construct with gqa, mha or mla."""
+    """Ordered channels of a backbone's KV. Hashable: a static argument under jit. Construct with gqa, mha or mla.
+
+    Layers may be of unlike kinds: a channel may live on some of them alone, and turn by a rope of its own. All ropes
+    have the same position axes, and positions are checked with the layout's. `uniform` says that none of this is so.
+
+    Raises:
+      LayoutError: channels that do not fit the layers or their rope.
+    """
 
     kind: Literal["gqa", "mha", "mla"]
     layers: int
@@ -76,13 +99,32 @@ class KVLayout:
         if len(set(self.names)) != len(self.names) or not self.names:
             raise LayoutError(f"layout: got channels {list(self.names)}; expected distinct names")
 
-        # One table of cosines serves every channel that rotates.
+        # One table of cosines serves every channel that rotates by the same rope.
         for channel in self.channels:
-            if channel.rotates and (channel.rotary != self.rope.dim or channel.width != self.rope.head_width):
+            rope = self.rope if channel.rope is None else channel.rope
+            if channel.rotates and (channel.rotary != rope.dim or channel.width != rope.head_width):
                 raise LayoutError(
                     f"layout: got channel {channel.name!r} of width {channel.width} that rotates {channel.rotary}; "
-                    f"expected the rope's {self.rope.head_width} and {self.rope.dim}"
+                    f"expected the rope's {rope.head_width} and {rope.dim}"
                 )
+            self._check_kind(channel)
+
+    def _check_kind(self, channel: Channel) -> None:
+        """Refuses a channel's own rope or layers that are not of this layout, or say nothing."""
+        rope, layers, what = channel.rope, channel.layers, f"layout: got channel {channel.name!r}"
+        if rope is not None:
+            # Equal layouts have one form, and one rope knows how far positions may go.
+            if not channel.rotates or rope == self.rope:
+                raise LayoutError(f"{what} with a rope of its own; expected a channel that rotates, by another rope")
+            if rope.axes != self.rope.axes or (
+                rope.scaling is not None and rope.scaling.kind in ("longrope", "dynamic")
+            ):
+                raise LayoutError(
+                    f"{what} with a rope of {rope.axes} position axes and scaling {rope.scaling}; expected the axes of "
+                    f"the layout's rope, {self.rope.axes}, and frequencies that depend on no length"
+                )
+        if layers is not None and (layers[-1] >= self.layers or len(layers) == self.layers):
+            raise LayoutError(f"{what} on layers {layers}; expected some of 0 to {self.layers - 1}, or None for all")
 
     @classmethod
     def gqa(cls, layers: int, kv_heads: int, head_dim: int, rope: Rope) -> "KVLayout":
@@ -127,16 +169,60 @@ class KVLayout:
     def with_angles(self, angles: Angles | None) -> "KVLayout":
         """Replaces the rope's `angles` ("exact" or "float32"); None leaves them as they are."""
         # The same object where nothing changes: layouts are compared and hashed by every jitted call.
-        if angles is None or angles == self.rope.angles:
+        if angles is None or all(rope.angles == angles for rope in self.ropes):
             return self
-        return dataclasses.replace(self, rope=dataclasses.replace(self.rope, angles=angles))
+
+        channels = []
+        for channel in self.channels:
+            own = None if channel.rope is None else dataclasses.replace(channel.rope, angles=angles)
+            channels.append(channel if own is None else dataclasses.replace(channel, rope=own))
+        return dataclasses.replace(self, channels=tuple(channels), rope=dataclasses.replace(self.rope, angles=angles))
+
+    @functools.cached_property
+    def uniform(self) -> bool:
+        """Whether every channel lives on all layers and rotates, if it does, by the layout's rope."""
+        return all(channel.rope is None and channel.layers is None for channel in self.channels)
+
+    @functools.cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Distinct ropes, the layout's first."""
+        return tuple(
+            dict.fromkeys((self.rope, *(channel.rope for channel in self.channels if channel.rope is not None)))
+        )
+
+    def rope_of(self, name: str) -> Rope:
+        """Returns what rotates the channel called `name`."""
+        own = self.channel(name).rope
+        return self.rope if own is None else own
+
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """Returns the decoder's layers that keep the channel called `name`, ascending: its arrays' first axis."""
+        own = self.channel(name).layers
+        return tuple(range(self.layers)) if own is None else own
+
+    def depth(self, name: str) -> int:
+        """Returns how many layers keep the channel called `name`."""
+        own = self.channel(name).layers
+        return self.layers if own is None else len(own)
+
+    def rows_of(self, name: str, layers: Iterable[int]) -> tuple[int, ...]:
+        """Returns where, along the first axis of a channel's arrays, those of these layers are that keep it."""
+        own = self.channel(name).layers
+        if own is None:
+            return tuple(layers)
+        return tuple(own.index(layer) for layer in layers if layer in own)
+
+    @functools.cached_property
+    def numbers(self) -> int:
+        """Numbers per token, all layers and channels."""
+        return sum(self.depth(channel.name) * channel.features for channel in self.channels)
 
     def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
         """Counts the bytes that one token takes, all layers and channels."""
-        return self.layers * sum(channel.features for channel in self.channels) * jnp.dtype(dtype).itemsize
+        return self.numbers * jnp.dtype(dtype).itemsize
 
     def check(self, kv: KV, what: str = "kv") -> None:
-        """Checks that a kv pytree is {channel: float [L, ..., T, K, H]} of this layout.
+        """Checks that a kv pytree is {channel: float [L, ..., T, K, H]} of this layout, L the channel's layers.
 
         Raises:
           LayoutError: the channels differ. ShapeError: a shape differs. DtypeError: a dtype is not floating-point.
@@ -154,10 +240,10 @@ class KVLayout:
             if not _is_floating(value.dtype):
                 raise DtypeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
-            shape = value.shape
-            if len(shape) < 4 or shape[0] != self.layers or shape[-2:] != (channel.heads, channel.width):
+            shape, depth = value.shape, self.layers if channel.layers is None else len(channel.layers)
+            if len(shape) < 4 or shape[0] != depth or shape[-2:] != (channel.heads, channel.width):
                 raise ShapeError(
-                    f"{what}[{channel.name!r}]: got shape {shape}; expected [{self.layers}, ..., T, {channel.heads}, "
+                    f"{what}[{channel.name!r}]: got shape {shape}; expected [{depth}, ..., T, {channel.heads}, "
                     f"{channel.width}]"
                 )
             if middle is not None and shape[1:-2] != middle:
@@ -165,6 +251,21 @@ class KVLayout:
                     f"{what}[{channel.name!r}]: got shape {shape}; expected {middle} between layers and heads"
                 )
             middle = shape[1:-2]
+
+
+def check_uniform(layout: KVLayout, what: str) -> None:
+    """Refuses a layout with layers of unlike kinds, for what works with layers of one kind alone.
+
+    Raises:
+      LayoutError: it names a channel that lives on some layers alone, or turns by a rope of its own.
+    """
+    if not layout.uniform:
+        channel = next(channel for channel in layout.channels if channel.rope is not None or channel.layers is not None)
+        own = "layers" if channel.layers is not None else "rope"
+        raise LayoutError(
+            f"{what}: got a layout whose channel {channel.name!r} has {own} of its own; expected layers of one kind, "
+            "each with every channel"
+        )
 
 
 @functools.cache
@@ -216,19 +317,27 @@ def as_start(
 @functools.partial(jax.jit, static_argnames=("layout", "back"))
 def jitted_rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
     """Rotates the channels that carry phase; one program per layout and shape, so that rounding is the same."""
-    cos, sin = rope_tables(layout.rope, local, start)
-    scale = layout.rope.attention_scaling
-    # The inverse turns the other way, and takes the attention scaling out again.
-    if back:
-        sin, scale = -sin, 1.0 / scale
-    return {name: rotate(value, cos, sin, layout.rope.cached, scale) for name, value in kv.items()}
+    tables = {rope: rope_tables(rope, local, start) for rope in layout.ropes}
+
+    def turn(rope: Rope, value: Array) -> Array:
+        (cos, sin), scale = tables[rope], rope.attention_scaling
+        # The inverse turns the other way, and takes the attention scaling out again.
+        if back:
+            sin, scale = -sin, 1.0 / scale
+        return rotate(value, cos, sin, rope.cached, scale)
+
+    return {name: turn(layout.rope_of(name), value) for name, value in kv.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))
 def jitted_relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
     """Rotates the channels that carry phase once, from old to new positions; compiled once per layout and shape."""
-    cos, sin = relocation_tables(layout.rope, old, new)
-    return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
+    tables = {rope: relocation_tables(rope, old, new) for rope in layout.ropes}
+    turned = {}
+    for name, value in kv.items():
+        rope = layout.rope_of(name)
+        turned[name] = rotate(value, *tables[rope], rope.cached)
+    return turned
 
 
 def arrays_of(kv: Mapping[str, Any]) -> dict[str, Array]:

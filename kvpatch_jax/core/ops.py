@@ -10,7 +10,7 @@ Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here:
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
@@ -208,9 +208,7 @@ def factorise_deficit(
     *,
     plan: FormPlan,
 ) -> Factors:
-    """Factorises a deficit {channel: float32 [L, ..., T, K, H]} that is zero on padding, as `plan` says."""
-    if plan.layers is not None:
-        delta = {name: value[np.asarray(plan.layers)] for name, value in delta.items()}
+    """Factorises a deficit {channel: float32 [L, ..., T, K, H]} that is zero on padding, every layer of it."""
     factors: Factors = {name: stored(delta[name], plan.dtype, -1) for name, rank in plan.ranks if rank is None}
     low_rank = [(name, rank) for name, rank in plan.ranks if rank is not None]
 
@@ -255,7 +253,14 @@ def form(
     delta = deficit(conditioned, base, length)
     if plan.frame == "engine":
         delta = to_engine(layout, delta, local, start)
+    delta = delta if plan.layers is None else of_layers(layout, delta, plan.layers)
     return factorise_deficit(delta, key, length, plan=plan)
+
+
+def of_layers(layout: KVLayout, values: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+    """Cuts {channel: [L, ...]} to some of the decoder's layers: of each channel those of them that keep it."""
+    layers = tuple(layers)
+    return {name: value[np.asarray(layout.rows_of(name, layers), int)] for name, value in values.items()}
 
 
 def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
@@ -292,8 +297,8 @@ def correction(
     """Computes the dense correction {channel: float32 [L, ..., T, K, H]} of factors, for the channels that have any."""
     result = {}
     for name, channel_factors in factors.items():
-        arguments = kernel_arguments(channel_factors, layers, layout.layers, heads)
-        channel = layout.channel(name)
+        channel, kept = layout.channel(name), None if layers is None else layout.rows_of(name, layers)
+        arguments = kernel_arguments(channel_factors, kept, layout.depth(name), heads)
         if "dense" in arguments:
             result[name] = arguments["dense"].astype(jnp.float32)
             continue
@@ -332,15 +337,29 @@ def apply(
         return {name: (rotated[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in rotated}
 
     arguments = operator_arguments(layout, factors, local, start, layers, heads)
-    kernel = functools.partial(rotate_patch, layout=layout.rope.cached)
     packed = {name: value for name, value in kv.items() if isinstance(value, PackedArray)}
     if packed:
-        return jax.lax.map(_layer_program(arguments, kernel), _layered(packed, arguments))
+        result = {}
+        # Channels of as many layers and one order of pairs go through one loop.
+        for own, kernel in kernels_of(layout, packed):
+            result |= jax.lax.map(_layer_program(arguments, kernel), _layered(own, arguments))
+        return result
 
     result: dict[str, Any] = {}
     for name, own in arguments.items():
+        kernel = functools.partial(rotate_patch, layout=layout.rope_of(name).cached)
         result[name] = kernel(kv[name], **own) if own else kv[name]  # pyright: ignore[reportArgumentType]
     return result
+
+
+def kernels_of(
+    layout: KVLayout, kv: Mapping[str, PackedArray]
+) -> list[tuple[dict[str, PackedArray], Callable[..., Array]]]:
+    """Groups packed channels by the layers that keep them and by their ropes' order of pairs, each with its kernel."""
+    groups: dict[Any, dict[str, PackedArray]] = {}
+    for name, value in kv.items():
+        groups.setdefault((layout.layers_of(name), layout.rope_of(name).cached), {})[name] = value
+    return [(own, functools.partial(rotate_patch, layout=cached)) for (_, cached), own in groups.items()]
 
 
 def over_layers(
@@ -370,10 +389,7 @@ def over_layers(
 
 def _layered(kv: Mapping[str, PackedArray], arguments: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, dict]]:
     """Returns what has layers of every channel: its codes, and of its arguments the factors with their scales."""
-    layered = {}
-    for name, own in arguments.items():
-        layered[name] = kv[name], layered_arguments(own)
-    return layered
+    return {name: (value, layered_arguments(arguments[name])) for name, value in kv.items()}
 
 
 def layered_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -416,13 +432,16 @@ def operator_arguments(
     heads: Heads,
 ) -> dict[str, dict[str, Any]]:
     """Returns the kernels' keyword arguments for every channel: its factors, and cos and sin tables if it rotates."""
-    # One table for all channels and layers, because they rotate by the same angles.
-    cos, sin = rope_tables(layout.rope, local, start)
+    # One table for all channels and layers that rotate by the same angles.
+    tables = {rope: rope_tables(rope, local, start) for rope in layout.ropes}
     result = {}
     for channel in layout.channels:
-        result[channel.name] = kernel_arguments(factors.get(channel.name), layers, layout.layers, heads)
+        name, kept = channel.name, None if layers is None else layout.rows_of(channel.name, layers)
+        result[name] = kernel_arguments(factors.get(name), kept, layout.depth(name), heads)
         if channel.rotates:
-            result[channel.name] |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
+            rope = layout.rope_of(name)
+            cos, sin = tables[rope]
+            result[name] |= {"cos": cos, "sin": sin, "scale": rope.attention_scaling}
     return result
 
 

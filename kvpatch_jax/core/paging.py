@@ -243,11 +243,12 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
             raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
         shape = value.shape
-        fits = len(shape) == 5 and shape[0] == layout.layers and shape[3] == channel.heads
+        depth = layout.depth(channel.name)
+        fits = len(shape) == 5 and shape[0] == depth and shape[3] == channel.heads
         if not fits or (shape[4] != channel.width and not (padded and shape[4] == padded_width(channel.width))):
             widths = {channel.width, padded_width(channel.width)} if padded else {channel.width}
             raise ShapeError(
-                f"pool[{channel.name!r}]: got shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
+                f"pool[{channel.name!r}]: got shape {shape}; expected [{depth}, P, O, {channel.heads}, "
                 f"{' or '.join(map(str, sorted(widths)))}]"
             )
         if paging is not None and shape[1:3] != paging:

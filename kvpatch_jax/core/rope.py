@@ -14,7 +14,7 @@ A rope defines the angle by which every rotary pair of a cached key is rotated a
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -349,6 +349,20 @@ def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
     """Returns the minimum and maximum of concrete positions; NaN if any is NaN, and (0, 0) for an empty array."""
     values = np.asarray(positions)
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
+def end_position[P: (np.ndarray, Array)](positions: P) -> P:
+    """Returns the position behind which each row goes on, [B] of [B,T] or [B,T,A]: that of its last token where the
+    axes of that are equal (a text, or what closes an image or video), else the largest of all.
+
+    What follows begins one past it, rounded down. The two differ only where a video's time runs ahead of what follows
+    it (transformers' rule, `models/inputs/positions.py`).
+    """
+    if positions.ndim == 2:
+        return positions.max(1)
+    last = positions[:, -1]
+    where: Any = jnp.where if isinstance(positions, Array) else np.where
+    return where((last == last[:, :1]).all(1), last[:, 0], positions.max((1, 2)))
 
 
 def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
-from ..core import AnyArray, Factors, KVLayout, RaggedFactors, is_low_rank, ops, value_of
+from ..core import AnyArray, Factors, KVLayout, RaggedFactors, check_uniform, is_low_rank, ops, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
 from ..utils.kinds import is_whole
 from .compress import Rank, dtype_of, finite_factors, rank_by_channel
@@ -32,7 +32,7 @@ class Basis:
       layout, backbone: of the deficits.
 
     Raises:
-      LayoutError: an unknown channel. ShapeError: directions that do not fit the layout.
+      LayoutError: an unknown channel, or layers of unlike kinds. ShapeError: directions that do not fit the layout.
     """
 
     directions: Mapping[str, Float[AnyArray, "L M F"]]
@@ -41,6 +41,7 @@ class Basis:
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "basis")
+        check_uniform(self.layout, "basis")
         for name, value in self.directions.items():
             wanted, shape = self.layout.channel(name).features, value.shape
             if len(shape) != 3 or (shape[0], shape[2]) != (self.layout.layers, wanted) or not 1 <= shape[1] <= wanted:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Num
 
-from ..backbone import Backbone, Tokens, check_is_backbone, check_tokens
+from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
-from ..core import AnyArray, PhaseFreeKV
+from ..core import AnyArray, PhaseFreeKV, end_position
 from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind
 
@@ -37,7 +37,7 @@ def make_chunk(
 
     Returns:
       A Chunk of one unpadded row, whose content is the items' digest; its positions count from its own start, and its
-      span is one more than the largest of them.
+      span is one more than where they end (`core.end_position`).
 
     Raises:
       ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
@@ -62,7 +62,7 @@ def make_chunk(
     return Chunk(
         kv={name: value[:, 0] for name, value in kv.items()},
         local=local,
-        span=int(local.max()) + 1,
+        span=int(end_position(local[None])[0]) + 1,
         length=len(local),
         id=content if id is None else id,
         layout=backbone.layout,
@@ -139,7 +139,8 @@ def conditioned(
         embeddings, deepstack = jnp.repeat(first.embeddings, rows, axis=0), first.deepstack
         if deepstack is not None:
             deepstack = jnp.repeat(deepstack, rows, axis=0)
-        before = [Tokens(embeddings, np.repeat(np.asarray(first.positions), rows, axis=0), deepstack)]
+        ahead = None if first.ahead is None else np.repeat(np.asarray(first.ahead), rows, axis=0)
+        before = [Tokens(embeddings, np.repeat(np.asarray(first.positions), rows, axis=0), deepstack, ahead)]
 
     # Each unit starts where the span of the preceding one ends.
     parts: list[Tokens] = []
@@ -147,7 +148,7 @@ def conditioned(
     for tokens in [*before, *embedded]:
         parts.append(tokens if start is None else tokens.shift(start))
         places = np.asarray(parts[-1].positions)
-        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
+        last = end_position(places).astype(np.int32) + 1
         # One start for every row, and for every axis where the rope has axes.
         start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
 
@@ -191,4 +192,5 @@ def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
         jnp.concatenate([part.embeddings for part in parts], axis=1),
         np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
         deepstack,
+        ahead_of(parts),
     )

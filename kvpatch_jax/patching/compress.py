@@ -112,11 +112,18 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
 
     # Factors have rows for the patch's own layers, which need not be all of the model's.
     kept = tuple(sorted({int(layer) for layer in listed}))
-    rows = np.asarray([have.index(layer) for layer in kept], np.int32)
-    ragged = {name: own for name, own in patch.factors.items() if isinstance(own, RaggedFactors)}
-    factors: dict[str, Any] = _rows_of({name: own for name, own in patch.factors.items() if name not in ragged}, rows)
-    for name, own in ragged.items():
-        factors[name] = _with_rows(own, np.asarray(own.rows)[rows])
+    factors, plain = dict[str, Any](), dict[tuple[int, ...], dict[str, Any]]()
+    for name, own in patch.factors.items():
+        own_layers = [layer for layer in have if layer in patch.metadata.layout.layers_of(name)]
+        rows = tuple(own_layers.index(layer) for layer in kept if layer in own_layers)
+        # A channel that none of the layers keeps has nothing left.
+        if rows and isinstance(own, RaggedFactors):
+            factors[name] = _with_rows(own, np.asarray(own.rows)[np.asarray(rows)])
+        elif rows:
+            plain.setdefault(rows, {})[name] = own
+    for rows, own in plain.items():
+        factors |= _rows_of(own, np.asarray(rows, np.int32))
+    factors = {name: factors[name] for name in patch.factors if name in factors}
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
 
 

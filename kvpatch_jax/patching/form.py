@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of, brief
-from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, is_packed, ops
+from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, check_uniform, is_packed, ops
 from ..errors import InputError
 from .basis import Basis, form_in_basis
 from .byte_budget import ByteBudget, form_ragged
@@ -130,7 +130,11 @@ def form_patch(
     layers = check_layers(chosen.layers, layout.layers)
     if isinstance(rank, ByteBudget):
         return _form_within(chunk, conditioned, rank, antecedent, layers, chosen)
+    if chosen.shared_left:
+        check_uniform(layout, "patch: shared_left")
     ranks, asked = choose_ranks(chunk, rank, chosen.heads, chosen.shared_left, chosen.dense)
+    # A channel that none of the layers keeps gets no factors.
+    ranks = tuple(pair for pair in ranks if layout.rows_of(pair[0], layers))
 
     plan = FormPlan(
         ranks=ranks,
@@ -171,7 +175,8 @@ def _delta_of(chunk: Chunk, conditioned: KVArrays, layers: tuple[int, ...]) -> d
     """Computes the deficit of some layers."""
     delta = deficit_of(conditioned, chunk.kv, chunk)
     if len(layers) < chunk.layout.layers:
-        delta = {name: value[np.asarray(layers)] for name, value in delta.items()}
+        delta = ops.of_layers(chunk.layout, delta, layers)
+        delta = {name: value for name, value in delta.items() if len(value)}
     return delta
 
 

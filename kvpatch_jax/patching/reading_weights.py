@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from ..backbone import Backbone, LayerAttention, Tokens, check_is_backbone
 from ..cache import Chunk, digest_of, encoded, fingerprint_of, same_storage
-from ..core import AnyArray, Channel, FormPlan, KVLayout, is_low_rank, ops, to_engine
+from ..core import AnyArray, Channel, FormPlan, KVLayout, check_uniform, is_low_rank, ops, to_engine
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .canonical import unit_tokens
@@ -48,6 +48,7 @@ class ReadingWeights:
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "weights")
+        check_uniform(self.layout, "weights")
         if set(self.weights) != set(self.layout.names):
             raise ShapeError(f"weights: got channels {sorted(self.weights)}; expected {sorted(self.layout.names)}")
         kept = {}
@@ -135,6 +136,7 @@ def calibrate_weights(backbone: Backbone, prompts: Sequence[Sequence[Any] | Toke
       InputError: no prompts, or as `prepare`. ShapeError: a prompt of one token.
     """
     check_is_backbone(backbone, "calibrate_weights")
+    check_uniform(backbone.layout, "calibrate_weights")
     layout, total, count = backbone.layout, 0.0, 0
     for prompt in prompts:
         tokens = unit_tokens(backbone, prompt, "calibrate_weights")

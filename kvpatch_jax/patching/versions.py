@@ -236,9 +236,8 @@ def _check_together(patch: Patch, first: PatchMetadata) -> None:
 
 def _sum_of(patches: Sequence[Patch], weights: Sequence[float]) -> ops.Factors:
     """Adds weighted corrections, in float32: low-rank ones side by side, a channel with a dense one densely."""
-    layout, layers = patches[0].metadata.layout, patches[0].metadata.layers
     factors: ops.Factors = {}
-    for channel in layout.channels:
+    for channel in patches[0].metadata.layout.channels:
         name = channel.name
         parts: list[tuple[float, ChannelFactors]] = []
         for weight, patch in zip(weights, patches, strict=True):
@@ -265,7 +264,7 @@ def _sum_of(patches: Sequence[Patch], weights: Sequence[float]) -> ops.Factors:
                 total = total + weight * value_of(own).astype(jnp.float32)  # pyright: ignore
         if pair is not None:
             inner = jnp.matmul(*pair, precision=jax.lax.Precision.HIGHEST)
-            total = total + inner.reshape(len(layers), inner.shape[1], channel.heads, channel.width)
+            total = total + inner.reshape(*inner.shape[:2], channel.heads, channel.width)
         factors[name] = jnp.asarray(total)
     return factors
 

@@ -67,8 +67,8 @@ class KeptForm:
             for length in (tokens, channel.features):
                 # int8 has one float32 scale per direction.
                 size = length + 4 if few is None else packed_bytes(1, length, *few, -1, symmetric=True)
-                total += rank * size
-        return round(total * layout.layers)
+                total += rank * size * layout.depth(channel.name)
+        return round(total)
 
     def __str__(self) -> str:
         bits = "16 bits" if self.encoding is None else self.encoding

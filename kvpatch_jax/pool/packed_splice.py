@@ -1,30 +1,26 @@
 """Splicing of packed KV: one layer is decoded, patched, rotated and written before the next."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import rotate_patch
-
-from ..core import PackedArray, ops
+from ..core import KVLayout, PackedArray, ops
 
 
 def splice_packed(
+    layout: KVLayout,
     pool: Mapping[str, Float[Array, "L P O _ _"]],
     slots: Int[Array, " T"],
     kv: Mapping[str, PackedArray],
     arguments: dict[str, dict[str, Any]],
-    layout: str,
     length: Int[Array, ""],
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Writes packed channels' R · (x + u v) into a pool, so that one layer at most is unpacked at a time.
 
     Args:
       arguments: of `rotate_patch` by channel, as `ops.operator_arguments` gives them.
-      layout: how a rotary pair lies in a head.
       length: tokens that count; later ones are written nowhere.
     """
     pages, size = next(iter(pool.values())).shape[1:3]
@@ -34,7 +30,7 @@ def splice_packed(
     places = jnp.where(keep, slots.astype(jnp.int32), pages * size + tokens)
 
     def write(pool: dict[str, Array], layer: Array, rows: dict[str, Array]) -> dict[str, Array]:
-        written = {}
+        written = dict(pool)
         for name, value in rows.items():
             padding = [(0, 0), (0, 0), (0, pool[name].shape[-1] - value.shape[-1])]
             value = jnp.pad(value.astype(pool[name].dtype), padding)
@@ -42,4 +38,7 @@ def splice_packed(
             written[name] = at.set(value, mode="drop", unique_indices=True)
         return written
 
-    return ops.over_layers(kv, arguments, functools.partial(rotate_patch, layout=layout), write, dict(pool))
+    written = dict(pool)
+    for own, kernel in ops.kernels_of(layout, kv):
+        written = ops.over_layers(own, arguments, kernel, write, written)
+    return written

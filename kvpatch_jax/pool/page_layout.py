@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import rotate_patch
 from pallas_kernels.splice import padded_width
 
-from ..core import AnyArray, KVLayout, arrays_of, check_held, is_packed
+from ..core import AnyArray, KVLayout, arrays_of, check_held, check_uniform, is_packed
 from ..errors import DtypeError, LayoutError, ShapeError
 
 Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
@@ -324,6 +324,7 @@ def checked_pages(
     Raises:
       LayoutError, ShapeError, DtypeError: the pages have another layout. PoolError: the pages were donated.
     """
+    check_uniform(layout, what)
     stacked = not isinstance(pages, Sequence)
     arrays = (pages,) if stacked else tuple(pages)
     named = {f"layer {number}": page for number, page in enumerate(arrays)}

@@ -42,7 +42,13 @@ from .packed_splice import splice_packed
 
 
 def make_pool(
-    layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, padded: bool = False
+    layout: KVLayout,
+    pages: int,
+    page_size: int,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    padded: bool = False,
+    shardings: Mapping[str, jax.sharding.Sharding] | None = None,
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Allocates a pool of zeros, {channel: [L, P, O, K, H]}.
 
@@ -50,6 +56,7 @@ def make_pool(
       padded: H is the channel's width padded to a multiple of 128 lanes, as engines for TPUs store it. There the kernel
         writes a narrower channel (the 64-wide `kpe` of latent attention) in place only so: XLA lays half-filled lanes
         out with other axes innermost, and copies the pool for every splice. Padding is zero, and `splice` keeps it so.
+      shardings: how each channel lies over devices, such as a backbone's `kv_shardings`; None: on the default device.
 
     Raises:
       PoolError: no pages, or an empty page.
@@ -59,7 +66,8 @@ def make_pool(
     pool = {}
     for channel in layout.channels:
         width = padded_width(channel.width) if padded else channel.width
-        pool[channel.name] = jnp.zeros((layout.layers, pages, page_size, channel.heads, width), dtype)
+        shape = (layout.depth(channel.name), pages, page_size, channel.heads, width)
+        pool[channel.name] = jnp.zeros(shape, dtype, device=shardings[channel.name] if shardings else None)
     return pool
 
 
@@ -133,13 +141,13 @@ def jitted_splice(
         kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
         return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
 
-    how = {"layout": layout.rope.cached, "length": length}
     arguments = ops.operator_arguments(layout, factors, local, start, layers, heads)
     if any(map(is_packed, kv.values())):
-        return splice_packed(pool, slots, kv, arguments, **how)  # pyright: ignore[reportArgumentType]
+        return splice_packed(layout, pool, slots, kv, arguments, length)  # pyright: ignore[reportArgumentType]
 
     spliced = {}
     for name, own in arguments.items():
+        how = {"layout": layout.rope_of(name).cached, "length": length}
         spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **own)  # pyright: ignore[reportArgumentType]
     return spliced
 
@@ -239,7 +247,8 @@ def rotate_slots(
         for channel in layout.channels:
             if not channel.rotates:
                 continue
-            value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
+            value, depth = source.get(channel.name), layout.depth(channel.name)
+            expected = depth, int(length), channel.heads, channel.width
             if value is None or value.shape != expected:
                 found = None if value is None else value.shape
                 raise ShapeError(f"rotate_slots: got source[{channel.name!r}] of shape {found}; expected {expected}")
@@ -251,22 +260,22 @@ def rotate_slots(
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="pool")
 def _jitted_rotate(layout, pool, slots, source, offset, length):
     """Does what `rotate_slots` does; `offset` has one row per slot, and tokens from `length` on are padding."""
-    if source is None:
+    turns = {}
+    for rope in layout.ropes:
         # Keys in the pool carry the attention scaling already.
-        cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
-        scale, source = 1.0, {name: flat(value)[:, slots] for name, value in pool.items()}
-    else:
-        cos, sin = rope_tables(layout.rope, offset)
-        scale = layout.rope.attention_scaling
+        from_pool = source is None
+        tables = relocation_tables(rope, jnp.zeros_like(offset), offset) if from_pool else rope_tables(rope, offset)
+        turns[rope] = tables, 1.0 if from_pool else rope.attention_scaling
+    source = {name: flat(value)[:, slots] for name, value in pool.items()} if source is None else source
 
-    how = {"layout": layout.rope.cached, "scale": scale, "length": length}
     rotated = dict(pool)
     for channel in layout.channels:
         if channel.rotates:
-            value = pool[channel.name]
-            rotated[channel.name] = splice_kernel(
-                value, slots, source[channel.name].astype(value.dtype), cos, sin, **how
-            )
+            rope, value = layout.rope_of(channel.name), pool[channel.name]
+            (cos, sin), scale = turns[rope]
+            how = {"layout": rope.cached, "scale": scale, "length": length}
+            keys = source[channel.name].astype(value.dtype)
+            rotated[channel.name] = splice_kernel(value, slots, keys, cos, sin, **how)
     return rotated
 
 

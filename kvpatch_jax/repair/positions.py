@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..backbone import Tokens
-from ..core import KVLayout, Rope, check_positions, relocate, rope_tables
+from ..core import KVLayout, Rope, check_positions, end_position, relocate, rope_tables
 from ..errors import InputError, PositionError
 from .spliced_cache import AnyArray, SplicedCache, live_tokens, read_slots, required, write_slots
 
@@ -41,8 +41,7 @@ def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometr
     positions, starts, ends = jnp.asarray(splice.tokens.positions), [], []
     for first, last in splice.parts:
         starts.append(positions[:, first])
-        axes = (1,) if positions.ndim == 2 else (1, 2)
-        ends.append(positions[:, first:last].max(axes) + 1)
+        ends.append(end_position(positions[:, first:last]) + 1)
 
     tail, moved = jnp.asarray(question.positions)[:, 0], positions
     for (first, last), start, end in zip(splice.parts, starts, ends, strict=True):
@@ -107,7 +106,6 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
     index = np.concatenate([np.arange(*parts[number]) for number in order])
     positions = np.asarray(splice.tokens.positions)
     moved, chunks, place = positions.copy(), [], begin
-    axes = (1,) if positions.ndim == 2 else (1, 2)
     start = first_position(positions[:, begin])
     for number in order:
         first, last = parts[number]
@@ -115,7 +113,7 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
         begun = first_position(own[:, 0])
         moved[:, place : place + last - first] = own + (start - begun).reshape(-1, *[1] * (positions.ndim - 1))
         chunks.append((place, place + last - first))
-        start = start + own.max(axes) + 1 - begun
+        start = start + end_position(own) + 1 - begun
         place += last - first
     check_positions(layout.rope, moved, np.zeros((), np.int32))
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
-from ..core import KVLayout, PhaseFreeKV, to_engine
+from ..core import KVLayout, PhaseFreeKV, end_position, to_engine
 from ..errors import InputError
 from .recomputation import LayerSet, begin, run_layers
 from .references import all_tokens, joined_tokens
@@ -38,8 +38,7 @@ def behind_substitute(backbone: Backbone, substitute: Tokens, chunk: Tokens) -> 
       ShapeError, PositionError: the tokens do not fit the backbone.
     """
     positions = jnp.asarray(substitute.positions)
-    axes = tuple(range(1, positions.ndim))
-    span = positions.max(axes) + 1
+    span = end_position(positions) + 1
     by = span.reshape(-1, *[1] * (positions.ndim - 1))
     moved = chunk._replace(positions=jnp.asarray(chunk.positions) + by.astype(jnp.asarray(chunk.positions).dtype))
     kv = backbone.prefill(joined_tokens(substitute, moved)).kv

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
-from ..core import KVLayout, expect_frame, to_phase_free
+from ..core import KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, ShapeError
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
@@ -204,6 +204,7 @@ def counted[F: Callable[..., Repaired]](repair: F) -> F:
 
     @functools.wraps(repair)
     def call(backbone: Backbone, splice: SplicedCache, *budget: Any, **settings: Any) -> Repaired:
+        check_uniform(backbone.layout, "repair")
         repaired = repair(backbone, splice, *budget, **settings)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
             return repaired
@@ -241,10 +242,11 @@ def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
     """Checks that the arrays of a splice match one another.
 
     Raises:
-      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs.
+      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs, or layers are of unlike kinds.
       FrameError: the cache or the conditioned KV is in another frame.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
+    check_uniform(layout, "repair")
     (B, T), first = splice.slots.shape, layout.names[0]
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ..backbone import Backbone
+from ..core import check_uniform
 from ..errors import ConfigError, InputError, SegmentMismatchError
 from .segment_index import SegmentIndex, StoredSpan
 from .segment_options import SegmentIndexOptions
@@ -140,10 +141,11 @@ class SegmentStore:
     """Segments of one model, apart by tenant.
 
     Raises:
-      ConfigError: more reused layers than the model has below its last one.
+      ConfigError: more reused layers than the model has below its last one. LayoutError: layers of unlike kinds.
     """
 
     def __init__(self, backbone: Backbone, options: SegmentIndexOptions):
+        check_uniform(backbone.layout, "SegmentStore")
         if not options.reuse_layers < backbone.layout.layers:
             raise ConfigError(
                 f"reuse_layers: got {options.reuse_layers}; expected fewer than the model's {backbone.layout.layers} "

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..answers import AnswerRows, Draws, no_row
 from ..backbone import Tokens
-from ..core import NO_PAGE, Buckets, Paged
+from ..core import NO_PAGE, Buckets, Paged, end_position
 from ..errors import NotFiniteError
 from ..window import PagedExecutor, ResidentPiece, all_slots
 
@@ -152,7 +152,7 @@ class DecodeBatch:
         self.shapes.add(("question", size, where.table.shape[1]))
         executor.meter.asked(executor.pool.vectors.engine, (request.length, size), (behind, where.key_count), 1)
 
-        position = np.asarray(request.tokens.positions)[0, : request.length].max() + 1
+        position = end_position(np.asarray(request.tokens.positions)[:1, : request.length])[0] + 1
         row = DecodeRow(request, behind + request.length, position.item(), int(np.asarray(first)[0]), where=where)
         self._deliver(row)
         if not row.ended:

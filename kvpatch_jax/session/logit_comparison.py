@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from ..backbone import Backbone, Tokens
+from ..backbone import Backbone, Tokens, ahead_of
 from ..errors import InputError
 from ..window import Window
 from .runtime import Runtime
@@ -89,6 +89,7 @@ def prefilled_logits(
         jnp.asarray(np.concatenate(embeddings, axis=1)),
         np.concatenate(positions, axis=1),
         jnp.asarray(np.concatenate(deepstack, axis=1)) if features else None,
+        ahead_of([part.tokens.take(0, part.length) for part, _ in parts]),
     )
     before = sum(piece.length for piece, _ in pieces)
     out = backbone.prefill(prompt, logits=before + _answer_rows(question, places))

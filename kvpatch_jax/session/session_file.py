@@ -16,7 +16,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ..backbone import Backbone
-from ..cache import Text
+from ..cache import Audio, Text, Video, sort_of
 from ..errors import PoolError, PoolLostError, SessionError, WindowError
 from ..utils.atomic_files import path_of, replace
 from ..window import SIDES, PatchStore, PieceSnapshot, Window, placed, taken
@@ -81,8 +81,13 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
             elif isinstance(item, list):
                 items.append({"tokens": item})
             else:
-                arrays[f"item.{number}.{place}"] = item
-                items.append({"image": f"item.{number}.{place}"})
+                name, kind = f"item.{number}.{place}", sort_of(item)
+                entry: dict[str, Any] = {kind: name}
+                if isinstance(item, Video | Audio):
+                    entry |= {"options": item.options, "encoded": isinstance(item.source, bytes)}
+                    item = item.source
+                arrays[name] = np.frombuffer(item, np.uint8) if isinstance(item, bytes) else item
+                items.append(entry)
         pieces.append({"id": id, "name": record.name, "items": None if record.input is None else items})
 
     if snapshots is not None:
@@ -169,8 +174,12 @@ def _parsed(body: Any, arrays: Arrays) -> SavedSession:
                     items += (Text(_text(item["text"])),)
                 elif "tokens" in item:
                     items += ([int(token) for token in item["tokens"]],)
-                else:
+                elif "image" in item:
                     items += (arrays[item["image"]],)
+                else:
+                    made, name = (Video, item["video"]) if "video" in item else (Audio, item["audio"])
+                    source = arrays[name].tobytes() if item["encoded"] else arrays[name]
+                    items += (made(source, **item["options"]),)
         pieces.append((_text(fields["id"]), _text(fields["name"]), items))
 
     # Names of arrays are "kept.NUMBER.SIDE.CHANNEL".

@@ -1,4 +1,6 @@
-"""Normalised inputs of a session: images, frames, texts and token ids, named by their contents and embedded."""
+"""Normalised inputs of a session: images, frames, videos, sounds, texts and token ids, named by their contents and
+embedded.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +12,19 @@ import jax
 import numpy as np
 
 from ..backbone import Backbone, Tokens
-from ..cache import Text, check_text, chunk_id, decoded, expect_small, sort_of
+from ..cache import (
+    Audio,
+    Text,
+    Video,
+    check_text,
+    chunk_id,
+    decoded,
+    expect_small,
+    expect_small_medium,
+    medium_of,
+    sort_of,
+)
+from ..core import end_position
 from ..errors import InputError
 from ..window import Entry, Kind
 
@@ -20,7 +34,7 @@ class SessionInput:
     """A caller's input in the normal form over which its id is computed.
 
     Attributes:
-      items: as `Backbone.prepare` takes them; images are pixels.
+      items: as `Backbone.prepare` takes them; images are pixels, videos and sounds as their `read` gives them.
       content: `chunk_id` of the items.
       textual: whether all items are texts or token ids.
     """
@@ -34,22 +48,26 @@ class SessionInput:
         """Bytes of the items."""
         size = 0
         for item in self.items:
-            text = isinstance(item, str)
-            size += len(item.encode("utf-8", "surrogatepass")) if text else np.asarray(item).nbytes
+            if isinstance(item, str):
+                size += len(item.encode("utf-8", "surrogatepass"))
+            else:
+                size += (item if isinstance(item, Video | Audio) else np.asarray(item)).nbytes
         return size
 
 
 def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInput:
     """Returns a caller's input in its normal form.
 
-    A `pathlib.Path` is an image file, a str a text (see `content.check_text`). Lists and tuples of integers are token
-    ids. Other lists, and arrays [F, H, W] or more of frames, are one unit of several items.
+    A `pathlib.Path` is a file of an image, or by its suffix of a video or sound; a str is a text (see
+    `content.check_text`). Lists and tuples of integers are token ids. Other lists, and arrays [F, H, W] or more of
+    images, are one unit of several items.
 
     Args:
-      largest_image: bytes that an image may have.
+      largest_image: bytes that an image may have, and a video or sound as it was given (a file's are encoded).
 
     Raises:
-      InputError: an empty input, or one of another kind. ImageError: an image that cannot be read, or is too large.
+      InputError: an empty input, one of another kind, or a video or sound that cannot be read. ImageError: an image
+      that cannot be read, or an input that is too large.
     """
     # One input may be several items, such as the frames of a clip.
     several = False
@@ -78,6 +96,10 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
             if not token_ids:
                 raise InputError("session: got no token ids; expected at least one")
             items.append(token_ids)
+        elif (medium := medium_of(each)) is not None:
+            textual = False
+            expect_small_medium(medium, largest_image)
+            items.append(medium.read())
         else:
             textual = False
             expect_small(each, largest_image)
@@ -111,10 +133,10 @@ class EmbeddedInput:
 
     def entry(self, id: str, read: SessionInput, kind: Kind, order_free: bool) -> Entry:
         """Returns the entry of a window that shows this input."""
-        images = sum(not isinstance(item, str | list) for item in read.items)
+        sorts = {sort_of(item) for item in read.items}
         modality = "text" if read.textual else "mixed"
-        if images == len(read.items):
-            modality = "image" if images == 1 else "images"
+        if len(sorts) == 1 and not read.textual:
+            modality = sorts.pop() + ("s" if len(read.items) > 1 else "")
         return Entry(id, read.content, self.length, self.span, kind, order_free, modality)
 
 
@@ -134,7 +156,7 @@ def embedded(
     if len(behind):
         # As decoding does, each token is one position further on every axis of M-RoPE.
         places = np.asarray(prompt["position_ids"])
-        following = places.max() + 1 + np.arange(len(behind), dtype=places.dtype)
+        following = end_position(places)[0] + 1 + np.arange(len(behind), dtype=places.dtype)
         following = following.reshape(1, -1, *(1 for _ in places.shape[2:]))
         following = np.broadcast_to(following, (1, len(behind), *places.shape[2:]))
         input_ids = [np.asarray(prompt["input_ids"]), np.asarray(behind, np.int32)[None]]
@@ -154,4 +176,4 @@ def embedded(
 
     # Positions of videos are fractional; the next piece starts at a whole one.
     places = np.asarray(tokens.positions)[:, :length]
-    return EmbeddedInput(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)
+    return EmbeddedInput(tokens, length, int(np.floor(end_position(places)[0])) - int(np.floor(places.min())) + 1)

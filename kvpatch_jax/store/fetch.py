@@ -341,7 +341,7 @@ class _Round:
         """Calls `on_layer` for the layers of a chunk that was not streamed."""
         if self.on_layer is not None:
             for layer in range(chunk.layout.layers):
-                self._call(request, layer, layer_in(chunk.kv, layer))
+                self._call(request, layer, layer_in(chunk.layout, chunk.kv, layer))
 
     def _take(self, wait: bool) -> None:
         """Takes the results of finished loads; with `wait`, waits until one finishes or the deadline passes."""

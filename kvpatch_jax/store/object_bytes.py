@@ -12,7 +12,7 @@ import numpy as np
 from ..core import KVEncoding, KVLayout, Rope
 from ..errors import ConfigError, InputError
 from ..utils.kinds import expect_kind, is_whole
-from .format.codec import encode, layout_body
+from .format.codec import encode, kept_by_layer, layout_body
 from .format.header import PAGE
 from .format.naming import Encoding, encoding_word, few_bits
 from .format.objects import Blob, planned_header
@@ -67,8 +67,9 @@ def canonical_bytes(
     axes = () if layout.rope.axes is None else (layout.rope.axes,)
     arrays = {"local": np.broadcast_to(np.float32(0), (tokens, *axes))}
     layer = _packed_layer(body, layout, bits, tokens) if bits is not None else _layer(layout, word, tokens, dtype)
-    for number in range(layout.layers):
-        arrays |= {f"layer.{number}.{leaf}": array for leaf, array in layer.items()}
+    for number, name, _ in kept_by_layer(layout):
+        own = {leaf: array for leaf, array in layer.items() if leaf == name or leaf.startswith(f"{name}.")}
+        arrays |= {f"layer.{number}.{leaf}": array for leaf, array in own.items()}
     words = ".".join(["kv"] if word is None else ["kv", word])
     header = planned_header(Blob("kv", body, arrays), f"{_DIGEST}.{words}.safetensors")
 
@@ -119,8 +120,9 @@ def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str = "bfloat16
     zero = np.zeros((), jnp.dtype(dtype))
     arrays: dict[str, np.ndarray] = {}
     for channel in layout.channels:
-        arrays[f"{channel.name}.u"] = np.broadcast_to(zero, (layout.layers, tokens, rank))
-        arrays[f"{channel.name}.v"] = np.broadcast_to(zero, (layout.layers, rank, channel.features))
+        layers = layout.depth(channel.name)
+        arrays[f"{channel.name}.u"] = np.broadcast_to(zero, (layers, tokens, rank))
+        arrays[f"{channel.name}.v"] = np.broadcast_to(zero, (layers, rank, channel.features))
     body = {"chunk": _DIGEST, "backbone": _DIGEST, "antecedent": [_DIGEST] * 2, "layout": layout_body(layout)}
     header = planned_header(Blob("patch", body, arrays), f"{_DIGEST}.p.{_DIGEST[:40]}.{_DIGEST[:40]}.safetensors")
     return ObjectBytes(header.size, header.size, 1, header.start > PAGE)

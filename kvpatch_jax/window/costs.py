@@ -30,7 +30,8 @@ def adding_flops(patch: Patch) -> int:
     for name in patch.factors:
         # A dense correction is only added.
         rank = patch.ranks[name]
-        flops += (1 if rank is None else 2 * rank) * metadata.layout.channel(name).features * len(metadata.layers)
+        layers = len(metadata.layout.rows_of(name, metadata.layers))
+        flops += (1 if rank is None else 2 * rank) * metadata.layout.channel(name).features * layers
     return flops
 
 
@@ -68,8 +69,8 @@ class Costs:
             backbone=fingerprint_of(backbone.fingerprint, "costs"),
             layers=layout.layers,
             kv_bytes=layout.bytes_per_token(dtype),
-            turning_bytes=layout.layers * size * sum(channel.features for channel in rotating),
-            rotary=layout.layers * sum(channel.heads * channel.rotary for channel in rotating),
+            turning_bytes=size * sum(layout.depth(channel.name) * channel.features for channel in rotating),
+            rotary=sum(layout.depth(channel.name) * channel.heads * channel.rotary for channel in rotating),
             forward=backbone.forward_costs,
         )
 
@@ -228,8 +229,9 @@ class CostMeter:
         self.ledger = Ledger()
 
         # FLOPs of rotating one token's keys.
-        numbers = sum(channel.heads * channel.rotary for channel in self._layout.channels)
-        self._rotation = ROTATION * numbers * self._layout.layers
+        layout = self._layout
+        numbers = [layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels]
+        self._rotation = ROTATION * sum(numbers)
 
     def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts phase-free KV that was read, rotated and written."""

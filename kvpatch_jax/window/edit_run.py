@@ -228,6 +228,11 @@ def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:
     positions = np.zeros((1, size, *own.shape[2:]), np.result_type(own, other))
     positions[:, :length] = own[:, :length]
     positions[:, length : length + count] = other[:, :count]
+    ahead = None
+    if first.ahead is not None or second.ahead is not None:
+        ahead = np.zeros((1, size), np.int32)
+        for tokens, (at, kept) in ((first, (0, length)), (second, (length, count))):
+            ahead[:, at : at + kept] = 0 if tokens.ahead is None else np.asarray(tokens.ahead)[:, :kept]
     begin = np.int32(length)
     embeddings = _packed_rows(first.embeddings, second.embeddings, begin)
 
@@ -235,12 +240,12 @@ def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:
     deepstack = [first.deepstack, second.deepstack]
     given = next((value for value in deepstack if value is not None), None)
     if given is None:
-        return Tokens(embeddings, positions)
+        return Tokens(embeddings, positions, None, ahead)
 
     for place, tokens in enumerate((first, second)):
         if deepstack[place] is None:
             deepstack[place] = jnp.zeros((*tokens.embeddings.shape[:2], *given.shape[2:]), given.dtype)
-    return Tokens(embeddings, positions, _packed_rows(deepstack[0], deepstack[1], begin))
+    return Tokens(embeddings, positions, _packed_rows(deepstack[0], deepstack[1], begin), ahead)
 
 
 @jax.jit

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
-from ..core import PackedArray, Quantised, RaggedFactors
+from ..core import PackedArray, Quantised, RaggedFactors, end_position
 from ..errors import WindowError
 from .costs import adding_flops
 
@@ -75,8 +75,8 @@ class Entry:
       span: by how much the next entry's start moves: its largest position plus one (under M-RoPE the largest extent).
       kind: "chunk" or "text".
       order_free: a chunk whose place among others of its kind has no meaning, so that `reorder` may move it.
-      modality: what it shows: "image", "text", "images" (several in one), "mixed"; None if unknown, of texts "text".
-        Certificates cover certain modalities. It is no part of the entry's identity.
+      modality: what it shows: "image", "video", "audio", "text", "images" (several in one), "mixed"; None if unknown,
+        of texts "text". Certificates cover certain modalities. It is no part of the entry's identity.
 
     Raises:
       WindowError: an empty id, content or modality, no tokens, a span below 1, an unknown kind, or a text that is
@@ -144,8 +144,8 @@ class Entry:
         """
         # Over all axes: under M-RoPE an image may extend furthest along its height or width.
         positions = np.asarray(tokens.positions)
-        rows = positions.reshape(len(positions), -1)
-        spans = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
+        rows = zip(positions, end_position(positions), strict=True) if positions.size else ()
+        spans = {math.floor(last) - math.floor(row.min()) + 1 for row, last in rows} or {0}
         if len(spans) != 1:
             raise WindowError(f"entry.tokens: got rows that span {sorted(spans)} of {brief(id)!r}; expected one span")
         return cls(id, content, int(positions.shape[1]), spans.pop(), kind, order_free, modality)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Chunk, Patch, brief
-from ..core import AnyArray, EngineKV, KVEncoding, Paged, PhaseFreeKV
+from ..core import AnyArray, EngineKV, KVEncoding, Paged, PhaseFreeKV, end_position
 from ..errors import InputError, WindowError
 from ..patching import lead_digest, lead_tokens
 from ..pool import SlotAllocator
@@ -95,7 +95,8 @@ class PagedExecutor:
 
         # The pool's vectors on the device, and the books of them on the host.
         self.meter = CostMeter(backbone)
-        self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
+        shardings = getattr(backbone, "kv_shardings", None)
+        self.pool = PagedPool(self.layout, self.meter, self.buckets, options, shardings)
         self.books = SlotTable(SlotAllocator(pages, page_size))
         self.pool.allocate(pages, page_size, self.dtype)
         self.current: dict[str, tuple[PlacedPiece, ...]] = {}
@@ -334,7 +335,7 @@ class PagedExecutor:
 
         # The new tokens get slots of their own, behind the window and what was decoded before.
         before = None if answer is None else answer.piece
-        offset = 0 if before is None else int(np.floor(before.local.max())) + 1
+        offset = 0 if before is None else int(np.floor(end_position(before.local[None])[0])) + 1
         books, count = self.books.copy(), tokens.embeddings.shape[1]
         slots = books.allocate(count, False, f"decode of {brief(id)!r}")
         front = [*self.books.ordered(window.branch), *([] if before is None else [before])]

@@ -39,7 +39,8 @@ def padded_tokens(tokens: Tokens, size: int) -> Tokens:
     """Pads tokens with zeros to [B,size]."""
     deepstack = None if tokens.deepstack is None else jnp.asarray(zero_padded(tokens.deepstack, 1, size))
     positions = np.asarray(zero_padded(np.asarray(tokens.positions), 1, size))
-    return Tokens(jnp.asarray(zero_padded(tokens.embeddings, 1, size)), positions, deepstack)
+    ahead = None if tokens.ahead is None else np.asarray(zero_padded(np.asarray(tokens.ahead), 1, size))
+    return Tokens(jnp.asarray(zero_padded(tokens.embeddings, 1, size)), positions, deepstack, ahead)
 
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:

@@ -1,7 +1,7 @@
 """Vectors of a paged pool, and every launch on them: reading, writing, rotating and copying pieces, each counted."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -65,15 +65,23 @@ class PagedPool:
       keeps_source: whether keys rotate from a phase-free source.
     """
 
-    def __init__(self, layout: KVLayout, meter: CostMeter, buckets: Buckets | None, options: PoolOptions):
-        """Describes a pool; `allocate` makes its vectors."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        meter: CostMeter,
+        buckets: Buckets | None,
+        options: PoolOptions,
+        shardings: Mapping[str, jax.sharding.Sharding] | None = None,
+    ):
+        """Describes a pool; `allocate` makes its vectors, over devices as `shardings` of each channel say."""
         self.layout, self.meter, self.buckets, self.options = layout, meter, buckets, options
         self.vectors, self.keeps_source = programs.Pools({}, {}), False
+        self.shardings = shardings
 
     def allocate(self, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> None:
         """Allocates vectors of zeros, in place of those there were."""
         # The source has no padding of its own: it takes the shape of the channels it doubles.
-        engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded)
+        engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded, shardings=self.shardings)
         source = {}
         for channel in self.layout.channels:
             if self.options.keep == "all" or (self.options.keep == "rotating" and channel.rotates):

@@ -94,7 +94,7 @@ class Precompiler:
         pool, layout, size = self._pool, self._pool.layout, sample.embeddings.shape[1]
         dtype, kv = sample.embeddings.dtype, {}
         for channel in layout.channels:
-            kv[channel.name] = jnp.zeros((layout.layers, size, channel.heads, channel.width), dtype)
+            kv[channel.name] = jnp.zeros((layout.depth(channel.name), size, channel.heads, channel.width), dtype)
 
         # As a prefill returns it, [L,1,T,K,H]; as a chunk has it; and with factors.
         inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
@@ -105,8 +105,9 @@ class Precompiler:
         for rank in ranks:
             factors = {}
             for channel in layout.channels:
-                u = jnp.zeros((layout.layers, size, rank), dtype)
-                factors[channel.name] = u, jnp.zeros((layout.layers, rank, channel.features), dtype)
+                layers = layout.depth(channel.name)
+                u = jnp.zeros((layers, size, rank), dtype)
+                factors[channel.name] = u, jnp.zeros((layers, rank, channel.features), dtype)
             inputs += [(base, factors) for base in bases]
 
         local, start = np.asarray(sample.positions[0], np.float32), np.asarray(as_start(layout.rope, 0))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import rotate_patch, splice
 
-from ..core import KVLayout, PackedArray, flat, is_packed, ops, relocation_tables, rope_tables, unpack
+from ..core import KVLayout, PackedArray, Rope, flat, is_packed, ops, relocation_tables, rope_tables, unpack
 
 Vectors = dict[str, Float[Array, "L P O _ _"]]
 Rows = dict[str, Float[Array, "L N _ _"]]
@@ -139,7 +139,8 @@ def write_piece(
             kept = rows.astype(pools.source[name].dtype)
             source[name] = splice(pools.source[name], slots, kept, length=length)
 
-        engine[name] = splice(value, slots, rows, layout=layout.rope.cached, length=length, **arguments)
+        cached = layout.rope_of(name).cached
+        engine[name] = splice(value, slots, rows, layout=cached, length=length, **arguments)
 
     return Pools(engine, source)
 
@@ -152,7 +153,7 @@ def _write_packed(
     arguments_of: Mapping[str, dict[str, Any]],
 ) -> Pools:
     """Does what `write_piece` does with packed channels: one layer is decoded, patched and written before the next."""
-    slots, length, cached = destination.slots, destination.length, layout.rope.cached
+    slots, length = destination.slots, destination.length
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def scatter(value: Array, layer: Array, rows: Array) -> Array:
@@ -165,7 +166,8 @@ def _write_packed(
     def step(pools: Pools, operands: tuple[Array, Any]) -> tuple[Pools, None]:
         layer, (packed, layered) = operands
         engine, source = dict(pools.engine), dict(pools.source)
-        for name, value in engine.items():
+        for name in packed:
+            value, cached = engine[name], layout.rope_of(name).cached
             # As of plain KV: numbers of the chunk's dtype, then of the pool's, and one rounding after each addition.
             rows = jax.lax.optimization_barrier(unpack(packed[name])).astype(value.dtype)
             arguments = {**arguments_of[name], **layered[name]}
@@ -180,9 +182,12 @@ def _write_packed(
             engine[name] = scatter(value, layer, rows)
         return Pools(engine, source), None
 
-    layered = {name: ops.layered_arguments(arguments_of[name]) for name in kv}
-    layers = jnp.arange(layout.layers)
-    return jax.lax.scan(step, pools, (layers, (dict(kv), layered)))[0]
+    # Channels that live on as many layers go through one loop.
+    for own, _ in ops.kernels_of(layout, {name: kv[name] for name in pools.engine}):
+        layered = {name: ops.layered_arguments(arguments_of[name]) for name in own}
+        layers = jnp.arange(layout.depth(next(iter(own))))
+        pools, _ = jax.lax.scan(step, pools, (layers, (own, layered)))
+    return pools
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "first"), donate_argnames="pools")
@@ -197,19 +202,20 @@ def write_layers(
     """Writes phase-free KV of the layers from `first` up; the layers below keep their bits."""
     # Kernels write all layers, so this one scatters.
     slots, local, start, length = destination
-    cos, sin = rope_tables(layout.rope, local, start)
-    scale, cached = layout.rope.attention_scaling, layout.rope.cached
+    tables = {rope: rope_tables(rope, local, start) for rope in layout.ropes}
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def scatter(name: str, value: Array, rotated: bool) -> Array:
         rows = kv[name][:, 0].astype(value.dtype)
         if rotated and layout.channel(name).rotates:
-            rows = rotate_patch(rows, cos, sin, layout=cached, scale=scale)
+            rope = layout.rope_of(name)
+            rows = rotate_patch(rows, *tables[rope], layout=rope.cached, scale=rope.attention_scaling)
 
         # Padding gets slots behind the pool, which "drop" leaves out, each its own so that indices stay unique.
         pages, size = value.shape[1:3]
         where = jnp.where(tokens < length, slots, pages * size + tokens)
-        at = (slice(first, None), where // size, where % size, slice(None), slice(rows.shape[-1]))
+        above = slice(layout.depth(name) - len(layout.rows_of(name, range(first, layout.layers))), None)
+        at = (above, where // size, where % size, slice(None), slice(rows.shape[-1]))
         return value.at[at].set(rows, mode="drop", unique_indices=True)
 
     return Pools(
@@ -227,14 +233,15 @@ def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whol
     Args:
       whole: also copies the other channels, and the source, from `read` to `write`.
     """
-    rope = layout.rope
     read, write, local, old, new, length = rotation
-    if pools.source:
-        cos, sin = (table[:, 0] for table in rope_tables(rope, local[:, None], new))  # one start per token
-        scale = rope.attention_scaling
-    else:
-        cos, sin = relocation_tables(rope, old, new)
-        scale = 1.0  # the keys in the pool have the attention scaling already
+    turns: dict[Rope, dict[str, Any]] = {}
+    for rope in layout.ropes:
+        if pools.source:
+            cos, sin = (table[:, 0] for table in rope_tables(rope, local[:, None], new))  # one start per token
+            turns[rope] = {"cos": cos, "sin": sin, "scale": rope.attention_scaling}
+        else:
+            cos, sin = relocation_tables(rope, old, new)
+            turns[rope] = {"cos": cos, "sin": sin, "scale": 1.0}  # the pool's keys have the attention scaling already
 
     engine, source = dict(pools.engine), dict(pools.source)
     for channel in layout.channels:
@@ -243,7 +250,8 @@ def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whol
             continue
 
         # Reading completes before the write begins, so `read` and `write` may overlap.
-        arguments = {"cos": cos, "sin": sin, "scale": scale} if channel.rotates else {}
+        rope = layout.rope_of(name)
+        arguments = turns[rope] if channel.rotates else {}
         begun = source.get(name, engine[name]) if channel.rotates else engine[name]
         rows = flat(begun)[:, read, :, : channel.width].astype(engine[name].dtype)
         engine[name] = splice(engine[name], write, rows, layout=rope.cached, length=length, **arguments)

@@ -41,6 +41,7 @@ class _Queries(NamedTuple):
 
     query: Array
     places: Array
+    reach: Array
     segments: Array | None
     first: Array
     needed: Array
@@ -104,7 +105,7 @@ def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, sca
         scores = jnp.einsum("BKRH,BKSH->BKRS", block.query, at.key, preferred_element_type=jnp.float32) * scale
 
         # The mask between these two blocks; padding behind the last key is nowhere.
-        seen = mask.sees_places(block.places, at.places)
+        seen = mask.sees_places(block.places, at.places, block.reach)
         if block.segments is not None and at.segments is not None:
             seen = seen & sees_segments(block.segments, at.segments)
         if allowed is not None:
@@ -142,23 +143,30 @@ def _blocks_of_queries(
     def numbers(x):
         return _cut(_padded(x, (1, size), edge=True), size).transpose(1, 0, 2)
 
-    places = numbers(mask.places_of_queries(T))
+    own = mask.places_of_queries(T)
+    places, reach = numbers(own), numbers(mask.reach(own))
     segments = None if mask.query_segments is None else numbers(jnp.asarray(mask.query_segments))
     cut = _cut(_padded(query, (1, size)).reshape(B, -1, kv_heads, N // kv_heads, H), size)
     count = cut.shape[1]
     cut = cut.transpose(1, 0, 3, 4, 2, 5).reshape(count, B, kv_heads, (N // kv_heads) * size, H)
     first = jnp.arange(count, dtype=jnp.int32) * size
-    return _Queries(cut, places, segments, first, _needed(mask, places, segments, keys, allowed, blocks))
+    return _Queries(cut, places, reach, segments, first, _needed(mask, places, reach, segments, keys, allowed, blocks))
 
 
 def _needed(
-    mask: Mask, places: Array, segments: Array | None, keys: _Keys, allowed: Array | None, blocks: AttentionBlocks
+    mask: Mask,
+    places: Array,
+    reach: Array,
+    segments: Array | None,
+    keys: _Keys,
+    allowed: Array | None,
+    blocks: AttentionBlocks,
 ) -> Bool[Array, "blocks_of_queries blocks_of_keys"]:
     """Returns which blocks of keys a block of queries looks at: False only where no query of it sees any key of
     them.
     """
     # Bounds of places and of segments decide: a block may be looked at in vain, never passed over wrongly.
-    low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]
+    low, high = jnp.min(places, axis=2)[:, None], jnp.max(reach, axis=2)[:, None]  # [queries, 1, B]
     first = jnp.min(keys.places, axis=2)[None]  # [1, keys, B]
     last = jnp.max(jnp.where(keys.places == NOWHERE, -1, keys.places), axis=2)[None]
 

@@ -22,6 +22,8 @@ SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
 
 def unsupported(query: Any, key: Any, value: Any, mask: Mask) -> str | None:
     """Returns why the kernel cannot take these arrays (or shapes); None if it can."""
+    if mask.ahead is not None:
+        return "the mask has tokens that see others behind their own; expected causal order"
     if mask.allowed is not None or mask.query_places is not None or mask.key_places is not None:
         return "the mask has arrays of places or of bools; expected causal order and a window alone"
     if mask.query_segments is not None:

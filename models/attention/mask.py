@@ -20,7 +20,7 @@ NOWHERE = np.iinfo(np.int32).max
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["query_places", "key_places", "query_segments", "key_segments", "allowed"],
+    data_fields=["query_places", "key_places", "ahead", "query_segments", "key_segments", "allowed"],
     meta_fields=["causal", "offset", "window"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Mask:
       window: how many places a query sees, its own included, or None for all; places of keys k and queries q obey
         q - window < k, as in Mistral (arXiv:2310.06825, section 2).
       query_places, key_places: int32 [B,T] and [B,S]; a key that is `NOWHERE` is hidden.
+      ahead: int32 [B,T], how many places behind its own a query sees too where order is causal (an image's tokens that
+        see each other); None for none. A window bounds what is in front alone.
       query_segments, key_segments: int32 [B,T] and [B,S], both or neither; a query sees keys of its own number, and
         what has a negative number sees nothing and is not seen.
       allowed: bool [B,1,T,S], True where a query may look: for rules that are none of these.
@@ -49,6 +51,7 @@ class Mask:
     window: int | None = None
     query_places: Any = None
     key_places: Any = None
+    ahead: Any = None
     query_segments: Any = None
     key_segments: Any = None
     allowed: Any = None
@@ -68,6 +71,7 @@ class Mask:
         expected = {
             "query_places": (queries,),
             "key_places": (keys,),
+            "ahead": (queries,),
             "query_segments": (queries,),
             "key_segments": (keys,),
             "allowed": (1, queries, keys),
@@ -93,16 +97,23 @@ class Mask:
         """Returns the whole mask, True where a query sees a key; B is 1 where every row is alike."""
         seen = jnp.ones((1, 1, queries, keys), bool)
         if self.causal or self.window is not None or self.key_places is not None:
-            seen = seen & self.sees_places(self.places_of_queries(queries), self.places_of_keys(keys))[:, None]
+            places = self.places_of_queries(queries)
+            seen = seen & self.sees_places(places, self.places_of_keys(keys), self.reach(places))[:, None]
         if self.query_segments is not None:
             seen = seen & sees_segments(jnp.asarray(self.query_segments), jnp.asarray(self.key_segments))[:, None]
         return seen if self.allowed is None else seen & self.allowed
 
-    def sees_places(self, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "#B #T S"]:
-        """Returns what causal order and the window allow between these places."""
+    def reach(self, places: Int[Array, "#B T"]) -> Int[Array, "#B T"]:
+        """Returns the last place that each query sees in causal order, by its own place."""
+        return places if self.ahead is None else places + jnp.asarray(self.ahead, jnp.int32)
+
+    def sees_places(
+        self, query: Int[Array, "#B T"], key: Int[Array, "#B S"], reach: Int[Array, "#B T"]
+    ) -> Bool[Array, "#B #T S"]:
+        """Returns what causal order and the window allow between these places; `reach` is as the method gives it."""
         query, key = query[:, :, None], key[:, None, :]
         seen = key != NOWHERE
-        seen = seen & (key <= query) if self.causal else seen
+        seen = seen & (key <= reach[:, :, None]) if self.causal else seen
         return seen if self.window is None else seen & (key > query - self.window)
 
     def take_queries(self, start: Any, count: int, queries: int) -> "Mask":
@@ -114,6 +125,7 @@ class Mask:
         return dataclasses.replace(
             self,
             query_places=cut(self.places_of_queries(queries), 1),
+            ahead=cut(self.ahead, 1),
             query_segments=cut(self.query_segments, 1),
             allowed=cut(self.allowed, 2),
         )

@@ -34,6 +34,8 @@ UNSEEN = -1e30
 
 def unsupported(query: Any, key: Any, value: Any, mask: Mask) -> str | None:
     """Returns why the kernel cannot take these arrays (or shapes); None if it can."""
+    if mask.ahead is not None:
+        return "the mask has tokens that see others behind their own; expected causal order"
     if mask.allowed is not None or mask.query_places is not None or mask.key_places is not None:
         return "the mask has arrays of places or of bools; expected causal order, a window and segments alone"
     if mask.window is not None and not mask.causal:

@@ -41,9 +41,11 @@ class GroupedAttention(nnx.Module):
         self.value = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
         self.output = Linear(heads * head_dim, width, bias=config.output_bias, rngs=rngs, lead=lead, dtype=dtype)
         norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        norm |= {"weight": config.norm_weight}
         self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
         self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
         self.head_dim = head_dim
+        self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
         """Returns queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position."""
@@ -59,13 +61,13 @@ class GroupedAttention(nnx.Module):
         self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask, attend: Attend = attention
     ) -> Float[Array, "B T D"]:
         """Attends with rotated queries over engine-frame KV, and projects out."""
-        mixed = attend(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
+        mixed = attend(query["turning"], kv["k"], kv["v"], mask, scale=self.scale)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def compared(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> LayerAttention:
         """Returns the rotated queries and the keys that `mix` compares."""
         allowed = mask.dense(query["turning"].shape[1], kv["k"].shape[1])
-        return LayerAttention(query["turning"], kv["k"], allowed, self.head_dim**-0.5)
+        return LayerAttention(query["turning"], kv["k"], allowed, self.scale)
 
 
 class LatentAttention(nnx.Module):

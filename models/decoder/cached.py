@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.core import KVLayout, Paged
+from kvpatch_jax.core import Channel, KVLayout, Paged
 
 KV = dict[str, Array]
 
@@ -29,15 +30,22 @@ def behind(cached: Mapping[str, Array] | None, _: KV, turned: KV) -> tuple[KV, N
 
 
 def written_into(
-    cache: Mapping[str, Any], layer: Any, slots: Any, kept: Array | None, _: KV, turned: KV
+    cache: Mapping[str, Any],
+    channels: Mapping[str, str],
+    layer: Any,
+    slots: Any,
+    kept: Array | None,
+    _: KV,
+    turned: KV,
 ) -> tuple[KV, dict[str, Any]]:
     """Returns engine-frame KV of one layer with the tokens written into it, and the whole cache with them.
 
-    A channel of the cache is [L,B,S,K,H], or a tuple of its layers.
+    A channel of the cache is [L,B,S,K,H], or a tuple of its layers. `channels` are its names for the tokens' own, and
+    `layer` is the place along them.
     """
-    keys, written = {}, {}
+    keys, written = {}, dict(cache)
     for name, new in turned.items():
-        whole = cache[name]
+        whole, theirs = cache[channels[name]], channels[name]
         own = whole[layer] if isinstance(whole, tuple) else whole
         size = own.shape[-3]
         # One past the last slot is where writing is dropped.
@@ -47,10 +55,10 @@ def written_into(
 
         if isinstance(whole, tuple):
             own = own.at[at].set(new_values, mode="drop")
-            written[name] = (*whole[:layer], own, *whole[layer + 1 :])
+            written[theirs] = (*whole[:layer], own, *whole[layer + 1 :])
         else:
-            written[name] = whole.at[(layer, *at)].set(new_values, mode="drop")
-            own = jax.lax.dynamic_index_in_dim(written[name], layer, keepdims=False)
+            written[theirs] = whole.at[(layer, *at)].set(new_values, mode="drop")
+            own = jax.lax.dynamic_index_in_dim(written[theirs], layer, keepdims=False)
 
         keys[name] = own.astype(new.dtype)
 
@@ -58,7 +66,13 @@ def written_into(
 
 
 def written_into_keys(
-    paged: Paged, layout: KVLayout, layer: Any, slots: Int[Array, "B T"], kept: Array | None, _: KV, turned: KV
+    paged: Paged,
+    channels: Mapping[str, Channel],
+    layer: Any,
+    slots: Int[Array, "B T"],
+    kept: Array | None,
+    _: KV,
+    turned: KV,
 ) -> tuple[KV, KV]:
     """Returns engine-frame KV of one layer's pages with the tokens written among these keys, and the tokens' own.
 
@@ -67,7 +81,7 @@ def written_into_keys(
     keys = slots if kept is None else jnp.where(kept, slots, paged.key_count)
     rows = jnp.arange(slots.shape[0])[:, None]
     found = {}
-    for name, value in read_pages(paged, layout, layer).items():
+    for name, value in read_pages(paged, channels, layer).items():
         # As the next step will read it: rounded to the pool's type.
         own = turned[name].astype(value.dtype)
         found[name] = value.at[rows, keys].set(own, mode="drop").astype(turned[name].dtype)
@@ -75,7 +89,11 @@ def written_into_keys(
 
 
 def written_into_pages(
-    pool: Mapping[str, Array], own: KV, slots: Int[Array, "B T"], keep: Bool[Array, "L B T"] | None
+    pool: Mapping[str, Array],
+    layout: KVLayout,
+    own: KV,
+    slots: Int[Array, "B T"],
+    keep: Bool[Array, "L B T"] | None,
 ) -> dict[str, Array]:
     """Returns the pool with the tokens' engine-frame KV [L,B,T,K,H] at their slots, in one scatter for all layers.
 
@@ -85,7 +103,9 @@ def written_into_pages(
     for name, new in own.items():
         whole = pool[name]
         layers, pages, size, _, width = whole.shape
-        places = slots if keep is None else jnp.where(keep, slots, pages * size)
+        kept = layout.channel(name).layers
+        marked = keep if keep is None or kept is None else keep[np.asarray(kept)]
+        places = slots if marked is None else jnp.where(marked, slots, pages * size)
         places = jnp.broadcast_to(places, new.shape[:3])
         room = [(0, 0)] * (new.ndim - 1) + [(0, width - new.shape[-1])]
         row = jnp.pad(new.astype(whole.dtype), room)
@@ -95,15 +115,16 @@ def written_into_pages(
     return written
 
 
-def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -> KV:
+def read_pages(paged: Paged, channels: Mapping[str, Channel], layer: Int[Array, "..."] | int) -> KV:
     """Returns what a table's pages hold of one layer, [B,N·O,K,H], or of each layer in `layer`, [L,B,N·O,K,H].
 
-    Pages are gathered from the pool as it is, and nothing else of it is touched. Padding is cut off, and keys that do
-    not count are zero: whatever lies there, NaN included, reaches no sum.
+    `layer` counts along the channels, which are named as the result's entries are to be. Pages are gathered from the
+    pool as it is, and nothing else of it is touched. Padding is cut off, and keys that do not count are zero: whatever
+    lies there, NaN included, reaches no sum.
     """
     layer = jnp.asarray(layer, jnp.int32)
     found = {}
-    for channel in layout.channels:
+    for name, channel in channels.items():
         value = jnp.asarray(paged.pool[channel.name])
         layers, pages, size, heads, width = value.shape
         # Padding of a table (-1) reads page 0, which is zeroed below with all that does not count.
@@ -112,6 +133,6 @@ def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -
         # Else a compiler for TPUs gives the pool the layout that attention likes, and copies all of it.
         taken = with_layout_constraint(taken, Layout(major_to_minor=tuple(range(taken.ndim))))
         own = taken[..., : channel.width].reshape(*at.shape[:-1], -1, heads, channel.width)
-        found[channel.name] = jnp.where(paged.seen[..., None, None], own, 0)
+        found[name] = jnp.where(paged.seen[..., None, None], own, 0)
 
     return found

@@ -1,9 +1,10 @@
 """Configuration of a language tower: sizes and switches of its attention, its experts and the whole decoder."""
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
-from kvpatch_jax.core import KVLayout, Rope
+from kvpatch_jax.core import Channel, KVLayout, Rope
 from kvpatch_jax.errors import ConfigError
 
 from .layers import ACTIVATIONS
@@ -76,6 +77,36 @@ class ExpertConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What tells layers of one decoder from its others.
+
+    Attributes:
+      name: of the channels that these layers keep: "" for k and v, "local" for k_local and v_local.
+      rope: of their keys and queries. head_dim, kv_heads: of their attention. window: how many tokens a token sees,
+        itself included; None for all.
+    """
+
+    name: str
+    rope: Rope
+    head_dim: int
+    kv_heads: int
+    window: int | None = None
+
+    @property
+    def channels(self) -> dict[str, str]:
+        """What grouped attention calls keys and values, and the channels of the layout that these layers keep."""
+        suffix = f"_{self.name}" if self.name else ""
+        return {part: f"{part}{suffix}" for part in ("k", "v")}
+
+
+class LayerStack(NamedTuple):
+    """Layers whose parameters have one shape each, on a leading axis: its name in the decoder, and their numbers."""
+
+    name: str
+    layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Everything that tells one language tower from another.
 
@@ -84,6 +115,13 @@ class DecoderConfig:
     biases on query, key and value (Qwen2; on the downward projections of latent attention), `latent` makes attention
     latent ("mla": `kv_heads` and `head_dim` then play no part), `experts` makes the MLP a mixture. `window` is how many
     tokens a token sees, itself included, in the layers that slide: those in `window_layers`, or all of them.
+
+    Where layers are of unlike kinds, `kinds` lists these and `kind_of` says, layer by layer, which it is; `rope`,
+    `head_dim` and `kv_heads` are then those of the first kind, and windows are the kinds' own.
+
+    `norm_weight` says how RMS norms take their weight: "after" the cast back from float32 (Llama), or 1 + weight in
+    float32 before it ("offset", Gemma). `embedding_scale` multiplies token embeddings, rounded to their dtype.
+    `attention_scale` multiplies scores in place of head_dim^-0.5. `logit_cap` c bounds logits softly: c·tanh(x/c).
 
     Raises:
       ConfigError: a kind of attention that keeps no KV or is not built, or sizes that do not fit.
@@ -111,6 +149,12 @@ class DecoderConfig:
     experts: ExpertConfig | None = None
     window: int | None = None
     window_layers: tuple[int, ...] | None = None
+    kinds: tuple[LayerKind, ...] = ()
+    kind_of: tuple[int, ...] = ()
+    norm_weight: Literal["after", "offset"] = "after"
+    embedding_scale: float | None = None
+    attention_scale: float | None = None
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         if self.attention not in ("gqa", "mla"):
@@ -127,24 +171,106 @@ class DecoderConfig:
             raise ConfigError(f"query heads: got {self.heads}; expected a multiple of the {self.kv_heads} KV heads")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f"activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
+        if self.norm_weight not in ("after", "offset"):
+            raise ConfigError(f"norm_weight: got {self.norm_weight!r}; expected 'after' or 'offset'")
+        if self.kinds:
+            self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Refuses kinds that do not fit the decoder, and takes windows from them."""
+        number, windows = len(self.kinds), [kind.window for kind in self.kinds if kind.window is not None]
+        window = max(windows, default=None)
+        if self.latent is not None or self.experts is not None or self.window not in (None, window):
+            raise ConfigError("kinds of layers: got latent attention, experts or a window beside them; expected none")
+        if len(self.kind_of) != self.layers or sorted(set(self.kind_of)) != list(range(number)):
+            raise ConfigError(
+                f"kind_of: got {self.kind_of!s:.80}; expected one of {number} kinds for each of {self.layers} layers"
+            )
+        first = self.kinds[0]
+        if (first.rope, first.head_dim, first.kv_heads) != (self.rope, self.head_dim, self.kv_heads):
+            raise ConfigError("kinds of layers: got a first one unlike the decoder's own fields; expected them alike")
+        for kind in self.kinds:
+            if self.heads % kind.kv_heads or (kind.head_dim, kind.kv_heads) != (self.head_dim, self.kv_heads):
+                raise ConfigError(
+                    f"layers of kind {kind.name!r}: got {kind.kv_heads} KV heads of width {kind.head_dim}; expected "
+                    f"{self.kv_heads} of {self.head_dim} in every layer"
+                )
+        channels = {(kind.name, kind.rope, kind.head_dim, kind.kv_heads) for kind in self.kinds}
+        names = {kind.name for kind in self.kinds}
+        if len(channels) != len(names) or (len(names) == 1 and names != {""}):
+            raise ConfigError(
+                f"kinds of layers: got the names {sorted(names)} of {len(channels)} forms of KV; expected a name for "
+                "each, and '' where there is one"
+            )
+        # What asks whether anything slides reads the widest window.
+        object.__setattr__(self, "window", window)
+
+    @functools.cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        if self.kinds:
+            return tuple(self.kinds[number] for number in self.kind_of)
+        every = self.window_layers is None
+        kinds = []
+        for layer in range(self.layers):
+            window = self.window if every or layer in (self.window_layers or ()) else None
+            kinds.append(LayerKind("", self.rope, self.head_dim, self.kv_heads, window))
+        return tuple(kinds)
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Where each layer's KV is along the first axis of its channels."""
+        names = [kind.name for kind in self.layer_kinds]
+        return tuple(names[:layer].count(name) for layer, name in enumerate(names))
+
+    def channels_of(self, layer: int) -> dict[str, str]:
+        """Returns what attention calls its KV, and the channels of the layout that a layer keeps of it."""
+        if self.latent is not None:
+            return {"ckv": "ckv", "kpe": "kpe"}
+        return self.layer_kinds[layer].channels
 
     @property
     def layout(self) -> KVLayout:
         """The KV layout that follows from this configuration."""
+        if len({(kind.name, kind.rope) for kind in self.layer_kinds}) > 1:
+            return self._unlike_layout()
         if self.latent is not None:
             return KVLayout.mla(self.layers, self.latent.latent, self.latent.rope_dim, rope=self.rope)
         make = KVLayout.mha if self.heads == self.kv_heads else KVLayout.gqa
         heads = {"heads": self.heads} if self.heads == self.kv_heads else {"kv_heads": self.kv_heads}
         return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
 
-    def slides(self, layer: int) -> bool:
-        """Returns whether a layer sees no further than the window."""
-        return self.window is not None and (self.window_layers is None or layer in self.window_layers)
+    def _unlike_layout(self) -> KVLayout:
+        """Returns the layout of layers of unlike kinds: channels of each kind, on its layers."""
+        channels = []
+        for name in dict.fromkeys(kind.name for kind in self.kinds):
+            layers = tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.name == name)
+            kind = self.layer_kinds[layers[0]]
+            key, value = kind.channels.values()
+            rope = None if kind.rope == self.rope else kind.rope
+            channels.append(Channel(key, kind.kv_heads, kind.head_dim, kind.rope.dim, rope, layers))
+            channels.append(Channel(value, kind.kv_heads, kind.head_dim, layers=layers))
+        return KVLayout("mha" if self.heads == self.kv_heads else "gqa", self.layers, tuple(channels), self.rope)
 
-    @property
-    def window_edges(self) -> tuple[int, ...]:
-        """Layers that slide where the one below does not, or the reverse."""
-        return tuple(layer for layer in range(1, self.layers) if self.slides(layer) != self.slides(layer - 1))
+    def slides(self, layer: int) -> bool:
+        """Returns whether a layer sees no further than a window."""
+        return self.layer_kinds[layer].window is not None
+
+    @functools.cached_property
+    def kind_edges(self) -> tuple[int, ...]:
+        """Layers that are of another kind than the one below."""
+        kinds = self.layer_kinds
+        return tuple(layer for layer in range(1, self.layers) if kinds[layer] != kinds[layer - 1])
+
+    @functools.cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """Stacks of layers whose parameters have one shape: dense layers below experts are one of their own."""
+        below = self.dense_layers
+        stacks = (
+            LayerStack("dense_layers", tuple(range(below))),
+            LayerStack("layers", tuple(range(below, self.layers))),
+        )
+        return tuple(stack for stack in stacks if stack.layers)
 
     @property
     def dense_layers(self) -> int:

@@ -35,7 +35,7 @@ def forward_costs(config: DecoderConfig) -> ForwardCosts:
             inner = experts.chosen * experts.intermediate + experts.shared
             mlp = width * (experts.experts + 3 * inner + experts.chosen)
         tokens.append(2 * (token + mlp))
-        windows.append((config.window or 0) if config.slides(layer) else 0)
+        windows.append(config.layer_kinds[layer].window or 0)
 
     return ForwardCosts(
         token=tuple(tokens),

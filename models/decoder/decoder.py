@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import LayerAttention
-from kvpatch_jax.core import Paged, rope_tables, rotate
+from kvpatch_jax.core import Paged, Rope, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
 
 from ..attention import Mask, as_mask, attention
@@ -42,6 +42,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = (), dense: bool = True):
         dtype = jnp.dtype(config.dtype)
         norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        norm |= {"weight": config.norm_weight}
         mlp: dict[str, Any] = {"rngs": rngs, "activation": config.activation, "lead": lead, "dtype": dtype}
         self.input_norm = RMSNorm(config.width, **norm)
         kind = GroupedAttention if config.latent is None else LatentAttention
@@ -89,12 +90,13 @@ class Earlier(NamedTuple):
 
 
 class _Step(NamedTuple):
-    cos: Array
-    sin: Array
+    rope: Rope
+    tables: tuple[Array, Array]  # cosines and sines of the tokens
     mask: Mask
     slots: Array | None
     counted: Array | None
     whole: tuple[Array, Array, Array] | None  # cosines and sines of a prompt's tokens, and where the run starts
+    channels: dict[str, str]  # of the layers' KV, as attention calls it, those of the layout
     paged: Paged | None  # a context in pages, which every layer looks up for itself
     observe: Callable[[LayerAttention], Any] | None = None  # in the layers whose attention is asked for
     attend: Attend = attention  # how queries attend over keys
@@ -112,7 +114,7 @@ class Decoder(nnx.Module):
         dense = config.dense_layers
         self.dense_layers = DecoderLayer(config, rngs, lead=(dense,)) if dense else None
         self.layers = DecoderLayer(config, rngs, lead=(config.layers - dense,), dense=config.experts is None)
-        self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
+        self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype, weight=config.norm_weight)
 
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "dtype": dtype}
         self.head = None if config.tied_embeddings else Linear(config.width, config.vocabulary, **linear)
@@ -120,14 +122,17 @@ class Decoder(nnx.Module):
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Returns token embeddings."""
-        return jnp.take(self.embedding[...], input_ids, axis=0)
+        found = jnp.take(self.embedding[...], input_ids, axis=0)
+        # Rounded to the embeddings' type, as those who trained with it did.
+        scale = self.config.embedding_scale
+        return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Applies the final norm and the output head, in float32."""
+        """Applies the final norm, the output head and, where there is one, the cap on logits, in float32."""
         hidden = self.norm(hidden)
-        if self.head is None:
-            return product(hidden, self.embedding[...], transposed=True)
-        return product(hidden, self.head.kernel[...])
+        kernel = self.embedding[...] if self.head is None else self.head.kernel[...]
+        found, cap = product(hidden, kernel, transposed=self.head is None), self.config.logit_cap
+        return found if cap is None else cap * jnp.tanh(found / cap)
 
     def run(
         self,
@@ -179,51 +184,76 @@ class Decoder(nnx.Module):
         if any(not start_layer <= tap <= stop for tap in hidden_at):
             raise ShapeError(f"hidden_at: got {hidden_at}; expected layers of {start_layer}…{stop}")
 
-        # Made once for all layers. A prompt that is run in stretches rotates its keys all together.
-        cos, sin = rope_tables(self.config.rope, positions)
-        whole = None if earlier is None else (*rope_tables(self.config.rope, earlier.positions), earlier.start)
-        paged = context if isinstance(context, Paged) else None
-        step = _Step(cos, sin, as_mask(mask, hidden.shape[1], slots), slots, counted, whole, paged, attend=attend)
-        sliding = dataclasses.replace(step.mask, window=self.config.window)
+        # Made once for all layers that turn alike. A prompt that is run in stretches rotates its keys all together.
+        config, paged, mask = (
+            self.config,
+            context if isinstance(context, Paged) else None,
+            as_mask(mask, hidden.shape[1], slots),
+        )
+        steps: dict[Rope, _Step] = {}
+        for rope in dict.fromkeys(kind.rope for kind in config.layer_kinds[start_layer:stop] or config.layer_kinds[:1]):
+            tables = rope_tables(rope, positions)
+            whole = None if earlier is None else (*rope_tables(rope, earlier.positions), earlier.start)
+            steps[rope] = _Step(rope, tables, mask, slots, counted, whole, {}, paged, attend=attend)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         contiguous = None if isinstance(context, Paged) or context is None else dict(context)
         cache, cached = (None, contiguous) if slots is None else (contiguous, None)
-        front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
+        front, edges = None if earlier is None else earlier.kv, (config.dense_layers, deep)
         pieces, loads, owns, seen = [], [], [], []
 
         # One scan goes through layers of one kind: it ends at taps and where the kind changes.
         around = {layer + after for layer in observed for after in (0, 1) if (layer - 1 + 2 * after) not in observed}
-        inner = (edge for edge in (*edges, *self.config.window_edges, *around) if start_layer < edge < stop)
+        inner = (edge for edge in (*edges, *config.kind_edges, *around) if start_layer < edge < stop)
         bounds = sorted({start_layer, stop, *hidden_at, *inner})
         for first, last in itertools.pairwise(bounds):
-            own = step._replace(mask=sliding) if self.config.slides(first) else step
-            own = own._replace(observe=observe) if first in observed else own
-            per_layer = (cached, keep, deepstack if first < deep else None, front)
+            kind, channels = config.layer_kinds[first], config.channels_of(first)
+            own = steps[kind.rope]._replace(channels=channels, observe=observe if first in observed else None)
+            if kind.window is not None:
+                own = own._replace(mask=dataclasses.replace(mask, window=kind.window))
+            # Keys of the layers, which lie where these do along their channels; all else goes by the layer's number.
+            row = slice(config.rows[first], config.rows[first] + last - first)
+            keys = tuple(None if kv is None else _renamed(kv, channels, row) for kv in (cached, front))
+            per_layer = (keys, (keep, deepstack if first < deep else None))
             hidden, cache, (kv, load, found, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
-            pieces.append(kv)
-            owns.append(turned)
+            pieces.append({channels[name]: value for name, value in kv.items()})
+            owns.append(turned if turned is None else {channels[name]: value for name, value in turned.items()})
             seen += [found] if first in observed else []
             loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
 
-        cache = cache if paged is None or slots is None else _join(owns)
+        cache = cache if paged is None or slots is None else self._by_channel(owns, hidden)
         load = jnp.concatenate(loads) if loads else None
-        return LayerState(hidden, _join(pieces), cache, taps, load, _join(seen) if seen else None)
+        return LayerState(hidden, self._by_channel(pieces, hidden), cache, taps, load, _join(seen) if seen else None)
+
+    def _by_channel(self, pieces: list[KV], hidden: Array) -> KV:
+        """Joins the KV of runs of layers, channel by channel; of one that no layer keeps, an array of no layers."""
+        if self.config.layout.uniform:
+            return _join(pieces)
+        joined = {}
+        for channel in self.config.layout.channels:
+            own = [piece[channel.name] for piece in pieces if channel.name in piece]
+            none = jnp.zeros((0, *hidden.shape[:2], channel.heads, channel.width), hidden.dtype)
+            joined[channel.name] = jnp.concatenate(own) if own else none
+        return joined
 
     def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
-        """Returns layers first … last-1, which are all of one kind; `per_layer` is cut to them.
+        """Returns layers first … last-1, which are all of one kind; of `per_layer` the first is theirs alone, and the
+        rest, of all layers, is cut to them.
 
         A cache that is written into is carried along whole, so that a step writes its tokens and copies nothing else.
         """
         below = self.config.dense_layers
         stack, offset = (self.layers, below) if first >= below else (self.dense_layers, 0)
         graph, experts, state = nnx.split(stack, ExpertParam, ...)
+        above, (keys, others) = self.config.rows[first] - first, per_layer
+        per_layer = (keys, jax.tree.map(lambda leaf: leaf[first:last], others))
 
         def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any], experts: Any = experts, own: bool = False):
-            state, (cached, kept, added, front), layer = at
-            gather = self._gathering(carry[1], step, (cached, kept, front), layer)
+            state, ((cached, front), (kept, added)), layer = at
+            # Where the layer's KV lies along its channels; as far from its number in all of the run.
+            gather = self._gathering(carry[1], step, (cached, kept, front), layer + above if above else layer)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
             hidden, cache, out = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
@@ -238,30 +268,34 @@ class Decoder(nnx.Module):
                 def pick(tree, at=layer - offset):
                     return jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
 
-                rest = jax.tree.map(lambda leaf, at=layer: leaf[at], per_layer)
+                rest = jax.tree.map(lambda leaf, at=layer - first: leaf[at], per_layer)
                 carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
                 pieces.append(out)
             return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
 
         entries, taken = layers_to_scan(state, first - offset, last - offset)
-        cut = jax.tree.map(lambda leaf: leaf[first:last], per_layer)
 
         def one(carry, at):
             return body(carry, (taken(at[0]), *at[1:]))
 
-        carry, out = jax.lax.scan(one, carry, (entries, cut, jnp.arange(first, last)))
+        carry, out = jax.lax.scan(one, carry, (entries, per_layer, jnp.arange(first, last)))
         return *carry, out
 
-    def _gathering(self, cache: Any, step: _Step, own: Any, layer: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
-        """Returns what a layer attends over, as a function of its tokens' KV, phase-free and turned."""
+    def _gathering(self, cache: Any, step: _Step, own: Any, row: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
+        """Returns what a layer attends over, as a function of its tokens' KV, phase-free and turned.
+
+        `row` is the layer's place along its channels.
+        """
         cached, kept, front = own
         if cache is not None:
-            return functools.partial(written_into, cache, layer, step.slots, kept)
+            return functools.partial(written_into, cache, step.channels, row, step.slots, kept)
         if step.paged is not None and step.slots is not None:
-            return functools.partial(written_into_keys, step.paged, self.config.layout, layer, step.slots, kept)
+            channels = {name: self.config.layout.channel(theirs) for name, theirs in step.channels.items()}
+            return functools.partial(written_into_keys, step.paged, channels, row, step.slots, kept)
 
         if step.paged is not None:
-            cached = read_pages(step.paged, self.config.layout, layer)
+            channels = {name: self.config.layout.channel(theirs) for name, theirs in step.channels.items()}
+            cached = read_pages(step.paged, channels, row)
         if front is not None:
             return functools.partial(self._behind_earlier, cached, front, step)
         return functools.partial(behind, cached)
@@ -275,7 +309,7 @@ class Decoder(nnx.Module):
         query, kv = layer.attention.project(layer.input_norm(hidden))
 
         # Keys leave the layer phase-free, and are attended over in the engine frame.
-        turned = self._turn({**kv, "query": query["turning"]}, (step.cos, step.sin))
+        turned = _turn({**kv, "query": query["turning"]}, step.rope, step.tables)
         turning = turned.pop("query")
         keys, cache = gather(kv, turned)
         query = {**query, "turning": turning}
@@ -299,15 +333,6 @@ class Decoder(nnx.Module):
             update = layer.mlp_post_norm(update)
         return hidden + update, cache, (kv, load, seen)
 
-    def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
-        """Returns KV with the channels that carry phase rotated by these cosines and sines."""
-        rope, (cos, sin) = self.config.rope, tables
-
-        def turn(x):
-            return rotate(x, cos, sin, rope.cached, rope.attention_scaling)
-
-        return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
-
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
         """Returns engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written
         into it.
@@ -319,7 +344,22 @@ class Decoder(nnx.Module):
             return jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)
 
         whole = {name: write(name, new) for name, new in kv.items()}
-        return behind(cached, whole, self._turn(whole, tables))
+        return behind(cached, whole, _turn(whole, step.rope, tables))
+
+
+def _turn(kv: KV, rope: Rope, tables: Sequence[Array]) -> KV:
+    """Returns KV with the channels that carry phase rotated by these cosines and sines."""
+    cos, sin = tables
+
+    def turn(x):
+        return rotate(x, cos, sin, rope.cached, rope.attention_scaling)
+
+    return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
+
+
+def _renamed(kv: Mapping[str, Any], channels: Mapping[str, str], rows: slice) -> KV:
+    """Returns some layers' KV of all that there is, by the names that attention has for it."""
+    return {name: kv[theirs][rows] for name, theirs in channels.items()}
 
 
 def _unstacked(leaf: Any) -> bool:

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._target import platform
 
+from .mesh_axes import spread_tokens
+
 BLOCK_TOKENS = 4096
 """Tokens that an MLP takes at a time: its inner width is several times the model's."""
 
@@ -92,16 +94,29 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis; statistics in float32, the weight applied after the cast back."""
+    """Root-mean-square norm over the last axis; statistics in float32, the weight applied after the cast back.
 
-    def __init__(self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32):
-        self.weight = nnx.Param(jnp.ones((*lead, width), dtype))
-        self.epsilon = epsilon
+    With `weight="offset"` it is multiplied by 1 + weight in float32, before the cast (Gemma).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float,
+        lead: tuple[int, ...] = (),
+        dtype: DTypeLike = jnp.float32,
+        weight: str = "after",
+    ):
+        self.weight = nnx.Param((jnp.zeros if weight == "offset" else jnp.ones)((*lead, width), dtype))
+        self.epsilon, self.offset = epsilon, weight == "offset"
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Normalises [..., D]."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        if self.offset:
+            return (wide * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return wide.astype(x.dtype) * self.weight[...].astype(x.dtype)
 
 
@@ -133,4 +148,5 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Applies to [..., D]."""
+        x = spread_tokens(x, self.up.kernel.shape[-1])
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .config import ExpertConfig
 from .grouped import ExpertWeights, choose_implementation, expert_load, mix_experts
 from .layers import ACTIVATIONS, GatedMLP, Linear, normal
-from .sharding import TENSOR
+from .mesh_axes import auto_tensor_axes, device_count
 
 
 class ExpertParam(nnx.Param):
@@ -131,18 +131,18 @@ class Experts(nnx.Module):
             implementation = choose_implementation(index.size, experts, self.config.chosen, x, stack)
         mix = functools.partial(mix_experts, activation=activation, implementation=implementation)
         # Devices of the mesh that is set, where the compiler finds its shardings. It spreads "dense" by itself.
-        mesh = jax.sharding.get_abstract_mesh()
-        devices = mesh.shape[TENSOR] if TENSOR in mesh.auto_axes else 1
+        axes = auto_tensor_axes()
+        devices = device_count(jax.sharding.get_abstract_mesh(), axes)
         if devices == 1 or experts % devices or implementation == "dense":
             return mix(x, index, weights, stack, layer=layer)
 
         # Numbers of other devices' experts fall outside 0 … E-1 and are left out; most blocks then hold nothing.
         def own(x: Array, index: Array, weights: Array, stack: ExpertWeights, layer: Array | None) -> Array:
-            first = jax.lax.axis_index(TENSOR) * (experts // devices)
-            x = jax.lax.pcast(x, TENSOR, to="varying")
-            return jax.lax.psum(mix(x, index - first, weights, stack, layer=layer, skip=True), TENSOR)
+            first = jax.lax.axis_index(axes) * (experts // devices)
+            x = jax.lax.pcast(x, axes, to="varying")
+            return jax.lax.psum(mix(x, index - first, weights, stack, layer=layer, skip=True), axes)
 
-        over: Any = P(*(None,) * (stack.gate.ndim - 3), TENSOR)
+        over: Any = P(*(None,) * (stack.gate.ndim - 3), axes)
         places = (P(), P(), P(), ExpertWeights(over, over, over), P())
-        spread_out = jax.shard_map(own, in_specs=places, out_specs=P(), axis_names={TENSOR})
+        spread_out = jax.shard_map(own, in_specs=places, out_specs=P(), axis_names=set(axes))
         return spread_out(x, index, weights, stack, layer)

@@ -7,8 +7,12 @@ the MLP's (with experts, also the router's scores, which the compiler spreads an
 attention share (the latent's way down, its norm, and the caches `ckv` and `kpe`) is replicated, as are norms, routers
 and the residual.
 
-Vision towers and projectors are replicated as a rule: they are small beside the decoder they feed, their heads and
-widths rarely divide by 8, and each image runs through them once.
+Where the devices are a multiple of the KV heads, `split_mesh` splits the axis in two: a group of devices per KV head,
+each of which holds that one head's projections and cache, and within a group its query heads.
+
+Towers and projectors take as many devices as divide their heads and widths (`TOWER_PARAMETERS`), and their images or
+patches lie over the others (`mesh_axes`). Query, key and value in one matrix stay whole, for no part of it is one of
+heads; each device multiplies its heads' part. What is not in the table is replicated.
 """
 
 from collections.abc import Mapping
@@ -17,27 +21,29 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvpatch_jax.core import KVLayout
+from kvpatch_jax.core import KVLayout, check_uniform
 from kvpatch_jax.errors import ConfigError, WeightsError
 
 from ..checkpoints import Expected, ParamPath
 from .config import DecoderConfig
-
-TENSOR = "tensor"
-"""Name of the mesh axis that heads, MLP widths, experts and vocabulary lie over."""
+from .mesh_axes import COPIES, TENSOR, device_count, dividing_axes, tensor_axes
 
 MESH_AXES = {
-    "heads": TENSOR,
-    "kv_heads": TENSOR,
-    "intermediate": TENSOR,
-    "shared": TENSOR,
-    "experts": TENSOR,
-    "vocabulary": TENSOR,
+    "heads": (TENSOR, COPIES),
+    "kv_heads": (TENSOR,),
+    "intermediate": (TENSOR, COPIES),
+    "shared": (TENSOR, COPIES),
+    "experts": (TENSOR, COPIES),
+    "vocabulary": (TENSOR, COPIES),
+    "tower_heads": (TENSOR, COPIES),
+    "tower_width": (TENSOR, COPIES),
 }
-"""Logical axis → mesh axis. Axes of `PARAMETERS` that are not here replicate."""
+"""Logical axis → mesh axes, of those that the mesh has. Axes of parameters that are not here replicate."""
 
-MAY_REPLICATE = ("vocabulary",)
-"""Axes that replicate where the mesh does not divide them: vocabularies are often of odd sizes. Others are refused."""
+MAY_REPLICATE = ("vocabulary", "tower_heads", "tower_width")
+"""Axes that lie over fewer devices, or none, where the mesh does not divide them: vocabularies and towers are often of
+odd sizes. Others are refused.
+"""
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "embedding": ("vocabulary", "width"),
@@ -84,8 +90,52 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 """Decoder parameter → its axes. Parameters of a stack of layers have an axis of layers before these."""
 
+_INTO, _OUT_OF = ("width", "tower_width"), ("tower_width", "width")
+TOWER_PARAMETERS: dict[str, tuple[str, ...]] = {
+    **{f"{part}.kernel": ("width", "tower_heads") for part in ("query", "key", "value")},
+    **{f"{part}.bias": ("tower_heads",) for part in ("query", "key", "value")},
+    "output.kernel": ("tower_heads", "width"),
+    **{f"{part}.kernel": _INTO for part in ("gate", "up", "inner", "merger_in")},
+    **{f"{part}.bias": ("tower_width",) for part in ("gate", "up", "inner", "merger_in")},
+    **{f"{part}.kernel": _OUT_OF for part in ("down", "outer", "merger_out")},
+}
+"""End of the name of a parameter outside the decoder → its last axes. Others replicate."""
+
 DECODER = "decoder"
 STACKS = ("layers", "dense_layers")
+
+
+def split_mesh[M: Mesh | AbstractMesh](mesh: M, layout: KVLayout) -> M:
+    """Returns the mesh that a model lies over: `mesh`, with its axis "tensor" split where devices outnumber KV heads.
+
+    Of K KV heads over a multiple of K devices, "tensor" becomes K groups, and "tensor_copies" the devices of a group,
+    neighbours in the mesh. A mesh that was split, and one for latent attention, is returned as it is.
+
+    Raises:
+      ConfigError: a mesh without the axis "tensor", or with a number of devices on it that neither divides the KV heads
+        nor is a multiple of them. LayoutError: layers of unlike kinds.
+    """
+    check_uniform(layout, "mesh")
+    count, heads = _devices(mesh), layout.channels[0].heads
+    if layout.kind == "mla" or COPIES in mesh.axis_names or heads % count == 0:
+        return mesh
+    if count % heads:
+        raise ConfigError(
+            f"mesh: got {heads} kv_heads over {count} devices of axis {TENSOR!r}; expected a number of devices that "
+            f"divides {heads}, or a multiple of it"
+        )
+
+    def replaced[T](values: tuple[T, ...], two: tuple[T, T]) -> tuple[T, ...]:
+        at = mesh.axis_names.index(TENSOR)
+        return (*values[:at], *two, *values[at + 1 :])
+
+    sizes = replaced(tuple(mesh.shape.values()), (heads, count // heads))
+    names, types = replaced(mesh.axis_names, (TENSOR, COPIES)), mesh.axis_types
+    kind = types[mesh.axis_names.index(TENSOR)]
+    types = replaced(types, (kind, kind))
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(sizes, names, axis_types=types)  # type: ignore[return-value]
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)  # type: ignore[return-value]
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -101,19 +151,24 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 
 
 def partition_specs(
-    config: DecoderConfig, parameters: Expected, mesh: Mesh | AbstractMesh
+    config: DecoderConfig,
+    parameters: Expected,
+    mesh: Mesh | AbstractMesh,
+    tower_heads: Mapping[str, int] | None = None,
 ) -> dict[ParamPath, PartitionSpec]:
-    """Returns how each parameter of a backbone lies over a mesh.
+    """Returns how each parameter of a backbone lies over `split_mesh` of a mesh.
 
     Args:
       config: the decoder's.
-      parameters: path to shape and type of every parameter; those outside the decoder are replicated.
+      parameters: path to shape and type of every parameter.
+      tower_heads: heads of each tower, by the first name of its parameters; of others attention is replicated.
 
     Raises:
-      ConfigError: a mesh without the axis "tensor"; heads, KV heads, MLP widths or experts that its devices do not
-        divide (in whole heads and experts); or a parameter of the decoder that the table does not know.
+      ConfigError: a mesh without the axis "tensor"; heads, MLP widths or experts that its devices do not divide (in
+        whole heads and experts), KV heads that they neither divide nor are a multiple of; or a parameter of the
+        decoder that the table does not know.
     """
-    count, experts = _devices(mesh), config.experts
+    mesh, experts = split_mesh(mesh, config.layout), config.experts
 
     # Whole pieces of each logical axis: heads and experts are not cut.
     sizes = {
@@ -127,45 +182,54 @@ def partition_specs(
 
     specs: dict[ParamPath, PartitionSpec] = {}
     for path, leaf in parameters.items():
-        if path[0] != DECODER:
-            specs[path] = PartitionSpec()
-            continue
+        own = sizes
+        if path[0] == DECODER:
+            stacked = path[1] in STACKS
+            name = ".".join(path[2 if stacked else 1 :])
+            axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
+            if name not in PARAMETERS or len(axes) != len(leaf.shape):
+                raise ConfigError(
+                    f"parameter {'.'.join(path)}: got shape {leaf.shape}; expected one with axes in the sharding table"
+                )
+        else:
+            axes = TOWER_PARAMETERS.get(".".join(path[-2:]), ())
+            axes = ("layers",) * (len(leaf.shape) - len(axes)) + axes if len(axes) <= len(leaf.shape) else ()
+            own = dict(zip(axes, leaf.shape, strict=False))
+            own |= {"tower_heads": (tower_heads or {}).get(path[0], 1)}
 
-        stacked = path[1] in STACKS
-        name = ".".join(path[2 if stacked else 1 :])
-        axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
-        if name not in PARAMETERS or len(axes) != len(leaf.shape):
-            raise ConfigError(
-                f"parameter {'.'.join(path)}: got shape {leaf.shape}; expected one with axes in the sharding table"
-            )
-        specs[path] = PartitionSpec(*(_mesh_axis(axis, sizes, count) for axis in axes))
+        specs[path] = _spec(axes, own, mesh)
     return specs
 
 
-def parameter_shardings(config: DecoderConfig, parameters: Expected, mesh: Mesh) -> dict[ParamPath, NamedSharding]:
+def parameter_shardings(
+    config: DecoderConfig, parameters: Expected, mesh: Mesh, tower_heads: Mapping[str, int] | None = None
+) -> dict[ParamPath, NamedSharding]:
     """Returns `partition_specs` on the devices of a mesh; raises what that does."""
-    return {path: NamedSharding(mesh, spec) for path, spec in partition_specs(config, parameters, mesh).items()}
+    specs, mesh = partition_specs(config, parameters, mesh, tower_heads), split_mesh(mesh, config.layout)
+    return {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
 
 
 def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
-    """Returns how each channel's KV [L,B,T,K,H] lies over a mesh: over KV heads, or for latent attention replicated.
+    """Returns how each channel's KV [L,B,T,K,H], or pool [L,P,O,K,H], lies over `split_mesh` of a mesh: over KV heads,
+    or for latent attention replicated.
 
     Raises:
-      ConfigError: a mesh without the axis "tensor", or whose devices do not divide the KV heads.
+      ConfigError: as `split_mesh`.
     """
-    count = _devices(mesh)
+    mesh = split_mesh(mesh, layout)
     if layout.kind == "mla":
         return dict.fromkeys(layout.names, PartitionSpec())
 
     def over(heads):
-        return PartitionSpec(None, None, None, _mesh_axis("kv_heads", {"kv_heads": heads}, count))
+        return PartitionSpec(None, None, None, *_spec(("kv_heads",), {"kv_heads": heads}, mesh))
 
     return {channel.name: over(channel.heads) for channel in layout.channels}
 
 
 def cache_shardings(layout: KVLayout, mesh: Mesh) -> dict[str, NamedSharding]:
     """Returns `cache_specs` on the devices of a mesh; raises what that does."""
-    return {name: NamedSharding(mesh, spec) for name, spec in cache_specs(layout, mesh).items()}
+    specs, mesh = cache_specs(layout, mesh), split_mesh(mesh, layout)
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
 def check_parameters(
@@ -187,22 +251,23 @@ def check_parameters(
 
 
 def _devices(mesh: Mesh | AbstractMesh) -> int:
-    """Returns how many devices lie along the tensor axis."""
+    """Returns how many devices a model lies over."""
     if TENSOR not in mesh.axis_names:
         raise ConfigError(f"mesh: got axes {tuple(mesh.axis_names)}; expected one called {TENSOR!r}")
-    return mesh.shape[TENSOR]
+    return device_count(mesh, tensor_axes(mesh))
 
 
-def _mesh_axis(axis: str, sizes: Mapping[str, int], count: int) -> Any:
-    """Returns the mesh axis that a logical axis lies over, or None."""
-    if axis not in MESH_AXES:
-        return None
-    if sizes[axis] % count == 0:
-        return MESH_AXES[axis]
-    if axis in MAY_REPLICATE:
-        return None
-
-    raise ConfigError(
-        f"mesh: got {sizes[axis]} {axis} over {count} devices of axis {TENSOR!r}; expected a number of devices that "
-        f"divides {sizes[axis]}"
-    )
+def _spec(axes: tuple[str, ...], sizes: Mapping[str, int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the mesh axes that logical axes of these sizes lie over; raises ConfigError as `partition_specs`."""
+    spec: list[Any] = []
+    for axis in axes:
+        over = tuple(name for name in MESH_AXES.get(axis, ()) if name in mesh.axis_names)
+        taken = dividing_axes(sizes[axis], mesh, over) if over else ()
+        if taken != over and axis not in MAY_REPLICATE:
+            count = device_count(mesh, over)
+            raise ConfigError(
+                f"mesh: got {sizes[axis]} {axis} over {count} devices of axis {TENSOR!r}; expected a number of devices "
+                f"that divides {sizes[axis]}"
+            )
+        spec.append(None if not taken else taken[0] if len(taken) == 1 else taken)
+    return PartitionSpec(*spec)

@@ -11,6 +11,14 @@ from .config import DecoderConfig
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]
 
+NORMS = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention_post_norm": "post_self_attn_layernorm",
+    "mlp_post_norm": "post_mlp_layernorm",
+}
+"""Our names of a layer's norms to Llama's and, of those behind attention and MLP, GLM-4-0414's."""
+
 _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
 
 
@@ -49,7 +57,7 @@ def decoder_entries(
     root: ParamPath = ("decoder",),
     fused: tuple[str, ...] = (),
     fused_experts: FusedExperts = "no",
-    post_norms: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    norms: Mapping[str, str] | None = None,
 ) -> list[TensorEntry]:
     """Returns every entry of a decoder.
 
@@ -59,21 +67,21 @@ def decoder_entries(
       fused: which of "qkv" (`qkv_proj`) and "gate_up" (`gate_up_proj`) are one tensor in the file.
       fused_experts: "no" (a tensor per expert), "rows" (`experts.gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]) or
         "columns" (transposed: [E, D, 2I] and [E, I, D], as Qwen3-VL-MoE was released).
-      post_norms: names of the norms behind attention and MLP, where the configuration has them.
+      norms: what the file calls norms of a layer that it calls otherwise than `NORMS`.
     """
     entries = [
         TensorEntry(f"{prefix}embed_tokens.weight", (*root, "embedding")),
         TensorEntry(f"{prefix}norm.weight", (*root, "norm", "weight")),
     ]
     below = config.dense_layers
-    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if config.post_norms:
-        norms |= dict(zip(("attention_post_norm", "mlp_post_norm"), post_norms, strict=True))
+    names = {
+        ours: theirs for ours, theirs in (NORMS | dict(norms or {})).items() if config.post_norms or "post" not in ours
+    }
 
     # Layers of the upper stack are counted from its first one; `offset` is what the file counts below it.
     for name, offset in (("dense_layers", 0),) * bool(below) + (("layers", below),):
         layer, path = f"{prefix}layers.{{layer}}", (*root, name)
-        entries += [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in norms.items()]
+        entries += [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in names.items()]
         attention = _grouped if config.latent is None else _latent
         entries += attention(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
         if config.experts is None or name == "dense_layers":

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import WeightsError
 
@@ -27,6 +27,8 @@ from ..towers.common import place_features
 
 Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
+Run = Sequence[int | str]
+"""Token ids, and texts that are yet to be tokenized."""
 
 
 @runtime_checkable
@@ -56,25 +58,73 @@ class Vision:
       settings: directory → image settings, a dataclass with `.save(directory)`.
       process: (images, settings) → arrays, `pixel_values` among them.
       tokens: (config, arrays, index, tokenizer) → the token ids that stand for image `index`, start and end included.
-      plan: (config, input_ids [B,T], arrays) → the index arrays that `encode` takes beside `pixel_values` (None when
-        there are no images); raises InputError where ids, patches and grids do not match.
+      plan: (config, input_ids [B,T], arrays) → the index arrays that `encode` takes beside the pixels (None when there
+        are no images and no videos); raises InputError where ids, patches and grids do not match. The pixels are
+        `pixel_values` and behind them `pixel_values_videos`.
       fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
         buckets: the number one past the last stands for none.
-      marks: a regular expression of what stands for an image in a rendered chat, where no token of the vocabulary does:
+      mark: config → the token by which a chat template places an image, where that is another than the placeholder, and
+        the text that the processor writes around each; None where the template writes the placeholder.
+      spelling: a regular expression of what stands for an image in a rendered chat, where no token does:
         the texts between the marks are tokenized one by one, each with the tokenizer's own start and end tokens.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
-    tokens: Callable[[Any, Arrays, int, Any], list[int]]
+    tokens: Callable[[Any, Arrays, int, Any], Run]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
     fills: Callable[[Any], Mapping[str, int]]
-    marks: str | None = None
+    mark: Callable[[Any], tuple[int, str]] | None = None
+    spelling: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Medium:
+    """What a family does with videos, or with sounds, on the host.
+
+    Attributes:
+      settings: directory → settings, a dataclass with `.save(directory)`.
+      process: (items, settings) → arrays of all videos (or sounds) of a prompt, by transformers' names.
+      tokens: (config, arrays, index, tokenizer) → what stands for item `index`, start and end included: token ids, and
+        texts (of a frame's time, say) among them; `arrays` are those of `process`.
+      written: (config, tokenizer) → what a chat template writes for an item, as texts: its placeholder, and what may
+        stand before and after it that `tokens` has too.
+      template: a chat template for conversations with such items, where the released one leaves them out; else empty.
+      plan, fills: of a tower of its own, as in `Vision`, and None where the tower is that of images: the plan is what
+        the module's `.encode_audio(input_features, plan)` takes.
+    """
+
+    settings: Callable[[str | os.PathLike[str]], Any]
+    process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
+    tokens: Callable[[Any, Arrays, int, Any], Run]
+    written: Callable[[Any, Any], tuple[str, str, str]]
+    template: str = ""
+    plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None] | None = None
+    fills: Callable[[Any], Mapping[str, int]] | None = None
+
+
+def joined_arrays(config: Config, arrays: Mapping[str, Arrays], order: Sequence[str]) -> dict[str, Any]:
+    """Returns the arrays of a prompt's images, videos and sounds as one table: the rule of families that give each
+    their own names.
+    """
+    return {name: array for part in arrays.values() for name, array in part.items()}
 
 
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:
     """Returns positions 0, 1, 2, … of one prompt's tokens, int32 [T]: the rule of every family without M-RoPE."""
     return np.arange(len(input_ids), dtype=np.int32)
+
+
+def image_runs(config: Config, input_ids: np.ndarray) -> np.ndarray:
+    """Returns how many image placeholders follow each one without a gap, int32 [B,T]; 0 of other tokens.
+
+    That is how far an image's tokens see behind their own where they see each other.
+    """
+    image = np.isin(np.asarray(input_ids), placeholders(config))
+    places, length = np.arange(image.shape[1]), image.shape[1]
+    # The first token from each one on that is of no image; behind it the run does not go on.
+    ends = np.minimum.accumulate(np.where(image, length, places)[:, ::-1], axis=1)[:, ::-1]
+    return np.where(image, ends - places - 1, 0).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +140,14 @@ class Family:
         releases differ; empty when saving.
       positions: (config, input_ids [T], arrays) → positions [T] or [T,A] of one prompt.
       vision: None for a text family.
+      video, audio: what is done with videos and with sounds; None for a family that takes none.
+      join: (config, arrays of "image", "video", "audio" where there are such, these words in the prompt's order) → the
+        prompt's arrays. A family whose images and videos have one placeholder puts their pixels in the prompt's order.
       ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: for a `config.json` that names no architecture.
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
+      ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T]; None where attention
+        is causal throughout.
       template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
         that knows none; None where directories bring theirs.
     """
@@ -103,9 +158,13 @@ class Family:
     entries: Callable[[Any, Shapes], list[TensorEntry]]
     positions: Callable[[Any, np.ndarray, Arrays], np.ndarray] = count_positions
     vision: Vision | None = None
+    video: Medium | None = None
+    audio: Medium | None = None
+    join: Callable[[Any, Mapping[str, Arrays], Sequence[str]], dict[str, Any]] = joined_arrays
     ignore: tuple[str, ...] = ()
     model_type: str = ""
     namings: tuple[Naming, ...] = ()
+    ahead: Callable[[Any, np.ndarray], np.ndarray] | None = None
     template: str | None = None
 
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
@@ -185,9 +244,40 @@ def _without_numbers(name: str) -> str:
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
-    """Returns token ids in whose places image features are put: images' and, where the family has one, videos'."""
-    found = (getattr(config, name, None) for name in ("image_token", "video_token"))
+    """Returns token ids in whose places features are put: images' and, where the family has them, videos' and
+    sounds'.
+    """
+    found = (getattr(config, name, None) for name in ("image_token", "video_token", "audio_token"))
     return tuple(token for token in found if token is not None)
+
+
+def sound_placeholders(config: Any) -> tuple[int, ...]:
+    """Returns the token ids in whose places features of sounds are put."""
+    token = getattr(config, "audio_token", None)
+    return () if token is None else (token,)
+
+
+def count_of(input_ids: np.ndarray, pads: tuple[int, ...]) -> int:
+    """Returns how many of these tokens ids hold."""
+    return int(np.isin(input_ids, pads).sum())
+
+
+def feature_order(input_ids: np.ndarray, pads: tuple[int, ...]) -> Int32[np.ndarray, " E"] | None:
+    """Returns the numbers of features, which lie kind by kind as `pads` does, in the order of their placeholders; None
+    where that is the order in which they lie.
+    """
+    kinds = np.argmax(input_ids.reshape(-1, 1) == np.array(pads), axis=1)[np.isin(input_ids, pads).reshape(-1)]
+    if not kinds.size or (np.diff(kinds) >= 0).all():
+        return None
+    order = np.empty(kinds.size, np.int32)
+    order[np.argsort(kinds, kind="stable")] = np.arange(kinds.size)
+    return order
+
+
+def pixels_of(arrays: Arrays) -> Any:
+    """Returns the pixels of a prompt's images, and those of its videos behind them; None where there are neither."""
+    found = [arrays[name] for name in ("pixel_values", "pixel_values_videos") if arrays.get(name) is not None]
+    return found[0] if len(found) == 1 else np.concatenate(found) if found else None
 
 
 def feature_arrays(config: Any) -> int:
@@ -231,6 +321,12 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
     nnx.replace_by_pure_dict(state, values)
     nnx.update(model, state)
     return model
+
+
+def tower_heads(config: Any) -> dict[str, int]:
+    """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
+    heads = getattr(getattr(config, "vision", None), "heads", None)
+    return {} if heads is None else {"visual": heads}
 
 
 def with_tie(config: Any, tied: bool) -> Any:

@@ -16,7 +16,8 @@ from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.known_keys import complete
 from ..inputs.qwen_images import ImageConfig, preprocess_images
-from .family import Vision
+from ..inputs.texts import texts_of
+from .family import Vision, pixels_of
 
 _DTYPES = ("dtype", "torch_dtype")
 
@@ -125,37 +126,37 @@ def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
     return raw | {"architectures": [architecture], "torch_dtype": dtype}
 
 
-def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the (time, height, width) grids of a prompt's images, or of its videos; None where there are neither.
-
-    Raises:
-      InputError: both in one call.
-    """
-    grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
-    if len(grids) == 2:
-        raise InputError("images and videos: got both in one call; expected one kind (embed them one after the other)")
-    return grids[0] if grids else None
+def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
+    """Returns the (time, height, width) grids of a prompt's images, and those of its videos behind them."""
+    names = ("image_grid_thw", "video_grid_thw")
+    kinds = [np.asarray(arrays[name]).reshape(-1, 3) for name in names if arrays.get(name) is not None]
+    return np.concatenate([np.zeros((0, 3), np.int32), *kinds])
 
 
-def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]], *tables: str) -> Vision:
+def qwen_vision(
+    plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
+    *tables: str,
+    settings: Callable[[Any], ImageConfig] = ImageConfig.from_directory,
+) -> Vision:
     """Returns what a Qwen family does with images.
 
-    Its plan is the tower's own plan of the grids, held against ids and pixels: it raises InputError for placeholders or
-    patches that do not match the grids, and for images and videos in one call.
+    Its plan is the tower's own plan of the grids, those of videos behind those of images, held against ids and pixels:
+    it raises InputError for placeholders or patches that do not match the grids.
 
     Args:
       plan_patches: of the tower. tables: those of its index arrays that hold patch numbers.
+      settings: directory → how images become patches.
     """
 
     def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-        grids = one_kind_of_grid(arrays)
-        if grids is None:
+        grids = grids_of(arrays)
+        if not len(grids):
             return None
         vision, found = config.vision, plan_patches(config.vision, grids)
         # A Qwen tower's processor hands patches over flat, merge block by merge block.
         patches, pads = found["rows"].size, (config.image_token, config.video_token)
         shape = (patches, vision.features)
-        check_placeholders(input_ids, pads, patches // vision.merge**2, arrays.get("pixel_values"), shape)
+        check_placeholders(input_ids, pads, patches // vision.merge**2, pixels_of(arrays), shape)
         return found
 
     def tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
@@ -163,8 +164,13 @@ def qwen_vision(plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]]
         pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
         return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
-    settings = ImageConfig.from_directory
     return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
+
+
+def qwen_written(config: Any, tokenizer: Any) -> tuple[str, str, str]:
+    """Returns what the chat templates of Qwen's families write for a video: its placeholder between start and end."""
+    pad, start, end = texts_of(tokenizer, [config.video_token, config.vision_start_token, config.vision_end_token])
+    return pad, start, end
 
 
 def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, Any]:

@@ -14,13 +14,15 @@ from kvpatch_jax.errors import ConfigError, InputError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.family_videos import process_internvl_videos
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
+from ..inputs.video_frames import VideoConfig
 from ..towers.weights import intern_vit_entries, projector_entries
 from . import namings
-from .family import Family, Shapes, Vision
+from .family import Family, Medium, Run, Shapes, Vision
 from .image_family import freeze, vision_part, whole
 from .llava import read_text
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, read_vit, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, join_tiles, read_vit, tile_fills, tile_plan
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 
@@ -79,6 +81,23 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     return [*first, *pads, *last]
 
 
+def _video_tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns frames, each an image of one tile behind its number."""
+    frame = _tokens(config, {"num_patches": [1]}, 0, tokenizer)
+    run: list[int | str] = []
+    for number in range(int(arrays["video_frames"][index])):
+        newline = "\n" if run else ""
+        run += [f"{newline}Frame{number + 1}: ", *frame]
+    return run
+
+
+_VIDEO_SETTINGS = VideoConfig.reader(
+    only={"do_center_crop": False},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=3,
+    size={"height": 384, "width": 384},
+)
 _SETTINGS = PictureConfig.reader(
     only={"do_resize": True},
     image_mean=CLIP_MEAN,
@@ -95,6 +114,10 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_internvl, _tokens, _plan, tile_fills),
+    video=Medium(
+        _VIDEO_SETTINGS, process_internvl_videos, _video_tokens, lambda config, tokenizer: ("<video>", "", "")
+    ),
+    join=join_tiles(0, lambda arrays: arrays["num_patches"]),
     model_type="internvl",
     namings=namings.INTERNVL,
 )

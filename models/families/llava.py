@@ -17,7 +17,7 @@ from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
 from ..towers.projectors import TileConfig, best_resolution, packing_index
 from ..towers.weights import clip_entries, projector_entries
-from . import namings
+from . import mistral3, namings
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders, freeze, text_part, vision_part, whole
 from .text_families import read_llama, read_mistral, read_qwen2, read_qwen3, read_qwen3_moe
@@ -46,10 +46,13 @@ def read_text(
     return TEXT[text["model_type"]](text, angles, regime)
 
 
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    """Reads `config.json` of LLaVA or LLaVA-NeXT."""
+def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Any:
+    """Reads `config.json` of LLaVA (with CLIP, or Pixtral-12B) or LLaVA-NeXT."""
     model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
-    text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
+    text = read_text(model, raw, angles, regime)
+    if architecture == LLAVA and mistral3.has_pixtral(model):
+        return mistral3.read_model(LLAVA, raw, model, text)
+    vision = vision_part(model, "clip_vision_model")
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
         raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")

@@ -44,6 +44,7 @@ QWEN2_5_VL = (
 LLAVA = _split()
 LLAVA_NEXT = _split("image_newline")
 INTERNVL = _split()
+GEMMA3 = _split()
 DEEPSEEK_VL = _siglip_inside()
 DEEPSEEK_VL_HYBRID = _siglip_inside(
     "model.high_res_vision_model.",

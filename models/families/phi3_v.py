@@ -252,7 +252,7 @@ FAMILY = Family(
     config=_read,
     module=Phi3VModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_phi3_v, _tokens, _plan, _fills, marks=r"<\|image_\d+\|>"),
+    vision=Vision(_SETTINGS, process_phi3_v, _tokens, _plan, _fills, spelling=r"<\|image_\d+\|>"),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_embed_tokens\.wte\.weight"),
     model_type="phi3_v",
     template=TEMPLATE,

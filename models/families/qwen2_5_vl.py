@@ -17,12 +17,24 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need, read_decoder, read_rope, read_window
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..decoder.weights import decoder_entries
-from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
+from ..inputs.qwen_images import ImageConfig
+from ..inputs.qwen_videos import process_qwen2_videos
+from ..inputs.video_frames import VideoConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
 from . import namings
-from .family import Family
-from .image_family import TowerModel, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
+from .family import Family, Medium, Run
+from .image_family import (
+    TowerModel,
+    one_size,
+    qwen_tower_sizes,
+    qwen_vision,
+    qwen_written,
+    text_part,
+    vision_part,
+    whole,
+)
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -38,7 +50,10 @@ _SCALING_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Qwen25VLConfig:
-    """The whole backbone: both towers and the token ids that stand for images."""
+    """The whole backbone: both towers and the token ids that stand for images and videos.
+
+    `video_rule` says where text behind a video goes on (`inputs/positions.py`); no file has it.
+    """
 
     text: DecoderConfig
     vision: Qwen25VisionConfig
@@ -48,6 +63,7 @@ class Qwen25VLConfig:
     vision_end_token: int
     end_tokens: tuple[int, ...] = ()
     tokens_per_second: int = 2
+    video_rule: VideoRule = "max"
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], angles: str = "float32", regime: Regime = None) -> "Qwen25VLConfig":
@@ -182,7 +198,24 @@ def _rope_entry(rope: Rope) -> dict[str, Any]:
 def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule)[0]
+    return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule, config.video_rule)[0]
+
+
+def video_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns one run of placeholders between start and end for video `index`."""
+    pads = int(np.prod(arrays["video_grid_thw"][index])) // config.vision.merge**2
+    return [config.vision_start_token, *[config.video_token] * pads, config.vision_end_token]
+
+
+VIDEO_SETTINGS = VideoConfig.reader(
+    image_mean=ImageConfig.image_mean,
+    image_std=ImageConfig.image_std,
+    resample=3,
+    patch_size=14,
+    merge_size=2,
+    temporal_patch_size=2,
+    size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+)
 
 
 FAMILY = Family(
@@ -192,6 +225,7 @@ FAMILY = Family(
     entries=lambda config, shapes: decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual"),
     positions=_positions,
     vision=qwen_vision(plan_patches, "windows", "frames"),
+    video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
     model_type="qwen2_5_vl",
     namings=namings.QWEN2_5_VL,
 )

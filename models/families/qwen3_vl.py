@@ -17,16 +17,20 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.images import HALVES
 from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.qwen_videos import process_qwen3_videos
+from ..inputs.video_frames import VideoConfig
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
-from .family import Family, Shapes
+from .family import Family, Medium, Run, Shapes
 from .image_family import (
     TowerModel,
     freeze,
     one_size,
     qwen_tower_sizes,
     qwen_vision,
+    qwen_written,
     text_part,
     thaw,
     vision_part,
@@ -119,11 +123,34 @@ def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 
 
+def _video_tokens(config: Qwen3VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns a run of placeholders between start and end for each temporal patch, behind its time as a text."""
+    time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
+    first = int(np.sum(arrays["video_grid_thw"][:index, 0]))
+    pads = [config.video_token] * (height * width // config.vision.merge**2)
+    run: list[int | str] = []
+    for seconds in arrays["video_timestamps"][first : first + time]:
+        run += [f"<{seconds:.1f} seconds>", config.vision_start_token, *pads, config.vision_end_token]
+    return run
+
+
 def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:
     prefix = "model.language_model."
     fused = expert_layout(config.text, shapes, prefix, "columns")  # as released
     decoder = decoder_entries(config.text, prefix=prefix, fused_experts=fused)
     return decoder + qwen3_vision_entries(config.vision, "model.visual")
+
+
+VIDEO_SETTINGS = VideoConfig.reader(
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=3,
+    patch_size=16,
+    merge_size=2,
+    temporal_patch_size=2,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    fps=2,
+)
 
 
 def _family(architecture: str, model_type: str) -> Family:
@@ -134,6 +161,7 @@ def _family(architecture: str, model_type: str) -> Family:
         entries=_entries,
         positions=_positions,
         vision=qwen_vision(plan_patches, "frames"),
+        video=Medium(VIDEO_SETTINGS, process_qwen3_videos, _video_tokens, qwen_written),
         model_type=model_type,
     )
 

@@ -3,14 +3,18 @@
 from . import (
     deepseek_vl,
     deepseek_vl_hybrid,
+    gemma3,
+    glm4v,
     internlm2,
     internvl,
     internvl_chat,
     kimi_vl,
     llava,
+    mistral3,
     multi_modality,
     phi3_v,
     qwen2_5_vl,
+    qwen2_vl,
     qwen3_vl,
     smolvlm,
 )
@@ -24,11 +28,15 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *qwen3_vl.FAMILIES.values(),
         *llava.FAMILIES.values(),
         *kimi_vl.FAMILIES.values(),
+        mistral3.FAMILY,
+        *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
         smolvlm.FAMILY,
+        gemma3.FAMILY,
+        qwen2_vl.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""

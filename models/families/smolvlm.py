@@ -13,15 +13,18 @@ from kvpatch_jax.errors import InputError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, linear_entries
+from ..inputs.family_videos import process_smolvlm_videos, smolvlm_texts
 from ..inputs.images import HALVES, PictureConfig, process_smolvlm
+from ..inputs.video_frames import VideoConfig
 from ..towers.vit import bucket_positions
 from ..towers.weights import clip_entries
 from .deepseek_vl import read_siglip
-from .family import Family, Shapes, Vision
+from .family import Family, Medium, Run, Shapes, Vision
 from .image_family import freeze, text_part, vision_part, whole
 from .text_families import read_llama
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, join_tiles, tile_fills, tile_plan
 
+EDGE = "<fake_token_around_image>"
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
 
 
@@ -66,7 +69,7 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     if tokenizer is None:
         return pads * (rows * columns + 1)
 
-    edge, ids = "<fake_token_around_image>", []
+    edge, ids = EDGE, []
 
     def encode(text):
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -80,6 +83,52 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     return [*ids, *encode(("\n\n" if rows else "") + f"{edge}<global-img>"), *pads, *encode(edge)]
 
 
+def _video_tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns frames behind their times, and in front of all of them what is said of the video."""
+    first = int(np.sum(arrays["video_frames"][:index]))
+    times = arrays["video_timestamps"][first : first + int(arrays["video_frames"][index])]
+    run: list[int | str] = []
+    for text in smolvlm_texts(times, float(arrays["video_durations"][index])):
+        edge = EDGE if run else ""
+        run += [f"{edge}{text}{EDGE}<global-img>", *[config.image_token] * config.tile_tokens]
+    # Two newlines that are no token together: so they are tokenized in front of a word.
+    return [*run, f"{EDGE}\n", "\n"]
+
+
+def _tile_counts(arrays: Mapping[str, Any]) -> list[int]:
+    grids = zip(arrays["tile_rows"], arrays["tile_columns"], strict=True)
+    return [int(rows) * int(columns) + 1 for rows, columns in grids]
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a file's options with those of `video_sampling` by their own names."""
+    table = options.get("video_sampling")
+    if not isinstance(table, Mapping):
+        return options
+    # The size beside the table counts before the one in it.
+    size = options.get("size", table.get("video_size"))
+    named = {"fps": table.get("fps"), "num_frames": table.get("max_frames"), "size": size}
+    return options | {name: value for name, value in named.items() if value is not None}
+
+
+_VIDEO_SETTINGS = VideoConfig.reader(
+    adjust=_sampling,
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=1,
+    size={"longest_edge": 4 * 364},
+    max_image_size={"longest_edge": 364},
+    fps=1,
+    num_frames=64,
+)
+_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}"
+    "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""Released templates leave videos out; transformers renders conversations with videos by this one."""
 _SETTINGS = PictureConfig.reader(
     only={"do_resize": True},
     image_mean=HALVES,
@@ -95,6 +144,10 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),
+    video=Medium(
+        _VIDEO_SETTINGS, process_smolvlm_videos, _video_tokens, lambda config, tokenizer: ("<video>", "", ""), _TEMPLATE
+    ),
+    join=join_tiles(1, _tile_counts),
     ignore=(r".*\.rotary_emb\.inv_freq",),
     model_type="smolvlm",
 )

@@ -1,4 +1,5 @@
-"""Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 (dense and MoE), GLM-4, Phi-3, DeepSeek-V2, -V3.
+"""Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 (dense and MoE), GLM-4, Gemma 3, Phi-3,
+DeepSeek-V2, -V3.
 
 Source: the transformers 5.23 classes of these names.
 """
@@ -31,6 +32,7 @@ from ..decoder.hf_config import (
 from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries, expert_layout
 from .family import Family, Shapes
+from .gemma_text import NORMS, read_gemma3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +186,7 @@ TEXT_FAMILIES = {
         text_family("Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe),
         text_family("GlmForCausalLM", "glm", read_glm, fused=("gate_up",)),
         text_family("Glm4ForCausalLM", "glm4", _read_glm4, fused=("gate_up",)),
+        text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),
         text_family("Phi3ForCausalLM", "phi3", read_phi3, fused=("gate_up", "qkv")),
         text_family("DeepseekV2ForCausalLM", "deepseek_v2", _read_deepseek_v2),
         text_family("DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek),

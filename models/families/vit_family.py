@@ -4,7 +4,7 @@ Each family's own file reads its configuration and says where its tensors are an
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
 from ..decoder.layers import Linear
-from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle
+from ..towers.projectors import PooledProjector, Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
-from .family import Family
+from .family import Family, joined_arrays
 from .image_family import check_placeholders, one_size, thaw
 
 
@@ -29,8 +29,9 @@ class GlueConfig:
     """From the tower's features to embeddings.
 
     Attributes:
-      kind: "mlp" (linear, activation, linear) or "linear" (one map without bias).
-      shuffle: side of the square of features that become one (pixel shuffle); 1 for none.
+      kind: "mlp" (linear, activation, linear), "linear" (one map without bias) or "pooled" (average, norm, one map).
+      shuffle: side of the square of features that become one (pixel shuffle, or where pooled their average); 1 for
+        none.
       norm_epsilon: of a layer norm in front of the maps; None for none.
       tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row.
     """
@@ -43,8 +44,8 @@ class GlueConfig:
     tiles: TileConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("mlp", "linear"):
-            raise ConfigError(f"projector: got {self.kind!r}; expected 'mlp' or 'linear'")
+        if self.kind not in ("mlp", "linear", "pooled"):
+            raise ConfigError(f"projector: got {self.kind!r}; expected 'mlp', 'linear' or 'pooled'")
         if self.shuffle < 1:
             raise ConfigError(
                 f"pixel shuffle: got {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
@@ -93,7 +94,7 @@ class TiledConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ViTModelConfig:
-    """The whole backbone; `raw` is config.json as it was read."""
+    """The whole backbone; `raw` is config.json as it was read, `edges` are the tokens around an image, if there are."""
 
     family: Family
     text: DecoderConfig
@@ -101,6 +102,7 @@ class ViTModelConfig:
     glue: GlueConfig
     image_token: int
     raw: str
+    edges: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.vision.side % self.glue.shuffle:
@@ -126,7 +128,12 @@ class ViTModel(nnx.Module):
         dtype, glue = jnp.dtype(config.vision.dtype), config.glue
         inputs, width = config.vision.width * glue.shuffle**2, config.text.width
         self.visual = ViT(config.vision, rngs)
-        if glue.kind == "linear":
+        if glue.kind == "pooled":
+            epsilon = config.vision.norm_epsilon
+            self.projector = PooledProjector(
+                config.vision.width, width, glue.shuffle, rngs=rngs, epsilon=epsilon, dtype=dtype
+            )
+        elif glue.kind == "linear":
             self.projector = Linear(inputs, width, bias=False, rngs=rngs, dtype=dtype)
         else:
             self.projector = Projector(
@@ -148,12 +155,38 @@ class ViTModel(nnx.Module):
         """Returns image features in the plan's order, n = 1."""
         tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
         features = self.visual(tiles, plan.get("positions"))
-        if self.config.glue.shuffle > 1:
+        if self.config.glue.shuffle > 1 and self.config.glue.kind != "pooled":
             features = pixel_shuffle(features, self.config.glue.shuffle)
         features = self.projector(features)
         # Without tiles nothing refers to the newline, which `pack_tiles` appends all the same.
         newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
         return pack_tiles(features, newline, plan["order"])[None]
+
+
+def join_tiles(
+    axis: int, counts: Callable[[Mapping[str, Any]], Sequence[int]]
+) -> Callable[[Any, Mapping[str, Mapping[str, Any]], Sequence[str]], dict[str, Any]]:
+    """Returns how a family whose images and videos have one placeholder joins their tiles: in the prompt's order.
+
+    Args:
+      axis: of tiles in `pixel_values`. counts: arrays of images → tiles of each; videos have `video_frames`.
+    """
+
+    def join(config: Any, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+        joined = joined_arrays(config, arrays, order)
+        if "video" not in arrays:
+            return joined
+        pieces, sizes = {}, {}
+        for sort, own in arrays.items():
+            sizes[sort] = [int(size) for size in (own["video_frames"] if sort == "video" else counts(own))]
+            pieces[sort] = iter(np.split(own["pixel_values"], np.cumsum(sizes[sort])[:-1], axis))
+        joined["pixel_values"] = np.concatenate([next(pieces[sort]) for sort in order], axis)
+        if "num_patches" in joined:
+            numbers = {sort: iter(own) for sort, own in sizes.items()}
+            joined["num_patches"] = np.array([next(numbers[sort]) for sort in order], np.int32)
+        return joined
+
+    return join
 
 
 def drops_class(model: Mapping[str, Any]) -> bool:

@@ -77,12 +77,13 @@ def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     def room(x):
         return None if x is None else _room(x, 1, extra)
 
-    positions = tokens.positions
-    if isinstance(positions, np.ndarray):  # stays on the host, which saves a transfer of its own
-        positions = _grown(positions, [len(positions), positions.shape[1] + extra, *positions.shape[2:]], 0)
-    else:
-        positions = _room(jnp.asarray(positions), 1, extra)
-    return Tokens(_room(tokens.embeddings, 1, extra), positions, room(tokens.deepstack))
+    def numbers(x: Array | np.ndarray) -> Array | np.ndarray:
+        if isinstance(x, np.ndarray):  # stays on the host, which saves a transfer of its own
+            return _grown(x, [len(x), x.shape[1] + extra, *x.shape[2:]], 0)
+        return _room(jnp.asarray(x), 1, extra)
+
+    ahead = None if tokens.ahead is None else numbers(tokens.ahead)
+    return Tokens(_room(tokens.embeddings, 1, extra), numbers(tokens.positions), room(tokens.deepstack), ahead)
 
 
 def pad_context(buckets: Buckets, context: KV | None) -> KV | None:

@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch_jax.cache import check_text, file_of, sort_of
 from kvpatch_jax.errors import ConfigError, InputError
@@ -23,6 +24,12 @@ TEMPLATE_FILE = "chat_template.jinja"
 _JSON_FILES = ("chat_template.json", "processor_config.json", TOKENIZER_CONFIG_FILE)
 
 Message = Mapping[str, Any]
+_MEDIA = {
+    "image": "a path, array or PIL image",
+    "video": "a video file's path, or a kvpatch_jax.Video",
+    "audio": "a sound file's path, or a kvpatch_jax.Audio",
+}
+"""Types of content entries, and what they hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,8 @@ class ChatTemplate:
         """Returns the messages as one text.
 
         Args:
-          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text" | "image", …}.
+          messages: {"role", "content"} each; a content is a text, or a list of {"type", …}, the type being "text",
+            "image", "video" or "audio".
           add_generation_prompt: end with what opens the assistant's answer.
           variables: further names the template knows (`tools`, `enable_thinking`, …).
 
@@ -181,11 +189,12 @@ def _compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Returns the images of all messages in order: the "image" (or "path") of each content entry of type "image".
+def media_of(messages: Sequence[Message]) -> list[tuple[str, Any]]:
+    """Returns the images, videos and sounds of all messages in order, each with its type: the "image" (or "path") of a
+    content entry of type "image", and likewise of "video" and "audio".
 
     Raises:
-      InputError: messages that are not a list of tables, an entry of another type than "text" and "image", or one
+      InputError: messages that are not a list of tables, an entry of another type than these and "text", or one
         without what its type says; a user's content that is a str and looks like a file (see `content.check_text`).
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
@@ -205,55 +214,94 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
         if isinstance(content, str) and message.get("role") == "user":  # an assistant may answer with a file's name
             check_text(content, "chat: content")
         for entry in () if content is None or isinstance(content, str) else content:
-            found += _images_in(entry)
+            found += _media_in(entry)
 
     return found
 
 
-def _images_in(entry: Any) -> list[Any]:
-    """Returns the image of a content entry, or nothing for a text."""
+def _media_in(entry: Any) -> list[tuple[str, Any]]:
+    """Returns the image, video or sound of a content entry with its type, or nothing for a text."""
     kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
     if kind == "text" and isinstance(entry.get("text"), str):
         return []
-    if kind != "image":
+    if kind not in _MEDIA:
         raise InputError(
             f"chat: got a content entry of type {kind!r}"
             + (" without its text" if kind == "text" else "")
             + "; expected "
-            "{'type': 'text', 'text': …} or {'type': 'image', 'image': a path, array or PIL image}"
+            "{'type': 'text', 'text': …}, {'type': 'image', 'image': a path, array or PIL image}, or likewise 'video' "
+            "and 'audio'"
         )
 
-    image = entry.get("image", entry.get("path"))
-    image = file_of(image, "chat: image") if isinstance(image, str) else image
-    if image is None or sort_of(image, "chat") != "image":
-        raise InputError(f"image entry: got {sorted(entry)}; expected 'image' (a path, array or PIL image)")
-    return [image]
+    item = entry.get(kind, entry.get("path"))
+    item = file_of(item, f"chat: {kind}") if isinstance(item, str) else item
+    if item is None or sort_of(item, "chat") != kind:
+        raise InputError(f"{kind} entry: got {sorted(entry)}; expected {kind!r} ({_MEDIA[kind]})")
+    return [(kind, item)]
 
 
-def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Sequence[int]]) -> list[int]:
-    """Returns token ids with every image's placeholder replaced by all the tokens that stand for it.
+class Placeholder(NamedTuple):
+    """What a template writes for an image, a video or a sound: one token, and those that may stand around it.
 
-    A template writes one placeholder per image, alone (LLaVA) or between the image's start and end tokens (Qwen); in
-    the latter case these are taken for the expansion's own.
+    Attributes:
+      token: its id.
+      before, after: start and end tokens that the template may write, and that what it is replaced by has too.
+    """
+
+    token: int
+    before: list[int]
+    after: list[int]
+
+
+def expand_media(
+    ids: Sequence[int], expansions: Sequence[tuple[Placeholder, Sequence[int]]], tokens: Collection[int]
+) -> list[int]:
+    """Returns token ids with every placeholder replaced by all the tokens that stand for it.
+
+    A template writes one placeholder per image, alone (LLaVA) or between start and end tokens (Qwen); in the latter
+    case these are taken for those of what replaces it.
+
+    Args:
+      expansions: of each placeholder in order, and what replaces it. tokens: ids that are placeholders.
 
     Raises:
-      InputError: more or fewer placeholders than images.
+      InputError: more or fewer placeholders than expected, or others.
     """
-    places = [place for place, token in enumerate(ids) if token == image_token]
-    if len(places) != len(expansions):
-        raise InputError(f"rendered messages: got {len(places)} image placeholders; expected {len(expansions)}")
+    places = [place for place, token in enumerate(ids) if token in tokens]
+    found, expected = [ids[place] for place in places], [placeholder.token for placeholder, _ in expansions]
+    if len(found) != len(expected):
+        raise InputError(f"rendered messages: got {len(found)} image placeholders; expected {len(expected)}")
+    if found != expected:
+        raise InputError(f"rendered messages: got placeholders {found}; expected {expected}")
 
     out: list[int] = []
     cursor = 0
-    for place, expansion in zip(places, expansions, strict=True):
-        # Start and end tokens that the template wrote itself are in the expansion too, and must not be there twice.
-        first = list(expansion).index(image_token)
-        behind = list(reversed(expansion)).index(image_token)
-        before, after = list(expansion[:first]), list(expansion[len(expansion) - behind :])
+    for place, ((token, before, after), run) in zip(places, expansions, strict=True):
+        # Start and end tokens that the template wrote itself are in the run too, and must not be there twice.
         start, stop = place - len(before), place + 1 + len(after)
-        whole = start >= cursor and list(ids[start:stop]) == [*before, image_token, *after]
+        whole = start >= cursor and list(ids[start:stop]) == [*before, token, *after]
         start, stop = (start, stop) if whole else (place, place + 1)
-        out += [*ids[cursor:start], *expansion]
+        out += [*ids[cursor:start], *run]
         cursor = stop
 
     return [*out, *ids[cursor:]]
+
+
+def replaced(text: str, written: tuple[str, str, str], spelled: Sequence[str], sort: str) -> str:
+    """Returns a rendered text with each placeholder of videos or sounds replaced by what stands for it.
+
+    Args:
+      written: the placeholder, and what the template may write before and after it, which goes with it.
+      spelled: what stands for each in order. sort: what errors call them.
+
+    Raises:
+      InputError: more or fewer placeholders than videos or sounds.
+    """
+    placeholder, before, after = map(re.escape, written)
+    parts = re.split(f"{before}{placeholder}{after}|{placeholder}", text)
+    if len(parts) != len(spelled) + 1:
+        raise InputError(f"rendered messages: got {len(parts) - 1} {sort} placeholders; expected {len(spelled)}")
+    out = parts[0]
+    for own, behind in zip(spelled, parts[1:], strict=True):
+        out += own + behind
+    return out

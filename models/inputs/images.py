@@ -377,7 +377,7 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
         return math.ceil(edge / side) * side
 
     for image in _all(images):
-        image = resize(image, *_longest_side(*_size(image), config.side()), config.pixels)
+        image = resize(image, *longest_side(*_size(image), config.side()), config.pixels)
         if config["do_image_splitting"]:
             # The longer side goes up to whole tiles, the other by the aspect ratio of before, and up in turn.
             height, width = _size(image)
@@ -401,7 +401,7 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
     return {"pixel_values": np.stack(out)[None], "tile_rows": rows, "tile_columns": columns}
 
 
-def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
+def longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
     """Returns SmolVLM's size with this longest side: the other even, and none beyond `LONGEST_SIDE`."""
     ratio = width / height
     if width >= height:

@@ -90,8 +90,10 @@ def check_mask_over(mask: Any, shape: tuple[int, int, int], what: str) -> None:
         )
 
 
-def check_chunk(chunk: int | None, mask: Any, keys: int) -> None:
+def check_chunk(chunk: int | None, mask: Any, keys: int, ahead: Any = None) -> None:
     """Refuses a chunk length that is none, and masks of tokens that look at tokens of later chunks.
+
+    So it does, without a mask, of tokens that see others `ahead`: an image's that see each other stand in one chunk.
 
     Raises:
       InputError: it names the token and what it sees.
@@ -100,6 +102,15 @@ def check_chunk(chunk: int | None, mask: Any, keys: int) -> None:
         return
     if type(chunk) is not int or chunk < 1:
         raise InputError(f"chunk: got {chunk!r}; expected a number of tokens, at least 1, or None")
+    if mask is None and ahead is not None and not isinstance(ahead, Tracer):
+        places = np.arange(np.shape(ahead)[1])
+        across = np.asarray(ahead) + places % chunk >= chunk
+        if across.any():
+            token = int(np.argwhere(across)[0, 1])
+            raise InputError(
+                f"chunk: got {chunk} tokens, which part token {token} from those that it sees behind its own; expected "
+                "chunks that hold every image whole, or None"
+            )
     if mask is None or isinstance(mask, Tracer):
         return
 

@@ -1,8 +1,8 @@
-"""Qwen2-VL image preprocessing: from a file, a PIL image or an array to `pixel_values`, with NumPy and Pillow.
+"""Qwen2-VL's and GLM-4V's image preprocessing: from a file, a PIL image or an array to `pixel_values`.
 
-Every step rounds as transformers' `Qwen2VLImageProcessorPil` does, so the result is equal to it bit for bit: RGB (over
-white where there is transparency), bicubic resize by Pillow to multiples of patch × merge within a range of pixels,
-rescale, normalise, patches in the order of merge blocks with the image repeated along time.
+Every step rounds as transformers' `Qwen2VLImageProcessorPil` and `Glm4vImageProcessorPil` do, so the result is equal to
+theirs bit for bit: RGB (over white where there is transparency), bicubic resize by Pillow to multiples of patch × merge
+within a range of pixels, rescale, normalise, patches in the order of merge blocks with the image repeated along time.
 """
 
 import dataclasses
@@ -28,6 +28,8 @@ MAX_ASPECT_RATIO = 200
 
 _COUNTS = ("patch_size", "merge_size", "temporal_patch_size", "resample")
 _SWITCHES = ("do_resize", "do_rescale", "do_normalize")
+_GLM = {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}}
+"""Of GLM-4V's processor, where the file says nothing."""
 
 
 def read_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class ImageConfig:
       rescale_factor: from stored values to 0..1.
       do_resize, do_rescale, do_normalize: steps that can be left out.
       resample: Pillow's number of the filter (3: bicubic).
+      image_processor_type: transformers' class. GLM-4V's counts an image's area once for each frame of a patch.
     """
 
     patch_size: int = 14
@@ -66,6 +69,7 @@ class ImageConfig:
     do_rescale: bool = True
     do_normalize: bool = True
     resample: int = 3
+    image_processor_type: str = "Qwen2VLImageProcessor"
 
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
@@ -124,7 +128,7 @@ class ImageConfig:
         """Writes `preprocessor_config.json` as transformers reads it. Returns its path."""
         fields: dict[str, Any] = dataclasses.asdict(self)
         fields |= {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
-        fields |= {"image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True}
+        fields |= {"do_convert_rgb": True}
         path = Path(directory) / CONFIG_FILE
         path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return path
@@ -134,6 +138,18 @@ def _floats(name: str, values: Sequence[Any]) -> tuple[float, ...]:
     if not all(isinstance(value, int | float) for value in values):
         raise ConfigError(f"{name}: got {values!r}; expected numbers")
     return tuple(float(value) for value in values)
+
+
+def glm_image_config(directory: str | os.PathLike[str]) -> ImageConfig:
+    """Reads GLM-4V's settings of a Hugging Face directory.
+
+    Raises:
+      ConfigError: the file is absent, not JSON, or holds a field of the wrong kind.
+    """
+    settings = _GLM | read_settings(directory)
+    kind = str(settings.get("image_processor_type", ""))
+    kind = kind if kind.startswith("Glm") else "Glm4vImageProcessor"
+    return dataclasses.replace(ImageConfig.from_dict(settings), image_processor_type=kind)
 
 
 def preprocess_images(
@@ -209,10 +225,18 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
     return table[images, np.arange(3)]
 
 
-def smart_resize(height: int, width: int, config: ImageConfig, name: str = "image") -> tuple[int, int]:
+def smart_resize(
+    height: int,
+    width: int,
+    config: ImageConfig,
+    name: str = "image",
+    most: int | None = None,
+    frames: int | None = None,
+) -> tuple[int, int]:
     """Returns size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
 
-    `name` is what errors call the image.
+    `name` is what errors call the image; `most` takes the place of `max_pixels`; `frames` are those of a video, all of
+    which GLM-4V counts.
 
     Raises:
       ImageError: an empty image, or one more than 200 times longer than wide.
@@ -222,15 +246,23 @@ def smart_resize(height: int, width: int, config: ImageConfig, name: str = "imag
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise ImageError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
+    # GLM-4V makes small images larger first.
+    factor, glm, temporal = config.factor, config.image_processor_type.startswith("Glm"), config.temporal_patch_size
+    shown = max(frames or temporal, temporal) if glm else 1
+    counted = round(shown / temporal) * temporal if glm else 1
+    if glm and min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+
     # Sides are rounded first and scaled only where the area is out of bounds, as transformers does.
-    factor = config.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > config.max_pixels:
-        scale = math.sqrt((height * width) / config.max_pixels)
+    most = config.max_pixels if most is None else most
+    if counted * rows * columns > most:
+        scale = math.sqrt((shown * height * width) / most)
         rows = max(factor, math.floor(height / scale / factor) * factor)
         columns = max(factor, math.floor(width / scale / factor) * factor)
-    elif rows * columns < config.min_pixels:
-        scale = math.sqrt(config.min_pixels / (height * width))
+    elif counted * rows * columns < config.min_pixels:
+        scale = math.sqrt(config.min_pixels / (shown * height * width))
         rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
 
     return rows, columns

@@ -1,6 +1,7 @@
 """Texts to token ids: what a tokenizer does not know is told, and not replaced by its token for the unknown."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,18 @@ def ids_of_text(tokenizer: Any, text: str, unknown: str | None, own: bool = Fals
             )
 
     return list(encoding.ids)
+
+
+def texts_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """Returns the text of each token of placeholders and what stands around them.
+
+    Raises:
+      InputError: one that the tokenizer does not have.
+    """
+    texts = [tokenizer.id_to_token(each) for each in token_ids]
+    if None in texts:
+        raise InputError(
+            f"tokens of an image, video or sound: got {list(token_ids)}, in the tokenizer {texts}; expected a text for "
+            "each"
+        )
+    return texts

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.backbone import Tokens, check_tokens
-from kvpatch_jax.core import EngineKV, check_positions, expect_frame
+from kvpatch_jax.core import EngineKV, check_positions, check_uniform, expect_frame
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.repair import READINGS, Reading
 
@@ -146,6 +146,7 @@ def spread_backbone(backbone: ModelBackbone, mesh: Mesh, axis: str = "chunks") -
             f"backbone: got a sliding window of {backbone.config.text.window} tokens; expected full attention"
         )
 
+    check_uniform(backbone.layout, "backbone")
     free = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     state = jax.device_put(backbone.programs.state, NamedSharding(free, P()))
     return MeshBackbone(backbone, free, axis, state)

@@ -20,7 +20,8 @@ from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal
+from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal, product
+from ..decoder.mesh_axes import auto_tensor_axes, spread, spread_tokens
 from ..decoder.stacks import layers_to_scan
 
 VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -91,6 +92,27 @@ class BlockConfig:
             raise ConfigError(f"vision width: got {self.width}; expected a multiple of its {self.heads} heads")
 
 
+def project_fused(qkv: Linear, x: Float[Array, "*lead D"], heads: int) -> tuple[Array, Array, Array]:
+    """Computes query, key and value [..., N, H] by one matrix, which has all queries first, then keys, then values.
+
+    Over a mesh each device multiplies its own heads' part of the matrix.
+    """
+    x = spread_tokens(x, heads)
+    shape = (*x.shape[:-1], heads, -1)
+    if not auto_tensor_axes():
+        query, key, value = jnp.moveaxis(qkv(x).reshape(*x.shape[:-1], 3, *shape[-2:]), -3, 0)
+        return query, key, value
+
+    width = x.shape[-1]
+    parts = []
+    for first in range(0, 3 * width, width):
+        own = slice(first, first + width)
+        part = product(x, qkv.kernel[...][:, own]).astype(x.dtype)
+        part = part if qkv.bias is None else part + qkv.bias[...][own].astype(x.dtype)
+        parts.append(spread(part.reshape(shape), x.ndim - 1))
+    return parts[0], parts[1], parts[2]
+
+
 class PlainMLP(nnx.Module):
     """out(activation(in(x)))."""
 
@@ -112,6 +134,7 @@ class PlainMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
         """Applies to [..., D]."""
+        x = spread_tokens(x, self.inner.kernel.shape[-1])
         return self.outer(VISION_ACTIVATIONS[self.activation](self.inner(x)))
 
 
@@ -149,11 +172,9 @@ class PlainBlock(nnx.Module):
     def project(self, hidden: Float[Array, "*lead D"]) -> tuple[Array, Array, Array]:
         """Computes query, key and value [..., N, H] of the normalised input."""
         x = self.attention_norm(hidden)
-        shape = (*x.shape[:-1], self.config.heads, -1)
         if self.config.fused:
-            # The matrix has all queries first, then all keys, then all values.
-            query, key, value = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, *shape[-2:]), -3, 0)
-            return query, key, value
+            return project_fused(self.qkv, x, self.config.heads)
+        x, shape = spread_tokens(x, self.config.heads), (*x.shape[:-1], self.config.heads, -1)
         query, key = self.query(x), self.key(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -206,8 +227,9 @@ def attend_segments(
     """Computes full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
     patches, heads, head_dim = query.shape
 
+    # Over a mesh: heads, and segments over the devices that do not divide them.
     def gather(x):
-        return jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
+        return spread(jnp.take(x, segments, axis=0, mode="fill", fill_value=0), 2, 0)
 
     # Padding is in a segment of its own, which nothing sees; on the way back it is out of range and dropped.
     numbers = jnp.where(segments < patches, 0, -1)
@@ -297,9 +319,9 @@ def resample_taps(
 
 
 def join_places(images: Iterable[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    """Joins (rows, columns, taps, weights) of single images to index arrays of the packed row, by these names."""
+    """Joins (rows, columns[, taps, weights]) of single images to index arrays of the packed row, by these names."""
     names = ("rows", "columns", "taps", "weights")
-    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=True)}
+    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=False)}
 
 
 def learned(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:

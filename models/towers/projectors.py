@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
+from einops import rearrange, reduce
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
+from ..decoder.layers import Linear, RMSNorm
 from .common import LayerNorm, PlainMLP
 
 
@@ -55,6 +56,30 @@ class Projector(nnx.Module):
     def __call__(self, features: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
         """Applies to [..., D]."""
         return self.mlp(features if self.norm is None else self.norm(features))
+
+
+class PooledProjector(nnx.Module):
+    """Average of size×size neighbouring features, a norm, one map without bias: Gemma 3."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        size: int,
+        *,
+        rngs: nnx.Rngs,
+        epsilon: float,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.norm = RMSNorm(inputs, epsilon=epsilon, dtype=dtype, weight="offset")
+        self.linear = Linear(inputs, outputs, bias=False, rngs=rngs, dtype=dtype)
+        self.size = size
+
+    def __call__(self, features: Float[Array, "B E D"]) -> Float[Array, "B pooled F"]:
+        """Returns features of squares, in raster order, of features that are a square themselves."""
+        side = round(features.shape[1] ** 0.5)
+        size = {"h": side // self.size, "y": self.size, "x": self.size}
+        return self.linear(self.norm(reduce(features, "B (h y w x) D -> B (h w) D", "mean", **size)))
 
 
 @dataclasses.dataclass(frozen=True)

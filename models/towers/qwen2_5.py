@@ -17,7 +17,17 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.core import rotate
 
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
-from .common import attend_segments, axial_tables, check_heads, pad_segments, patch_places, scan_blocks, segment_table
+from ..decoder.mesh_axes import spread_tokens
+from .common import (
+    attend_segments,
+    axial_tables,
+    check_heads,
+    pad_segments,
+    patch_places,
+    project_fused,
+    scan_blocks,
+    segment_table,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +138,13 @@ class Qwen25VisionTower(nnx.Module):
             segments = frames if first in whole else windows
 
             def step(block: Qwen25VisionBlock, hidden: Array, segments: Array = segments) -> Array:
-                qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, self.config.heads, -1)
-                query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))
-                hidden = hidden + block.output(attend_segments(query, key, qkv[:, 2], segments))
+                query, key, value = project_fused(block.qkv, block.attention_norm(hidden), self.config.heads)
+                query, key = (rotate(x, *tables, "half") for x in (query, key))
+                hidden = hidden + block.output(attend_segments(query, key, value, segments))
                 return hidden + in_blocks(block.mlp, block.mlp_norm(hidden))
 
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
 
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
+        merged = spread_tokens(merged, merged.shape[-1])
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))

@@ -19,7 +19,7 @@ from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
 from ..decoder.layers import Linear, normal
-from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned
+from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned, project_fused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +125,7 @@ class SamBlock(nnx.Module):
         """
         batch, rows, columns, width = x.shape
         heads = self.block.config.heads
-        qkv = self.block.qkv(x).reshape(batch, rows * columns, 3, heads, width // heads)
-        query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        query, key, value = project_fused(self.block.qkv, x.reshape(batch, rows * columns, width), heads)
         scale = query.shape[-1] ** -0.5
 
         if self.rows is not None and self.columns is not None:

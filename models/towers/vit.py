@@ -17,6 +17,7 @@ from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
 from ..decoder.layers import Linear
+from ..decoder.mesh_axes import spread
 from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned, scan_blocks
 
 
@@ -170,7 +171,9 @@ class ViT(nnx.Module):
         scale = (config.width // config.heads) ** -0.5
 
         def step(block: PlainBlock, hidden: Array) -> Array:
-            mixed = attention(*block.project(hidden), Mask(), scale=scale)
+            # Over a mesh: heads, and images over the devices that do not divide them.
+            query, key, value = (spread(x, 2, 0) for x in block.project(hidden))
+            mixed = attention(query, key, value, Mask(), scale=scale)
             return block.update(hidden, mixed.reshape(hidden.shape))
 
         # LLaVA takes the hidden state before the last, so the blocks above it are not run.

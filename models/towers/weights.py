@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ..checkpoints import ParamPath, TensorEntry
 from ..decoder.weights import linear_entries
 from .moonvit import MoonViTConfig
+from .qwen2 import Qwen2VisionConfig
 from .qwen2_5 import Qwen25VisionConfig
 from .qwen3 import Qwen3VisionConfig
 from .vit import ViTConfig
@@ -73,6 +74,22 @@ def block_entries(
             entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=stack)
 
     return entries
+
+
+def qwen2_vision_entries(config: Qwen2VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
+    """Maps Qwen2-VL's tower and its merger."""
+    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
+    names = {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj"}
+    names |= {"mlp.inner": "mlp.fc1", "mlp.outer": "mlp.fc2"}
+    return [
+        TensorEntry(
+            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
+        ),
+        *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
+        *norm_entries(f"{prefix}.merger.ln_q", (*path, "merger_norm")),
+        *linear_entries(f"{prefix}.merger.mlp.0", (*path, "merger", "inner")),
+        *linear_entries(f"{prefix}.merger.mlp.2", (*path, "merger", "outer")),
+    ]
 
 
 def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:

@@ -1,12 +1,14 @@
 """Make the chat goldens with transformers (5.23): what its processors make of messages with images.
 
-Run it in an environment that has transformers, tokenizers, jinja2 and Pillow: `python tests/goldens/make_chat.py`. It
-rewrites `chat.json`: per family the template, the tokenizer, the messages, the rendered text and the token ids.
+Run it in an environment that has transformers, tokenizers, jinja2 and Pillow: `python tests/goldens/make_chat.py`, with
+names of families to make these alone. It rewrites `chat.json`: per family the template, the tokenizer, the messages,
+the rendered text and the token ids.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import json
 import string
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,8 @@ from transformers import (
     CLIPImageProcessorPil,
     DeepseekVLImageProcessorPil,
     DeepseekVLProcessor,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     GotOcr2ImageProcessorPil,
     InternVLProcessor,
     LlavaNextImageProcessorPil,
@@ -62,6 +66,11 @@ PLAIN = ("qwen2_5_vl",)
 # Special tokens that a family's processor asks its tokenizer for by name.
 NAMED = {
     "deepseek_vl": {"image_token": "<image_placeholder>"},
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    },
     "internvl": {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -137,6 +146,14 @@ SMOL_MARKS = {
     **TURN_MARKS,
     **{f"<row_{row}_col_{column}>": 309 + 2 * row + column for row in (1, 2) for column in (1, 2)},
 }
+GEMMA_MARKS = {
+    "<image_soft_token>": 301,
+    "<start_of_image>": 303,
+    "<end_of_image>": 304,
+    "\n\n": 312,  # as Gemma's tokenizer joins newlines: those around an image with those of the text
+    "\n\n\n": 313,
+    **TURN_MARKS,
+}
 CLIP_FORM = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
@@ -174,6 +191,12 @@ CASES = {
         CHATML,
         INTERN_MARKS,
     ),
+    "gemma3": (
+        lambda t, c: Gemma3Processor(pil(Gemma3ImageProcessorPil, "gemma3"), t, c, image_seq_length=9),
+        "<start_of_image>",
+        CHATML,
+        GEMMA_MARKS,
+    ),
     "smolvlm": (
         lambda t, c: SmolVLMProcessor(
             pil(SmolVLMImageProcessorPil, "smolvlm"), t, None, image_seq_len=4, chat_template=c
@@ -183,6 +206,17 @@ CASES = {
         SMOL_MARKS,
     ),
 }
+
+
+def write_chat(family: str, make, image: str, specials: dict[str, int]) -> None:
+    """Writes `<family>/chat.json`: one more family, whose script has what CASES has of the others.
+
+    `make`: (tokenizer, template) → processor; `image` is what the template writes for an image.
+    """
+    template, tokenizer = CHATML.replace("IMAGE", image), build_tokenizer(specials, starts=False)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **CHAT_TOKENS)
+    found = run(family, make(wrapped, template), tokenizer, template, CHAT_TOKENS)
+    (HERE / family / "chat.json").write_text(json.dumps(found) + "\n")
 
 
 def make_case(family: str, starts: bool) -> dict:
@@ -196,7 +230,8 @@ def make_case(family: str, starts: bool) -> dict:
 
 
 def main() -> None:
-    families = {family: make_case(family, starts=family not in PLAIN) for family in CASES}
+    wanted, kept = sys.argv[1:] or list(CASES), json.loads((HERE / "chat.json").read_text())["families"]
+    families = kept | {family: make_case(family, starts=family not in PLAIN) for family in wanted}
     out = {"messages": MESSAGES, "sizes": SIZES, "families": families}
     (HERE / "chat.json").write_text(json.dumps(out, ensure_ascii=True) + "\n")
 

@@ -21,12 +21,17 @@ from tests.goldens.load import write_checkpoint  # noqa: E402
 from tests.goldens.load_text import write_text_checkpoint  # noqa: E402
 
 IMAGES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "deepseek_vl": "DeepseekVLForConditionalGeneration",
     "deepseek_vl_hybrid": "DeepseekVLHybridForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "pixtral": "LlavaForConditionalGeneration",
 }
 TEXTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 

@@ -2,7 +2,7 @@
 
 Every family from a `config.json` that holds only the keys a tiny model cannot do without, so that all others take the
 defaults of transformers' classes; and those defaults themselves. Run it in an environment that has them:
-`python tests/goldens/make_sparse.py`. It rewrites `sparse/`.
+`python tests/goldens/make_sparse.py`, with names to make these alone. It rewrites `sparse/`.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -57,6 +57,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"pad_token_id": None, "num_key_value_heads": 2}),
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
+    "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
 }
 TEXTS["qwen3_moe"][1]["num_key_value_heads"] = 4
 
@@ -72,6 +73,14 @@ QWEN25_TOWER = {**QWEN_TOWER, "fullatt_block_indexes": [1]}
 QWEN3_TOWER = {**QWEN_TOWER, "deepstack_visual_indexes": [0, 2]}
 MIXTURE = {"num_experts": 8, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 128}
 IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], int]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"text_config": {**SIZES, "hidden_size": 512, "num_key_value_heads": 2}}
+        | {"vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 512}, **IDS},
+        (32, 3 * 2 * 14 * 14),
+        QWEN_GRID,
+        8,
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"text_config": {**SIZES, "hidden_size": 512, "num_key_value_heads": 2}}
@@ -144,6 +153,14 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         {},
         4,
     ),
+    "gemma3": (
+        "Gemma3",
+        {"text_config": only("gemma3_text"), "vision_config": {**TOWER, "image_size": 64, "vision_use_head": False}}
+        | {"image_token_index": IMAGE},
+        (1, 3, 64, 64),
+        {},
+        256,
+    ),
     "kimi_vl": (
         "Kimi_K25",
         {"text_config": only("deepseek_v3")}
@@ -155,6 +172,45 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         8,
     ),
 }
+# The default sections of a rope fill a head of 64 or (GLM-4.5V, of which half rotates) of 128.
+GLM_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 256}
+GLM_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 303, "image_end_token_id": 304}
+GLM_TEXT = {**SIZES, "hidden_size": 256, "num_key_value_heads": 2}
+GLM_PIXELS = ((32, 3 * 2 * 14 * 14), QWEN_GRID, 8)
+IMAGES["glm4v"] = ("Glm4v", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
+IMAGES["glm4v_moe"] = (
+    "Glm4vMoe",
+    {"text_config": {**GLM_TEXT, "head_dim": 128, **MANY}, "vision_config": GLM_TOWER, **GLM_IDS},
+    *GLM_PIXELS,
+)
+IMAGES["glm46v"] = ("Glm46V", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
+IMAGES["glm46v_moe"] = (
+    "Glm46V",
+    {"text_config": {**IMAGES["glm4v_moe"][1]["text_config"], "model_type": "glm4v_moe_text"}, **GLM_IDS}
+    | {"vision_config": {**GLM_TOWER, "model_type": "glm4v_moe_vision"}},
+    *GLM_PIXELS,
+)
+IMAGES["glm_ocr"] = ("GlmOcr", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
+
+# Pixtral's processor gives pixels; what is stored are their patches, in raster order.
+PIXTRAL = {"model_type": "pixtral", **{key: TOWER[key] for key in list(TOWER)[:4]}}
+PIXTRAL_SIZE = {"image_sizes": [[32, 64]]}
+IMAGES["mistral3"] = (
+    "Mistral3",
+    {"text_config": only("mistral"), "vision_config": PIXTRAL, "image_token_index": IMAGE},
+    (8, 3, 16, 16),
+    PIXTRAL_SIZE,
+    2,
+)
+IMAGES["llava_pixtral"] = (
+    "Llava",
+    {"text_config": only("mistral"), "vision_config": PIXTRAL, "image_token_index": IMAGE}
+    | {"vision_feature_select_strategy": "full"},
+    (8, 3, 16, 16),
+    PIXTRAL_SIZE,
+    8,
+)
+
 # Ropes that must be read whole: scaled under M-RoPE, and the towers' own bases.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
 BASE = {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
@@ -180,6 +236,23 @@ IMAGES["qwen3_vl_base"] = with_part("qwen3_vl", "vision_config", BASE)
 IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)
 CLASSES = {
     **{kind: name for kind, (name, _) in TEXTS.items()},
+    "gemma3_text": "Gemma3Text",
+    "gemma3": "Gemma3",
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_vl_text": "Qwen2VLText",
+    "qwen2_vl_vision": "Qwen2VLVision",
+    "mistral3": "Mistral3",
+    "pixtral": "PixtralVision",
+    "glm4v": "Glm4v",
+    "glm4v_text": "Glm4vText",
+    "glm4v_vision": "Glm4vVision",
+    "glm4v_moe": "Glm4vMoe",
+    "glm4v_moe_text": "Glm4vMoeText",
+    "glm4v_moe_vision": "Glm4vMoeVision",
+    "glm46v": "Glm46V",
+    "glm_ocr": "GlmOcr",
+    "glm_ocr_text": "GlmOcrText",
+    "glm_ocr_vision": "GlmOcrVision",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
@@ -228,7 +301,8 @@ def write_defaults() -> None:
 def build(name: str, raw: dict[str, Any], architecture: str) -> Any:
     """The tiny model of a sparse `config.json`, every parameter redrawn; writes `<name>.json` (config and shapes)."""
     kind = getattr(transformers, architecture)
-    config = configuration(architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"))
+    own = CLASSES.get(name, architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"))
+    config = configuration(own)
     with tempfile.TemporaryDirectory() as directory:
         plain = {"save_original_format": False} if name.startswith("kimi") else {}  # else it writes what it cannot read
         kind(config.from_dict(json.loads(json.dumps(raw)))).save_pretrained(directory, **plain)
@@ -271,9 +345,16 @@ def make_image(name: str) -> None:
     input_ids = tokens_of([5, (count,), 3], start, end)
     pixels = draw_pixels(f"sparse {name}", *shape)
     inputs: dict[str, Any] = {key: torch.tensor(value) for key, value in extra.items()}
+    if raw["vision_config"].get("model_type") == "pixtral":
+        height, width = (size // 16 for size in extra["image_sizes"][0])
+        pixels = (
+            pixels.reshape(height, width, 3, 16, 16).transpose(2, 0, 3, 1, 4).reshape(1, 3, height * 16, width * 16)
+        )
     inputs["pixel_values"] = torch.from_numpy(pixels)
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm")):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    if name.startswith("gemma"):
+        inputs["token_type_ids"] = (input_ids == IMAGE).int()
     arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}
     if name in LARGE:
         inputs["high_res_pixel_values"] = torch.from_numpy(draw_pixels(f"sparse {name} large", *LARGE[name]))
@@ -289,10 +370,13 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     write_defaults()
     with torch.no_grad():
+        wanted = sys.argv[1:] or (*TEXTS, *IMAGES)
         for kind in TEXTS:
-            make_text(kind)
+            if kind in wanted:
+                make_text(kind)
         for name in IMAGES:
-            make_image(name)
+            if name in wanted:
+                make_image(name)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Make the goldens of the text families with transformers (5.23) and torch. See README.md beside this file.
 
-Run it in an environment that has them: `python tests/goldens/make_text.py`. It rewrites `text/`.
+Run it in an environment that has them: `python tests/goldens/make_text.py`, with names of models to make these alone.
+It rewrites `text/`.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     ),
     "glm": ("Glm", {"head_dim": 16, **rope(1e2, partial_rotary_factor=0.5)}, 0, STEPS),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True, **rope(1e2, partial_rotary_factor=0.5)}, 0, STEPS),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e1},
+            },
+        },
+        0,
+        STEPS,
+    ),
     "phi3_short": ("Phi3", {**SHORT_MODEL, **rope(1e2, **LONG)}, 0, STEPS),
     "phi3_long": ("Phi3", {**SHORT_MODEL, **rope(1e2, **LONG)}, 40, STEPS),
     "deepseek_v2": (
@@ -139,7 +158,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
 
 def build_model(family: str, name: str, more: dict[str, Any]) -> Any:
     """The tiny model, every parameter redrawn under its file's name; writes `<family>.json` (config and shapes)."""
-    config = getattr(transformers, f"{name}Config")(**SIZES | more)
+    named = name if hasattr(transformers, f"{name}Config") and name != "Gemma3" else f"{name}Text"
+    config = getattr(transformers, f"{named}Config")(**SIZES | more)
     kind = getattr(transformers, f"{name}ForCausalLM")
     with tempfile.TemporaryDirectory() as directory:
         kind(config).save_pretrained(directory)
@@ -176,7 +196,9 @@ def make(family: str) -> None:
     ]
     input_ids = torch.tensor([(np.arange(14) * 37 + 11) % 290 + 3])
     positions = start + torch.arange(input_ids.shape[1])[None]
-    out = model(input_ids=input_ids, position_ids=positions, use_cache=True)
+    # Layers that slide keep all of their keys too, so that every layer's can be compared.
+    past = transformers.DynamicCache()
+    out = model(input_ids=input_ids, position_ids=positions, past_key_values=past, use_cache=True)
     arrays = {
         "input_ids": input_ids[0].numpy().astype(np.int32),
         "position_ids": positions[0].numpy().astype(np.int32),
@@ -207,7 +229,7 @@ def main() -> None:
     torch.manual_seed(0)
     OUT.mkdir(exist_ok=True)
     with torch.no_grad():
-        for family in FAMILIES:
+        for family in sys.argv[1:] or FAMILIES:
             make(family)
 
 

@@ -51,3 +51,12 @@ def redraw(name: str, shape: Sequence[int], dtype: np.typing.DTypeLike = np.floa
 def redraw_all(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, np.ndarray]:
     """Every parameter of `shapes` (name -> shape), drawn again in float32."""
     return {name: redraw(name, shape, seed=seed) for name, shape in shapes.items()}
+
+
+def draw_frames(name: str, count: int, height: int, width: int) -> np.ndarray:
+    """uint8 frames [N, H, W, 3] of squares with noise, so that neither resizing nor patch order can hide."""
+    rows, columns = -(-height // 4), -(-width // 4)
+    squares = standard_values(name, count * rows * columns * 3).reshape(count, rows, columns, 3)
+    squares = squares.repeat(4, axis=1).repeat(4, axis=2)[:, :height, :width]
+    noise = standard_values(f"{name} noise", squares.size).reshape(squares.shape)
+    return np.clip(128 + 45 * squares + 15 * noise, 0, 255).astype(np.uint8)

@@ -189,6 +189,7 @@ def run_cases(family: str, model, recorder: LayerRecorder, cases: dict, names=("
     for case, (input_ids, inputs, kept) in cases.items():
         positions = line(input_ids.shape[1])
         arrays, cache = prefill(model, recorder, input_ids, positions, names, **inputs)
+        inputs = {name: value for name, value in inputs.items() if name != "past_key_values"}
         arrays |= {name: np.asarray(value) for name, value in {**inputs, **kept}.items()}
         arrays = {n: v.astype(np.int32) if v.dtype == np.int64 else v for n, v in arrays.items()}
         if case == WHOLE:

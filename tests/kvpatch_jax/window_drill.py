@@ -185,7 +185,8 @@ class Drill:
         out = self.backbone.prefill(tokens.shift(part.start), context, start_layer=start_layer)
         changed = self.window.recompute(id, start_layer)
         own = {name: np.asarray(value) for name, value in out.kv.items()}
-        part.kv = {name: np.concatenate([part.kv[name][:start_layer], own[name]]) for name in own}
+        # What each channel's arrays hold of the layers below stays.
+        part.kv = {name: np.concatenate([kv[: len(kv) - len(own[name])], own[name]]) for name, kv in part.kv.items()}
         part.aside = None
         self.do(changed)
 

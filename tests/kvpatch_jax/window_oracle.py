@@ -25,7 +25,9 @@ FAMILIES = {
     "mla": ("text", "deepseek_v3"),
     "window": ("text", "windows/qwen3"),
     "experts": ("text", "qwen3_moe"),
+    "unlike": ("text", "gemma3_text"),  # layers of two kinds: two ropes, two pairs of channels, a window
     "mrope": ("image", "qwen2_5_vl"),
+    "gemma3": ("image", "gemma3"),  # and images whose tokens see each other
 }
 
 

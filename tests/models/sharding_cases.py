@@ -32,7 +32,7 @@ from models.checkpoints import StoredTensor, flatten_params, reading, tensor_sha
 from models.decoder.config import ExpertConfig
 from models.decoder.moe import Experts
 from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
-from models.families.family import abstract, parameters
+from models.families.family import abstract, parameters, tower_heads
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.load_text import text_config, write_text_checkpoint
 from tests.goldens.redraw import redraw_all
@@ -135,7 +135,7 @@ def loaded(alone: ModelBackbone, over: ModelBackbone) -> dict[str, Any]:
     """Whether the parameters over a mesh have the values of those on one device, and how they lie."""
     assert over.mesh is not None
     expected = flatten_params(parameters(abstract(over.config)))
-    shardings = parameter_shardings(over.config.text, expected, over.mesh)
+    shardings = parameter_shardings(over.config.text, expected, over.mesh, tower_heads(over.config))
     leaves, values = flatten_params(over.parameters), flatten_params(alone.parameters)
     as_asked = [leaf.sharding.is_equivalent_to(shardings[path], leaf.ndim) for path, leaf in leaves.items()]
     return {

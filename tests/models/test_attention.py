@@ -48,7 +48,7 @@ def seen_by(mask: Mask, rows: int, queries: int, keys: int) -> np.ndarray:
         place, other = mask.offset + t if place is None else place, s if other is None else other
         here, there = number("query_segments", b, t), number("key_segments", b, s)
         rules = [other != NOWHERE, here == there and (here is None or here >= 0)]
-        rules += [place >= other] if mask.causal else []
+        rules += [place + (number("ahead", b, t) or 0) >= other] if mask.causal else []
         rules += [place - other < mask.window] if mask.window is not None else []
         rules += [] if mask.allowed is None else [number("allowed", b, 0)[t][s]]
         seen[b, t, s] = all(rules)
@@ -113,12 +113,16 @@ STRUCTURES = {
         query_segments=np.sort(rng.integers(-1, 4, (ROWS, QUERIES)), axis=1),
         key_segments=np.sort(rng.integers(-1, 4, (ROWS, KEYS)), axis=1),
     ),
+    "ahead": lambda rng: Mask(
+        causal=True, offset=KEYS - QUERIES, window=6, ahead=rng.integers(0, 4, (ROWS, QUERIES)).astype(np.int32)
+    ),
     "any": lambda rng: Mask(allowed=rng.random((ROWS, 1, QUERIES, KEYS)) < 0.1),
     "everything": lambda rng: Mask(
         causal=True,
         window=30,
         query_places=rng.integers(0, 60, (ROWS, QUERIES)),
         key_places=places(rng, KEYS),
+        ahead=rng.integers(0, 20, (1, QUERIES)),
         query_segments=rng.integers(-1, 3, (1, QUERIES)),
         key_segments=rng.integers(-1, 3, (1, KEYS)),
         allowed=rng.random((1, 1, QUERIES, KEYS)) < 0.8,
@@ -126,7 +130,7 @@ STRUCTURES = {
 }
 
 
-COMBINED = ("all", "causal", "window", "slots", "places", "any")
+COMBINED = ("all", "causal", "window", "slots", "places", "ahead", "any")
 """Rules that "everything" and the others combine: a structure is two programs."""
 
 

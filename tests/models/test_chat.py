@@ -8,11 +8,12 @@ import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
 from models import load, save
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images, images_of
+from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, Placeholder, expand_media, media_of
 from models.inputs.texts import ids_of_text, unknown_token
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())
+GOLD["families"] |= {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*/chat.json"))}
 FAMILIES = list(GOLD["families"])
 
 
@@ -67,6 +68,12 @@ def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
     tokens = backbone.embed(**prompt)
     assert tokens.embeddings.shape[:2] == prompt["input_ids"].shape
     np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
+
+
+def test_a_frame_is_refused_where_lines_around_an_image_join_those_of_the_text(checkpoint):
+    backbone = load(checkpoint("gemma3"))
+    with pytest.raises(InputError, match=r"chat_frame: got Gemma3ForConditionalGeneration, whose processor writes"):
+        backbone.chat_frame()
 
 
 def test_text_alone_needs_no_image(checkpoint):
@@ -173,7 +180,7 @@ def test_a_backbone_without_a_template(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ids", "expansions", "expected"),
+    ("ids", "runs", "expected"),
     [
         ([1, 9, 2], [[9, 9, 9]], [1, 9, 9, 9, 2]),
         ([1, 7, 9, 8, 2], [[7, 9, 9, 8]], [1, 7, 9, 9, 8, 2]),
@@ -181,11 +188,21 @@ def test_a_backbone_without_a_template(tmp_path):
         ([7, 9, 8, 7, 9, 8], [[7, 9, 8], [7, 9, 9, 8]], [7, 9, 8, 7, 9, 9, 8]),
         ([9, 9], [[7, 9, 8], [9]], [7, 9, 8, 9]),
         ([1, 2], [], [1, 2]),
+        # A video (6), in whose place texts stand in front of runs with start and end of their own.
+        ([7, 6, 8, 7, 9, 8], [[4, 7, 6, 8, 5, 7, 6, 8], [7, 9, 9, 8]], [4, 7, 6, 8, 5, 7, 6, 8, 7, 9, 9, 8]),
+        ([1, 6, 2], [[4, 7, 6, 8]], [1, 4, 7, 6, 8, 2]),
     ],
 )
-def test_each_image_becomes_its_own_placeholders(ids, expansions, expected):
+def test_each_image_and_video_becomes_its_own_placeholders(ids, runs, expected):
     """Alone or between its own start and end tokens."""
-    assert expand_images(ids, 9, expansions) == expected
+    kinds = [6 if 6 in run else 9 for run in runs]
+    places = [Placeholder(kind, *(([7], [8]) if 7 in run else ([], []))) for kind, run in zip(kinds, runs, strict=True)]
+    assert expand_media(ids, list(zip(places, runs, strict=True)), {6, 9}) == expected
+
+
+def test_placeholders_of_another_kind_are_refused():
+    with pytest.raises(InputError, match=r"got placeholders \[6, 9\]; expected \[9, 6\]"):
+        expand_media([6, 9], [(Placeholder(9, [], []), [9]), (Placeholder(6, [], []), [6])], {6, 9})
 
 
 # ------------------------------------------------------------------------------------------------ a prompt's own ends
@@ -216,7 +233,9 @@ def say(*parts) -> list[dict]:
     ("messages", "message"),
     [
         (say({"type": "image_url", "image_url": {"url": "page.png"}}), r"'image_url'.*expected.*'type': 'image'"),
-        (say({"type": "video", "video": "film.mp4"}, {"type": "text", "text": "what?"}), "type 'video'"),
+        (say({"type": "video", "video": "film.png"}, {"type": "text", "text": "what?"}), "expected 'video'"),
+        (say({"type": "image", "image": "film.mp4"}), "expected 'image'"),
+        (say({"type": "audio", "audio": np.zeros((2, 2), np.float32)}), "expected 'audio'"),
         (say({"text": "hello"}), "type None"),
         (say("hello"), "type 'str'"),
         (say({"type": "text"}), "'text' without its text"),
@@ -243,9 +262,9 @@ def test_what_chat_does_not_know_is_refused(checkpoint, messages, message):
 def test_a_message_without_content_is_taken():
     """Such as an assistant's that only calls a tool."""
     calling = {"role": "assistant", "content": None, "tool_calls": []}
-    assert images_of([calling, {"role": "user", "content": "hi"}]) == []
+    assert media_of([calling, {"role": "user", "content": "hi"}]) == []
     calling = {"role": "assistant", "content": None, "tool_calls": []}
-    assert images_of([calling, {"role": "user", "content": "hi"}]) == []
+    assert media_of([calling, {"role": "user", "content": "hi"}]) == []
 
 
 def word_level(unknown: str = "<pad>"):

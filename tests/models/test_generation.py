@@ -211,7 +211,7 @@ def test_tokens_are_written_into_layers_that_lie_apart_as_into_a_stack(kept):
         if kept is None or kept[row][token]:
             expected[1, row, slots[row, token]] = new[row, token]
     for cache in (placed(stack), tuple(placed(layer) for layer in stack)):
-        write = jax.jit(lambda cache, new, keep: written_into({"k": cache}, 1, slots, keep, {}, {"k": new}))
+        write = jax.jit(lambda cache, new, keep: written_into({"k": cache}, {"k": "k"}, 1, slots, keep, {}, {"k": new}))
         keys, written = write(cache, placed(new), None if kept is None else placed(kept, bool))
         assert isinstance(written["k"], tuple) == isinstance(cache, tuple)
         assert np.array_equal(np.stack(written["k"]), expected)

@@ -57,6 +57,12 @@ def cached_files(path: Path) -> set[str]:
     return {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
 
 
+def fetched(hub: FakeHub) -> list[tuple[str, int]]:
+    """Files that were sent, and from which byte on."""
+    asked = [request.split() for request in hub.requests if request.startswith("GET") and " from " in request]
+    return [(path.split("/")[-1], int(start)) for _, path, _, start in asked]
+
+
 WHOLE = {"config.json", "model.safetensors", "preprocessor_config.json", "chat_template.jinja"}
 
 
@@ -168,9 +174,7 @@ def test_of_a_download_that_ended_the_whole_files_are_kept(hub, capsys):
     hub.requests.clear()
     capsys.readouterr()
     assert (snapshot(NAME) / "model.safetensors").is_file()
-    assert [
-        asked.split()[1].split("/")[-1] for asked in hub.requests if asked.startswith("GET") and " from " in asked
-    ] == ["model.safetensors"]
+    assert [file for file, _ in fetched(hub)] == ["model.safetensors"]
     assert ", 1 files, to " in capsys.readouterr().err
 
 

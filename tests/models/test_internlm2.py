@@ -245,7 +245,8 @@ def test_internvl2_5_26b_in_the_authors_format(checkpoint, tmp_path):
     close(theirs.prefill(tokens, logits="all").logits[0, gold["rows"]], gold["logits"], "logits")
 
     again = models.load(models.save(theirs, tmp_path / "saved"))
-    assert again.fingerprint == theirs.fingerprint
+    jax.tree.map(np.testing.assert_array_equal, again.parameters, theirs.parameters)
+    assert again.image_config == theirs.image_config
 
 
 def test_a_6b_tower_before_qwen2_keeps_the_text_tower(checkpoint, tmp_path):

@@ -11,7 +11,15 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax.errors import ConfigError, ImageError
-from models.inputs.qwen_images import ImageConfig, normalise, patchify, preprocess_images, read_image, smart_resize
+from models.inputs.qwen_images import (
+    ImageConfig,
+    glm_image_config,
+    normalise,
+    patchify,
+    preprocess_images,
+    read_image,
+    smart_resize,
+)
 from tests.goldens.load import GOLDENS, golden_arrays
 from tests.goldens.redraw import standard_values
 
@@ -44,6 +52,15 @@ def test_equal_to_transformers_bit_for_bit(tmp_path: Path, name: str, kind: str)
 def test_smart_resize_equals_transformers() -> None:
     resized = [smart_resize(height, width, ImageConfig()) for height, width in ARRAYS["sizes"].tolist()]
     assert np.array_equal(resized, ARRAYS["resized"])
+
+
+def test_glms_areas_count_both_frames_of_a_patch(tmp_path) -> None:
+    """The class's own settings; small images are made larger first."""
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    gold, config = golden_arrays("glm4v", "sizes"), glm_image_config(tmp_path)
+    assert np.array_equal([smart_resize(*size, config) for size in gold["sizes"].tolist()], gold["resized"])
+    config.save(tmp_path)
+    assert glm_image_config(tmp_path) == config
 
 
 def test_several_images_are_concatenated() -> None:

@@ -25,6 +25,7 @@ DERIVED = {
     *("layer_types", "head_dim", "qk_head_dim", "num_key_value_heads"),  # from other keys, by their own rules
     *("rope_parameters", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
     "sliding_window",  # of the Qwen families, which set it aside where it is not switched on
+    "_sliding_window_pattern",  # of Gemma, which writes it beside the layers' kinds, and reads these
 }
 OTHER_NAME = {"num_local_experts": "num_experts"}
 FORWARDS = ("phi3", "qwen3_vl")
@@ -94,7 +95,8 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
         if (raw := sparse_config(name))
     }
     windows = {name: config.text.window for name, config in configs.items()}
-    sliding = {"mistral": 4096, "llava_mistral": 4096, "llava_next": 4096}
+    names = ("mistral", "llava_mistral", "llava_next", "llava_pixtral", "mistral3", "gemma3_text", "gemma3")
+    sliding = dict.fromkeys(names, 4096)
     assert windows == {name: sliding.get(name) for name in NAMES}
     assert configs["qwen2_5_vl"].tokens_per_second == CLASSES["qwen2_5_vl_vision"]["tokens_per_second"] == 4
 

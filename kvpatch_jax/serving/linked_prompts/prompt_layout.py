@@ -7,6 +7,7 @@ import numpy as np
 
 from ...backbone import Backbone, Tokens
 from ...cache import Chunk, Text
+from ...core import end_position
 from ...errors import InputError
 from ...repair import PromptPiece
 
@@ -79,4 +80,4 @@ class PromptLayout:
         shifted = tokens._replace(positions=places + np.asarray(self.start, places.dtype))
         self.pieces.append(PromptPiece(shifted, kv))
         # Fractional positions (videos) end where the next whole one begins.
-        self.start += int(np.floor(places.max())) + 1
+        self.start += int(np.floor(end_position(places)[0])) + 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...backbone import Backbone, Tokens, check_is_backbone
 from ...cache import Chunk, Text, chunk_id, encoder_id, items_of, one_form, sort_of
+from ...core import end_position
 from ...errors import InputError
 from ...patching import lead_digest, lead_tokens
 from ...repair import PromptPiece, SplicedCache, behind_substitute, splice_prompt
@@ -18,6 +19,7 @@ from ...store import ChunkStore, Miss, Request, fetch
 
 SUBSTITUTE = (Text("Please describe this image"),)
 """The paper's substitute prompt (section 3.2)."""
+_MEDIA = {"image", "video", "audio"}
 _TEXT_ARRAYS = ("input_ids", "position_ids", "attention_mask")
 
 
@@ -74,8 +76,10 @@ class RequestCache:
         """
         items = [one_form(item) for item in items_of(items, "request cache")]
         sorts = [sort_of(item) for item in items]
-        if "image" not in sorts or sorts[-1] == "image":
-            raise InputError(f"request cache: got items {sorts}; expected at least one image, and a text at the end")
+        if not _MEDIA & set(sorts) or sorts[-1] in _MEDIA:
+            raise InputError(
+                f"request cache: got items {sorts}; expected at least one image, video or sound, and a text at the end"
+            )
 
         fingerprint = self.backbone.fingerprint
         prompt = self.backbone.prepare(items)
@@ -89,7 +93,7 @@ class RequestCache:
         tokens = self.backbone.embed(**prompt, features=features)
 
         spans = self._spans(items, sorts, tokens)
-        ids = [chunk_id(fingerprint, item) for item, sort in zip(items, sorts, strict=True) if sort == "image"]
+        ids = [chunk_id(fingerprint, item) for item, sort in zip(items, sorts, strict=True) if sort in _MEDIA]
         requests = [
             Request(id, fingerprint, item=tokens.take(*span), lead=self._lead)
             for id, span in zip(ids, spans, strict=True)
@@ -117,7 +121,7 @@ class RequestCache:
 
         spans: list[tuple[int, int]] = []
         for item, sort in zip(items, sorts, strict=True):
-            if sort == "image":
+            if sort in _MEDIA:
                 id = chunk_id(self.backbone.fingerprint, item)
                 if id not in self._lengths:
                     self._lengths[id] = self._count([item])
@@ -148,7 +152,7 @@ class RequestCache:
                 Chunk(
                     kv={name: value[:, 0] for name, value in kv.items()},
                     local=local[0],
-                    span=int(np.floor(local.max())) + 1,
+                    span=int(np.floor(end_position(local)[0])) + 1,
                     length=local.shape[1],
                     id=miss.request.id,
                     layout=self.backbone.layout,

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...cache import Chunk, encode_chunk
-from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, to_phase_free
+from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, end_position, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch, orbit_patch
@@ -272,7 +272,15 @@ class ChunkFormer:
 
     def _chunk(self, id: str, backbone: str, free: ChunkKV, local: Float[np.ndarray, "*positions"]) -> Chunk:
         """Returns a chunk on the host."""
-        return Chunk(jax.device_get(dict(free)), local, int(local.max()) + 1, len(local), id, self.layout, backbone)
+        return Chunk(
+            jax.device_get(dict(free)),
+            local,
+            int(end_position(local[None])[0]) + 1,
+            len(local),
+            id,
+            self.layout,
+            backbone,
+        )
 
     def _put(self, tenant: str, canonical: Chunk) -> None:
         """Stores a canonical in the config's encoding."""

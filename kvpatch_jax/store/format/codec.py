@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import marshal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,6 +26,8 @@ CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", 
 PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
 """Fields of the body of a canonical with packed kv: the encoding's word too, and each channel's group."""
 
+_OWN = ("rope", "layers")
+"""Fields of a channel that are written where it has them."""
 _KNOWN_LEAVES = 4096
 """Leaves of the largest canonical whose names are remembered."""
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
@@ -41,8 +44,17 @@ _LARGEST = {
 
 @functools.lru_cache(maxsize=64)
 def layout_body(layout: KVLayout) -> Mapping[str, Any]:
-    """Returns a layout as JSON. Cached, because all objects of a model share it: do not modify it."""
-    return dataclasses.asdict(layout)
+    """Returns a layout as JSON. Cached, because all objects of a model share it: do not modify it.
+
+    A channel's own rope and layers are written where it has some: layouts without them are as earlier versions wrote
+    them, and readers that do not know the fields refuse those with them.
+    """
+    body = dataclasses.asdict(layout)
+    body["channels"] = [
+        {name: value for name, value in channel.items() if name not in _OWN or value is not None}
+        for channel in body["channels"]
+    ]
+    return body
 
 
 def layout_of(body: Mapping[str, Any]) -> KVLayout:
@@ -65,14 +77,30 @@ def _content(*values: Any) -> bytes:
 def _layout_of_bytes(content: bytes) -> KVLayout:
     [body] = marshal.loads(content)
     expect_fields("layout", body, KVLayout)
-    expect_fields("rope", body["rope"], Rope)
-    expect_fields("scaling", body["rope"]["scaling"], Scaling)
-    for channel in body["channels"]:
-        expect_fields("channel", channel, Channel)
+    rope = _rope_of(body["rope"])
+    channels: list[Channel] = []
+    for found in body["channels"]:
+        expect_fields("channel", found, Channel)
+        own = dict(found)
+        # What earlier versions do not know is there only where it says something.
+        if any(name in own and own[name] is None for name in _OWN):
+            raise StoreCorruptError("object: got a channel with an empty rope or layers; expected none of the field")
+        if "rope" in own:
+            own["rope"] = _rope_of(own["rope"])
+        if "layers" in own:
+            if type(own["layers"]) is not list or any(type(layer) is not int for layer in own["layers"]):
+                raise StoreCorruptError(f"object: got layers {str(own['layers'])[:40]}; expected numbers")
+            own["layers"] = tuple(own["layers"])
+        channels.append(Channel(**own))
     if type(body["layers"]) is not int:  # `isinstance` would accept true
         raise StoreCorruptError(f"object: got {str(body['layers'])[:40]} layers; expected a number")
+    return KVLayout(body["kind"], body["layers"], tuple(channels), rope)
 
-    rope = dict(body["rope"])
+
+def _rope_of(body: Mapping[str, Any]) -> Rope:
+    expect_fields("rope", body, Rope)
+    expect_fields("scaling", body["scaling"], Scaling)
+    rope = dict(body)
     if rope["scaling"] is not None:
         scaling: dict[str, Any] = {}
         for name, value in rope["scaling"].items():
@@ -80,8 +108,7 @@ def _layout_of_bytes(content: bytes) -> KVLayout:
         rope["scaling"] = Scaling(**scaling)
 
     rope["sections"] = None if rope["sections"] is None else tuple(rope["sections"])
-    channels = tuple(Channel(**channel) for channel in body["channels"])
-    return KVLayout(body["kind"], body["layers"], channels, Rope(**rope))
+    return Rope(**rope)
 
 
 # ------------------------------------------------------------------------------------------- smaller encodings
@@ -145,15 +172,14 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
         kv[name] = jax.tree.map(np.asarray, value) if is_packed(value) else np.asarray(value)
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
 
-    for layer in range(chunk.layout.layers):
-        for name, value in kv.items():
-            if not isinstance(value, np.ndarray):
-                arrays |= {leaf: part[layer] for leaf, part in leaves_of(value, f"layer.{layer}.{name}").items()}
-                continue
-            if word is None:
-                arrays[f"layer.{layer}.{name}"] = value[layer]
-                continue
-            stored, scale = encode(value[layer], word)
+    for layer, name, row in kept_by_layer(chunk.layout):
+        value = kv[name]
+        if not isinstance(value, np.ndarray):
+            arrays |= {leaf: part[row] for leaf, part in leaves_of(value, f"layer.{layer}.{name}").items()}
+        elif word is None:
+            arrays[f"layer.{layer}.{name}"] = value[row]
+        else:
+            stored, scale = encode(value[row], word)
             arrays[f"layer.{layer}.{name}"] = stored
             if scale is not None:
                 arrays[f"layer.{layer}.{name}.scale"] = scale
@@ -161,6 +187,15 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
     for layer, states in sorted((chunk.hidden or {}).items()):
         arrays[f"hidden.{layer}"] = np.asarray(states)
     return checked_blob(Blob("kv", body, arrays, expires))
+
+
+def kept_by_layer(layout: KVLayout) -> Iterator[tuple[int, str, int]]:
+    """Yields, layer by layer, each channel that the layer keeps, and the layer's place among those that keep it."""
+    places = {name: dict(zip(layout.layers_of(name), itertools.count())) for name in layout.names}
+    for layer in range(layout.layers):
+        for name, own in places.items():
+            if layer in own:
+                yield layer, name, own[layer]
 
 
 def chunk_body(chunk: Chunk) -> dict[str, Any]:
@@ -250,16 +285,17 @@ def _checked_layout(content: bytes, leaves: tuple[str, ...]) -> tuple[KVLayout, 
     body |= {} if encoding is None else {"encoding": encoding}
     layout = body_layout(body)
     suffixes = ("scale",) if encoding is None else SUFFIXES
-    parts = set(layout.names)
-    for name in layout.names:
-        parts |= {f"{name}.{suffix}" for suffix in suffixes}
+    parts: dict[str, Collection[int]] = {}
+    for channel in layout.channels:
+        kept = range(layout.layers) if channel.layers is None else frozenset(channel.layers)
+        parts |= dict.fromkeys((channel.name, *(f"{channel.name}.{suffix}" for suffix in suffixes)), kept)
 
     # Goes through the leaves and not through the layers: a forged header may claim any number of layers.
     others: list[str] = []
     for leaf in leaves:
         word, _, rest = leaf.partition(".")
         number, _, part = rest.partition(".")
-        if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
+        if word != "layer" or part not in parts or not number.isdecimal() or int(number) not in parts[part]:
             others.append(leaf)
 
     expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in hidden or ())))
@@ -300,12 +336,19 @@ def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, A
     with decoding("layer"):
         values: dict[str, Any] = {}
         if (encoding := kv_encoding(body)) is not None:
-            return _packed_layer(kv_forms(body, layout_of(body["layout"]), encoding), layer, arrays)
-        for channel in body["layout"]["channels"]:
-            name = channel["name"]
+            layout = layout_of(body["layout"])
+            forms = kv_forms(body, layout, encoding)
+            return _packed_layer({name: forms[name] for name in _kept_at(body, layer)}, layer, arrays)
+        for name in _kept_at(body, layer):
             leaf, dtype = f"layer.{layer}.{name}", np.dtype(jnp.dtype(body["dtypes"][name]))
             values[name] = decode(arrays[leaf], arrays.get(f"{leaf}.scale"), dtype)
         return values
+
+
+def _kept_at(body: Mapping[str, Any], layer: int) -> list[str]:
+    """Returns the channels that a layer keeps."""
+    kept = [(channel["name"], channel.get("layers")) for channel in body["layout"]["channels"]]
+    return [name for name, layers in kept if layers is None or layer in layers]
 
 
 def _packed_layer(forms: Mapping[str, PackedForm], layer: int, arrays: Arrays) -> dict[str, PackedArray]:
@@ -391,7 +434,8 @@ def _decoded(body: Mapping[str, Any], arrays: Arrays, part: str | None, content:
         layout, reduced = _layout_and_scales(body, arrays)
         encoding = kv_encoding(body)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
-            reduced = reduced or arrays[f"layer.0.{name}"].dtype != _DTYPES.get(dtype)
+            first = layout.layers_of(name)[0]
+            reduced = reduced or arrays[f"layer.{first}.{name}"].dtype != _DTYPES.get(dtype)
 
         rest, kv = arrays, dict[str, Any]()
         if encoding is not None:
@@ -399,27 +443,28 @@ def _decoded(body: Mapping[str, Any], arrays: Arrays, part: str | None, content:
             for name, form in forms.items():
                 parts: dict[str, np.ndarray] = {}
                 for leaf in form.leaves:
-                    parts[f"{name}.{leaf}"] = stack_layers(arrays, layout.layers, f"{name}.{leaf}")
+                    parts[f"{name}.{leaf}"] = stack_layers(arrays, layout.layers_of(name), f"{name}.{leaf}")
                 kv[name] = packed_of(parts, name, form)
                 if kv[name].ndim != 4:
                     raise ShapeError(f"object: got {name} of shape {kv[name].shape}; expected [L, T, K, H]")
         elif reduced:
             values = [layer_of(body, layer, arrays) for layer in range(layout.layers)]
-            kv = {name: np.stack([value[name] for value in values]) for name in layout.names}
+            kv = {name: np.stack([values[layer][name] for layer in layout.layers_of(name)]) for name in layout.names}
             # Copied, because these few small views would keep the whole buffer alive.
             rest = {name: value.copy() for name, value in arrays.items() if not name.startswith("layer.")}
             for value in rest.values():
                 value.flags.writeable = False
         else:
             for name in layout.names:
-                kv[name] = stack_layers(arrays, layout.layers, name)
+                kv[name] = stack_layers(arrays, layout.layers_of(name), name)
 
         chunk = _assembled(body, layout, kv, rest)
         if rest is arrays and isinstance(arrays, Leaves) and encoding is None:
             views = {}
             for name, value in kv.items():
                 if value.base is arrays.block:
-                    views[name] = value.shape, value.dtype, arrays.places[f"layer.0.{name}"], value.strides
+                    first = f"layer.{layout.layers_of(name)[0]}.{name}"
+                    views[name] = value.shape, value.dtype, arrays.places[first], value.strides
             if len(views) == len(kv):
                 arrays.memo["chunk"] = _Form(content, part, arrays.places, layout, views)
         return chunk

@@ -94,21 +94,21 @@ class Leaves(dict[str, np.ndarray]):
             self[name] = np.ndarray(shape, dtype, block, places[name])
 
 
-def stack_layers(arrays: Arrays, layers: int, leaf: str) -> np.ndarray:
+def stack_layers(arrays: Arrays, layers: Sequence[int], leaf: str) -> np.ndarray:
     """Stacks the leaves `layer.<n>.<leaf>`, [L, ...]: as a view if they are evenly spaced in one block.
 
     Raises:
       StoreCorruptError: they differ in shape or dtype. KeyError: one is missing.
     """
-    parts = [arrays[f"layer.{layer}.{leaf}"] for layer in range(layers)]  # ends where a forged number of layers does
+    parts = [arrays[f"layer.{layer}.{leaf}"] for layer in layers]  # ends where a forged number of layers does
     first = parts[0]
     if len({(part.shape, part.dtype) for part in parts}) != 1:
         raise StoreCorruptError(f"object: got layers of {leaf} of several forms; expected one")
     if isinstance(arrays, Leaves):
-        places = [arrays.places[f"layer.{layer}.{leaf}"] for layer in range(layers)]
-        step = places[1] - places[0] if layers > 1 else padded(first.nbytes)
-        if step >= first.nbytes > 0 and places == list(range(places[0], places[0] + step * layers, step)):
-            return np.ndarray((layers, *first.shape), first.dtype, arrays.block, places[0], (step, *first.strides))
+        places = [arrays.places[f"layer.{layer}.{leaf}"] for layer in layers]
+        count, step = len(places), places[1] - places[0] if len(places) > 1 else padded(first.nbytes)
+        if step >= first.nbytes > 0 and places == list(range(places[0], places[0] + step * count, step)):
+            return np.ndarray((count, *first.shape), first.dtype, arrays.block, places[0], (step, *first.strides))
     return np.stack(parts)
 
 

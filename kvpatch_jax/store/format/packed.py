@@ -179,11 +179,12 @@ def stacked(layers: Sequence[PackedArray], stack: Callable[[Sequence[Any]], Any]
     return jax.tree.map(lambda *leaves: stack(leaves), *layers)
 
 
-def layer_in(kv: Mapping[str, Any], layer: int) -> dict[str, Any]:
-    """Returns {channel: [T, K, H]} of one layer of kv; a packed channel is cut before it is decoded."""
+def layer_in(layout: KVLayout, kv: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Returns {channel: [T, K, H]} of what one layer keeps; a packed channel is cut before it is decoded."""
     values = {}
     for name, value in kv.items():
-        values[name] = jax.tree.map(operator.itemgetter(layer), value)
+        for row in layout.rows_of(name, (layer,)):
+            values[name] = jax.tree.map(operator.itemgetter(row), value)
     return decoded(values)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
 from ...cache import Chunk, Patch, bits_of, mixed
-from ...core import AnyArray, is_packed
+from ...core import AnyArray, check_uniform, is_packed
 from ...errors import InputError, StoreCorruptError, StoreVersionError
 from ..format.codec import body_layout, chunk_body, decode, digest_in, encoder_blob, expect_part, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
@@ -112,6 +112,8 @@ def _stacked_name(leaf: str) -> tuple[str, int | None]:
 
 def entry_of(blob: Blob, part: str) -> ArrayEntry:
     """Returns the entry of an object, with arrays on the host. `part` is as in `naming.part_of`."""
+    if blob.kind == "kv":
+        check_uniform(body_layout(blob.body), "StoreItem")
     stacks: dict[str, list[np.ndarray]] = {}
     for leaf, value in blob.arrays.items():
         stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
@@ -121,6 +123,7 @@ def entry_of(blob: Blob, part: str) -> ArrayEntry:
 
 def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
     """Returns the entry of a canonical. kv and residuals stay on their devices; packed kv are codes and scales."""
+    check_uniform(chunk.layout, "StoreItem")
     hidden: Any = {} if chunk.hidden is None else chunk.hidden
     kv: dict[str, Any] = {}
     for name in chunk.layout.names:

@@ -146,7 +146,7 @@ class LayerStream:
     def _stored(self, layer: int) -> dict[str, Any]:
         """Reads one layer; channels in few bits stay packed."""
         names = layer_names(layer, self._names)
-        if not names:
+        if not names and any(self.layout.rows_of(name, (layer,)) for name in self.layout.names):
             raise StoreCorruptError(f"object: got no leaf of layer {layer}; expected its channels")
         return layer_of(self._header.body, layer, self._read(names))
 
@@ -202,7 +202,7 @@ class LayerStream:
         stack = np.stack if self._placement is None or packed else jnp.stack
         kv: dict[str, Any] = {}
         for name in self.layout.names:
-            parts = [values[name] for values in layers]
+            parts = [layers[layer][name] for layer in self.layout.layers_of(name)]
             kv[name] = stacked(parts, np.stack) if packed else stack(parts)
         chunk = unchecked_chunk(
             kv=kv,

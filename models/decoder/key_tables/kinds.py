@@ -42,15 +42,18 @@ _KINDS = {
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
-        mm_hidden_size text_hidden_size output_channels mlp_dim
+        mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image
+        output_channels mlp_dim
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
+        image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index eoi_token_index
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
-        routed_scaling_factor downsample_ratio layer_scale_init_value mlp_ratio
+        routed_scaling_factor downsample_ratio layer_scale_init_value query_pre_attn_scalar final_logit_softcapping
+        rope_local_base_freq mlp_ratio
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
@@ -58,7 +61,8 @@ _KINDS = {
         vision_use_head qkv_bias use_abs_pos use_rel_pos
     """,
     "a text": """
-        hidden_act topk_method scoring_func projector_hidden_act vision_feature_select_strategy norm_type
+        hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
+        norm_type
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
@@ -78,7 +82,8 @@ NULL = words(
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
-    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size mlp_dim high_res_vision_config
+    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
+    final_logit_softcapping rope_local_base_freq num_local_experts mlp_dim high_res_vision_config
     """
 )
 """Keys whose null has a meaning of its own."""

@@ -1,4 +1,4 @@
-"""Keys of Qwen2.5-VL and Qwen3-VL."""
+"""Keys of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
 from typing import Any
 
@@ -33,20 +33,33 @@ _QWEN3_TOWER = _QWEN_TOWER | {
     "deepstack_visual_indexes": (8, 16, 24),
 }
 
+_QWEN2_VL_TEXT = QWEN2 | {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": PARTS | _QWEN_IDS,
-    "qwen2_5_vl_text": QWEN2
+    "qwen2_vl": PARTS | _QWEN_IDS,
+    "qwen2_vl_text": _QWEN2_VL_TEXT,
+    "qwen2_vl_vision": {key: value for key, value in _QWEN_TOWER.items() if key != "out_hidden_size"}
     | {
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "max_window_layers": 80,
-        "rope_theta": 1e6,
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "hidden_act": "quick_gelu",
+        "patch_size": 14,
+        "in_chans": None,
+        "spatial_patch_size": None,
     },
+    "qwen2_5_vl": PARTS | _QWEN_IDS,
+    "qwen2_5_vl_text": _QWEN2_VL_TEXT,
     "qwen2_5_vl_vision": _QWEN_TOWER
     | {
         "depth": 32,
@@ -77,5 +90,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 ONLY: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"attention_bias": True},
     "qwen2_5_vl_text": {"attention_bias": True},
 }

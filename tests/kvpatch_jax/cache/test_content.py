@@ -23,7 +23,7 @@ from kvpatch_jax.cache.content import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
 from models import load
-from models.inputs.chat import images_of
+from models.inputs.chat import media_of
 
 RGB = np.random.default_rng(3).integers(0, 256, (24, 40, 3), np.uint8)
 ALPHA = np.concatenate([RGB, np.random.default_rng(4).integers(0, 255, (24, 40, 1), np.uint8)], axis=2)
@@ -106,7 +106,7 @@ def entries(backbone, session, store) -> dict[str, Callable[[str], object]]:
         "link": linker.link,
         "static": lambda text: library.put("x", text),
         "dynamic": lambda text: dynamic.publish("x", text),
-        "chat": lambda text: images_of([{"role": "user", "content": text}]),
+        "chat": lambda text: media_of([{"role": "user", "content": text}]),
     }
 
 
@@ -183,16 +183,16 @@ def test_a_prompt_with_references_is_text_whatever_it_ends_in(store):
 
 
 def test_an_assistant_may_have_answered_with_the_name_of_a_file():
-    assert images_of([{"role": "assistant", "content": "shot.png"}]) == []
+    assert media_of([{"role": "assistant", "content": "shot.png"}]) == []
     said = {"role": "user", "content": [{"type": "text", "text": "shot.png"}]}
-    assert images_of([said]) == []
+    assert media_of([said]) == []
 
 
 @pytest.mark.parametrize("address", ["https://example.org/a.png", "data:image/png;base64,AAAA", "file:///a.png"])
 def test_an_address_in_place_of_an_image_is_told(address: str, unchecked: None):
     message = {"role": "user", "content": [{"type": "image", "image": address}]}
     with pytest.raises(InputError, match="an address; expected a file on this machine: download it"):
-        images_of([message])
+        media_of([message])
 
 
 def test_items_from_json_say_what_is_an_image(tmp_path):
@@ -210,8 +210,8 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
     by_hand = BatchItem([tmp_path / "page.png", kvp.Text("a.png")], kvp.Text("b.png"))
     assert found.resolved == listed([by_hand], "model").resolved
     said = [str(refused.error) for refused in found.rejected]
-    assert re.search(r'in JSON \{"image": \.\.\.\} or \{"text": \.\.\.\}', said[0])
-    assert all('expected {"image": a file\'s name} or {"text": a text}' in each for each in said[1:3])
+    assert re.search(r'in JSON \{"image": \.\.\.\}, \{"video": \.\.\.\} or \{"text": \.\.\.\}', said[0])
+    assert all('expected {"image": a file\'s name}, {"video": a file\'s name}' in each for each in said[1:3])
     assert "an address" in said[3]
 
 

@@ -58,7 +58,7 @@ def test_kv_prefilled_behind_an_approximate_piece_stays_approximate():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gqa", "mla", "mrope", "window", "experts"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "mrope", "window", "experts", "unlike"])
 def test_exact_pieces_equal_a_prefill_of_the_window(name):
     drill = Drill(name, host=False)
     for id in ("c0", "c1", "c2", "c3"):

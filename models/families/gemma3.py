@@ -1,0 +1,92 @@
+"""Gemma 3: SigLIP, average pooling, a norm and one map, Gemma's text tower.
+
+An image's tokens see each other whatever their order, in the layers that slide within the window. So they do in a chunk
+that holds the whole image, wherever it is placed: what a chunk changes is, as with causal attention, only what stands
+in front of it.
+
+Source: transformers' Gemma3ForConditionalGeneration and Gemma3Processor (without pan and scan).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError
+
+from ..checkpoints import TensorEntry
+from ..decoder.hf_config import Regime, need
+from ..decoder.weights import decoder_entries
+from ..inputs.images import HALVES, PictureConfig, process_clip
+from ..towers.weights import clip_entries
+from . import namings
+from .deepseek_vl import read_siglip
+from .family import Family, Run, Shapes, Vision, image_runs
+from .gemma_text import NORMS, read_gemma3
+from .image_family import freeze, text_part, vision_part, whole
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+
+ARCHITECTURE = "Gemma3ForConditionalGeneration"
+_AROUND = "\n\n"
+"""What the processor writes in front of an image and behind it."""
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    model = whole(raw, "gemma3")
+    text = read_gemma3(text_part(model, raw, ("gemma3_text",)), angles, regime)
+    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
+    count, side = need(model, "mm_tokens_per_image"), math.isqrt(need(model, "mm_tokens_per_image"))
+    if side**2 != count or tower.side % side:
+        raise ConfigError(
+            f"mm_tokens_per_image: got {count}; expected the square of a divisor of {tower.side}, the patches of a side"
+        )
+    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
+    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
+    image, start, end = (need(model, name) for name in ("image_token_index", "boi_token_index", "eoi_token_index"))
+    glue = GlueConfig("pooled", tower.side // side)
+    return ViTModelConfig(FAMILY, text, tower, glue, image, freeze(kept), (start, end))
+
+
+def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+    decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head", norms=NORMS)
+    glue = "multi_modal_projector"
+    return [
+        *decoder,
+        *clip_entries(config.vision, "vision_tower"),
+        TensorEntry(f"{glue}.mm_soft_emb_norm.weight", ("projector", "norm", "weight")),
+        TensorEntry(f"{glue}.mm_input_projection_weight", ("projector", "linear", "kernel")),
+    ]
+
+
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+    """Returns the image between its start and end tokens; with a tokenizer, the processor's blank lines around it."""
+    assert config.edges is not None
+    start, end = config.edges
+    image = [start, *[config.image_token] * config.tile_tokens, end]
+    return image if tokenizer is None else [_AROUND, *image, _AROUND]
+
+
+def _mark(config: ViTModelConfig) -> tuple[int, str]:
+    """Returns the start token, which Gemma's chat template writes for an image, and the blank lines around it."""
+    assert config.edges is not None
+    return config.edges[0], _AROUND
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_resize": True, "do_pan_and_scan": False},
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=2,
+    do_center_crop=False,
+    size={"height": 224, "width": 224},
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=ViTModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills, _mark),
+    ignore=(r".*\.position_ids", r".*\.rotary_emb\..*inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
+    model_type="gemma3",
+    namings=namings.GEMMA3,
+    ahead=image_runs,
+)

@@ -1,0 +1,107 @@
+"""A tower's transformer block with RMS norms and a gated MLP, and its tensors: GLM-4V, GLM-OCR, Pixtral.
+
+Axis letters: P packed patches, Y segments, Z patches per segment (padded), N heads, H head width, D tower width.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.core import rotate
+from kvpatch_jax.errors import ConfigError
+
+from ..checkpoints import ParamPath, TensorEntry
+from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
+from ..decoder.mesh_axes import spread_tokens
+from ..decoder.weights import linear_entries
+from .common import attend_segments, check_heads, project_fused
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedBlockConfig:
+    """Sizes and switches of a block.
+
+    Attributes:
+      fused: query, key and value are one matrix, as the file has it.
+      qkv_bias, bias: biases of these, and of the output and the MLP.
+      qk_norm: an RMS norm on each head, before rotation (GLM-OCR).
+    """
+
+    width: int
+    heads: int
+    intermediate: int
+    activation: str
+    norm_epsilon: float
+    fused: bool = True
+    qkv_bias: bool = False
+    bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads, 4)
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"vision activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
+
+
+class GatedBlock(nnx.Module):
+    """Pre-norm attention and gated MLP with RMS norms, as a stack of `depth` blocks to scan over."""
+
+    def __init__(self, config: GatedBlockConfig, rngs: nnx.Rngs, depth: int):
+        width, lead, dtype = config.width, (depth,), jnp.dtype(config.dtype)
+        norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        linear = {"rngs": rngs, "lead": lead, "dtype": dtype}
+        self.attention_norm = RMSNorm(width, **norm)
+
+        if config.fused:
+            self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
+        else:
+            self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
+
+        head_dim = width // config.heads
+        self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
+        self.output = Linear(width, width, bias=config.bias, **linear)
+        self.mlp_norm = RMSNorm(width, **norm)
+        self.mlp = GatedMLP(width, config.intermediate, bias=config.bias, activation=config.activation, **linear)
+        self.config = config
+
+    def attend(
+        self, hidden: Float[Array, "P D"], tables: tuple[Array, Array], segments: Int[Array, "Y Z"]
+    ) -> Float[Array, "P D"]:
+        """Runs one block over packed patches with rotary positions in halves, full attention inside each segment.
+
+        Args:
+          tables: cosines and sines, [P,H/2] each. segments: as `attend_segments` takes them.
+        """
+        x, heads = self.attention_norm(hidden), self.config.heads
+        if self.config.fused:
+            query, key, value = project_fused(self.qkv, x, heads)
+        else:
+            x = spread_tokens(x, heads)
+            query, key, value = (part(x).reshape(len(x), heads, -1) for part in (self.query, self.key, self.value))
+
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = (rotate(part, *tables, "half") for part in (query, key))
+        hidden = hidden + self.output(attend_segments(query, key, value, segments))
+        return hidden + in_blocks(self.mlp, self.mlp_norm(hidden))
+
+
+def gated_block_entries(
+    config: GatedBlockConfig, name: str, path: ParamPath, names: Mapping[str, str]
+) -> list[TensorEntry]:
+    """Returns the entries of a stack of blocks; `name` holds `{layer}`, `names` says what the file calls our parts."""
+    norms = ("attention_norm", "mlp_norm", *(("query_norm", "key_norm") if config.qk_norm else ()))
+    entries = [TensorEntry(f"{name}.{names[part]}.weight", (*path, part, "weight"), stack=True) for part in norms]
+
+    for part in ("qkv",) if config.fused else ("query", "key", "value"):
+        entries += linear_entries(f"{name}.{names[part]}", (*path, part), bias=config.qkv_bias, stack=True)
+    entries += linear_entries(f"{name}.{names['output']}", (*path, "output"), bias=config.bias, stack=True)
+    for part in ("gate", "up", "down"):
+        place = (*path, "mlp", part)
+        entries += linear_entries(f"{name}.{names['mlp']}.{part}_proj", place, bias=config.bias, stack=True)
+    return entries

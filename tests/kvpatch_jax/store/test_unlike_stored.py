@@ -1,0 +1,191 @@
+"""Canonicals and patches whose layers are of unlike kinds: stored, read back, streamed, and with hostile headers."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from store_cases import BACKBONE, LAYOUT, chunk_of, file_of, same, same_chunk
+from test_newer_versions import rewritten
+
+import kvpatch_jax as kvp
+from kvpatch_jax.cache import encode_chunk
+from kvpatch_jax.core import Channel
+from kvpatch_jax.errors import LayoutError, StoreCorruptError, StoreError, StoreVersionError
+from kvpatch_jax.patching import form_patch
+from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.format.codec import layout_body, layout_of
+from kvpatch_jax.store.object_bytes import canonical_bytes, patch_bytes
+from kvpatch_jax.store.snapshots.array_entries import entry_of_chunk
+
+LOCAL = kvp.Rope(30.0, 4, cached="pairs", width=6, scaling=kvp.rope.Scaling("linear", factor=2.0))
+UNLIKE = kvp.KVLayout(
+    "gqa",
+    5,
+    (
+        Channel("k", 1, 8, 8, layers=(1, 4)),
+        Channel("v", 1, 8, layers=(1, 4)),
+        Channel("k_local", 2, 6, 4, LOCAL, (0, 2, 3)),
+        Channel("v_local", 2, 6, layers=(0, 2, 3)),
+    ),
+    kvp.Rope(1e4, 8),
+)
+
+
+def drawn(id: str = "B", seed: int = 0, layout: kvp.KVLayout = UNLIKE) -> kvp.Chunk:
+    rng = np.random.default_rng(seed)
+    shapes = {c.name: (layout.depth(c.name), 9, c.heads, c.width) for c in layout.channels}
+    kv = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return kvp.Chunk(kv, np.arange(9, dtype=np.float32), 9, 8, id, layout, BACKBONE)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "root", budget=Budget(host=0)) as store:
+        yield store
+
+
+@pytest.mark.parametrize("encoding", [None, "int8", "k8v8"])
+def test_a_chunk_comes_back_whole_and_layer_by_layer(store: ChunkStore, encoding: str | None):
+    chunk = drawn()
+    store.put(chunk, **({} if encoding is None else {"encoding": encoding}))
+    found = store.get("B", BACKBONE, encoding=encoding)
+    assert found.layout == UNLIKE
+    expected = {name: np.asarray(value) for name, value in chunk.kv.items()}
+    if encoding is None:
+        assert same_chunk(found, chunk)
+    elif encoding == "k8v8":
+        expected = {name: np.asarray(value) for name, value in encode_chunk(chunk, "k8v8").kv.items()}
+    for name, value in found.kv.items():
+        assert np.abs(np.asarray(value) - expected[name]).max() <= 0.05 * np.abs(expected[name]).max()
+
+    stream = store.stream("B", BACKBONE, encoding=encoding)
+    layers = {layer: {name: np.asarray(value) for name, value in values.items()} for layer, values in stream}
+    kept = {layer: sorted(values) for layer, values in layers.items()}
+    assert kept == {layer: ["k", "v"] if layer in (1, 4) else ["k_local", "v_local"] for layer in range(5)}
+    for name in UNLIKE.names:
+        rows = np.stack([layers[layer][name] for layer in UNLIKE.layers_of(name)])
+        assert same(rows, found.kv[name])
+
+
+def test_a_patch_comes_back(store: ChunkStore):
+    chunk = drawn()
+    target = {name: np.asarray(value) for name, value in drawn(seed=1).kv.items()}
+    patch = form_patch(chunk, target, 2, ("A",), layers=(0, 1, 2), dense=False)
+    store.put(chunk)
+    store.put_patches([patch])
+    (found,) = store.get_patches(patch.metadata)
+    assert found.metadata == patch.metadata
+    assert {name: u.shape[0] for name, (u, _) in found.factors.items()} == {"k": 1, "v": 1, "k_local": 2, "v_local": 2}
+    for name, pair in patch.factors.items():
+        assert all(same(one, other) for one, other in zip(found.factors[name], pair, strict=True))
+
+
+def test_bytes_are_counted_as_they_are_written(store: ChunkStore, tmp_path: Path):
+    chunk = drawn()
+    store.put(chunk)
+    assert file_of(store, chunk).stat().st_size == canonical_bytes(UNLIKE, 9, None, "float32").file
+    assert patch_bytes(UNLIKE, 9, 2).file < patch_bytes(UNLIKE, 9, 90).file
+
+
+def test_a_uniform_layout_is_written_as_it_ever_was():
+    assert [sorted(channel) for channel in layout_body(LAYOUT)["channels"]] == [
+        ["heads", "name", "rotary", "width"]
+    ] * 2
+    body = json.loads(json.dumps(layout_body(UNLIKE)))
+    assert [sorted(set(channel) & {"rope", "layers"}) for channel in body["channels"]] == [
+        ["layers"],
+        ["layers"],
+        ["layers", "rope"],
+        ["layers"],
+    ]
+    assert layout_of(body) == UNLIKE
+
+
+def test_arrays_of_a_snapshot_refuse_such_a_layout():
+    with pytest.raises(LayoutError, match="StoreItem: got a layout whose channel 'k' has layers of its own"):
+        entry_of_chunk(drawn())
+
+
+HOSTILE: list[Any] = [None, True, 0, -1, 1.5, "", "1", [], [4, 1], [1, 1], [1, 9], [-1, 1], [True, 4], [1.0, 4]]
+HOSTILE += [{}, {"0": 1}, [[1, 4]], list(range(5)), ["1", "4"], {"theta": 1.0}, [10**30], [None]]
+
+
+def damaged(raw: bytes, place: int, field: str, value: Any) -> bytes:
+    def change(tree: dict[str, Any], body: dict[str, Any]) -> None:
+        body["layout"]["channels"][place][field] = value
+
+    return rewritten(raw, change)
+
+
+@pytest.mark.parametrize("field", ["layers", "rope"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_hostile_fields_are_typed_errors(store: ChunkStore, place: int, field: str):
+    """A field that no version writes is damage, whatever it is; nothing else is raised, and nothing is decoded."""
+    chunk = drawn()
+    store.put(chunk)
+    path = file_of(store, chunk)
+    good = path.read_bytes()
+    for value in HOSTILE:
+        body = json.loads(json.dumps(layout_body(UNLIKE)))
+        body["channels"][place][field] = value
+        with pytest.raises((StoreCorruptError, LayoutError, TypeError, LookupError, ValueError, AttributeError)):
+            layout_of(body)
+        path.write_bytes(damaged(good, place, field, value))
+        assert store.get("B", BACKBONE) is None
+        for kept in path.parent.rglob("*"):
+            if kept.is_file() and kept != path:
+                kept.unlink()
+    path.write_bytes(good)
+    assert same_chunk(store.get("B", BACKBONE), chunk)
+
+
+def test_fields_of_a_later_version_are_told_from_damage():
+    body = json.loads(json.dumps(layout_body(UNLIKE)))
+    body["channels"][2]["rope"]["base_per_layer"] = [1.0]
+    with pytest.raises(StoreVersionError, match="rope with a field 'base_per_layer'"):
+        layout_of(body)
+
+
+def test_leaves_of_layers_that_keep_none_are_not_known(store: ChunkStore):
+    """A header that claims another layer's leaf is no canonical of this version."""
+    chunk = drawn()
+    store.put(chunk)
+    path = file_of(store, chunk)
+
+    def change(tree: dict[str, Any], body: dict[str, Any]) -> None:
+        body["layout"]["channels"][0]["layers"] = [1, 3]
+
+    path.write_bytes(rewritten(path.read_bytes(), change))
+    assert store.get("B", BACKBONE) is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 3), st.sampled_from(("layers", "rope", "rotary", "width")), VALUES)
+def test_any_value_of_a_channels_field_is_decoded_or_refused(place: int, field: str, value: Any):
+    body = json.loads(json.dumps(layout_body(UNLIKE)))
+    body["channels"][place][field] = value
+    try:
+        found = layout_of(body)
+    except (StoreError, LayoutError, TypeError, LookupError, ValueError, AttributeError):
+        return
+    assert json.loads(json.dumps(layout_body(found))) == body
+
+
+def test_uniform_chunks_still_open(store: ChunkStore):
+    chunk = chunk_of()
+    store.put(chunk)
+    assert same_chunk(store.get("B", BACKBONE), chunk)
+    assert jnp.asarray(store.get("B", BACKBONE).kv["k"]).shape[0] == LAYOUT.layers

@@ -1,0 +1,180 @@
+"""KV heads repeated over groups of devices, and towers over devices, each beside one device: a program.
+
+`test_mesh.py` runs it with eight devices on the host, and asserts what it prints as JSON.
+"""
+
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+import kvpatch_jax as kvp
+from models import ModelBackbone, load
+from models.decoder.mesh_axes import COPIES, TENSOR
+from models.towers.vit import ViT, ViTConfig
+from tests.goldens.load import golden_arrays, write_checkpoint
+from tests.models.sharding_cases import error_of, exchanged, lies, line_of, loaded, run, write_changed
+
+ROOT = Path(__file__).parents[2]
+FEW = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320}
+"""Changes that make the tiny Qwen3 one of 2 KV heads over eight devices."""
+IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
+
+
+class MeshCase(NamedTuple):
+    """What writes a checkpoint, over how many devices it is loaded, and whether by a mesh of Explicit axes."""
+
+    write: Callable[[Path], Path]
+    devices: int
+    explicit: bool = False
+
+
+CASES = {
+    "few": MeshCase(lambda root: write_changed(root, **FEW), 8, explicit=True),
+    **{
+        family: MeshCase(lambda root, family=family: write_checkpoint(family, root), 4)
+        for family in ("qwen2_5_vl", "internvl", "smolvlm")
+    },
+}
+
+
+def mesh_of(case: MeshCase) -> Mesh:
+    """The mesh that a user gives."""
+    return jax.make_mesh((case.devices,), ("tensor",)) if case.explicit else line_of(case.devices)
+
+
+def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
+    """What calls give over the mesh and on one device (`whole`: every kind), and how results and parameters lie."""
+    case = CASES[name]
+    case.write(directory)
+    alone, over = load(directory), load(directory, mesh=mesh_of(case))
+    if name == "few":
+        embedded = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
+    else:
+        gold = golden_arrays(name, "two_images")
+        embedded = {"input_ids": gold["input_ids"][None]} | {key: gold[key] for key in IMAGES if key in gold}
+    expected, found = (run(each, embedded, whole) for each in (alone, over))
+    return {
+        "errors": {call: error_of(found[call], expected[call]) for call in expected},
+        "cache": {call: lies(value) for call, value in found.items() if call.split()[-1] in over.layout.names},
+        "mesh": dict(over.mesh.shape) if over.mesh is not None else {},
+        "same_fingerprint": over.fingerprint == alone.fingerprint,
+        **loaded(alone, over),
+    }
+
+
+def collectives(directory: Path) -> list[list[Any]]:
+    """What devices exchange in one step behind a context in pages, where each KV head has four devices."""
+    backbone = load(write_changed(directory, **FEW), mesh=line_of(8))
+    pool = kvp.pool.make_pool(backbone.layout, 4, 16, "float32", shardings=backbone.kv_shardings)
+    paged = kvp.core.Paged.of(pool, np.arange(32, dtype=np.int32), None)
+    one, tokens = jnp.zeros((1, 1), jnp.int32), backbone.embed(np.array([[3]]))
+    calls = backbone.programs
+    arguments = (calls.state, tokens, pool, paged._replace(pool={}), one, (one, one), None, None, None)
+    return exchanged(calls.recompute_in_pages.lower(*arguments).compile().as_text() or "")
+
+
+def image_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (56, 56, 3)).astype(np.uint8)
+
+
+def in_session(backbone: ModelBackbone) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Answers of a session that adds, slides and recalls images; its pool, into which a patched chunk is spliced."""
+    answers = []
+    with kvp.Session(backbone, keep=2, dtype="float32") as session:
+        first = session.add(image_of(1))
+        for number in (2, 3, 4):
+            session.add(image_of(number))
+            answers.append(list(session.ask([5, 6, 7], steps=4, stop=()).ids))
+        session.recall(first)
+        answers.append(list(session.ask([5, 6, 8], steps=4, stop=()).ids))
+
+        vectors = session.runtime.executor.pool.vectors
+        placed = patched(backbone)
+        engine = kvp.pool.splice(dict(vectors.engine), np.arange(64, 64 + placed.chunk.tokens), placed)
+        lie = {name: lies(value) for name, value in (engine | {"source": vectors.source["k"]}).items()}
+        pool = {name: np.asarray(value) for name, value in engine.items()}
+    return {"answers": answers, "lies": lie}, pool
+
+
+def patched(backbone: ModelBackbone) -> kvp.Placed:
+    """A chunk of text with a patch for what stands in front of it."""
+    lead, chunk = (kvp.make_chunk(backbone, [ids]) for ids in ([33, 34, 55, 36], [47, 48, 49]))
+    context = kvp.backbone.joined(kvp.apply_patch(kvp.Placed(lead)))
+    behind = backbone.embed(np.array([[47, 48, 49]])).shift(lead.span)
+    conditioned = {name: value[:, 0] for name, value in backbone.prefill(behind, context).kv.items()}
+    patch = kvp.form_patch(chunk, conditioned, rank=2, antecedent=(lead.id,))
+    return kvp.Placed(chunk, patch, lead.span, antecedent=(lead.id,))
+
+
+def session(family: str) -> dict[str, Any]:
+    """A session over four devices beside one on one: 2 KV heads, a group of two devices for each."""
+    facts, pools = {}, {}
+    for name, mesh in {"alone": None, "over": line_of(4)}.items():
+        backbone = load(ROOT / "evals" / "trained" / family, "float32", mesh=mesh)
+        facts[name], pools[name] = in_session(backbone)
+    return facts | {"errors": {name: error_of(pools["over"][name], pools["alone"][name]) for name in pools["over"]}}
+
+
+def towers(_: Path) -> dict[str, Any]:
+    """A plain tower of three heads and an odd MLP over four devices: its images lie over them, its weights are whole.
+
+    And one of two heads over a mesh of two by two: heads over one axis, images over the other.
+    """
+    facts = {}
+    for name, heads, mesh in (
+        ("images", 3, line_of(4)),
+        ("both", 2, Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (TENSOR, COPIES))),
+    ):
+        config = ViTConfig(depth=2, width=12, heads=heads, intermediate=27, image=8, patch=4)
+        model = ViT(config, nnx.Rngs(0))
+        graph, state = nnx.split(model)
+        images = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 8, 8)), jnp.float32)
+        program = jax.jit(lambda state, images, graph=graph: nnx.merge(graph, state)(images))
+        expected = program(state, images)
+
+        def inside(state: Any, images: Any, graph: Any = graph, mesh: Any = mesh) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return nnx.merge(graph, state)(images)
+
+        everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+        state, images = jax.device_put((state, images), everywhere)
+        compiled = jax.jit(inside).lower(state, images).compile()
+        text = compiled.as_text() or ""
+        facts[name] = {"error": error_of(compiled(state, images), expected), "shapes": _shapes_of_products(text)}
+    return facts
+
+
+def _shapes_of_products(text: str) -> list[str]:
+    """Shapes of the results of the program's matrix products on one device."""
+    return sorted({line.split(" = ")[1].split("{")[0] for line in text.splitlines() if " dot(" in line})
+
+
+def main() -> None:
+    """Prints {name: facts}."""
+    root, *names = sys.argv[1:]
+    gc.freeze()
+    warnings.simplefilter("error")
+    others = {"collectives": collectives, "towers": towers}
+    for family in ("qwen2_5_vl", "qwen3_vl_moe"):
+        others[f"session {family}"] = lambda _, family=family: session(family)
+    with jax.default_matmul_precision("highest"):
+        found = {}
+        for name in names:
+            case, _, whole = name.partition("-")
+            find = others.get(name, lambda directory, case=case, whole=bool(whole): forwards(case, directory, whole))
+            found[name] = find(Path(root) / name)
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Every release of the corpus is read, or refused for the reason that `releases` states; the documents say which."""
+
+import json
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from kvpatch_jax.errors import ConfigError, WeightsError
+from models import FAMILIES, UnknownKeyWarning, load
+from models.checkpoints import Rule, flatten_params, translate
+from models.checkpoints.planning import plan
+from models.families.family import abstract, parameters
+from models.families.registry import AUTHORS
+from models.files import open_files
+from tests.models import corpus_table
+from tests.models.releases import NOT_BUILT, REFUSED, RELEASES, WARNED, Release
+
+IDS = [f"{name} ({source.split('/')[-1].split('.')[0][:24]})" for name, source in RELEASES]
+INDEXED = [release for release in RELEASES.values() if release.index]
+IMAGE = {"<IMG_CONTEXT>": 151671}
+"""What InternVL's tokenizers call the placeholder; its own format does not name it in the configuration."""
+
+
+def written(root: Path, release: Release) -> Path:
+    """A directory with the release's files and no weights."""
+    (root / "config.json").write_text(json.dumps(release.config))
+    (root / "preprocessor_config.json").write_text(json.dumps(release.preprocessor))
+    (root / "added_tokens.json").write_text(json.dumps(IMAGE))
+    return root
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=IDS)
+def test_a_release_is_read_or_refused_for_the_stated_reason(release, tmp_path):
+    """Read: `load` misses nothing but the weights, and warns of the stated keys, each once."""
+    directory = written(tmp_path, release)
+    expected = (WeightsError, "safetensors") if release.refusal is None else (ConfigError, release.refusal)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(expected[0], match=expected[1]):
+            load(directory)
+    assert all(warning.category is UnknownKeyWarning for warning in found)
+    keys = Counter(re.search(r"got '(.*?)'", str(warning.message))[1] for warning in found)  # type: ignore[index]
+    assert keys == Counter(WARNED.get(release.name, set()) if release.refusal is None else ())
+
+
+def test_the_tables_name_releases_of_the_corpus_and_nothing_that_is_built():
+    """A line that stays in `NOT_BUILT` when its family lands fails here."""
+    assert not {name for name in NOT_BUILT if name in FAMILIES or name in AUTHORS}
+    unknown = {release.architecture for release in RELEASES.values() if not release.known}
+    assert unknown == set(NOT_BUILT)
+    assert {*REFUSED, *WARNED} <= {name for name, _ in RELEASES}
+
+
+def test_the_corpus_is_about_a_hundred_releases_and_small():
+    assert len(RELEASES) >= 100
+    files = [*(Path(__file__).parent / "corpus").iterdir(), *(Path(__file__).parent / "released").iterdir()]
+    assert sum(file.stat().st_size for file in files) < 300_000
+    assert all(release.source and release.config for release in RELEASES.values())
+
+
+# ------------------------------------------------------------------------------------------------------- dtypes
+
+
+def dtypes(release: Release, root: Path) -> tuple[str, set[str]]:
+    """What a release says at its top, and what its parameters are."""
+    config, _ = configuration(written(root, release))
+    top = str(release.config.get("dtype") or release.config.get("torch_dtype"))
+    leaves = flatten_params(parameters(abstract(config)))
+    return top, {str(leaf.dtype) for path, leaf in leaves.items() if path[-1] != "correction"}
+
+
+def configuration(directory: Path) -> tuple[Any, list[Rule]]:
+    """What `load` makes of a directory's configuration, and the rules of an author's format."""
+    raw = open_files(directory).config
+    name = raw["architectures"][0]
+    if name not in AUTHORS:
+        return FAMILIES[name].config(raw, "exact", None), []
+    found = AUTHORS[name].family.config(AUTHORS[name].config(raw, directory), "exact", None)
+    return found, list(AUTHORS[name].rules(found, raw))
+
+
+OUTER = [release for release in RELEASES.values() if release.refusal is None and "text_config" in release.config]
+
+
+@pytest.mark.filterwarnings("ignore::models.UnknownKeyWarning")
+@pytest.mark.parametrize("release", OUTER, ids=[release.name for release in OUTER])
+def test_the_outer_dtype_is_every_parameters(release, tmp_path):
+    """As transformers has it, whatever the text and the vision part say; the text's where the top says nothing."""
+    top, found = dtypes(release, tmp_path)
+    text = release.config["text_config"]
+    assert found == {top if top != "None" else str(text.get("dtype") or text.get("torch_dtype") or "float32")}
+
+
+def test_some_releases_say_another_dtype_in_their_parts():
+    """The case that once cost twice the memory is in the corpus."""
+    saying = lambda table: table.get("dtype") or table.get("torch_dtype")
+    inner = [(saying(release.config), saying(release.config["text_config"])) for release in OUTER]
+    assert ("bfloat16", "float32") in inner
+
+
+# ------------------------------------------------------------------------------------------------- tensors
+
+
+def without_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+
+
+@pytest.mark.filterwarnings("ignore::models.UnknownKeyWarning")
+@pytest.mark.parametrize("release", INDEXED, ids=[release.name for release in INDEXED])
+def test_tensors_are_those_of_the_releases_index(release, tmp_path):
+    """Their bytes add up to the index's total, and every name that was seen in it is one that is read."""
+    config, rules = configuration(written(tmp_path, release))
+    leaves = flatten_params(parameters(abstract(config)))
+    if "total_size" in release.index:
+        assert sum(leaf.size for leaf in leaves.values()) * 2 == release.index["total_size"]
+
+    family = config.family
+    asked = {without_numbers(tensor.name) for tensor in plan(family.entries(config, {}), leaves)}
+    for name in release.index["names"]:
+        numbered = name.replace("#", "3")
+        cut = [found.expand(new) for rule, news in rules if (found := re.fullmatch(rule, numbered)) for new in news]
+        ours = [translate(family.namings, family.knows(config), part) for part in cut or [numbered]]
+        assert {without_numbers(str(part)) for part in ours} <= asked, name
+
+
+# ------------------------------------------------------------------------------------------------- documents
+
+
+def test_the_documents_have_the_tables_that_the_corpus_makes():
+    """`python -m tests.models.corpus_table` writes them."""
+    text = corpus_table.DOCUMENT.read_text(encoding="utf-8")
+    assert corpus_table.with_tables(text) == text
+
+
+def test_parameters_can_be_counted():
+    """The abstract module of a release costs no memory."""
+    release = next(release for release in RELEASES.values() if release.name == "Qwen/Qwen2.5-VL-7B-Instruct")
+    config = FAMILIES[release.architecture].config(release.config, "exact", None)
+    assert sum(leaf.size for leaf in jax.tree.leaves(parameters(abstract(config)))) == 8_292_166_656

@@ -1,0 +1,191 @@
+"""KV heads repeated over groups of devices, and towers over the devices that divide them, against one device.
+
+What needs eight devices runs in a program of its own (`mesh_cases.py`), whose findings are asserted here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from kvpatch_jax.errors import ConfigError
+from models.decoder.mesh_axes import dividing_axes
+from models.decoder.sharding import cache_specs, partition_specs, split_mesh
+from tests.models.test_sharding import config_of, specs_of
+
+ROOT = Path(__file__).parents[2]
+BAR = 1e-5
+"""Of the largest magnitude, float32; 2.2e-6 was reached."""
+DEFAULT = ("few", "qwen2_5_vl", "collectives", "towers")
+SLOW = ("few-whole", "internvl", "smolvlm", "session qwen2_5_vl", "session qwen3_vl_moe")
+
+
+def findings(root: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """What the program found with eight devices; LLVM tries less hard, on both sides of each comparison."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.models.mesh_cases", str(root), *names]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """What the default cases found."""
+    return findings(tmp_path_factory.mktemp("mesh"), DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def slow_facts(tmp_path_factory):
+    """What the slow cases found."""
+    return findings(tmp_path_factory.mktemp("mesh"), SLOW)
+
+
+# --------------------------------------------------------------------------------------------------------- meshes
+
+
+def test_the_axis_is_split_where_devices_outnumber_kv_heads():
+    layout = config_of("qwen2").text.layout  # 2 KV heads
+    mesh = AbstractMesh((3, 8), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    split = split_mesh(mesh, layout)
+    assert dict(split.shape) == {"data": 3, "tensor": 2, "tensor_copies": 4}
+    assert split.axis_types == (AxisType.Auto, AxisType.Explicit, AxisType.Explicit)
+    assert split_mesh(split, layout) == split
+    two = AbstractMesh((2,), ("tensor",))
+    assert split_mesh(two, layout) == two
+
+
+def test_latent_attention_splits_nothing():
+    mesh = AbstractMesh((4,), ("tensor",))
+    assert split_mesh(mesh, config_of("deepseek_v3").text.layout) == mesh
+
+
+def test_other_numbers_of_devices_are_refused_by_name():
+    message = r"got 2 kv_heads over 5 devices of axis 'tensor'; expected a number .* divides 2, or a multiple of it"
+    with pytest.raises(ConfigError, match=message):
+        split_mesh(AbstractMesh((5,), ("tensor",)), config_of("qwen2").text.layout)
+
+
+def test_specs_where_each_kv_head_has_a_group_of_devices():
+    specs, both = specs_of("qwen2", 4), ("tensor", "tensor_copies")
+    attention = "decoder.layers.attention"
+    assert specs[f"{attention}.key.kernel"] == specs[f"{attention}.value.kernel"] == P(None, None, "tensor")
+    assert specs[f"{attention}.query.kernel"] == P(None, None, both)
+    assert specs[f"{attention}.output.kernel"] == specs["decoder.layers.mlp.down.kernel"] == P(None, both, None)
+    assert specs["decoder.embedding"] == P(both, None)
+    caches = cache_specs(config_of("qwen2").text.layout, AbstractMesh((4,), ("tensor",)))
+    assert caches == dict.fromkeys("kv", P(None, None, None, "tensor"))
+
+
+def test_towers_take_the_axes_that_divide_their_heads_and_widths():
+    """Qwen2.5-VL's tiny tower has 2 heads and widths of 48 and 128, over 2 KV heads of 4 devices each."""
+    config = config_of("qwen2_5_vl")
+    leaf = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
+    shapes = {
+        ("visual", "blocks", *name.split(".")): value
+        for name, value in {
+            "qkv.kernel": leaf((4, 32, 96)),
+            "output.kernel": leaf((4, 32, 32)),
+            "mlp.gate.kernel": leaf((4, 32, 48)),
+            "mlp.down.kernel": leaf((4, 44, 32)),
+            "mlp.down.bias": leaf((4, 32)),
+        }.items()
+    } | {("other", "output", "kernel"): leaf((32, 32))}
+    specs = partition_specs(config.text, shapes, AbstractMesh((8,), ("tensor",)), {"visual": 2})
+    assert {".".join(path[-3:]): spec for path, spec in specs.items()} == {
+        "blocks.qkv.kernel": P(None, None, None),
+        "blocks.output.kernel": P(None, "tensor", None),
+        "mlp.gate.kernel": P(None, None, ("tensor", "tensor_copies")),
+        "mlp.down.kernel": P(None, "tensor_copies", None),
+        "mlp.down.bias": P(None, None),
+        "other.output.kernel": P(None, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(16, ("a", "b")), (12, ("b",)), (6, ("a",)), (7, ()), (3420, ("b",)), (0, ("a", "b"))]
+)
+def test_as_many_devices_as_divide(size, expected):
+    assert dividing_axes(size, AbstractMesh((2, 4), ("a", "b")), ("a", "b")) == expected
+
+
+# ----------------------------------------------------------------------------------------------- on eight devices
+
+
+def check_forward(found: dict[str, Any]) -> None:
+    """Every result within the bar, each device with one KV head, parameters with the file's values where asked."""
+    worst = max(found["errors"], key=found["errors"].__getitem__)
+    assert found["errors"][worst] <= BAR, f"{worst}: off by {found['errors'][worst]:.2e} of the largest magnitude"
+    assert {"embed", "prefill", "decode"} <= found["errors"].keys()
+    assert found["same_fingerprint"]
+    assert found["same_values"]
+    assert found["as_asked"]
+    for call, lies in found["cache"].items():
+        assert lies["shard"] == [*lies["shape"][:3], 1, lies["shape"][4]], call
+
+
+def test_repeated_kv_heads_give_one_devices_result(facts):
+    found = facts["few"]
+    check_forward(found)
+    assert found["mesh"] == {"tensor": 2, "tensor_copies": 4}
+    parameters = found["parameters"]
+    assert parameters["decoder.layers.attention.key.kernel"]["shard"] == [3, 64, 8]
+    assert parameters["decoder.layers.attention.query.kernel"]["shard"] == [3, 64, 16]
+
+
+def test_a_step_exchanges_two_sums_per_layer_and_nothing_of_a_pool(facts):
+    """The scan's body is in the program once: a sum behind attention and one behind the MLP, of one token's width."""
+    assert facts["collectives"] == [["all-reduce", 64], ["all-reduce", 64]]
+
+
+def test_a_tower_over_devices_gives_one_devices_result(facts):
+    """Heads over one axis, windows and patches over the other; the widths of MLP and merger over both."""
+    found = facts["qwen2_5_vl"]
+    check_forward(found)
+    assert found["mesh"] == {"tensor": 2, "tensor_copies": 2}
+    shards = {name: lies["shard"] for name, lies in found["parameters"].items() if name.startswith("visual")}
+    assert shards["visual.blocks.qkv.kernel"] == [4, 32, 96]
+    assert shards["visual.blocks.output.kernel"] == [4, 16, 32]
+    assert shards["visual.blocks.mlp.gate.kernel"] == [4, 32, 12]
+    assert shards["visual.merger_in.kernel"] == [128, 32]
+
+
+def test_images_lie_over_the_devices_that_divide_neither_heads_nor_widths(facts):
+    """Four images of four patches, width 12. By results of products on one device."""
+    images, both = facts["towers"]["images"], facts["towers"]["both"]
+    assert max(images["error"], both["error"]) <= BAR
+    # Three heads, an MLP of 27: one image each. Scores are [image · head, patches, patches].
+    assert images["shapes"] == ["f32[3,4,4]", "f32[4,12]", "f32[4,27]"]
+    # Two heads over two groups: one head of two images each, the MLP of one image each.
+    assert {"f32[2,4,4]", "f32[8,6]", "f32[4,27]"} <= set(both["shapes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["few-whole", "internvl", "smolvlm"])
+def test_every_call_and_tower_over_devices_gives_one_devices_result(slow_facts, name):
+    check_forward(slow_facts[name])
+    if name == "few-whole":
+        assert {"recompute", "generate"} <= slow_facts[name]["errors"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_session_over_devices_answers_as_on_one(slow_facts, family):
+    """Adding, sliding, recalling, and a patched chunk spliced; each device has its KV head's half of the pool."""
+    found = slow_facts[f"session {family}"]
+    assert found["over"]["answers"] == found["alone"]["answers"]
+    assert len({tuple(answer) for answer in found["over"]["answers"]}) > 1
+    assert max(found["errors"].values()) <= BAR, found["errors"]
+    assert found["over"]["lies"].keys() == {"k", "v", "source"}
+    for lies in found["over"]["lies"].values():
+        assert (lies["shape"], lies["shard"], lies["devices"]) == ([6, 256, 16, 2, 64], [6, 256, 16, 1, 64], 4)
