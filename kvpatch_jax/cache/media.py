@@ -43,17 +43,17 @@ class Video:
     """
 
     source: Any
-    fps: float | None = None
+    fps: int | float | None = None
     frames: int | None = None
-    rate: float | None = None
-    timestamps: Sequence[float] | None = None
+    rate: int | float | None = None
+    timestamps: Sequence[int | float] | np.ndarray | None = None
     sound: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.sound, bool):
             raise InputError(f"video: sound: got {self.sound!r:.80}; expected true or false")
         for name, wanted in (("fps", float), ("rate", float), ("frames", int)):
-            _check_number(f"video: {name}", getattr(self, name), wanted)
+            object.__setattr__(self, name, _number(f"video: {name}", getattr(self, name), wanted))
         for first, second in (
             ("fps", "frames"),
             ("rate", "timestamps"),
@@ -122,7 +122,7 @@ class Audio:
     rate: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("audio: rate", self.rate, int)
+        object.__setattr__(self, "rate", _number("audio: rate", self.rate, int))
         array = isinstance(self.source, np.ndarray | jax.Array)
         if array and (self.source.ndim != 1 or self.source.dtype.kind != "f" or not self.source.size):
             raise InputError(
@@ -193,13 +193,14 @@ def expect_small_medium(medium: Video | Audio, most: int) -> None:
         raise InputError(f"{what:.300}: got {size} bytes; expected at most {most}")
 
 
-def _check_number(what: str, value: Any, wanted: type) -> None:
-    """Refuses what is no positive number, or no whole one where `wanted` is int."""
+def _number(what: str, value: Any, wanted: type) -> Any:
+    """Returns a positive number as a `wanted`, so that equal ones have one form; None is returned as it is."""
     if value is None:
-        return
+        return None
     kinds = (int, np.integer) if wanted is int else (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, kinds) or not np.isfinite(value) or value <= 0:
         raise InputError(f"{what}: got {value!r:.80}; expected a positive {'whole ' if wanted is int else ''}number")
+    return wanted(value)
 
 
 def _rising(values: Any) -> tuple[float, ...]:

@@ -4,7 +4,7 @@
 
 * "blockwise": the pairs of a token and an expert, sorted by expert and padded per expert to whole blocks of rows; a
   loop over blocks, each reading its one expert's weights. Plain XLA. It reads the weights of chosen experts only, and
-  computes at most `block_rows` - 1 rows too many per expert.
+  computes at most `block_rows` - 1 rows too many per expert; on CPUs, with some pairs per expert, `ROW_STEP` - 1.
 * "ragged": `jax.lax.ragged_dot` over the sorted pairs. XLA lowers it to a grouped kernel on TPUs, but on CPUs and GPUs
   (jax 0.12) to every expert for every row: for Qwen3-30B-A3B 128 times the arithmetic.
 * "hopper": the same blocks as "blockwise", of 64 or 128 rows, multiplied all at once by `pallas_kernels.block_product`:
@@ -18,6 +18,7 @@ stack first would copy all of its experts.
 Axis letters: T tokens, X chosen experts per token, D model width, E experts, I width inside an expert, M blocks.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,10 @@ SMALLEST_SPREAD = 2
 LARGEST_BLOCK = 512
 CACHE_BLOCK = 16
 """Rows that share a read of an expert's weights almost for free: blocks grow to this before padding is looked at."""
+ROW_STEP = 4
+"""Of a block that is not full a CPU computes a multiple of so many rows (XLA multiplies fewer bfloat16 rows by float32
+copies). Smaller blocks in place of that would read an expert's weights more often.
+"""
 KERNEL_ROWS = (64, 128)
 """Rows of the kernel's blocks: the tensor cores multiply 64 whether they are filled or not."""
 KERNEL_SPREAD = 4
@@ -122,7 +127,8 @@ def mix_experts(
       weights: what their outputs are multiplied by, float32.
       layer: which layer of the stack; None for weights without an axis of layers.
       implementation: one of `IMPLEMENTATIONS`; None for what `choose_implementation` says.
-      skip: "blockwise" looks at run time whether a block holds anything: where most pairs may be left out.
+      skip: "blockwise" looks at run time whether a block holds anything: where most pairs may be left out. (With
+        `block_sizes` of several it always does.)
 
     Raises:
       KernelUnavailableError: an unknown implementation, or "hopper" where the kernel cannot run.
@@ -243,24 +249,42 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     return ExpertBlocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1], places)
 
 
+def block_sizes(rows: int, skip: bool) -> tuple[int, ...]:
+    """Returns how many rows of a block of `rows` the loop may compute, rising: the first number that holds its pairs.
+
+    All of them, or none with `skip`; on CPUs, where experts have a few to some dozen pairs, every `ROW_STEP` of them.
+    (Elsewhere a branch at run time is a wait for the device.)
+    """
+    if platform() == "cpu" and 2 * ROW_STEP <= rows <= CACHE_BLOCK:
+        return tuple(range(0, rows + 1, ROW_STEP))
+    return (0, rows) if skip else (rows,)
+
+
 def _blockwise(x: Array, index: Array, weights: Array, own: _LayerExperts, skip: bool) -> Float[Array, "T D"]:
     """Adds up blocks in a loop, each of which reads the weights of its one expert."""
-    blocks = lay_out_blocks(index, weights, own.experts, block_rows(index.size, own.experts))
+    rows = block_rows(index.size, own.experts)
+    blocks, sizes = lay_out_blocks(index, weights, own.experts, rows), block_sizes(rows, skip)
 
-    def add(mixed: Array, tokens: Array, scale: Array, expert: Array) -> Array:
+    def add(size: int, mixed: Array, tokens: Array, scale: Array, expert: Array) -> Array:
+        if size == 0:
+            return mixed
+        tokens, scale = tokens[:size], scale[:size]
         inside = x.at[tokens].get(mode="fill", fill_value=0)
         one = ExpertWeights(*(_pick(part, own.first + expert).astype(x.dtype) for part in own.flat))
         out = _gated(_product, inside, one, own.activation) * scale[:, None]
         # A token is in a block once, and so is every number that stands for none.
         return mixed.at[tokens].add(out, mode="drop", unique_indices=True)
 
-    def step(mixed: Array, block: tuple[Array, ...]) -> tuple[Array, None]:
-        number, *parts = block
-        if not skip:
-            return add(mixed, *parts), None
-        return jax.lax.cond(number < blocks.used, add, lambda mixed, *_: mixed, mixed, *parts), None
+    # The pairs of a block are its first rows.
+    branches = [functools.partial(add, size) for size in sizes]
+    held = jnp.sum(blocks.tokens < len(x), axis=1)
+    least = jnp.sum(held[:, None] > jnp.array(sizes[:-1], jnp.int32), axis=1)
 
-    numbered = (jnp.arange(len(blocks.expert)), blocks.tokens, blocks.weights, blocks.expert)
+    def step(mixed: Array, block: tuple[Array, ...]) -> tuple[Array, None]:
+        which, *parts = block
+        return jax.lax.switch(which, branches, mixed, *parts), None
+
+    numbered = (least, blocks.tokens, blocks.weights, blocks.expert)
     return jax.lax.scan(step, jnp.zeros_like(x, jnp.float32), numbered)[0]
 
 

@@ -38,7 +38,7 @@ from .qwen2_5_vl import SECTIONS
 from .text_families import TEXT_TABLE, read_head_dim
 
 THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
-RELEASES = ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration")
+RELEASE = "Qwen2_5OmniForConditionalGeneration"
 KIND = "qwen2_5_omni"
 
 
@@ -131,4 +131,4 @@ def _family(architecture: str, model_type: str) -> Family:
     )
 
 
-FAMILIES = {THINKER: _family(THINKER, f"{KIND}_thinker")} | {name: _family(name, KIND) for name in RELEASES}
+FAMILIES = {THINKER: _family(THINKER, f"{KIND}_thinker"), RELEASE: _family(RELEASE, KIND)}

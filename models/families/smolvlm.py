@@ -88,7 +88,7 @@ def _video_tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int,
     first = int(np.sum(arrays["video_frames"][:index]))
     times = arrays["video_timestamps"][first : first + int(arrays["video_frames"][index])]
     run: list[int | str] = []
-    for text in smolvlm_texts(times, float(arrays["video_durations"][index])):
+    for text in smolvlm_texts(times.tolist(), float(arrays["video_durations"][index])):
         edge = EDGE if run else ""
         run += [f"{edge}{text}{EDGE}<global-img>", *[config.image_token] * config.tile_tokens]
     # Two newlines that are no token together: so they are tokenized in front of a word.

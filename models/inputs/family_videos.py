@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from .images import kimi_size, longest_side
 from .resampling import resize_frames
-from .video_frames import Stream, VideoConfig, asked, check_count, clips_of, normalise_frames
+from .video_frames import Rate, Stream, VideoConfig, asked, check_count, clips_of, normalise_frames
 
 SKIPPED = 1
 """Seconds at either end of a long video that SmolVLM leaves out."""
@@ -46,7 +46,7 @@ def number_words(number: int) -> str:
     return f"{_ONES[hundreds]} hundred" + (f" and {number_words(rest)}" if rest else "")
 
 
-def sample_smolvlm(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_smolvlm(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as SmolVLM2 does: evenly, `fps` a second but at most `frames`, without the first and last second
     of a long video.
     """
@@ -101,7 +101,7 @@ def smolvlm_texts(timestamps: Sequence[float], duration: float) -> list[str]:
     return [intro + texts[0], *texts[1:]]
 
 
-def sample_internvl(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_internvl(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as InternVL does: the middles of parts of equal length.
 
     Raises:
@@ -142,7 +142,7 @@ def _tiles(frames: np.ndarray, config: VideoConfig) -> Float32[np.ndarray, "N 3 
     return np.ascontiguousarray(normalise_frames(frames, config.pixels).transpose(0, 3, 1, 2))
 
 
-def sample_evenly(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_evenly(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as transformers does for families without a rule of their own: even steps from the first one.
 
     Raises:

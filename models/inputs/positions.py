@@ -87,7 +87,7 @@ def get_rope_positions(
     seconds = np.ones(len(videos), np.float32) if second_per_grid_ts is None else second_per_grid_ts
     if len(seconds) != len(videos):
         raise InputError(f"second_per_grid_ts: got {len(seconds)} values; expected one per video ({len(videos)})")
-    each_second, rate = iter(np.asarray(seconds, np.float32)), np.float32(config.tokens_per_second)
+    each_second = iter(np.asarray(seconds, np.float32))
     pieces, place = [np.zeros((0, 3), np.int32)], 0
 
     for kind, part in _segments(input_ids, images, videos, config):
@@ -96,45 +96,51 @@ def get_rope_positions(
             place += part
             continue
 
-        steps = np.arange(part[0])
-        if kind == "video":
-            # Rounded in float32 as torch does, in the order in which each version multiplies; then truncated.
-            count, second = np.arange(part[0], dtype=np.float32), next(each_second)
-            steps = (count * second * rate if video_rule == "max" else count * (rate * second)).astype(np.int32)
-        pieces.append(_grid_positions(part, config.merge_size, steps) + place)
-        # An image moves the counter by its largest extent; a video by its time axis too, in the authors' rule.
-        by_time = kind == "video" and video_rule == "max"
-        place = int(pieces[-1].max()) + 1 if by_time else place + max(part[1:]) // config.merge_size
+        second = float(next(each_second)) if kind == "video" else None
+        steps = _time_steps(part[0], second, config.tokens_per_second, video_rule)
+        block = _grid_positions(part, config.merge_size, steps)
+        pieces.append(block + place)
+        place += _extent(block, part, config.merge_size, kind == "video" and video_rule == "max")
 
     positions = np.concatenate(pieces).astype(np.int32)
     return positions, int(positions.max(initial=-1)) + 1 - len(input_ids)
 
 
 def image_local_positions(
-    grid: Grid, merge: int, with_start_end_tokens: bool = True, time_step: int | float = 1
+    grid: Grid,
+    merge: int,
+    with_start_end_tokens: bool = True,
+    seconds: float | None = None,
+    tokens_per_second: int | float = 2,
+    video_rule: VideoRule = "max",
 ) -> tuple[Float32[np.ndarray, "T 3"], int]:
     """Returns positions of one image (or video) chunk counted from its own start, and how far the next chunk's start
     moves.
 
+    A part of a video's temporal patches has the positions of these patches in the whole: parts are placed at one
+    start, the whole video's.
+
     Args:
       grid: (time, height, width) in patches before merging.
       merge: merge size.
-      with_start_end_tokens: the chunk begins with a start token at 0 and closes with an end token after the largest
-        extent, so the image itself begins at 1.
-      time_step: positions per temporal patch (a video's seconds per grid × tokens per second); truncated as there.
+      with_start_end_tokens: the chunk begins with a start token at 0 and closes with an end token where text goes on,
+        so the image itself begins at 1.
+      seconds: per temporal patch of a video; None for an image.
+      tokens_per_second: positions on the time axis per second of video.
+      video_rule: as in `get_rope_positions`.
 
     Returns:
-      Local positions float32 [T, 3], and the span: 1 + the largest local position. This is the authors' rule ("max").
+      Local positions float32 [T, 3], and the span: where text behind it goes on.
 
     Raises:
       InputError: a grid that is not a positive multiple of the merge size.
     """
-    steps = (np.arange(grid[0], dtype=np.float32) * np.float32(time_step)).astype(np.int32)
-    block = _grid_positions(grid, merge, steps)
+    block = _grid_positions(grid, merge, _time_steps(grid[0], seconds, tokens_per_second, video_rule))
+    extent = _extent(block, grid, merge, seconds is not None and video_rule == "max")
     if with_start_end_tokens:
-        end = int(block.max()) + 2
-        block = np.concatenate([np.zeros((1, 3), np.int32), block + 1, np.full((1, 3), end, np.int32)])
-    return block.astype(np.float32), int(block.max()) + 1
+        ends = np.zeros((1, 3), np.int32), np.full((1, 3), extent + 1, np.int32)
+        block, extent = np.concatenate([ends[0], block + 1, ends[1]]), extent + 2
+    return block.astype(np.float32), extent
 
 
 def text_local_positions(length: int) -> tuple[Float32[np.ndarray, "T 3"], int]:
@@ -194,6 +200,20 @@ def _grid_positions(grid: Grid, merge: int, steps: np.ndarray) -> np.ndarray:
         raise InputError(f"grid: got {grid}; expected a positive multiple of the merge size {merge}")
     axes = np.meshgrid(steps, np.arange(height // merge), np.arange(width // merge), indexing="ij")
     return np.stack(axes, axis=-1).reshape(-1, 3).astype(np.int32)
+
+
+def _time_steps(count: int, seconds: float | None, rate: int | float, video_rule: VideoRule) -> np.ndarray:
+    """Returns the time of each temporal patch, counted from the first; without seconds 0, 1, 2, …"""
+    if seconds is None:
+        return np.arange(count)
+    # Rounded in float32 as torch does, in the order in which each version multiplies; then truncated.
+    steps, second, each = np.arange(count, dtype=np.float32), np.float32(seconds), np.float32(rate)
+    return (steps * second * each if video_rule == "max" else steps * (each * second)).astype(np.int32)
+
+
+def _extent(block: np.ndarray, grid: Grid, merge: int, by_time: bool) -> int:
+    """Returns how far a grid moves the counter: by the larger of its sides, or by its time axis too."""
+    return int(block.max()) + 1 if by_time else max(grid[1:]) // merge
 
 
 def _text(length: int) -> np.ndarray:

@@ -78,7 +78,7 @@ def _wav(content: bytes) -> tuple[np.ndarray, int] | None:
 
 def _decoded(content: bytes, name: str) -> tuple[np.ndarray, int]:
     """Returns samples and rate of a file that PyAV decodes."""
-    av = require("av", "av")
+    av = require("av", "av", "video")
     parts = []
     try:
         with av.open(io.BytesIO(content)) as container:

@@ -145,7 +145,8 @@ class Clip(NamedTuple):
     duration: float | None
 
 
-Sampler = Callable[[Stream, float | None, int | None], np.ndarray]
+Rate = int | float | None
+Sampler = Callable[[Stream, Rate, int | None], np.ndarray]
 """(stream, frames per second or None, frames in all or None) → the numbers of the frames to show, rising."""
 
 
@@ -175,7 +176,7 @@ def read_clip(video: Video, sample: Sampler, name: str = "video") -> Clip:
 
 def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.ndarray]]:
     """Returns what is known of an encoded video, and a function that decodes the frames of these numbers."""
-    av = require("av", "av")
+    av = require("av", "av", "video")
 
     def decoded(most: int | None = None):
         try:
@@ -241,7 +242,7 @@ def normalise_frames(frames: UInt8[np.ndarray, "N H W 3"], config: ImageConfig) 
     return table[frames, np.arange(3)]
 
 
-def sample_qwen2(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_qwen2(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as Qwen2-VL and Qwen2.5-VL do: even steps from the first one, as many as whole temporal patches.
 
     Raises:
@@ -261,7 +262,7 @@ def sample_qwen2(stream: Stream, fps: float | None, frames: int | None, config: 
     return (np.arange(count) * (stream.count / count)).astype(np.int64)
 
 
-def sample_qwen3(stream: Stream, fps: float | None, frames: int | None, config: VideoConfig) -> np.ndarray:
+def sample_qwen3(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
     """Chooses frames as Qwen3-VL does: evenly from the first to the last one.
 
     Raises:
@@ -275,7 +276,7 @@ def sample_qwen3(stream: Stream, fps: float | None, frames: int | None, config: 
     return np.linspace(0, stream.count - 1, frames).round().astype(np.int64)
 
 
-def asked(fps: float | None, frames: int | None, config: VideoConfig) -> tuple[float, int | None]:
+def asked(fps: Rate, frames: int | None, config: VideoConfig) -> tuple[int | float, int | None]:
     """Returns frames per second and frames in all, as the caller asks for them, else as the settings do."""
     if fps is not None or frames is not None:
         return fps or FPS, frames

@@ -1,7 +1,7 @@
 """Make the video goldens with transformers (5.23), torch, torchvision and PyAV. See README.md beside this file.
 
-Run it in an environment that has them: `python tests/goldens/make_videos.py`. It rewrites `videos/`. Models and settings
-are those of the families' own folders.
+Run it in an environment that has them: `python tests/goldens/make_videos.py`. It rewrites `videos/`. Models and
+settings are those of the families' own folders.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -124,7 +124,7 @@ def processors(family: str):
 
 def metadata(name: str) -> VideoMetadata:
     count, height, width, rate = SHAPES[name]
-    return VideoMetadata(count, rate, width, height, count / rate, None, list(range(count)))
+    return VideoMetadata(count, rate, width, height, None, None, list(range(count)))
 
 
 def messages(family: str) -> list[dict]:
@@ -135,7 +135,7 @@ def messages(family: str) -> list[dict]:
 
 
 def run(family: str) -> None:
-    processor, video_processor, tokenizer, template = processors(family)
+    processor, _, tokenizer, template = processors(family)
     text = processor.tokenizer.apply_chat_template(
         messages(family), chat_template=template, tokenize=False, add_generation_prompt=True
     )

@@ -93,9 +93,10 @@ NAMES = {
     "qwen25vl_trainer_keys": "a fine-tune of Qwen2.5-VL-7B with keys of a trainer",
     "qwen25vl_unsloth": "a fine-tune of Qwen2.5-VL-7B by Unsloth",
     "qwen2_5_7b": "Qwen/Qwen2.5-7B",
+    "qwen3_omni_5_7": "Qwen/Qwen3-Omni-30B-A3B-Instruct as transformers 5.7 writes it",
 }
 """What the files of `released/` are of; by the name of the file where that says it."""
-CUT = {"kimi_k25_release"}
+CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
     "Gemma4ForConditionalGeneration": "Gemma 4",
@@ -152,8 +153,8 @@ REFUSED = {
 """Releases that are refused for another reason than their architecture."""
 
 WARNED = {
-    "Qwen/Qwen2.5-Omni-7B-AWQ": {"enable_audio_output_"},
     "OpenGVLab/InternVL3_5-8B": {"use_fa3"},
+    "Qwen/Qwen2.5-Omni-7B-AWQ": {"enable_audio_output_"},
     "humain-ai/ALLaM-7B-Instruct-preview": {"internal_version"},
     "a fine-tune of Qwen2.5-VL-7B by Unsloth": {"unsloth_fixed", "unsloth_version"},
     "a fine-tune of Qwen2.5-VL-7B that names its model": {"model_name"},

@@ -196,6 +196,55 @@ def test_padding_stays_below_a_quarter_of_many_pairs(pairs, experts):
         assert (rows, block_count(pairs, experts, rows)) == (1, pairs)
 
 
+APPENDED = {"Qwen3-30B-A3B": (128, 8), "Kimi-VL-A3B": (64, 6)}
+"""Experts, and how many a token chooses, of models at which 256 tokens of an image are appended."""
+
+
+@pytest.mark.parametrize("name", APPENDED)
+@pytest.mark.parametrize("routing", ["by chance", "skewed", "all alike"])
+def test_rows_computed_for_an_appended_image(name, routing, monkeypatch):
+    """Counted while it runs, by callbacks: at most 1.3 of the pairs, however tokens choose (1.94 and 1.63 before)."""
+    (experts, chosen), rng = APPENDED[name], np.random.default_rng(0)
+    favour = {"by chance": 0, "skewed": rng.normal(size=experts), "all alike": -9.0 * np.arange(experts)}
+    index = np.argsort(favour[routing] + rng.normal(size=(256, experts)))[:, :chosen].astype(np.int32)
+    counted, gated = [], grouped._gated
+
+    def spy(product, x, *rest):
+        jax.debug.callback(lambda: counted.append(len(x)))
+        return gated(product, x, *rest)
+
+    monkeypatch.setattr(grouped, "_gated", spy)
+    one = ExpertWeights(numbers(experts, 4, 4), numbers(experts, 4, 4, seed=1), numbers(experts, 4, 4, seed=2))
+    x, weights = numbers(256, 4), np.abs(numbers(256, chosen))
+    with targeting("cpu"), jax.default_matmul_precision("highest"):
+        mix = lambda x, index, weights, one: mix_experts(
+            x, index, weights, one, jax.nn.silu, implementation="blockwise"
+        )
+        found = jax.block_until_ready(jax.jit(mix)(x, index, weights, one))
+    jax.effects_barrier()
+    assert index.size <= sum(counted) <= 1.3 * index.size
+    assert_within(found, looped(x, index, weights, one), looped_bound(x, index, weights, one), routing)
+
+
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=200), rows=st.sampled_from([8, 16]))
+def test_blocks_that_are_not_full_compute_few_rows_too_many(counts, rows):
+    """Every number of pairs has a size, the first that holds it; an expert's padding is less than `ROW_STEP` rows."""
+    with targeting("cpu"):
+        sizes = grouped.block_sizes(rows, skip=False)
+    assert sizes[0] == 0
+    assert sizes[-1] == rows
+    last = [min(size for size in sizes if size >= count % rows) for count in counts]
+    computed = sum(count // rows * rows + size for count, size in zip(counts, last, strict=True))
+    assert sum(counts) <= computed <= sum(counts) + 3 * sum(count > 0 for count in counts)
+
+
+def test_other_platforms_and_sizes_compute_whole_blocks():
+    for platform, rows in (("gpu", 16), ("tpu", 16), ("cpu", 4), ("cpu", 64)):
+        with targeting(platform):
+            assert grouped.block_sizes(rows, skip=False) == (rows,)
+            assert grouped.block_sizes(rows, skip=True) == (0, rows)
+
+
 @pytest.mark.slow
 def test_derivatives_are_those_of_the_dense_form():
     x, index = numbers(TOKENS, WIDTH), np.stack([np.arange(TOKENS) % EXPERTS, (np.arange(TOKENS) + 2) % 3 + 3], 1)

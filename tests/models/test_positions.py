@@ -70,7 +70,7 @@ def test_local_positions_placed_make_the_prompts(name: str) -> None:
     lead = int(np.argmax(case["input_ids"] == 303))
     pieces, start = [], 0
     chunks = [text_local_positions(lead)]
-    chunks += [image_local_positions(tuple(grid), 2, time_step=2 * float(seconds[0])) for grid in grids.tolist()]
+    chunks += [image_local_positions(tuple(grid), 2, seconds=float(seconds[0])) for grid in grids.tolist()]
     for local, span in chunks:
         assert local.dtype == np.float32
         assert span == local.max() + 1

@@ -293,6 +293,6 @@ def test_released_packing_of_moonvit_is_the_same_function(moonvit):
     close(run(released, gold["pixel_values"], **plan), gold["vision_features"][0][:, 0], "released packing")
 
 
-def test_moonvit_refuses_video():
-    with pytest.raises(ShapeError, match="expected one frame"):
+def test_moonvit_refuses_more_frames_than_it_has():
+    with pytest.raises(ShapeError, match=r"grid: got \(2, 4, 4\); expected 1 to 1 frames"):
         moonvit_tower.plan_patches(MOON, np.array([[2, 4, 4]]))

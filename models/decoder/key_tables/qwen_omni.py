@@ -25,9 +25,11 @@ _AUDIO = {
     "max_source_positions": 1500,
     "n_window": 100,
     "output_dim": 3584,
-    # Repeats `encoder_layers` in released files; the encoder multiplies by nothing, whatever `scale_embedding` says.
+    # Repeats `encoder_layers` in released files.
     "num_hidden_layers": None,
+    # The encoder multiplies by nothing and drops no layer, whatever these say.
     "scale_embedding": False,
+    "encoder_layerdrop": None,
 }
 _TOWER_WORDS = {"embed_dim": None, "tokens_per_second": None, "in_chans": None, "spatial_patch_size": None}
 
