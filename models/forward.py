@@ -146,7 +146,7 @@ class Forward:
 
     def _embed(
         self, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T n-1 D"] | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
         return embed_tokens(nnx.merge(self.graph, state).decoder, input_ids, features, self.pads)
 
     def _prefill(
@@ -297,7 +297,8 @@ class Forward:
         mask = Mask(causal=True, query_places=at, key_places=stand)
         held = self._spread(pool)
         context = Paged(held, rows.table, stand != NOWHERE, rows.places)
-        run = decoder.run(decoder.embed(rows.token[:, None]), positions, mask, context=context, slots=key)
+        entering, own = _entering(decoder, rows.token)
+        run = decoder.run(entering, positions, mask, context=context, slots=key, deepstack=own)
 
         index = jnp.asarray(rows.index)
         token = choose_rows(decoder.logits(run.hidden)[:, -1], draws, index)
@@ -444,7 +445,8 @@ class Forward:
         slots = jnp.full((len(now.token), 1), slot, jnp.int32)
         at = jax.lax.dynamic_slice_in_dim(now.places, slot, 1, axis=1)
         mask = Mask(query_places=at, key_places=now.places, allowed=seen)
-        run = decoder.run(decoder.embed(now.token[:, None]), positions, mask, context=cache, slots=slots)
+        entering, own = _entering(decoder, now.token)
+        run = decoder.run(entering, positions, mask, context=cache, slots=slots, deepstack=own)
 
         token = choose(decoder.logits(run.hidden)[:, -1], draw, now.count)
         token = jnp.where(now.done, now.token, token)
@@ -494,6 +496,14 @@ def key_count(context: Context | None) -> int:
     if isinstance(context, Paged):
         return context.key_count
     return 0 if context is None else next(iter(context.values())).shape[2]
+
+
+def _entering(decoder: Any, token: Int[Array, " B"]) -> tuple[Float[Array, "B 1 D"], Float[Array, "n B 1 P"] | None]:
+    """Returns what enters the decoder of one token of each row: its embedding, and what each layer takes of it."""
+    ids = token[:, None]
+    embeddings = decoder.embed(ids)
+    own = decoder.of_tokens(ids, embeddings)
+    return embeddings, None if own is None else jnp.moveaxis(own, 2, 0)
 
 
 def _stopped(token: Int[Array, " B"], draw: Draw) -> Bool[Array, " B"]:

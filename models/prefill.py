@@ -122,6 +122,6 @@ def take_tokens(x: Float[Array, "B T D"], rows: Int[Array, "B n"]) -> Float[Arra
     return jnp.take_along_axis(x, rows[:, :, None], axis=1)
 
 
-def by_layer(tokens: Tokens) -> Float[Array, "n B T D"] | None:
+def by_layer(tokens: Tokens) -> Float[Array, "n B T _"] | None:
     """Returns deepstack features, layers first, as the decoder adds them."""
     return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)

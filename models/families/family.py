@@ -281,14 +281,14 @@ def feature_arrays(config: Any) -> int:
 
 def embed_tokens(
     decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep D"] | None]:
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
     """Returns token embeddings with image features put, in order, where the placeholders stand; and the deepstack
     features
     (0 elsewhere), or None where there are none.
     """
     embeddings = decoder.embed(input_ids)
     if features is None:
-        return embeddings, None
+        return embeddings, decoder.of_tokens(input_ids, embeddings)
 
     here = jnp.isin(input_ids, jnp.array(pads))
     placed = place_features(embeddings, features[0], here)

@@ -54,6 +54,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
+    "gemma4_text": ("Gemma4", {"num_hidden_layers": 7, "vocab_size_per_layer_input": VOCABULARY}),  # and the last
 }
 TEXTS["qwen3_moe"][1]["num_key_value_heads"] = 4
 
@@ -234,6 +235,7 @@ IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)
 CLASSES = {
     **{kind: name for kind, (name, _) in TEXTS.items()},
     "gemma3_text": "Gemma3Text",
+    "gemma4_text": "Gemma4Text",
     "gemma3": "Gemma3",
     "qwen2_vl": "Qwen2VL",
     "qwen2_vl_text": "Qwen2VLText",

@@ -142,12 +142,10 @@ the tables anew: its releases are read then, or have a reason in `REFUSED`.
 """
 
 REFUSED = {
-    **dict.fromkeys(
-        ("mistralai/Ministral-3-8B-Instruct-2512", "mistralai/Devstral-Small-2-24B-Instruct-2512"),
-        r"text_config: got type 'ministral3'",
-    ),
     "Alibaba-NLP/gte-Qwen2-7B-instruct": r"got 'is_causal': False, which this library does not know for qwen2",
     "deepseek-ai/Janus-1.3B": r"got 'gen_aligner_config': .*, which this library does not know for multi_modality",
+    "mistralai/Devstral-Small-2-24B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
+    "mistralai/Ministral-3-8B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
     "openai/gpt-oss-20b": r"quantization_config: got weights quantised by 'mxfp4'",
 }
 """Releases that are refused for another reason than their architecture."""

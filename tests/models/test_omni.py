@@ -203,7 +203,7 @@ def test_names_of_transformers_modules(family, backbones, tmp_path):
         ("qwen2_5_omni", {"audio_config": {"output_dim": 32}}, "expected the text width 64"),
         ("qwen2_5_omni", {"audio_config": {"n_window": 100}}, "max_source_positions: got 64"),
         ("qwen2_5_omni", {"audio_config": {"model_type": "whisper"}}, "audio_config: got type 'whisper'"),
-        ("qwen2_5_omni", {"audio_config": {"conv_kernel_sizes": [5]}}, "which this library does not know"),
+        ("qwen2_5_omni", {"audio_config": {"pooling_type": 2}}, "'pooling_type': 2, which this library does not know"),
         ("qwen3_omni", {"audio_config": {"n_window": 40}}, "expected 49 to 52"),
         ("qwen3_omni", {"audio_config": {"n_window_infer": 50}}, "expected at least 100 frames"),
         ("qwen3_omni", {"text_config": {"sliding_window": 4096}}, "sliding_window 4096, which is not built"),

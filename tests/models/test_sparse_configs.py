@@ -99,7 +99,7 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
     }
     windows = {name: config.text.window for name, config in configs.items()}
     names = ("mistral", "llava_mistral", "llava_next", "llava_pixtral", "mistral3", "gemma3_text", "gemma3")
-    sliding = dict.fromkeys(names, 4096)
+    sliding = dict.fromkeys(names, 4096) | {"gemma4_text": 512}
     assert windows == {name: sliding.get(name) for name in NAMES}
     assert configs["qwen2_5_vl"].tokens_per_second == CLASSES["qwen2_5_vl_vision"]["tokens_per_second"] == 4
 

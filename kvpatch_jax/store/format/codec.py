@@ -26,8 +26,8 @@ CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", 
 PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
 """Fields of the body of a canonical with packed kv: the encoding's word too, and each channel's group."""
 
-_OWN = ("rope", "layers")
-"""Fields of a channel that are written where it has them."""
+_OWN, _SHARE = ("rope", "layers"), ("share",)
+"""Fields of a channel, and of a rope's scaling, that are written where these have them."""
 _KNOWN_LEAVES = 4096
 """Leaves of the largest canonical whose names are remembered."""
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
@@ -50,11 +50,15 @@ def layout_body(layout: KVLayout) -> Mapping[str, Any]:
     them, and readers that do not know the fields refuse those with them.
     """
     body = dataclasses.asdict(layout)
-    body["channels"] = [
-        {name: value for name, value in channel.items() if name not in _OWN or value is not None}
-        for channel in body["channels"]
-    ]
+    body["channels"] = [_said(channel, _OWN) for channel in body["channels"]]
+    for rope in (body["rope"], *(channel["rope"] for channel in body["channels"] if "rope" in channel)):
+        if rope["scaling"] is not None:
+            rope["scaling"] = _said(rope["scaling"], _SHARE)
     return body
+
+
+def _said(table: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in fields or value is not None}
 
 
 def layout_of(body: Mapping[str, Any]) -> KVLayout:
@@ -102,6 +106,8 @@ def _rope_of(body: Mapping[str, Any]) -> Rope:
     expect_fields("scaling", body["scaling"], Scaling)
     rope = dict(body)
     if rope["scaling"] is not None:
+        if "share" in rope["scaling"] and rope["scaling"]["share"] is None:
+            raise StoreCorruptError("object: got a scaling with an empty share; expected none of the field")
         scaling: dict[str, Any] = {}
         for name, value in rope["scaling"].items():
             scaling[name] = tuple(value) if isinstance(value, list) else value
