@@ -297,7 +297,7 @@ class Forward:
         mask = Mask(causal=True, query_places=at, key_places=stand)
         held = self._spread(pool)
         context = Paged(held, rows.table, stand != NOWHERE, rows.places)
-        entering, own = _entering(decoder, rows.token)
+        entering, own = _entering(decoder, jnp.asarray(rows.token))
         run = decoder.run(entering, positions, mask, context=context, slots=key, deepstack=own)
 
         index = jnp.asarray(rows.index)

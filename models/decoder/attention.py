@@ -55,7 +55,7 @@ class GroupedAttention(nnx.Module):
         norm |= {"weight": config.norm_weight}
         self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
         self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm and keeps else None
-        self.value_norm = RMSNorm(head_dim, **norm | {"weight": "none"}) if config.value_norm and keeps else None
+        self.value_norm = RMSNorm(head_dim, **{**norm, "weight": "none"}) if config.value_norm and keeps else None
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 

@@ -140,12 +140,13 @@ class Decoder(nnx.Module):
 
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "dtype": dtype}
         self.head = None if config.tied_embeddings else Linear(config.width, config.vocabulary, **linear)
-        width = None if config.per_layer is None else config.layers * config.per_layer
-        table = (config.per_layer_vocabulary, width)
-        self.token_table = None if width is None else nnx.Param(normal(rngs, table, TABLE_SCALE, dtype))
-        self.token_map = None if width is None else Linear(config.width, width, **linear)
-        norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype, "weight": config.norm_weight}
-        self.token_norm = None if config.per_layer is None else RMSNorm(config.per_layer, **norm)
+        self.token_table = self.token_map = self.token_norm = None
+        if config.per_layer is not None:
+            width = config.layers * config.per_layer
+            self.token_table = nnx.Param(normal(rngs, (config.per_layer_vocabulary, width), TABLE_SCALE, dtype))
+            self.token_map = Linear(config.width, width, **linear)
+            norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype, "weight": config.norm_weight}
+            self.token_norm = RMSNorm(config.per_layer, **norm)
         self.config = config
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -412,6 +413,7 @@ class Decoder(nnx.Module):
             update = layer.mlp_post_norm(update)
         hidden = hidden + update
         if layer.token_gate is not None:
+            assert own_input is not None
             gated = ACTIVATIONS[layer.activation](layer.token_gate(hidden)) * own_input
             hidden = hidden + layer.token_norm(layer.token_output(gated.astype(hidden.dtype)))
         hidden = hidden if layer.scale is None else hidden * layer.scale[...].astype(hidden.dtype)

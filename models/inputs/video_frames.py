@@ -51,7 +51,7 @@ class VideoConfig:
 
     pixels: ImageConfig
     options: str
-    own: bool = True
+    own: bool = dataclasses.field(default=True, kw_only=True)
 
     def option(self, name: str, default: Any = None) -> Any:
         """Returns an option of the file, or this where it is absent or null."""
@@ -106,7 +106,7 @@ class VideoConfig:
             options = defaults | {name: value for name, value in found.items() if name in known}
             pixels = ImageConfig.from_dict({name: value for name, value in options.items() if name in names})
             own = own or bool(_SAMPLING & set(found))
-            return cls(pixels, json.dumps(options, sort_keys=True), own)
+            return cls(pixels, json.dumps(options, sort_keys=True), own=own)
 
         return read
 
