@@ -41,9 +41,11 @@ USED = 0.9
 TILES = {
     "LlavaForConditionalGeneration": 1,
     "DeepseekVLForConditionalGeneration": 1,
+    "DeepseekVLHybridForConditionalGeneration": 1,
     "LlavaNextForConditionalGeneration": 5,
     "InternVLForConditionalGeneration": 13,
     "SmolVLMForConditionalGeneration": 17,
+    "Phi3VForCausalLM": 17,
 }
 """Tiles of one image; of families that cut images, as many as their released settings make of a large one."""
 
@@ -200,7 +202,15 @@ def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndar
         if architecture == "LlavaNextForConditionalGeneration":
             shape, sizes = (1, tiles, *side), {"image_sizes": np.array([[tower.image * 2, tower.image * 2]])}
             return {f"{tiles} tiles": (shape, sizes, len(packing_index(config.glue.tiles, sizes["image_sizes"])))}
-        return {f"{tiles} tiles": ((tiles, *side), {}, tiles * config.tile_tokens)}
+        if architecture == "Phi3VForCausalLM":  # one row of all crops but the small whole image
+            crops = np.array([[tower.image, tower.image * (tiles - 1)]])
+            count = len(config.family.vision.tokens(config, {"image_sizes": crops}, 0, None))
+            return {f"{tiles} tiles": ((tiles, *side), {"image_sizes": crops}, count)}
+        further = {}
+        if architecture == "DeepseekVLHybridForConditionalGeneration":
+            shape = (tiles, config.high.channels, config.high.image, config.high.image)
+            further = {"high_res_pixel_values": np.broadcast_to(np.float32(1), shape)}
+        return {f"{tiles} tiles": ((tiles, *side), further, tiles * config.tile_tokens)}
 
     images = {}
     for size in MEGAPIXELS:

@@ -51,7 +51,8 @@ def configuration(root: Path) -> Any:
     raw = open_files(root).config
     name = raw["architectures"][0]
     if name in AUTHORS:
-        return AUTHORS[name].family.config(AUTHORS[name].config(raw, root), "exact", None)
+        raw = AUTHORS[name].config(raw, root)
+        name = raw["architectures"][0]
     return FAMILIES[name].config(raw, "exact", None)
 
 

@@ -56,10 +56,12 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
 def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
     backbone, gold = load(write_sparse(name, tmp_path)), arrays_of(name)
     inputs = {key: gold[key] for key in ("image_grid_thw", "image_sizes") if key in gold}
-    if "pixel_shape" in gold:
-        shape = gold["pixel_shape"].tolist()
-        drawn = standard_values(f"sparse {name}", int(np.prod(shape)))
-        inputs["pixel_values"] = drawn.reshape(shape).astype(np.float32)
+    drawings = {"pixel_shape": ("pixel_values", ""), "large_shape": ("high_res_pixel_values", " large")}
+    for key, (argument, more) in drawings.items():
+        if key in gold:
+            shape = gold[key].tolist()
+            drawn = standard_values(f"sparse {name}{more}", int(np.prod(shape)))
+            inputs[argument] = drawn.reshape(shape).astype(np.float32)
     if "mel_shape" in gold:
         shape = gold["mel_shape"].tolist()
         drawn = standard_values(f"sparse {name} sound", int(np.prod(shape)))

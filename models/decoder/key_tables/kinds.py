@@ -44,7 +44,7 @@ _KINDS = {
         mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image num_mel_bins
         encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
         output_dim conv_chunksize downsample_hidden_size global_head_dim num_global_key_value_heads
-        vocab_size_per_layer_input
+        vocab_size_per_layer_input output_channels mlp_dim
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
@@ -61,7 +61,7 @@ _KINDS = {
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
-        vision_use_head attention_k_eq_v use_double_wide_mlp
+        vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
     """,
     "a text": """
         hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
@@ -69,11 +69,11 @@ _KINDS = {
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
-        image_grid_pinpoints
+        image_grid_pinpoints global_attn_indexes
     """,
     "a table": """
         rope_scaling rope_parameters text_config language_config vision_config linear_attn_config audio_config
-        thinker_config per_layer_config
+        thinker_config per_layer_config high_res_vision_config
     """,
     "a positive whole number or a list": "image_size patch_size temporal_patch_size merge_kernel_size",
     "a whole number or a list": "vision_feature_layer",
@@ -87,7 +87,7 @@ NULL = words(
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
     final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
-    per_layer_config hidden_size_per_layer_input
+    per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config
     """
 )
 """Keys whose null has a meaning of its own."""
