@@ -140,13 +140,11 @@ class Decoder(nnx.Module):
 
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "dtype": dtype}
         self.head = None if config.tied_embeddings else Linear(config.width, config.vocabulary, **linear)
-        self.token_table = self.token_map = self.token_norm = None
-        if config.per_layer is not None:
-            width = config.layers * config.per_layer
-            self.token_table = nnx.Param(normal(rngs, (config.per_layer_vocabulary, width), TABLE_SCALE, dtype))
-            self.token_map = Linear(config.width, width, **linear)
-            norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype, "weight": config.norm_weight}
-            self.token_norm = RMSNorm(config.per_layer, **norm)
+        width, own = config.layers * (config.per_layer or 0), config.per_layer is not None
+        table, norm = (config.per_layer_vocabulary, width), {"epsilon": config.norm_epsilon, "dtype": dtype}
+        self.token_table = nnx.Param(normal(rngs, table, TABLE_SCALE, dtype)) if own else None
+        self.token_map = Linear(config.width, width, **linear) if own else None
+        self.token_norm = RMSNorm(config.per_layer or 0, **norm, weight=config.norm_weight) if own else None
         self.config = config
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
