@@ -159,7 +159,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
         yield json.dumps(settings, sort_keys=True).encode()
         for name, other in (("video", self.video_config), ("audio", self.audio_config)):
-            if other is not None:
+            if getattr(other, "own", other is not None):
                 yield json.dumps([name, dataclasses.asdict(other)], sort_keys=True).encode()
         # A rule of positions that no file names.
         rule = getattr(self.config, "video_rule", "max")

@@ -25,6 +25,7 @@ from .families.family import abstract, parameters, tower_heads, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .hub import resolve
+from .inputs.chat import template_with_images
 from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
@@ -100,9 +101,9 @@ def load(
     # The authors' own formats are read as the family that transformers made of them.
     name = find_architecture(files.config, files.name)
     authors = AUTHORS.get(name)
-    family = FAMILIES[name] if authors is None else authors.family
     with reading(files.name, ignore):
         raw = files.config if authors is None else authors.config(files.config, root)
+        family = FAMILIES[name if authors is None else raw["architectures"][0]]
         config = family.config(raw, angles, regime)
         # LLaVA is another family with another tower.
         family = config.family
@@ -149,13 +150,14 @@ def load(
     values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
 
     tokenizer, without = files.tokenizer()
+    template = family.template if authors is None else authors.template(files.config)
     backbone = ModelBackbone(
         config,
         values,
         image_config=image_config,
         tokenizer=tokenizer,
         buckets=buckets,
-        chat_template=files.chat_template(),
+        chat_template=template_with_images(files.chat_template(), template, root, name),
         mesh=mesh,
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),

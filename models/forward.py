@@ -26,12 +26,12 @@ from kvpatch_jax.core import Buckets, KVLayout, Paged, end_position, to_engine
 
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE
-from .decoder.cached import read_pages, written_into_pages
+from .decoder.cached import read_all_pages, written_into_pages
 from .decoder.sharding import auto_mesh, cache_shardings, split_mesh
 from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask, paged_mask
-from .prefill import by_layer, run_prompt, take_tokens
+from .prefill import by_layer, entering, run_prompt, take_tokens
 from .sampling import REFUSED, Draw, choose, choose_rows
 
 STEP_TOKENS = 16
@@ -146,7 +146,7 @@ class Forward:
 
     def _embed(
         self, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T n-1 D"] | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
         return embed_tokens(nnx.merge(self.graph, state).decoder, input_ids, features, self.pads)
 
     def _prefill(
@@ -297,7 +297,8 @@ class Forward:
         mask = Mask(causal=True, query_places=at, key_places=stand)
         held = self._spread(pool)
         context = Paged(held, rows.table, stand != NOWHERE, rows.places)
-        run = decoder.run(decoder.embed(rows.token[:, None]), positions, mask, context=context, slots=key)
+        embeddings, own = entering(decoder, jnp.asarray(rows.token))
+        run = decoder.run(embeddings, positions, mask, context=context, slots=key, deepstack=own)
 
         index = jnp.asarray(rows.index)
         token = choose_rows(decoder.logits(run.hidden)[:, -1], draws, index)
@@ -394,10 +395,7 @@ class Forward:
         # The engine-frame cache of context and tokens, with room for as many more.
         turned, before = to_engine(self.layout, run.kv, tokens.positions, 0), context
         if isinstance(before, Paged):
-            pages, before = before, {}
-            for channel in self.layout.channels:
-                own, rows = {channel.name: channel}, jnp.arange(self.layout.depth(channel.name))
-                before |= read_pages(pages, own, rows)
+            before = read_all_pages(before, self.layout)
         cache = {}
         for name, new in turned.items():
             whole = new if before is None else jnp.concatenate([before[name].astype(new.dtype), new], 2)
@@ -444,7 +442,8 @@ class Forward:
         slots = jnp.full((len(now.token), 1), slot, jnp.int32)
         at = jax.lax.dynamic_slice_in_dim(now.places, slot, 1, axis=1)
         mask = Mask(query_places=at, key_places=now.places, allowed=seen)
-        run = decoder.run(decoder.embed(now.token[:, None]), positions, mask, context=cache, slots=slots)
+        embeddings, own = entering(decoder, now.token)
+        run = decoder.run(embeddings, positions, mask, context=cache, slots=slots, deepstack=own)
 
         token = choose(decoder.logits(run.hidden)[:, -1], draw, now.count)
         token = jnp.where(now.done, now.token, token)

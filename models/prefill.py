@@ -122,6 +122,14 @@ def take_tokens(x: Float[Array, "B T D"], rows: Int[Array, "B n"]) -> Float[Arra
     return jnp.take_along_axis(x, rows[:, :, None], axis=1)
 
 
-def by_layer(tokens: Tokens) -> Float[Array, "n B T D"] | None:
+def by_layer(tokens: Tokens) -> Float[Array, "n B T _"] | None:
     """Returns deepstack features, layers first, as the decoder adds them."""
     return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)
+
+
+def entering(decoder: Any, token: Int[Array, " B"]) -> tuple[Float[Array, "B 1 D"], Float[Array, "n B 1 P"] | None]:
+    """Returns what enters the decoder of one token of each row: its embedding, and what each layer takes of it."""
+    ids = token[:, None]
+    embeddings = decoder.embed(ids)
+    own = decoder.of_tokens(ids, embeddings)
+    return embeddings, None if own is None else jnp.moveaxis(own, 2, 0)

@@ -6,6 +6,7 @@ Everything here runs on the host.
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,7 +121,12 @@ class Prompts:
         own = self.family.vision is not None and not template.starts(text)
         arrays, runs = self._process(media)
         text, expansions = self._spelled(text, media, runs, mark)
-        ids = ids_of_text(self.tokenizer, text, self._unknown, own)
+        spelling = None if self.family.vision is None else self.family.vision.spelling
+        texts = [text] if spelling is None else re.split(spelling, text)
+        pieces = [ids_of_text(self.tokenizer, part, self._unknown, own) for part in texts]
+        ids = list(pieces[0])
+        for piece in pieces[1:]:
+            ids += [self.config.image_token, *piece]
         if self.family.vision is not None or media:
             ids = expand_media(ids, expansions, placeholders(self.config) if mark is None else (mark.token,))
         return self._prompt(ids, arrays)

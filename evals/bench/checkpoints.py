@@ -30,6 +30,7 @@ TINY = {
     "LlavaNextForConditionalGeneration": "llava_next",
     "Kimi_K25ForConditionalGeneration": "kimi_vl",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
+    "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
     "InternVLForConditionalGeneration": "internvl",
     "SmolVLMForConditionalGeneration": "smolvlm",
     "LlamaForCausalLM": "llama3_1",
@@ -45,9 +46,14 @@ TINY = {
 }
 """Which tiny model stands for an architecture."""
 _KIMI_K25 = "transformers has no such class; Kimi_K25 is the same function of images"
-UNTIMED = dict.fromkeys(("KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"), _KIMI_K25)
+UNTIMED = {
+    "KimiVLForConditionalGeneration": _KIMI_K25,
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Phi3VForCausalLM": "transformers has no such class",
+}
 REGIMES = {"Phi3ForCausalLM": "long"}
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+PICTURES += ("high_res_pixel_values",)
 
 
 def qwen2_config(

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 import pallas_kernels
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, LayoutError
 from kvpatch_jax.utils.traced_flops import traced_flops
 from models import FAMILIES
 from models.checkpoints import flatten_params
@@ -26,6 +26,7 @@ from models.decoder.sharding import partition_specs, split_mesh
 from models.families.family import abstract, parameters, placeholders, tower_heads, with_dtype, with_parameters
 from models.families.llava import packing_index
 from models.forward import Forward
+from models.towers.pixtral import PixtralConfig
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 
 from ..results.tables import markdown_table
@@ -41,9 +42,12 @@ USED = 0.9
 TILES = {
     "LlavaForConditionalGeneration": 1,
     "DeepseekVLForConditionalGeneration": 1,
+    "DeepseekVLHybridForConditionalGeneration": 1,
     "LlavaNextForConditionalGeneration": 5,
     "InternVLForConditionalGeneration": 13,
     "SmolVLMForConditionalGeneration": 17,
+    "Phi3VForCausalLM": 17,
+    "Gemma3ForConditionalGeneration": 1,
 }
 """Tiles of one image; of families that cut images, as many as their released settings make of a large one."""
 
@@ -128,6 +132,8 @@ def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
         mesh = AbstractMesh((count,), ("tensor",))
         try:
             specs = partition_specs(config.text, leaves, mesh, tower_heads(config))
+        except LayoutError:  # layers of unlike kinds lie over no mesh yet
+            break
         except ConfigError:
             count //= 2
             continue
@@ -194,13 +200,23 @@ def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any
 def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarray], int]]:
     """Returns the shape of the pixels, further arrays and the number of placeholders of one image, by its size."""
     tower, architecture = config.vision, config.family.architecture
-    if architecture in TILES:
+    # Pixtral's tower, of Mistral's family and of LLaVA's, takes images of any size.
+    pixtral = isinstance(tower, PixtralConfig)
+    if architecture in TILES and not pixtral:
         tiles = TILES[architecture]
         side = (tower.channels, tower.image, tower.image)
         if architecture == "LlavaNextForConditionalGeneration":
             shape, sizes = (1, tiles, *side), {"image_sizes": np.array([[tower.image * 2, tower.image * 2]])}
             return {f"{tiles} tiles": (shape, sizes, len(packing_index(config.glue.tiles, sizes["image_sizes"])))}
-        return {f"{tiles} tiles": ((tiles, *side), {}, tiles * config.tile_tokens)}
+        if architecture == "Phi3VForCausalLM":  # one row of all crops but the small whole image
+            crops = np.array([[tower.image, tower.image * (tiles - 1)]])
+            count = len(config.family.vision.tokens(config, {"image_sizes": crops}, 0, None))
+            return {f"{tiles} tiles": ((tiles, *side), {"image_sizes": crops}, count)}
+        further = {}
+        if architecture == "DeepseekVLHybridForConditionalGeneration":
+            shape = (tiles, config.high.channels, config.high.image, config.high.image)
+            further = {"high_res_pixel_values": np.broadcast_to(np.float32(1), shape)}
+        return {f"{tiles} tiles": ((tiles, *side), further, tiles * config.tile_tokens)}
 
     images = {}
     for size in MEGAPIXELS:
@@ -208,9 +224,10 @@ def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndar
         grid = np.array([[1, height * tower.merge, width * tower.merge]])
         patches = int(np.prod(grid))
         shape: tuple[int, ...] = (patches, tower.channels, tower.patch, tower.patch)
-        if not architecture.startswith("Kimi"):
+        arrays = {"image_sizes": grid[:, 1:] * tower.patch} if pixtral else {"image_grid_thw": grid}
+        if not pixtral and not architecture.startswith("Kimi"):
             shape = (patches, tower.features)
-        images[f"{size} Mpx"] = (shape, {"image_grid_thw": grid}, height * width)
+        images[f"{size} Mpx"] = (shape, arrays, height * width)
 
     return images
 

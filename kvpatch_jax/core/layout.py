@@ -212,6 +212,18 @@ class KVLayout:
             return tuple(layers)
         return tuple(own.index(layer) for layer in layers if layer in own)
 
+    def of_layers(self, values: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+        """Cuts {channel: [L, ...]} to some of the decoder's layers: of each channel those of them that keep it."""
+        layers = tuple(layers)
+        return {name: value[np.asarray(self.rows_of(name, layers), int)] for name, value in values.items()}
+
+    def kernels(self, rotation: Callable[..., Any]) -> list[tuple[list[str], Callable[..., Any]]]:
+        """Groups channels by the layers that keep them and their order of pairs, each with its rotation kernel."""
+        groups: dict[Any, list[str]] = {}
+        for name in self.names:
+            groups.setdefault((self.layers_of(name), self.rope_of(name).cached), []).append(name)
+        return [(names, functools.partial(rotation, layout=cached)) for (_, cached), names in groups.items()]
+
     @functools.cached_property
     def numbers(self) -> int:
         """Numbers per token, all layers and channels."""

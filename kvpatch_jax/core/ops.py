@@ -10,7 +10,7 @@ Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here:
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
@@ -253,14 +253,8 @@ def form(
     delta = deficit(conditioned, base, length)
     if plan.frame == "engine":
         delta = to_engine(layout, delta, local, start)
-    delta = delta if plan.layers is None else of_layers(layout, delta, plan.layers)
+    delta = delta if plan.layers is None else layout.of_layers(delta, plan.layers)
     return factorise_deficit(delta, key, length, plan=plan)
-
-
-def of_layers(layout: KVLayout, values: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
-    """Cuts {channel: [L, ...]} to some of the decoder's layers: of each channel those of them that keep it."""
-    layers = tuple(layers)
-    return {name: value[np.asarray(layout.rows_of(name, layers), int)] for name, value in values.items()}
 
 
 def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
@@ -341,7 +335,8 @@ def apply(
     if packed:
         result = {}
         # Channels of as many layers and one order of pairs go through one loop.
-        for own, kernel in kernels_of(layout, packed):
+        for names, kernel in layout.kernels(rotate_patch):
+            own = {name: packed[name] for name in names}
             result |= jax.lax.map(_layer_program(arguments, kernel), _layered(own, arguments))
         return result
 
@@ -350,16 +345,6 @@ def apply(
         kernel = functools.partial(rotate_patch, layout=layout.rope_of(name).cached)
         result[name] = kernel(kv[name], **own) if own else kv[name]  # pyright: ignore[reportArgumentType]
     return result
-
-
-def kernels_of(
-    layout: KVLayout, kv: Mapping[str, PackedArray]
-) -> list[tuple[dict[str, PackedArray], Callable[..., Array]]]:
-    """Groups packed channels by the layers that keep them and by their ropes' order of pairs, each with its kernel."""
-    groups: dict[Any, dict[str, PackedArray]] = {}
-    for name, value in kv.items():
-        groups.setdefault((layout.layers_of(name), layout.rope_of(name).cached), {})[name] = value
-    return [(own, functools.partial(rotate_patch, layout=cached)) for (_, cached), own in groups.items()]
 
 
 def over_layers(

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import LayoutError, RopeRegimeError
 
-KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Scaling:
     """Frequency scaling of a rope. Names follow the fields of Hugging Face's `rope_parameters`.
 
     Attributes:
-      kind: "linear", "llama3", "yarn", "longrope" or "dynamic".
+      kind: "linear", "llama3", "yarn", "longrope", "dynamic" or "proportional" (Gemma 4: the first frequencies alone
+        turn, over pairs of the whole head).
       factor: how much the context was extended.
       original: context length before the extension (`original_max_position_embeddings`); for "dynamic", the model's
         `max_position_embeddings`.
@@ -26,9 +27,10 @@ class Scaling:
       regime: longrope only: "short" or "long", the set of frequencies that this rope uses.
       length: dynamic only: the sequence length whose frequencies this rope uses.
       attention_factor: replaces the attention scaling that the kind implies.
+      share: proportional only: of the frequencies, the part that turns.
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
     factor: float | int = 1.0
     original: int | None = None
     low_freq_factor: float | int = 1.0
@@ -43,6 +45,8 @@ class Scaling:
     regime: Literal["short", "long"] | None = None
     length: int | None = None
     attention_factor: float | int | None = None
+    # Not in the representation, which fingerprints of other kinds are made of.
+    share: float | int | None = dataclasses.field(default=None, repr=False)
 
     def check(self, dim: int) -> None:
         """Checks that the fields define a scaling for `dim` rotary channels.
@@ -55,7 +59,12 @@ class Scaling:
             raise LayoutError(f"rope scaling: got kind {self.kind!r}; expected one of {KINDS}")
         if not self.factor > 0:
             raise LayoutError(f"rope scaling: got factor {self.factor}; expected a positive number")
-        if self.kind != "linear" and (self.original is None or self.original < 1):
+        if (self.kind == "proportional") != (self.share is not None) or not 0 <= (self.share or 0) <= 1:
+            raise LayoutError(
+                f"rope scaling {self.kind!r}: got share {self.share}; expected 0 to 1 for 'proportional', else None"
+            )
+        lengths = self.kind not in ("linear", "proportional")
+        if lengths and (self.original is None or self.original < 1):
             raise LayoutError(f"rope scaling {self.kind!r}: got original {self.original}; expected a positive length")
 
         # Engines choose the frequencies of these two kinds by the length of the sequence that they prefill. Keys of two
@@ -120,6 +129,9 @@ class Scaling:
             return self._yarn(plain, theta, dim)
         if self.kind == "longrope":
             return plain / np.asarray(self.stretch, plain.dtype)
+        if self.kind == "proportional":
+            turning = np.arange(dim // 2) < int((self.share or 0) * dim // 2)
+            return np.where(turning, plain / plain.dtype.type(self.factor), plain.dtype.type(0))
         return plain
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:

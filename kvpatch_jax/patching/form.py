@@ -175,7 +175,7 @@ def _delta_of(chunk: Chunk, conditioned: KVArrays, layers: tuple[int, ...]) -> d
     """Computes the deficit of some layers."""
     delta = deficit_of(conditioned, chunk.kv, chunk)
     if len(layers) < chunk.layout.layers:
-        delta = ops.of_layers(chunk.layout, delta, layers)
+        delta = chunk.layout.of_layers(delta, layers)
         delta = {name: value for name, value in delta.items() if len(value)}
     return delta
 

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import rotate_patch
+
 from ..core import KVLayout, PackedArray, ops
 
 
@@ -39,6 +41,6 @@ def splice_packed(
         return written
 
     written = dict(pool)
-    for own, kernel in ops.kernels_of(layout, kv):
-        written = ops.over_layers(own, arguments, kernel, write, written)
+    for names, kernel in layout.kernels(rotate_patch):
+        written = ops.over_layers({name: kv[name] for name in names}, arguments, kernel, write, written)
     return written

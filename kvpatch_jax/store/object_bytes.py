@@ -12,8 +12,9 @@ import numpy as np
 from ..core import KVEncoding, KVLayout, Rope
 from ..errors import ConfigError, InputError
 from ..utils.kinds import expect_kind, is_whole
-from .format.codec import encode, kept_by_layer, layout_body
+from .format.codec import encode
 from .format.header import PAGE
+from .format.layout_codec import kept_by_layer, layout_body
 from .format.naming import Encoding, encoding_word, few_bits
 from .format.objects import Blob, planned_header
 from .format.packed import kv_forms

@@ -183,10 +183,10 @@ def _write_packed(
         return Pools(engine, source), None
 
     # Channels that live on as many layers go through one loop.
-    for own, _ in ops.kernels_of(layout, {name: kv[name] for name in pools.engine}):
+    for names, _ in layout.kernels(rotate_patch):
+        own = {name: kv[name] for name in names}
         layered = {name: ops.layered_arguments(arguments_of[name]) for name in own}
-        layers = jnp.arange(layout.depth(next(iter(own))))
-        pools, _ = jax.lax.scan(step, pools, (layers, (own, layered)))
+        pools, _ = jax.lax.scan(step, pools, (jnp.arange(layout.depth(names[0])), (own, layered)))
     return pools
 
 

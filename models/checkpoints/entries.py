@@ -35,6 +35,7 @@ class TensorEntry:
       tied_to: name of the tensor to read where this one is absent (an output head tied to the embedding).
       part: the parameter is a piece of the file's tensor (fused projections); `permute` is for that piece.
       offset: with `stack`, the number that the first brace starts from (a stack of layers 3, 4, …).
+      numbers: with `stack`, all numbers of the first brace, where they do not follow one another.
     """
 
     pattern: str
@@ -45,6 +46,7 @@ class TensorEntry:
     tied_to: str | None = None
     part: Part | None = None
     offset: int = 0
+    numbers: tuple[int, ...] | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:

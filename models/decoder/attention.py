@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from kvpatch_jax.backbone import LayerAttention
 
 from ..attention import Mask, attention
-from .config import DecoderConfig
+from .config import DecoderConfig, LayerKind
 from .layers import Linear, RMSNorm
 
 Attend = Callable[..., Array]
@@ -33,28 +33,50 @@ LATENT_EPSILON = 1e-6
 class GroupedAttention(nnx.Module):
     """Query, key, value and output projections of one layer (or a stack of layers)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
-        heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.width
-        bias = config.attention_bias
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        lead: tuple[int, ...],
+        dtype: jnp.dtype,
+        kind: LayerKind | None = None,
+    ):
+        kind = config.layer_kinds[0] if kind is None else kind
+        heads, kv_heads, head_dim, width = config.heads, kind.kv_heads, kind.head_dim, config.width
+        bias, keeps = config.attention_bias, not kind.reads
+
+        def kv(wanted):
+            return Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype) if wanted else None
+
         self.query = Linear(width, heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
-        self.key = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
-        self.value = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.key, self.value = kv(keeps), kv(keeps and not kind.keys_are_values)
         self.output = Linear(heads * head_dim, width, bias=config.output_bias, rngs=rngs, lead=lead, dtype=dtype)
         norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         norm |= {"weight": config.norm_weight}
         self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
-        self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm and keeps else None
+        self.value_norm = RMSNorm(head_dim, **{**norm, "weight": "none"}) if config.value_norm and keeps else None
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Returns queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position."""
+        """Returns queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position.
+
+        A layer that reads another's KV has none of its own: {}.
+        """
+
+        def heads(linear):
+            return linear(x).reshape(*x.shape[:2], -1, self.head_dim)
+
         # The norm on each head comes before the rotation, so phase-free keys have it.
-        query, key, value = (
-            linear(x).reshape(*x.shape[:2], -1, self.head_dim) for linear in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query = heads(self.query)
+        query = query if self.query_norm is None else self.query_norm(query)
+        if self.key is None:
+            return {"turning": query}, {}
+        key = heads(self.key)
+        value = key if self.value is None else heads(self.value)
+        key = key if self.key_norm is None else self.key_norm(key)
+        value = value if self.value_norm is None else self.value_norm(value)
         return {"turning": query}, {"k": key, "v": value}
 
     def mix(
@@ -73,7 +95,14 @@ class GroupedAttention(nnx.Module):
 class LatentAttention(nnx.Module):
     """Projections to and from the latent of one layer (or a stack of layers)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        lead: tuple[int, ...],
+        dtype: jnp.dtype,
+        kind: LayerKind | None = None,
+    ):
         latent = config.latent
         assert latent is not None
         heads, width, bias = config.heads, config.width, config.attention_bias

@@ -136,3 +136,11 @@ def read_pages(paged: Paged, channels: Mapping[str, Channel], layer: Int[Array, 
         found[name] = jnp.where(paged.seen[..., None, None], own, 0)
 
     return found
+
+
+def read_all_pages(paged: Paged, layout: KVLayout) -> KV:
+    """Returns what a table's pages hold of every layer, {channel: [L,B,N·O,K,H]}, as `read_pages` does of one."""
+    found: KV = {}
+    for channel in layout.channels:
+        found |= read_pages(paged, {channel.name: channel}, jnp.arange(layout.depth(channel.name)))
+    return found

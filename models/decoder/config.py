@@ -84,6 +84,9 @@ class LayerKind:
       name: of the channels that these layers keep: "" for k and v, "local" for k_local and v_local.
       rope: of their keys and queries. head_dim, kv_heads: of their attention. window: how many tokens a token sees,
         itself included; None for all.
+      reads: they keep no KV, and read that of the last layer below with channels of this name that keeps its own.
+      keys_are_values: their values are their keys' projection, before its norm.
+      intermediate: width inside their MLP; None: the decoder's.
     """
 
     name: str
@@ -91,6 +94,9 @@ class LayerKind:
     head_dim: int
     kv_heads: int
     window: int | None = None
+    reads: bool = False
+    keys_are_values: bool = False
+    intermediate: int | None = None
 
     @property
     def channels(self) -> dict[str, str]:
@@ -119,8 +125,11 @@ class DecoderConfig:
     Where layers are of unlike kinds, `kinds` lists these and `kind_of` says, layer by layer, which it is; `rope`,
     `head_dim` and `kv_heads` are then those of the first kind, and windows are the kinds' own.
 
-    `norm_weight` says how RMS norms take their weight: "after" the cast back from float32 (Llama), or 1 + weight in
-    float32 before it ("offset", Gemma). `embedding_scale` multiplies token embeddings, rounded to their dtype.
+    `norm_weight` says how RMS norms take their weight: "after" the cast back from float32 (Llama), or in float32 before
+    it: the weight itself ("wide", Gemma 4) or 1 + weight ("offset", Gemma 3). `value_norm` puts one without a weight on
+    each head's values. `layer_scale` multiplies what leaves a layer by a number of its own. `per_layer` is the width of
+    what every layer takes of each token beside the residual (Gemma 4), looked up in a table of `per_layer_vocabulary`.
+    `embedding_scale` multiplies token embeddings, rounded to their dtype.
     `attention_scale` multiplies scores in place of head_dim^-0.5. `logit_cap` c bounds logits softly: c·tanh(x/c).
 
     Raises:
@@ -151,7 +160,11 @@ class DecoderConfig:
     window_layers: tuple[int, ...] | None = None
     kinds: tuple[LayerKind, ...] = ()
     kind_of: tuple[int, ...] = ()
-    norm_weight: Literal["after", "offset"] = "after"
+    norm_weight: Literal["after", "wide", "offset"] = "after"
+    value_norm: bool = False
+    layer_scale: bool = False
+    per_layer: int | None = None
+    per_layer_vocabulary: int = 0
     embedding_scale: float | None = None
     attention_scale: float | None = None
     logit_cap: float | None = None
@@ -171,8 +184,8 @@ class DecoderConfig:
             raise ConfigError(f"query heads: got {self.heads}; expected a multiple of the {self.kv_heads} KV heads")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f"activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
-        if self.norm_weight not in ("after", "offset"):
-            raise ConfigError(f"norm_weight: got {self.norm_weight!r}; expected 'after' or 'offset'")
+        if self.norm_weight not in ("after", "wide", "offset"):
+            raise ConfigError(f"norm_weight: got {self.norm_weight!r}; expected 'after', 'wide' or 'offset'")
         if self.kinds:
             self._check_kinds()
 
@@ -189,12 +202,18 @@ class DecoderConfig:
         first = self.kinds[0]
         if (first.rope, first.head_dim, first.kv_heads) != (self.rope, self.head_dim, self.kv_heads):
             raise ConfigError("kinds of layers: got a first one unlike the decoder's own fields; expected them alike")
-        for kind in self.kinds:
-            if self.heads % kind.kv_heads or (kind.head_dim, kind.kv_heads) != (self.head_dim, self.kv_heads):
+        kept = set[str]()
+        for layer, kind in enumerate(self.layer_kinds):
+            if kind.kv_heads < 1 or self.heads % kind.kv_heads or kind.rope.head_width != kind.head_dim:
                 raise ConfigError(
-                    f"layers of kind {kind.name!r}: got {kind.kv_heads} KV heads of width {kind.head_dim}; expected "
-                    f"{self.kv_heads} of {self.head_dim} in every layer"
+                    f"layers of kind {kind.name!r}: got {kind.kv_heads} KV heads of width {kind.head_dim}; expected a "
+                    f"divisor of the {self.heads} query heads, and the rope's width {kind.rope.head_width}"
                 )
+            if kind.reads and kind.name not in kept:
+                raise ConfigError(
+                    f"layer {layer}: got one that reads the KV of no layer below; expected one that keeps it"
+                )
+            kept |= {kind.name} if not kind.reads else set()
         channels = {(kind.name, kind.rope, kind.head_dim, kind.kv_heads) for kind in self.kinds}
         names = {kind.name for kind in self.kinds}
         if len(channels) != len(names) or (len(names) == 1 and names != {""}):
@@ -220,8 +239,22 @@ class DecoderConfig:
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """Where each layer's KV is along the first axis of its channels."""
-        names = [kind.name for kind in self.layer_kinds]
-        return tuple(names[:layer].count(name) for layer, name in enumerate(names))
+        rows, counts = [], dict[str, int]()
+        for kind in self.layer_kinds:
+            if not kind.reads:
+                counts[kind.name] = counts.get(kind.name, 0) + 1
+            rows.append(counts[kind.name] - 1)
+        return tuple(rows)
+
+    @functools.cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The layer whose KV each one attends over: itself, or the one whose KV it reads."""
+        sources, latest = [], dict[str, int]()
+        for layer, kind in enumerate(self.layer_kinds):
+            if not kind.reads:
+                latest[kind.name] = layer
+            sources.append(latest[kind.name])
+        return tuple(sources)
 
     def channels_of(self, layer: int) -> dict[str, str]:
         """Returns what attention calls its KV, and the channels of the layout that a layer keeps of it."""
@@ -232,7 +265,7 @@ class DecoderConfig:
     @property
     def layout(self) -> KVLayout:
         """The KV layout that follows from this configuration."""
-        if len({(kind.name, kind.rope) for kind in self.layer_kinds}) > 1:
+        if len({(kind.name, kind.rope) for kind in self.layer_kinds}) > 1 or any(kind.reads for kind in self.kinds):
             return self._unlike_layout()
         if self.latent is not None:
             return KVLayout.mla(self.layers, self.latent.latent, self.latent.rope_dim, rope=self.rope)
@@ -244,7 +277,8 @@ class DecoderConfig:
         """Returns the layout of layers of unlike kinds: channels of each kind, on its layers."""
         channels = []
         for name in dict.fromkeys(kind.name for kind in self.kinds):
-            layers = tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.name == name)
+            named = [layer for layer, kind in enumerate(self.layer_kinds) if kind.name == name]
+            layers = tuple(layer for layer in named if not self.layer_kinds[layer].reads)
             kind = self.layer_kinds[layers[0]]
             key, value = kind.channels.values()
             rope = None if kind.rope == self.rope else kind.rope
@@ -265,12 +299,24 @@ class DecoderConfig:
     @functools.cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
         """Stacks of layers whose parameters have one shape: dense layers below experts are one of their own."""
+        forms: dict[tuple, list[int]] = {}
+        for layer, kind in enumerate(self.layer_kinds if self.kinds else ()):
+            form = (kind.reads, kind.head_dim, kind.kv_heads, kind.keys_are_values, kind.intermediate)
+            forms.setdefault(form, []).append(layer)
+        if len(forms) > 1:
+            return tuple(LayerStack(f"layers_{number}", tuple(own)) for number, own in enumerate(forms.values()))
+
         below = self.dense_layers
         stacks = (
             LayerStack("dense_layers", tuple(range(below))),
             LayerStack("layers", tuple(range(below, self.layers))),
         )
         return tuple(stack for stack in stacks if stack.layers)
+
+    def place(self, layer: int) -> tuple[str, int]:
+        """Returns the stack of a layer, and where it is in it."""
+        stack = next(stack for stack in self.stacks if layer in stack.layers)
+        return stack.name, stack.layers.index(layer)
 
     @property
     def dense_layers(self) -> int:

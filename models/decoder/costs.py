@@ -14,10 +14,8 @@ def forward_costs(config: DecoderConfig) -> ForwardCosts:
     width, heads, latent, experts = config.width, config.heads, config.latent, config.experts
 
     # Multiplications of one layer's attention: per token, and per query and key.
-    if latent is None:
-        own, shared = heads * config.head_dim, config.kv_heads * config.head_dim
-        token, pair = width * (2 * own + 2 * shared), 2 * own
-    else:
+    token, pair = 0, 0
+    if latent is not None:
         queries = heads * (latent.plain_dim + latent.rope_dim)
         rank = latent.query_rank
         query = width * queries if rank is None else (width + queries) * rank
@@ -27,19 +25,26 @@ def forward_costs(config: DecoderConfig) -> ForwardCosts:
         # A head's query meets the latent and the rotary key, and its weights meet the latent again.
         token, pair = query + down + absorbed + output, heads * (2 * latent.latent + latent.rope_dim)
 
-    tokens, windows = [], []
-    for layer in range(config.layers):
-        mlp = 3 * width * config.intermediate
+    tokens, pairs, windows = [], [], []
+    for layer, kind in enumerate(config.layer_kinds):
+        if latent is None:
+            own, shared = heads * kind.head_dim, kind.kv_heads * kind.head_dim
+            maps = 0 if kind.reads else 1 if kind.keys_are_values else 2
+            token, pair = width * (2 * own + maps * shared), 2 * own
+        mlp = 3 * width * (kind.intermediate or config.intermediate) + 2 * width * (config.per_layer or 0)
         # The router, the experts that a token takes (gate, up and down), and their weighted sum.
         if experts is not None and layer >= config.dense_layers:
             inner = experts.chosen * experts.intermediate + experts.shared
             mlp = width * (experts.experts + 3 * inner + experts.chosen)
+        # The map from the embedding to what every layer takes of a token is counted with the layers.
+        mlp += width * (config.per_layer or 0)
         tokens.append(2 * (token + mlp))
-        windows.append(config.layer_kinds[layer].window or 0)
+        pairs.append(2 * pair)
+        windows.append(kind.window or 0)
 
     return ForwardCosts(
         token=tuple(tokens),
-        pair=(2 * pair,) * config.layers,
+        pair=tuple(pairs),
         window=tuple(windows),
         logit=2 * width * config.vocabulary,
     )

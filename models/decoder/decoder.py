@@ -27,8 +27,8 @@ from kvpatch_jax.errors import ShapeError
 from ..attention import Mask, as_mask, attention
 from .attention import Attend, GroupedAttention, LatentAttention
 from .cached import KV, behind, read_pages, written_into, written_into_keys
-from .config import DecoderConfig
-from .layers import TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
+from .config import DecoderConfig, LayerKind
+from .layers import ACTIVATIONS, TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
 from .moe import ExpertParam, Experts
 from .stacks import layers_to_scan
 
@@ -39,23 +39,39 @@ TURNING = ("k", "kpe")
 class DecoderLayer(nnx.Module):
     """One layer, or with `lead=(L,)` a stack of layers to scan over."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = (), dense: bool = True):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        lead: tuple[int, ...] = (),
+        dense: bool = True,
+        kind: LayerKind | None = None,
+    ):
+        kind = config.layer_kinds[0] if kind is None else kind
         dtype = jnp.dtype(config.dtype)
         norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         norm |= {"weight": config.norm_weight}
         mlp: dict[str, Any] = {"rngs": rngs, "activation": config.activation, "lead": lead, "dtype": dtype}
         self.input_norm = RMSNorm(config.width, **norm)
-        kind = GroupedAttention if config.latent is None else LatentAttention
-        self.attention = kind(config, rngs, lead, dtype)
+        attention = GroupedAttention if config.latent is None else LatentAttention
+        self.attention = attention(config, rngs, lead, dtype, kind)
         self.mlp_norm = RMSNorm(config.width, **norm)
 
         if config.experts is None or dense:
-            self.mlp = GatedMLP(config.width, config.intermediate, bias=config.mlp_bias, **mlp)
+            self.mlp = GatedMLP(config.width, kind.intermediate or config.intermediate, bias=config.mlp_bias, **mlp)
         else:
             self.mlp = Experts(config.experts, config.width, **mlp)
 
         self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
+        self.scale = nnx.Param(jnp.ones((*lead, 1), dtype)) if config.layer_scale else None
+        # What the layer takes of each token beside the residual: gated by it, and added to it.
+        linear: dict[str, Any] = {"bias": False, "rngs": rngs, "lead": lead, "dtype": dtype}
+        inner = config.per_layer
+        self.token_gate = None if inner is None else Linear(config.width, inner, **linear)
+        self.token_output = None if inner is None else Linear(inner, config.width, **linear)
+        self.token_norm = None if inner is None else RMSNorm(config.width, **norm)
+        self.activation = config.activation
 
 
 class LayerState(NamedTuple):
@@ -99,25 +115,36 @@ class _Step(NamedTuple):
     channels: dict[str, str]  # of the layers' KV, as attention calls it, those of the layout
     paged: Paged | None  # a context in pages, which every layer looks up for itself
     observe: Callable[[LayerAttention], Any] | None = None  # in the layers whose attention is asked for
+    shared: KV | None = None  # engine-frame KV of the layer that these ones read, with its context
     attend: Attend = attention  # how queries attend over keys
 
 
 class Decoder(nnx.Module):
     """Token embedding, stacked layers, final norm and (tied or own) output head.
 
-    `layers` is the stack of all layers, or of those above `dense_layers` where the bottom ones are of another kind.
+    `layers` is the stack of all layers, or of those above `dense_layers` where the bottom ones are of another kind;
+    layers of unlike shapes are stacks of their own (`DecoderConfig.stacks`).
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.embedding = nnx.Param(normal(rngs, (config.vocabulary, config.width), TABLE_SCALE, dtype))
-        dense = config.dense_layers
-        self.dense_layers = DecoderLayer(config, rngs, lead=(dense,)) if dense else None
-        self.layers = DecoderLayer(config, rngs, lead=(config.layers - dense,), dense=config.experts is None)
+        made = {}
+        for name, layers in config.stacks:
+            dense, kind = name == "dense_layers" or config.experts is None, config.layer_kinds[layers[0]]
+            made[name] = DecoderLayer(config, rngs, lead=(len(layers),), dense=dense, kind=kind)
+        self.dense_layers = made.pop("dense_layers", None)
+        for name, stack in made.items():
+            setattr(self, name, stack)
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype, weight=config.norm_weight)
 
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "dtype": dtype}
         self.head = None if config.tied_embeddings else Linear(config.width, config.vocabulary, **linear)
+        width, own = config.layers * (config.per_layer or 0), config.per_layer is not None
+        table, norm = (config.per_layer_vocabulary, width), {"epsilon": config.norm_epsilon, "dtype": dtype}
+        self.token_table = nnx.Param(normal(rngs, table, TABLE_SCALE, dtype)) if own else None
+        self.token_map = Linear(config.width, width, **linear) if own else None
+        self.token_norm = RMSNorm(config.per_layer or 0, **norm, weight=config.norm_weight) if own else None
         self.config = config
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -126,6 +153,20 @@ class Decoder(nnx.Module):
         # Rounded to the embeddings' type, as those who trained with it did.
         scale = self.config.embedding_scale
         return found if scale is None else found * jnp.asarray(scale, found.dtype)
+
+    def of_tokens(self, input_ids: Int[Array, "B T"], embeddings: Float[Array, "B T D"]) -> Array | None:
+        """Returns what every layer takes of each token beside its embedding, [B,T,L,P]; None of decoders without.
+
+        Source: `get_per_layer_inputs` and `project_per_layer_inputs` of transformers' Gemma4TextModel.
+        """
+        if self.token_table is None or self.token_map is None or self.token_norm is None:
+            return None
+        config, shape = self.config, (*input_ids.shape, self.config.layers, -1)
+        assert config.per_layer is not None
+        found = jnp.take(self.token_table[...], input_ids, axis=0)
+        own = (found * jnp.asarray(config.per_layer**0.5, found.dtype)).reshape(shape)
+        mapped = (self.token_map(embeddings) * config.width**-0.5).reshape(shape)
+        return (self.token_norm(mapped) + own) * 2.0**-0.5
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Applies the final norm, the output head and, where there is one, the cap on logits, in float32."""
@@ -147,7 +188,7 @@ class Decoder(nnx.Module):
         start_layer: int = 0,
         stop_layer: int | None = None,
         hidden_at: tuple[int, ...] = (),
-        deepstack: Float[Array, "n B T D"] | None = None,
+        deepstack: Float[Array, "n B T _"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
         observed: tuple[int, ...] = (),
         observe: Callable[[LayerAttention], Any] | None = None,
@@ -168,13 +209,15 @@ class Decoder(nnx.Module):
           earlier: the prompt that the tokens are a stretch of, where it is run stretch by stretch.
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
-          deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image).
+          deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image); of a
+            decoder with `per_layer`, what each layer takes of the tokens (`of_tokens`).
           counted: the tokens whose experts are counted (not padding); None counts none.
           observed: layers, ascending, whose attention `observe` reduces.
           attend: how queries attend over keys, in every layer; where keys lie over a mesh, another than `attention`.
 
         Raises:
-          ShapeError: a layer range or tap outside the decoder.
+          ShapeError: a layer range or tap outside the decoder; layers that read the KV of one below them that is not
+            run, where no cache holds it.
         """
         stop = self.config.layers if stop_layer is None else stop_layer
         if not 0 <= start_layer <= stop <= self.config.layers:
@@ -200,7 +243,7 @@ class Decoder(nnx.Module):
         contiguous = None if isinstance(context, Paged) or context is None else dict(context)
         cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (config.dense_layers, deep)
-        pieces, loads, owns, seen = [], [], [], []
+        pieces, loads, owns, seen, latest = [], [], [], [], dict[str, KV]()
 
         # One scan goes through layers of one kind: it ends at taps and where the kind changes.
         around = {layer + after for layer in observed for after in (0, 1) if (layer - 1 + 2 * after) not in observed}
@@ -214,10 +257,14 @@ class Decoder(nnx.Module):
             # Keys of the layers, which lie where these do along their channels; all else goes by the layer's number.
             row = slice(config.rows[first], config.rows[first] + last - first)
             keys = tuple(None if kv is None else _renamed(kv, channels, row) for kv in (cached, front))
+            if kind.reads:
+                own = own._replace(shared=self._read(own, (cache, cached, keep, front), latest.get(kind.name), first))
+                keys = (None, None)
             per_layer = (keys, (keep, deepstack if first < deep else None))
             hidden, cache, (kv, load, found, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
             pieces.append({channels[name]: value for name, value in kv.items()})
-            owns.append(turned if turned is None else {channels[name]: value for name, value in turned.items()})
+            owns.append({channels[name]: value for name, value in (turned or {}).items()})
+            latest |= {} if kind.reads else {kind.name: {name: value[-1] for name, value in kv.items()}}
             seen += [found] if first in observed else []
             loads += [] if load is None else [load]
             if last in hidden_at:
@@ -226,6 +273,26 @@ class Decoder(nnx.Module):
         cache = cache if paged is None or slots is None else self._by_channel(owns, hidden)
         load = jnp.concatenate(loads) if loads else None
         return LayerState(hidden, self._by_channel(pieces, hidden), cache, taps, load, _join(seen) if seen else None)
+
+    def _read(self, step: _Step, around: Any, tokens: KV | None, layer: int) -> KV:
+        """Returns what layers attend over that read another's KV: that one's context, and the tokens' KV in it."""
+        (cache, cached, keep, front), source = around, self.config.sources[layer]
+        row = self.config.rows[layer]
+        if cache is not None:
+            # The tokens were written into it by the layer that keeps them.
+            return {name: cache[theirs][row].astype(self.embedding.dtype) for name, theirs in step.channels.items()}
+        if tokens is None:
+            raise ShapeError(
+                f"start_layer: got a layer above {source}, whose KV layer {layer} reads; expected {source} or a layer "
+                "below, or a cache that holds its KV"
+            )
+
+        def of_source(kv):
+            return None if kv is None else {name: kv[theirs][row] for name, theirs in step.channels.items()}
+
+        kept = None if keep is None else keep[source]
+        gather = self._gathering(None, step, (of_source(cached), kept, of_source(front)), row)
+        return gather(tokens, _turn(tokens, step.rope, step.tables))[0]
 
     def _by_channel(self, pieces: list[KV], hidden: Array) -> KV:
         """Joins the KV of runs of layers, channel by channel; of one that no layer keeps, an array of no layers."""
@@ -244,9 +311,9 @@ class Decoder(nnx.Module):
 
         A cache that is written into is carried along whole, so that a step writes its tokens and copies nothing else.
         """
-        below = self.config.dense_layers
-        stack, offset = (self.layers, below) if first >= below else (self.dense_layers, 0)
-        graph, experts, state = nnx.split(stack, ExpertParam, ...)
+        name, place = self.config.place(first)
+        graph, experts, state = nnx.split(getattr(self, name), ExpertParam, ...)
+        offset = first - place
         above, (keys, others) = self.config.rows[first] - first, per_layer
         per_layer = (keys, jax.tree.map(lambda leaf: leaf[first:last], others))
 
@@ -256,8 +323,11 @@ class Decoder(nnx.Module):
             gather = self._gathering(carry[1], step, (cached, kept, front), layer + above if above else layer)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
-            hidden, cache, out = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
-            hidden = hidden if added is None else hidden + added.astype(hidden.dtype)
+            own_input = None if self.config.per_layer is None else added
+            layer_of = nnx.merge(graph, experts, state)
+            hidden, cache, out = self._layer(layer_of, number, carry[0], own_input, step, gather)
+            if added is not None and own_input is None:
+                hidden = hidden + added.astype(hidden.dtype)
             return (hidden, None if carry[1] is None else cache), (*out, cache if carry[1] is None else None)
 
         # Parameters in an array per layer: a loop that is unrolled, for steps on a CPU (`stacks`).
@@ -287,6 +357,8 @@ class Decoder(nnx.Module):
         `row` is the layer's place along its channels.
         """
         cached, kept, front = own
+        if step.shared is not None:
+            return lambda kv, turned: (step.shared or {}, cache)
         if cache is not None:
             return functools.partial(written_into, cache, step.channels, row, step.slots, kept)
         if step.paged is not None and step.slots is not None:
@@ -301,7 +373,13 @@ class Decoder(nnx.Module):
         return functools.partial(behind, cached)
 
     def _layer(
-        self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV, KV], tuple[KV, Any]]
+        self,
+        layer: Any,
+        number: Array | None,
+        hidden: Array,
+        own_input: Array | None,
+        step: _Step,
+        gather: Callable[[KV, KV], tuple[KV, Any]],
     ):
         """Runs one layer; returns its residual, the cache, and the tokens' phase-free KV, the experts' load, and what
         was observed of its attention.
@@ -331,7 +409,13 @@ class Decoder(nnx.Module):
 
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
-        return hidden + update, cache, (kv, load, seen)
+        hidden = hidden + update
+        if layer.token_gate is not None:
+            assert own_input is not None
+            gated = ACTIVATIONS[layer.activation](layer.token_gate(hidden)) * own_input
+            hidden = hidden + layer.token_norm(layer.token_output(gated.astype(hidden.dtype)))
+        hidden = hidden if layer.scale is None else hidden * layer.scale[...].astype(hidden.dtype)
+        return hidden, cache, (kv, load, seen)
 
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
         """Returns engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written

@@ -96,7 +96,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis; statistics in float32, the weight applied after the cast back.
 
-    With `weight="offset"` it is multiplied by 1 + weight in float32, before the cast (Gemma).
+    With `weight="wide"` the weight is applied in float32, before the cast; with "offset" so is 1 + weight (Gemma); with
+    "none" there is none.
     """
 
     def __init__(
@@ -108,15 +109,19 @@ class RMSNorm(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         weight: str = "after",
     ):
-        self.weight = nnx.Param((jnp.zeros if weight == "offset" else jnp.ones)((*lead, width), dtype))
-        self.epsilon, self.offset = epsilon, weight == "offset"
+        drawn = (jnp.zeros if weight == "offset" else jnp.ones)((*lead, width), dtype)
+        self.weight = None if weight == "none" else nnx.Param(drawn)
+        self.epsilon, self.form = epsilon, weight
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Normalises [..., D]."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        if self.offset:
-            return (wide * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        if self.weight is None:
+            return wide.astype(x.dtype)
+        if self.form != "after":
+            own = self.weight[...].astype(jnp.float32)
+            return (wide * (1.0 + own if self.form == "offset" else own)).astype(x.dtype)
         return wide.astype(x.dtype) * self.weight[...].astype(x.dtype)
 
 

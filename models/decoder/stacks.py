@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 STACKS = ("layers", "dense_layers")
-"""Names of the decoder's stacks."""
+"""How names of the decoder's stacks begin."""
 LEAST_BYTES = 2**24
 """Bytes of all stacks below which a copy costs nothing beside the rest of a step."""
 
@@ -55,7 +55,7 @@ def unstacked(state: Any) -> Any:
 
 def _in_stack(path: tuple[Any, ...]) -> bool:
     names = [getattr(key, "key", getattr(key, "name", None)) for key in path[:2]]
-    return names[0] == "decoder" and names[1] in STACKS
+    return names[0] == "decoder" and str(names[1]).startswith(STACKS)
 
 
 COPIED_BYTES = 2**28

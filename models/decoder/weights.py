@@ -1,12 +1,13 @@
 """Where a decoder's tensors go, for families that name them as Llama does: file name → parameter path."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
 from kvpatch_jax.errors import WeightsError
 
 from ..checkpoints import ParamPath, Part, TensorEntry
-from .config import DecoderConfig
+from .config import DecoderConfig, LayerKind
 
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]
@@ -18,6 +19,9 @@ NORMS = {
     "mlp_post_norm": "post_mlp_layernorm",
 }
 """Our names of a layer's norms to Llama's and, of those behind attention and MLP, GLM-4-0414's."""
+
+TOKEN_MAPS = {"token_gate": "per_layer_input_gate", "token_output": "per_layer_projection"}
+"""What Gemma 4 calls the maps of what a layer takes of each token."""
 
 _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
 
@@ -73,21 +77,42 @@ def decoder_entries(
         TensorEntry(f"{prefix}embed_tokens.weight", (*root, "embedding")),
         TensorEntry(f"{prefix}norm.weight", (*root, "norm", "weight")),
     ]
-    below = config.dense_layers
     names = {
         ours: theirs for ours, theirs in (NORMS | dict(norms or {})).items() if config.post_norms or "post" not in ours
     }
 
     # Layers of the upper stack are counted from its first one; `offset` is what the file counts below it.
-    for name, offset in (("dense_layers", 0),) * bool(below) + (("layers", below),):
-        layer, path = f"{prefix}layers.{{layer}}", (*root, name)
+    for name, layers in config.stacks:
+        kind, layer, path = config.layer_kinds[layers[0]], f"{prefix}layers.{{layer}}", (*root, name)
+        # Layers that do not follow one another are named by their numbers.
+        together = layers == tuple(range(layers[0], layers[0] + len(layers)))
+        offset = layers[0] if together else 0
+        before = len(entries)
         entries += [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in names.items()]
-        attention = _grouped if config.latent is None else _latent
-        entries += attention(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
+        if config.latent is None:
+            entries += _grouped(config, kind, f"{layer}.self_attn", (*path, "attention"), fused, offset)
+        else:
+            entries += _latent(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
         if config.experts is None or name == "dense_layers":
-            entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), config.intermediate, fused, offset)
+            inner = kind.intermediate or config.intermediate
+            entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), inner, fused, offset)
         else:
             entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, offset)
+
+        if config.layer_scale:
+            entries.append(TensorEntry(f"{layer}.layer_scalar", (*path, "scale"), stack=True, offset=offset))
+        if config.per_layer is not None:
+            for ours, theirs in TOKEN_MAPS.items():
+                entries += linear_entries(f"{layer}.{theirs}", (*path, ours), bias=False, stack=True, offset=offset)
+            entries.append(norm_entry(f"{layer}.post_per_layer_input_norm", (*path, "token_norm"), offset))
+        if not together:
+            own = (dataclasses.replace(entry, numbers=layers) for entry in entries[before:])
+            entries[before:] = own
+
+    if config.per_layer is not None:
+        entries.append(TensorEntry(f"{prefix}embed_tokens_per_layer.weight", (*root, "token_table")))
+        entries += linear_entries(f"{prefix}per_layer_model_projection", (*root, "token_map"), bias=False)
+        entries.append(TensorEntry(f"{prefix}per_layer_projection_norm.weight", (*root, "token_norm", "weight")))
 
     if config.tied_embeddings:
         return entries
@@ -144,12 +169,16 @@ def expert_layout(
 
 
 def _grouped(
-    config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
+    config: DecoderConfig, kind: LayerKind, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
 ) -> list[TensorEntry]:
     """Returns the entries of grouped-query or multi-head attention."""
     bias = config.attention_bias
-    widths = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
-    rows = {part: heads * config.head_dim for part, heads in widths.items()}
+    widths = {"query": config.heads, "key": kind.kv_heads, "value": kind.kv_heads}
+    if kind.reads or kind.keys_are_values:
+        widths = {
+            part: heads for part, heads in widths.items() if part == "query" or not (kind.reads or part == "value")
+        }
+    rows = {part: heads * kind.head_dim for part, heads in widths.items()}
 
     # The order of the rows in a fused tensor is that of `rows`.
     if "qkv" in fused:
@@ -161,7 +190,8 @@ def _grouped(
 
     entries += linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, stack=True, offset=offset)
     if config.qk_norm:
-        entries += [norm_entry(f"{name}.{part[0]}_norm", (*path, f"{part}_norm"), offset) for part in ("query", "key")]
+        normed = [part for part in ("query", "key") if part in widths]
+        entries += [norm_entry(f"{name}.{part[0]}_norm", (*path, f"{part}_norm"), offset) for part in normed]
     return entries
 
 

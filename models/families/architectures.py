@@ -11,7 +11,7 @@ from .registry import AUTHORS, FAMILIES
 ALIASES = {
     # decapoda-research's first conversions of LLaMA; vLLM's registry reads them as Llama too.
     "LLaMAForCausalLM": "LlamaForCausalLM",
-    # Qwen2.5-Omni as transformers' preview branch called it; vLLM's registry has both names for its thinker.
+    # Qwen2.5-Omni-3B was released under this name; vLLM's registry has both for the thinker.
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 """Other names that files have for an architecture: the same function, under the same names of keys and tensors."""

@@ -12,9 +12,13 @@ from typing import Any
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import LoRASource, Rule, TensorSource, ViewSource
-from .family import Family
 
 Raw = Mapping[str, Any]
+
+
+def no_template(raw: Raw) -> None:
+    """Says that a format's prompts are not known."""
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +27,18 @@ class AuthorsFormat:
 
     Attributes:
       architecture: the name in its `config.json`. model_type: for a file that names none.
-      family: what it is read as.
-      config: (config.json, directory) → `config.json` of that family.
+      config: (config.json, directory) → `config.json` of the family that it is read as, named in `architectures`.
       rules: (configuration, config.json) → what the tensors become.
       settings: (config.json, directory) → image settings.
+      template: config.json → the authors' prompt format as `Family.template`; None where that is not known.
     """
 
     architecture: str
     model_type: str
-    family: Family
     config: Callable[[Raw, Path], dict[str, Any]]
     rules: Callable[[Any, Raw], Sequence[Rule]]
     settings: Callable[[Raw, Path], Any]
+    template: Callable[[Raw], str | None] = no_template
 
     def merged(self, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
         """Returns a checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are
@@ -52,7 +56,7 @@ class AuthorsFormat:
         Raises:
           WeightsError: one that does not have the size that the configuration says.
         """
-        return ViewSource(source, self.rules(config, raw), f"{self.architecture}, here as {self.family.architecture}")
+        return ViewSource(source, self.rules(config, raw), f"{self.architecture}, here as {config.family.architecture}")
 
 
 def expect(raw: Raw, place: str, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-VL-1.3B: SigLIP, two linear maps, Llama. (The 7B has a second, high-resolution tower, which is not built.)
+"""DeepSeek-VL-1.3B: SigLIP, two linear maps, Llama. (The 7B, with a second tower, is `deepseek_vl_hybrid`.)
 
 Source: transformers' DeepseekVLForConditionalGeneration.
 """

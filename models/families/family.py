@@ -65,6 +65,8 @@ class Vision:
         of another table (its name), for padding to buckets: the number one past the last stands for none.
       mark: config → the token by which a chat template places an image, where that is another than the placeholder, and
         the text that the processor writes around each; None where the template writes the placeholder.
+      spelling: a regular expression of what stands for an image in a rendered chat, where no token does:
+        the texts between the marks are tokenized one by one, each with the tokenizer's own start and end tokens.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
@@ -73,6 +75,7 @@ class Vision:
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
     fills: Callable[[Any], Mapping[str, int | str]]
     mark: Callable[[Any], tuple[int, str]] | None = None
+    spelling: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +148,8 @@ class Family:
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
       ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T]; None where attention
         is causal throughout.
+      template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
+        that knows none; None where directories bring theirs.
     """
 
     architecture: str
@@ -160,6 +165,7 @@ class Family:
     model_type: str = ""
     namings: tuple[Naming, ...] = ()
     ahead: Callable[[Any, np.ndarray], np.ndarray] | None = None
+    template: str | None = None
 
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
         """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
@@ -281,14 +287,14 @@ def feature_arrays(config: Any) -> int:
 
 def embed_tokens(
     decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep D"] | None]:
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
     """Returns token embeddings with image features put, in order, where the placeholders stand; and the deepstack
     features
     (0 elsewhere), or None where there are none.
     """
     embeddings = decoder.embed(input_ids)
     if features is None:
-        return embeddings, None
+        return embeddings, decoder.of_tokens(input_ids, embeddings)
 
     here = jnp.isin(input_ids, jnp.array(pads))
     placed = place_features(embeddings, features[0], here)

@@ -1,7 +1,7 @@
-"""InternVL3, 3.5 and 2.5 (a Qwen2, Qwen3 or Llama text tower): InternViT-300M, pixel shuffle ½, norm, two linear maps.
+"""InternVL3, 3.5 and 2.5 (a Qwen2, Qwen3 or Llama text tower): InternViT (300M or 6B), pixel shuffle ½, norm, two
+linear maps.
 
-Source: transformers' InternVLForConditionalGeneration, the `-hf` checkpoints. InternViT-6B (RMS norms and norms on
-query and key) is not built.
+Source: transformers' InternVLForConditionalGeneration, the `-hf` checkpoints.
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,8 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
         drop_class=drops_class(model),
         layer_scale=True,
         qkv_bias=vision["attention_bias"],
+        norm_type=vision["norm_type"],
+        qk_norm=vision["use_qk_norm"],
         feature_layer=model["vision_feature_layer"],
         dtype=text.dtype,
     )

@@ -1,36 +1,48 @@
-"""OpenGVLab's own InternVL checkpoints (2, 2.5, 3, 3.5): InternViT-300M with Qwen2, Qwen3, Llama or InternLM2.
+"""OpenGVLab's own InternVL checkpoints (2, 2.5, 3, 3.5): InternViT (300M or 6B) with Qwen2, Qwen3, Llama or InternLM2.
 
-Sources: InternVL's `modeling_internvl_chat.py`, `modeling_intern_vit.py` and `modeling_internlm2.py`, transformers'
-`convert_internvl_weights_to_hf.py`. InternLM2 is Llama with query, key and value fused per KV head.
+Sources: InternVL's `modeling_internvl_chat.py`, `modeling_intern_vit.py` and `conversation.py`, transformers'
+`convert_internvl_weights_to_hf.py`.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import WHOLE, Rule, TensorSelection, read_table, split_rows
+from ..checkpoints import WHOLE, Rule, read_table, split_rows
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import PictureConfig
 from ..inputs.qwen_images import CONFIG_FILE
 from ..inputs.tokenizer_files import token_id
-from . import internvl
+from ..towers.common import QK_NORM_EPSILON
+from . import internlm2, internvl
 from .authors import AuthorsFormat, Raw, expect
+from .internlm2 import as_llama, internlm2_rules
 from .vit_family import ViTModelConfig
 
 ARCHITECTURE = "InternVLChatModel"
 CONTEXT = "<IMG_CONTEXT>"
-INTERNLM2 = "InternLM2ForCausalLM"
 TEXTS = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "LlamaForCausalLM": "llama",
-    INTERNLM2: "llama",
+    internlm2.ARCHITECTURE: "llama",
 }
 """`llm_config.architectures` → what transformers calls that text tower."""
+SYSTEM = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
+NEWER_SYSTEM = (
+    "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"
+)
+FORMATS = {
+    "Hermes-2": (SYSTEM, "<|im_end|>"),
+    "internlm2-chat": (SYSTEM, "<|im_end|>"),
+    "internvl2_5": (NEWER_SYSTEM, "<|im_end|>\n"),
+}
+"""`template` of config.json → the system prompt, and what ends a message."""
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 
 
@@ -70,10 +82,14 @@ def _config(raw: Raw, root: Path) -> dict[str, Any]:
 
 def _vision(raw: Any) -> dict[str, Any]:
     vision = complete(raw, "intern_vit_6b", "vision_config")
-    expect(vision, "vision_config", norm_type="layer_norm", qk_normalization=False, use_moe=(False, None))
+    expect(vision, "vision_config", norm_type=("layer_norm", "rms_norm"), use_moe=(False, None))
+    # The authors' norms of query and key have the layers' epsilon, transformers' one of their own.
+    if vision["qk_normalization"]:
+        expect(vision, "vision_config", layer_norm_eps=QK_NORM_EPSILON)
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
     kept = {name: vision[name] for name in (*sizes, "num_channels", "hidden_act", "layer_norm_eps")}
-    return kept | {"model_type": "internvl_vision", "attention_bias": vision["qkv_bias"]}
+    switches = {"attention_bias": "qkv_bias", "norm_type": "norm_type", "use_qk_norm": "qk_normalization"}
+    return kept | {ours: vision[theirs] for ours, theirs in switches.items()} | {"model_type": "internvl_vision"}
 
 
 def _text(raw: Any) -> dict[str, Any]:
@@ -84,10 +100,8 @@ def _text(raw: Any) -> dict[str, Any]:
     if name not in TEXTS:
         raise ConfigError(f"llm_config: got architecture {name!r}; expected one of {sorted(TEXTS)}")
 
-    text = dict(raw)
-    if name == INTERNLM2:
-        text["attention_bias"] = text.pop("bias", True)
-    return text | {"model_type": TEXTS[name]}
+    text = as_llama(raw) if name == internlm2.ARCHITECTURE else raw
+    return {**text, "model_type": TEXTS[name]}
 
 
 def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
@@ -98,6 +112,7 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
     rules: list[Rule] = [
         (rf"{theirs}\.attn\.qkv\.(\w+)", {rf"{attention}.{part}_proj.\2": piece for part, piece in qkv.items()}),
         (rf"{theirs}\.attn\.proj\.(\w+)", {rf"{attention}.projection_layer.\2": WHOLE}),
+        (rf"{theirs}\.attn\.([qk]_norm)\.weight", {rf"{attention}.\2.weight": WHOLE}),
         (rf"{theirs}\.norm1\.(\w+)", {rf"{ours}.layernorm_before.\2": WHOLE}),
         (rf"{theirs}\.norm2\.(\w+)", {rf"{ours}.layernorm_after.\2": WHOLE}),
         (rf"{theirs}\.ls([12])", {rf"{ours}.lambda_\2": WHOLE}),
@@ -112,32 +127,9 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
         (r"mlp1\.1\.(\w+)", {r"multi_modal_projector.linear_1.\1": WHOLE}),
         (r"mlp1\.3\.(\w+)", {r"multi_modal_projector.linear_2.\1": WHOLE}),
     ]
-    return rules + (_internlm2_rules(config) if raw["llm_config"]["architectures"][0] == INTERNLM2 else [])
-
-
-def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
-    """Returns what InternLM2's tensors become as Llama's."""
-    text, layer = config.text, r"language_model\.model\.layers\.(\d+)"
-    ours = r"language_model.model.layers.\1"
-
-    # `wqkv` lies by KV head: its query heads, then its key, then its value.
-    heads = {"q": text.heads // text.kv_heads, "k": 1, "v": 1}
-    groups = split_rows(text.kv_heads, **{part: count * text.head_dim for part, count in heads.items()})
-    names: dict[str, tuple[str, TensorSelection]] = {
-        r"attention\.wo\.(\w+)": (r"self_attn.o_proj.\2", WHOLE),
-        r"feed_forward\.w1\.(\w+)": (r"mlp.gate_proj.\2", WHOLE),
-        r"feed_forward\.w3\.(\w+)": (r"mlp.up_proj.\2", WHOLE),
-        r"feed_forward\.w2\.(\w+)": (r"mlp.down_proj.\2", WHOLE),
-        r"attention_norm\.(\w+)": (r"input_layernorm.\2", WHOLE),
-        r"ffn_norm\.(\w+)": (r"post_attention_layernorm.\2", WHOLE),
-    }
-    qkv = {rf"{ours}.self_attn.{part}_proj.\2": piece for part, piece in groups.items()}
-    return [
-        (rf"{layer}\.attention\.wqkv\.(\w+)", qkv),
-        *((rf"{layer}\.{theirs}", {f"{ours}.{name}": piece}) for theirs, (name, piece) in names.items()),
-        (r"language_model\.model\.tok_embeddings\.weight", {"language_model.model.embed_tokens.weight": WHOLE}),
-        (r"language_model\.output\.weight", {"language_model.lm_head.weight": WHOLE}),
-    ]
+    if raw["llm_config"]["architectures"][0] == internlm2.ARCHITECTURE:
+        rules += internlm2_rules(config.text, "language_model.")
+    return rules
 
 
 def _settings(raw: Raw, root: Path) -> PictureConfig:
@@ -154,4 +146,27 @@ def _settings(raw: Raw, root: Path) -> PictureConfig:
     return PictureConfig.from_dict(options | {name: given[name] for name in _IMAGENET if given.get(name)})
 
 
-FORMAT = AuthorsFormat(ARCHITECTURE, "internvl_chat", internvl.FAMILY, _config, _rules, _settings)
+def _template(raw: Raw) -> str | None:
+    """Returns the conversation format that config.json names, images in front of a newline as in the authors' `chat`.
+
+    Several images are the authors' to name ("Image-1: …"): a message's texts do.
+    """
+    if raw.get("template") not in FORMATS:
+        return None
+
+    system, end = FORMATS[raw["template"]]
+    # Written as JSON, which Jinja reads as its own texts.
+    system, end = (json.dumps(text, ensure_ascii=False) for text in (raw.get("system_message") or system, end))
+    return (
+        "{%- if messages[0]['role'] != 'system' -%}"
+        f"{{{{ '<|im_start|>system\n' + {system} + {end} }}}}{{%- endif -%}}"
+        "{%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{%- if message['content'] is string -%}{{ message['content'] }}"
+        "{%- else -%}{%- for part in message['content'] -%}"
+        f"{{{{ '{CONTEXT}\n' if part['type'] == 'image' else part['text'] }}}}"
+        f"{{%- endfor -%}}{{%- endif -%}}{{{{ {end} }}}}{{%- endfor -%}}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+
+
+FORMAT = AuthorsFormat(ARCHITECTURE, "internvl_chat", _config, _rules, _settings, _template)

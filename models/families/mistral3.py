@@ -102,7 +102,12 @@ def read_model(
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Mistral3Config:
-    model = whole(raw, MERGING)
+    model, part = whole(raw, MERGING), raw.get("text_config")
+    if isinstance(part, Mapping) and part.get("model_type") == "ministral3":
+        raise ConfigError(
+            "text_config: got type 'ministral3', whose queries are scaled by their position beyond the original "
+            "length, so that KV formed at one place is not that of another; expected 'mistral'"
+        )
     return read_model(ARCHITECTURE, raw, model, read_mistral(text_part(model, raw, ("mistral",)), angles, regime))
 
 

@@ -27,7 +27,15 @@ def _split(*own: str) -> tuple[Naming, ...]:
     )
 
 
-_DEEPSEEK_VL = ("model.language_model.", "model.vision_model.", "model.aligner.", "lm_head.")
+def _siglip_inside(*own: str) -> tuple[Naming, ...]:
+    """Returns the naming of DeepSeek-VL's families, with these `own` parts beside those that both have."""
+    parts = ("model.language_model.", "model.vision_model.", "model.aligner.", "lm_head.", *own)
+    longer = ("model.vision_model.vision_model.", "model.vision_model.")
+    return (
+        same("as transformers 5 saves them", *parts),
+        Naming("as transformers 4 saved them", (*((part, part) for part in parts), longer)),
+    )
+
 
 QWEN2_5_VL = (
     same(RELEASED, "model.", "visual.", "lm_head."),
@@ -37,10 +45,10 @@ LLAVA = _split()
 LLAVA_NEXT = _split("image_newline")
 INTERNVL = _split()
 GEMMA3 = _split()
-DEEPSEEK_VL = (
-    same("as transformers 5 saves them", *_DEEPSEEK_VL),
-    Naming(
-        "as transformers 4 saved them",
-        (*((part, part) for part in _DEEPSEEK_VL), ("model.vision_model.vision_model.", "model.vision_model.")),
-    ),
+DEEPSEEK_VL = _siglip_inside()
+DEEPSEEK_VL_HYBRID = _siglip_inside(
+    "model.high_res_vision_model.",
+    "model.high_res_vision_neck.",
+    "model.high_res_vision_proj.",
+    "model.high_res_vision_alpha",
 )

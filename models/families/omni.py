@@ -279,7 +279,7 @@ def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
 class OmniVideoConfig(VideoConfig):
     """How a family's videos become pixels, and their sounds log-mel features."""
 
-    mel: MelConfig
+    mel: MelConfig = dataclasses.field(kw_only=True)
 
 
 def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **defaults: Any) -> Medium:
@@ -294,7 +294,7 @@ def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **default
 
     def settings(directory: str | os.PathLike[str]) -> OmniVideoConfig:
         found = read(directory)
-        return OmniVideoConfig(found.pixels, found.options, MelConfig.from_directory(directory))
+        return OmniVideoConfig(found.pixels, found.options, own=found.own, mel=MelConfig.from_directory(directory))
 
     def process(videos: Sequence[Video], settings: OmniVideoConfig) -> dict[str, np.ndarray]:
         arrays, temporal = process_qwen2_videos(videos, settings), settings.pixels.temporal_patch_size

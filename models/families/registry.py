@@ -2,14 +2,17 @@
 
 from . import (
     deepseek_vl,
+    deepseek_vl_hybrid,
     gemma3,
     glm4v,
+    internlm2,
     internvl,
     internvl_chat,
     kimi_vl,
     llava,
     mistral3,
     multi_modality,
+    phi3_v,
     qwen2_5_omni,
     qwen2_5_vl,
     qwen2_vl,
@@ -32,7 +35,9 @@ IMAGE_FAMILIES: dict[str, Family] = {
         mistral3.FAMILY,
         *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
+        deepseek_vl_hybrid.FAMILY,
         internvl.FAMILY,
+        phi3_v.FAMILY,
         smolvlm.FAMILY,
         gemma3.FAMILY,
         qwen2_vl.FAMILY,
@@ -43,6 +48,6 @@ IMAGE_FAMILIES: dict[str, Family] = {
 FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES
 
 AUTHORS: dict[str, AuthorsFormat] = {
-    found.architecture: found for found in (internvl_chat.FORMAT, multi_modality.FORMAT)
+    found.architecture: found for found in (internvl_chat.FORMAT, multi_modality.FORMAT, internlm2.FORMAT)
 }
 """Authors' own formats of some of them, by their architecture's name."""

@@ -13,7 +13,7 @@ from kvpatch_jax.errors import InputError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, linear_entries
-from ..inputs.family_videos import process_smolvlm_videos, smolvlm_texts
+from ..inputs.family_videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
 from ..inputs.images import HALVES, PictureConfig, process_smolvlm
 from ..inputs.video_frames import VideoConfig
 from ..towers.vit import bucket_positions
@@ -100,19 +100,12 @@ def _tile_counts(arrays: Mapping[str, Any]) -> list[int]:
     return [int(rows) * int(columns) + 1 for rows, columns in grids]
 
 
-def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns a file's options with those of `video_sampling` by their own names."""
-    table = options.get("video_sampling")
-    if not isinstance(table, Mapping):
-        return options
-    # The size beside the table counts before the one in it.
-    size = options.get("size", table.get("video_size"))
-    named = {"fps": table.get("fps"), "num_frames": table.get("max_frames"), "size": size}
-    return options | {name: value for name, value in named.items() if value is not None}
+def _written(config: ViTModelConfig, tokenizer: Any) -> tuple[str, str, str]:
+    return "<video>", "", ""
 
 
 _VIDEO_SETTINGS = VideoConfig.reader(
-    adjust=_sampling,
+    adjust=smolvlm_options,
     image_mean=HALVES,
     image_std=HALVES,
     resample=1,
@@ -121,14 +114,6 @@ _VIDEO_SETTINGS = VideoConfig.reader(
     fps=1,
     num_frames=64,
 )
-_TEMPLATE = (
-    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
-    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
-    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
-    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}"
-    "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-"""Released templates leave videos out; transformers renders conversations with videos by this one."""
 _SETTINGS = PictureConfig.reader(
     only={"do_resize": True},
     image_mean=HALVES,
@@ -145,7 +130,11 @@ FAMILY = Family(
     entries=_entries,
     vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),
     video=Medium(
-        _VIDEO_SETTINGS, process_smolvlm_videos, _video_tokens, lambda config, tokenizer: ("<video>", "", ""), _TEMPLATE
+        _VIDEO_SETTINGS,
+        process_smolvlm_videos,
+        _video_tokens,
+        _written,
+        SMOLVLM_TEMPLATE,
     ),
     join=join_tiles(1, _tile_counts),
     ignore=(r".*\.rotary_emb\.inv_freq",),

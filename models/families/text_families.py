@@ -32,7 +32,7 @@ from ..decoder.hf_config import (
 from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries, expert_layout
 from .family import Family, Shapes
-from .gemma_text import NORMS, read_gemma3
+from .gemma_text import NORMS, read_gemma3, read_gemma4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,9 @@ def text_family(architecture: str, model_type: str, read: ReadText, **options: A
     ignore = (r".*\.rotary_emb\.inv_freq",)
     if model_type == "deepseek_v3":
         ignore = (*ignore, r"model\.layers\.61\..*")
+    # What layers have no use for that read another's KV may be in files all the same.
+    if model_type == "gemma4_text":
+        ignore = (*ignore, r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
     return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type)
 
 
@@ -187,6 +190,7 @@ TEXT_FAMILIES = {
         text_family("GlmForCausalLM", "glm", read_glm, fused=("gate_up",)),
         text_family("Glm4ForCausalLM", "glm4", _read_glm4, fused=("gate_up",)),
         text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),
+        text_family("Gemma4ForCausalLM", "gemma4_text", read_gemma4, norms=NORMS),
         text_family("Phi3ForCausalLM", "phi3", read_phi3, fused=("gate_up", "qkv")),
         text_family("DeepseekV2ForCausalLM", "deepseek_v2", _read_deepseek_v2),
         text_family("DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek),

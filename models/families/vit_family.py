@@ -5,7 +5,7 @@ Each family's own file reads its configuration and says where its tensors are an
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +70,26 @@ def read_vit(vision: Mapping[str, Any], **switches: Any) -> ViTConfig:
         norm_epsilon=vision["layer_norm_eps"],
         **switches,
     )
+
+
+@runtime_checkable
+class TiledConfig(Protocol):
+    """What the plan of images or tiles of one size asks of a configuration."""
+
+    @property
+    def vision(self) -> ViTConfig:
+        """The tower that takes them."""
+        ...
+
+    @property
+    def image_token(self) -> int:
+        """What stands in a feature's place."""
+        ...
+
+    @property
+    def tile_tokens(self) -> int:
+        """Features of one."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +202,7 @@ def drops_class(model: Mapping[str, Any]) -> bool:
 
 
 def tile_plan(
-    config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any], tiles: np.ndarray | None = None
+    config: TiledConfig, input_ids: np.ndarray, arrays: Mapping[str, Any], tiles: np.ndarray | None = None
 ) -> dict[str, np.ndarray] | None:
     """Returns the plan of a family whose features stand in the order of its tiles.
 
@@ -207,6 +227,6 @@ def tile_plan(
     return {"order": order}
 
 
-def tile_fills(config: ViTModelConfig) -> dict[str, int]:
+def tile_fills(config: TiledConfig) -> dict[str, int]:
     """Returns the plan's table of feature numbers, and how many features a tile has."""
     return {"order": config.tile_tokens}

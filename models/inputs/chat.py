@@ -109,6 +109,22 @@ class ChatTemplate:
         return root / TEMPLATE_FILE
 
 
+def template_with_images(
+    found: ChatTemplate | None, own: str | None, directory: str | os.PathLike[str], whose: str
+) -> ChatTemplate | None:
+    """Returns a directory's template, or a family's `own` where the directory has one in `tokenizer_config.json` at
+    most: those that need it write texts there and no images.
+
+    Args:
+      found: as `from_directory` reads it. own: in Jinja, or None for a family whose directories bring theirs.
+      whose: the architecture, for messages.
+    """
+    if own is None or (found is not None and Path(found.name).name != TOKENIZER_CONFIG_FILE):
+        return found
+    root = Path(directory)
+    return ChatTemplate(own, _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE)), f"{root} ({whose}'s own)")
+
+
 class _Refused(Exception):
     """A template's own `raise_exception`."""
 

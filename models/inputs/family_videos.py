@@ -6,7 +6,8 @@ bit for bit, and the processors beside them for the texts.
 
 import datetime
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -22,6 +23,14 @@ SKIPPED = 1
 """Seconds at either end of a long video that SmolVLM leaves out."""
 FRAMES = 8
 """Frames of a video where neither settings nor a caller say it: what InternVL's authors sample."""
+SMOLVLM_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}"
+    "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""Released templates leave videos out; transformers renders conversations with videos by this one."""
 _ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
@@ -89,6 +98,17 @@ def process_smolvlm_videos(videos: Sequence[Video], config: VideoConfig) -> dict
         "video_timestamps": np.concatenate([clip.timestamps for clip in clips]),
         "video_durations": np.array(durations, np.float64),
     }
+
+
+def smolvlm_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a file's options with those of `video_sampling` by their own names."""
+    table = options.get("video_sampling")
+    if not isinstance(table, Mapping):
+        return options
+    # The size beside the table counts before the one in it.
+    size = options.get("size", table.get("video_size"))
+    named = {"fps": table.get("fps"), "num_frames": table.get("max_frames"), "size": size}
+    return options | {name: value for name, value in named.items() if value is not None}
 
 
 def smolvlm_texts(timestamps: Sequence[float], duration: float) -> list[str]:

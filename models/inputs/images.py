@@ -17,8 +17,10 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
+from kvpatch_jax.utils.optional_packages import require
 
 from ..towers.projectors import best_resolution
+from .hd_images import hd_transform, shrink
 from .qwen_images import (
     CONFIG_FILE,
     MAX_ASPECT_RATIO,
@@ -225,17 +227,54 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
 
     The other side is rounded, as transformers does; with `round_down` cut off, as the authors' own processor does.
     """
-    side, out = config.side(), []
-    for image in _all(images):
-        longest, scale = max(image.shape[:2]), side / max(image.shape[:2])
-        down = config.option("round_down", False)
-        sizes = [int(edge / longest * side) if down else round(edge * scale) for edge in image.shape[:2]]
-        height, width = (max(size, config["min_size"]) for size in sizes)
-        # Padded with the mean colour, which is about zero after the normalisation.
-        square = _padded_square(resize(image, height, width, config.pixels), max(height, width), config)
-        out.append(_channels_first(square, config))
-
+    out = [_channels_first(_deepseek_square(image, config.side(), config), config) for image in _all(images)]
     return {"pixel_values": np.stack(out)}
+
+
+def _deepseek_square(image: np.ndarray, side: int, config: PictureConfig) -> np.ndarray:
+    """Returns an image with this longest side, padded to a square with the mean colour (about zero once normalised)."""
+    longest, scale = max(image.shape[:2]), side / max(image.shape[:2])
+    down = config.option("round_down", False)
+    sizes = [int(edge / longest * side) if down else round(edge * scale) for edge in image.shape[:2]]
+    height, width = (max(size, config["min_size"]) for size in sizes)
+    return _padded_square(resize(image, height, width, config.pixels), max(height, width), config)
+
+
+def process_deepseek_hybrid(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """Processes images for DeepSeek-VL-7B: a large square as for DeepSeek-VL, and a small one made of it.
+
+    Returns pixel_values [n,3,S,S] and high_res_pixel_values [n,3,L,L]. With the option `resize_in_float`, the authors'
+    way, the small one is made of the rescaled numbers instead of 8-bit values.
+    """
+    options = json.loads(config.options)
+    parts = ("image_mean", "image_std", "resample")
+    large = PictureConfig.from_dict(options | {part: options[f"high_res_{part}"] for part in parts})
+    side, out = config.side(), {"pixel_values": list[np.ndarray](), "high_res_pixel_values": list[np.ndarray]()}
+    for image in _all(images):
+        square = _deepseek_square(image, config.side("high_res_size"), large)
+        out["high_res_pixel_values"].append(_channels_first(square, large))
+        if config.option("resize_in_float", False):
+            small = _resized_in_float(square, side, config.pixels)
+        else:
+            small = _channels_first(resize(square, side, side, config.pixels), config)
+        out["pixel_values"].append(small)
+
+    return {name: np.stack(values) for name, values in out.items()}
+
+
+def _resized_in_float(image: np.ndarray, side: int, pixels: ImageConfig) -> Float32[np.ndarray, "3 S S"]:
+    """Returns a rescaled image resized to a square and normalised, without rounding in between: torch's antialiased
+    interpolation, which Pillow's of float32 channels is.
+    """
+    Image = require("PIL.Image", "Pillow")
+    plain = dataclasses.replace(pixels, do_normalize=False)
+    channels = normalise(image, plain).transpose(2, 0, 1)
+    kind = Image.Resampling(pixels.resample)
+    small = np.stack([np.asarray(Image.fromarray(channel).resize((side, side), kind)) for channel in channels])
+    if pixels.do_normalize:
+        mean, std = (np.array(values, np.float32)[:, None, None] for values in (pixels.image_mean, pixels.image_std))
+        small = (small - mean) / std
+    return small
 
 
 def cut(image: UInt8[np.ndarray, "H W 3"], side: int) -> list[np.ndarray]:
@@ -309,6 +348,21 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
         counts.append(len(tiles))
 
     return {"pixel_values": np.stack(out), "num_patches": np.array(counts, np.int32)}
+
+
+def process_phi3_v(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """Processes images for Phi-3-vision: of each the whole, small, then the crops of its HD transform in raster order.
+
+    Returns pixel_values [tiles of all images,3,S,S] and image_sizes [n,2] (height, width) of what the crops make up.
+    """
+    side, tiles, sizes = config.side("crop_size"), [], []
+    for image in _all(images):
+        whole = hd_transform(image, side, config["num_crops"], config.pixels)
+        sizes.append(_size(whole))
+        tiles.append(shrink(_channels_first(whole, config), side))
+        tiles += [_channels_first(crop, config) for crop in cut(whole, side)]
+
+    return {"pixel_values": np.stack(tiles), "image_sizes": np.array(sizes, np.int32)}
 
 
 def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:

@@ -87,7 +87,7 @@ def texts_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     texts = [tokenizer.id_to_token(each) for each in token_ids]
     if None in texts:
         raise InputError(
-            f"tokens of an image, video or sound: got {list(token_ids)}, in the tokenizer {texts}; expected a text for "
-            "each"
+            f"chat template: got tokens {list(token_ids)} of an image, video or sound, in the tokenizer {texts}; "
+            "expected a text for each"
         )
     return texts

@@ -31,7 +31,7 @@ _PIXELS = {
 }
 _PATCHES = {"patch_size", "merge_size", "temporal_patch_size"}
 _SAMPLING = {
-    *("fps", "num_frames", "min_frames", "max_frames", "initial_shift", "min_pixels", "max_pixels", "video_sampling"),
+    *("fps", "num_frames", "min_frames", "max_frames", "initial_shift", "video_sampling"),
     *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type"),
 }
 FPS = 2.0
@@ -45,10 +45,13 @@ class VideoConfig:
     Attributes:
       pixels: how frames are resized, normalised and cut.
       options: what the video processor's file says and is read here, in JSON.
+      own: whether anything but the image settings says it; else it is not written, and no part of a fingerprint, which
+        has the image settings.
     """
 
     pixels: ImageConfig
     options: str
+    own: bool = dataclasses.field(default=True, kw_only=True)
 
     def option(self, name: str, default: Any = None) -> Any:
         """Returns an option of the file, or this where it is absent or null."""
@@ -90,8 +93,8 @@ class VideoConfig:
         def read(directory: str | os.PathLike[str]) -> "VideoConfig":
             root = Path(directory)
             found = read_table(root / PROCESSOR_FILE).get("video_processor")
-            for name in (VIDEO_FILE, CONFIG_FILE):
-                found = found or read_table(root / name)
+            found = found or read_table(root / VIDEO_FILE)
+            own, found = bool(found), found or read_table(root / CONFIG_FILE)
             if not isinstance(found, Mapping):
                 raise ConfigError(f"{root / PROCESSOR_FILE}: got video_processor {found!r:.80}; expected a table")
             found = adjust({name: value for name, value in found.items() if value is not None})
@@ -99,16 +102,19 @@ class VideoConfig:
                 if found.get(name) not in (None, value):
                     raise ConfigError(f"video {name}: got {found[name]!r}, which is not built; expected {value!r}")
 
-            known = _PIXELS | _SAMPLING | set(defaults)
+            known = _PIXELS | _SAMPLING | names | set(defaults)
             options = defaults | {name: value for name, value in found.items() if name in known}
             pixels = ImageConfig.from_dict({name: value for name, value in options.items() if name in names})
-            return cls(pixels, json.dumps(options, sort_keys=True))
+            own = own or bool(_SAMPLING & set(found))
+            return cls(pixels, json.dumps(options, sort_keys=True), own=own)
 
         return read
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes `video_preprocessor_config.json`. Returns its path."""
+        """Writes `video_preprocessor_config.json`, or nothing where image settings say all. Returns its path."""
         path = Path(directory) / VIDEO_FILE
+        if not self.own:
+            return path
         path.write_text(json.dumps(json.loads(self.options), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return path
 

@@ -20,7 +20,7 @@ from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, in_blocks, normal, product
+from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal, product
 from ..decoder.mesh_axes import auto_tensor_axes, spread, spread_tokens
 from ..decoder.stacks import layers_to_scan
 
@@ -29,6 +29,9 @@ VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+QK_NORM_EPSILON = 1e-6
 
 
 def check_heads(width: int, heads: int, multiple: int = 1) -> None:
@@ -62,7 +65,8 @@ class BlockConfig:
     """Sizes and switches of a tower's transformer block.
 
     `fused` keeps query, key and value in one matrix, as the file has it; `layer_scale` multiplies both updates by a
-    learned vector (InternViT); `key_bias` False leaves out the keys' alone (Whisper).
+    learned vector (InternViT); `key_bias` False leaves out the keys' alone (Whisper). InternViT-6B has `rms_norms` and,
+    with `qk_norm`, RMS norms over the whole width of query and key.
     """
 
     width: int
@@ -74,9 +78,13 @@ class BlockConfig:
     layer_scale: bool = False
     qkv_bias: bool = True
     key_bias: bool = True
+    rms_norms: bool = False
+    qk_norm: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.fused and self.qk_norm:
+            raise ConfigError("vision block: got norms of query and key in one matrix; expected them in two")
         if self.activation not in VISION_ACTIVATIONS:
             raise ConfigError(
                 f"vision activation: got {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}"
@@ -132,13 +140,14 @@ class PlainMLP(nnx.Module):
 
 
 class PlainBlock(nnx.Module):
-    """Pre-norm attention and MLP with layer norms (or, with `lead=(depth,)`, a stack of them to scan over)."""
+    """Pre-norm attention and MLP (or, with `lead=(depth,)`, a stack of them to scan over)."""
 
     def __init__(self, config: BlockConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = ()):
         dtype, width = jnp.dtype(config.dtype), config.width
         norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         linear = {"rngs": rngs, "lead": lead, "dtype": dtype}
-        self.attention_norm = LayerNorm(width, **norm)
+        Norm = RMSNorm if config.rms_norms else LayerNorm
+        self.attention_norm = Norm(width, **norm)
 
         if config.fused:
             self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
@@ -147,8 +156,14 @@ class PlainBlock(nnx.Module):
             biases = (bias, bias and config.key_bias, bias)
             self.query, self.key, self.value = (Linear(width, width, bias=bias, **linear) for bias in biases)
 
+        # Their epsilon is the class's own, whatever that of the others is.
+        def qk_norm():
+            return RMSNorm(width, epsilon=QK_NORM_EPSILON, lead=lead, dtype=dtype) if config.qk_norm else None
+
+        self.query_norm, self.key_norm = qk_norm(), qk_norm()
+
         self.output = Linear(width, width, bias=True, **linear)
-        self.mlp_norm = LayerNorm(width, **norm)
+        self.mlp_norm = Norm(width, **norm)
         self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
 
         def scale():
@@ -163,7 +178,10 @@ class PlainBlock(nnx.Module):
         if self.config.fused:
             return project_fused(self.qkv, x, self.config.heads)
         x, shape = spread_tokens(x, self.config.heads), (*x.shape[:-1], self.config.heads, -1)
-        return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
+        query, key = self.query(x), self.key(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query.reshape(shape), key.reshape(shape), self.value(x).reshape(shape)
 
     def attend(
         self,
@@ -256,6 +274,34 @@ def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.nd
     return order(row), order(column)
 
 
+def axis_taps(
+    place: Int[np.ndarray, " P"], size: int, side: int, mode: Literal["bilinear", "bicubic"]
+) -> tuple[Int[np.ndarray, "P taps"], Float32[np.ndarray, "P taps"]]:
+    """Returns where places of an axis of `size` read one of `side`, and with which weights: 2 or 4 taps, as
+    `resample_taps` says.
+    """
+    one = np.float32
+    place = place.astype(np.float32)
+    if mode == "bilinear":
+        source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
+    else:
+        source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
+
+    # Taps beyond the table repeat its edge, with the weight that they would have there.
+    floor = np.floor(source)
+    taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
+    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+
+    # Linear, or Keys' cubic in Horner's form.
+    if mode == "bilinear":
+        return taps, np.maximum(one(1) - distance, one(0))
+
+    a = one(-0.75)
+    near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
+    far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
+    return taps, np.where(distance <= 1, near, far)
+
+
 def resample_taps(
     rows: Int[np.ndarray, " P"],
     columns: Int[np.ndarray, " P"],
@@ -268,31 +314,8 @@ def resample_taps(
     "bilinear" is with align_corners=True (Qwen3-VL), "bicubic" with a = −0.75 and align_corners=False (MoonViT). Taps
     are 4 or 16 places in the flattened table. Computed in float32 in torch's order of operations.
     """
-    one = np.float32
-
-    def axis_taps(place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        place = place.astype(np.float32)
-        if mode == "bilinear":
-            source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
-        else:
-            source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
-
-        # Taps beyond the table repeat its edge, with the weight that they would have there.
-        floor = np.floor(source)
-        taps = (floor.astype(np.int64)[:, None] + offsets).clip(0, side - 1)
-        distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-
-        # Linear, or Keys' cubic in Horner's form.
-        if mode == "bilinear":
-            return taps, np.maximum(one(1) - distance, one(0))
-
-        a = one(-0.75)
-        near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
-        far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
-        return taps, np.where(distance <= 1, near, far)
-
-    row_taps, row_weights = axis_taps(rows, grid[0])
-    column_taps, column_weights = axis_taps(columns, grid[1])
+    row_taps, row_weights = axis_taps(rows, grid[0], side, mode)
+    column_taps, column_weights = axis_taps(columns, grid[1], side, mode)
     taps = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
     return taps.reshape(len(rows), -1).astype(np.int32), weights.reshape(len(rows), -1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""One plain vision transformer for CLIP, SigLIP and InternViT-300M, told apart by switches.
+"""One plain vision transformer for CLIP, SigLIP and InternViT (300M and 6B), told apart by switches.
 
 Sources: transformers' CLIPVisionModel, SiglipVisionModel, SmolVLMVisionTransformer and InternVLVisionModel.
 Axis letters: B images (or tiles), T tokens (class token included), E features per image, D width.
@@ -32,6 +32,8 @@ class ViTConfig:
       pre_norm: a layer norm on the embeddings (CLIP).
       final_norm: "applied" to the features, "kept" (parameters that are loaded and saved, not used), or "none".
       layer_scale: learned vectors scale both updates of a block (InternViT).
+      norm_type: of a block's norms, "layer_norm" or "rms_norm" (InternViT-6B). qk_norm: RMS norms over the whole width
+        of query and key (InternViT-6B).
       feature_layer: which hidden state the features are, as transformers counts them: -1 the last, -2 the one before.
     """
 
@@ -51,6 +53,8 @@ class ViTConfig:
     final_norm: str = "none"
     layer_scale: bool = False
     qkv_bias: bool = True
+    norm_type: str = "layer_norm"
+    qk_norm: bool = False
     feature_layer: int = -1
     dtype: str = "float32"
 
@@ -58,6 +62,8 @@ class ViTConfig:
         check_heads(self.width, self.heads)
         if not isinstance(self.feature_layer, int):
             raise ConfigError(f"vision_feature_layer: got {self.feature_layer!r}; expected one layer")
+        if self.norm_type not in ("layer_norm", "rms_norm"):
+            raise ConfigError(f"norm_type: got {self.norm_type!r}; expected 'layer_norm' or 'rms_norm'")
         if self.final_norm not in ("applied", "kept", "none"):
             raise ConfigError(f"final_norm: got {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
         if not -self.depth - 1 <= self.feature_layer <= self.depth:
@@ -91,6 +97,8 @@ class ViTConfig:
             norm_epsilon=self.norm_epsilon,
             layer_scale=self.layer_scale,
             qkv_bias=self.qkv_bias,
+            rms_norms=self.norm_type == "rms_norm",
+            qk_norm=self.qk_norm,
             dtype=self.dtype,
         )
 

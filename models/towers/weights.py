@@ -42,25 +42,38 @@ INTERN_NAMES = {
     "mlp.outer": "mlp.fc2",
 }
 """Our block's names to InternViT's, as transformers writes them."""
+QK_NORMS = {"query_norm": "attention.q_norm", "key_norm": "attention.k_norm"}
+"""Those of the norms that InternViT-6B has on query and key."""
 
 
-def norm_entries(name: str, path: ParamPath, *, stack: bool = False) -> list[TensorEntry]:
-    """Returns a layer norm's weight and bias."""
-    return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in NORM]
+def norm_entries(name: str, path: ParamPath, *, stack: bool = False, bias: bool = True) -> list[TensorEntry]:
+    """Returns a layer norm's weight and bias; an RMS norm has no bias."""
+    parts = NORM if bias else ("weight",)
+    return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in parts]
 
 
 def block_entries(
-    name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True, key_bias: bool = True
+    name: str,
+    path: ParamPath,
+    names: Mapping[str, str],
+    *,
+    qkv_bias: bool = True,
+    key_bias: bool = True,
+    stack: bool = True,
+    norm_bias: bool = True,
 ) -> list[TensorEntry]:
-    """Returns a stack of `PlainBlock`; `name` holds `{layer}`, `names` says what the file calls our parts."""
+    """Returns a stack of `PlainBlock` (or, with `stack=False`, one by one, `path` holding `{layer}` too); `name` holds
+    `{layer}`, `names` says what the file calls our parts.
+    """
     entries: list[TensorEntry] = []
     for ours, theirs in names.items():
         place = (*path, *ours.split("."))
         if ours.endswith("_norm"):
-            entries += norm_entries(f"{name}.{theirs}", place, stack=True)
+            bias = norm_bias and ours not in QK_NORMS
+            entries += norm_entries(f"{name}.{theirs}", place, stack=stack, bias=bias)
         else:
             bias = (qkv_bias or ours not in ("query", "key", "value", "qkv")) and (key_bias or ours != "key")
-            entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
+            entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=stack)
 
     return entries
 
@@ -185,7 +198,13 @@ def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visua
             (*path, "position_embedding"),
             file_shape=(1, config.tokens, config.width),
         ),
-        *block_entries(blocks, (*path, "blocks"), INTERN_NAMES, qkv_bias=config.qkv_bias),
+        *block_entries(
+            blocks,
+            (*path, "blocks"),
+            INTERN_NAMES | (QK_NORMS if config.qk_norm else {}),
+            qkv_bias=config.qkv_bias,
+            norm_bias=config.norm_type == "layer_norm",
+        ),
         *(TensorEntry(f"{blocks}.{theirs}", (*path, "blocks", ours), stack=True) for ours, theirs in scales.items()),
     ]
 

@@ -1,6 +1,7 @@
 """Make the InternVL goldens with transformers (5.23) and torch. See README.md beside this file.
 
-Run it in an environment that has them: `python tests/goldens/make_internvl.py`. It rewrites `internvl/`.
+Run it in an environment that has them: `python tests/goldens/make_internvl.py`. It rewrites `internvl/` and
+`internvl_6b/` (InternViT-6B's kind of tower before Llama, as InternLM2 is once its matrices are taken apart).
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -8,7 +9,13 @@ import json
 
 import torch
 from PIL import Image
-from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
+from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
+    LlamaConfig,
+    Qwen2Config,
+)
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from vlm_golden import HERE, IMAGE, TEXT, LayerRecorder, build_model, draw_image, run_cases, tokens_of
 
@@ -25,6 +32,8 @@ VISION = {
     "norm_type": "layer_norm",
     "use_qk_norm": False,
 }
+SIX = {**VISION, "num_hidden_layers": 2, "attention_bias": False, "norm_type": "rms_norm", "use_qk_norm": True}
+FAMILIES = {"internvl": (VISION, Qwen2Config), "internvl_6b": (SIX, LlamaConfig)}
 TOP = {
     "image_token_id": IMAGE,
     "image_seq_length": 4,
@@ -37,45 +46,51 @@ TOP = {
 SIZES = {"text": [], "one_image": [(20, 41)], "two_images": [(20, 41), (33, 18)]}
 
 
-def write_release() -> None:
+def write_release(family: str, vision: dict, kind: str) -> None:
     """`config_release.json` as InternVL3's -hf checkpoints have it: `rope_theta` and a dynamic `rope_scaling`."""
     scaling = {"factor": 2.0, "rope_type": "dynamic"}
     release = {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
         **{name: value for name, value in TOP.items() if name != "tie_word_embeddings"},
-        "text_config": {**TEXT, "model_type": "qwen2", "rope_theta": 100.0, "rope_scaling": scaling},
-        "vision_config": {"model_type": "internvl_vision", **VISION},
+        "text_config": {**TEXT, "model_type": kind, "rope_theta": 100.0, "rope_scaling": scaling},
+        "vision_config": {"model_type": "internvl_vision", **vision},
         "torch_dtype": "float32",
     }
-    (HERE / "internvl" / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
+    (HERE / family / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
+
+
+def make(family: str) -> None:
+    vision, text_class = FAMILIES[family]
+    text = text_class(**TEXT, rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    config = InternVLConfig(vision_config=InternVLVisionConfig(**vision), text_config=text, **TOP)
+    model = build_model(family, config, InternVLForConditionalGeneration)
+    write_release(family, vision, text.model_type)
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    processor.save_pretrained(HERE / family)
+    inner = model.model
+    modules = {"vision_blocks": inner.vision_tower.encoder.layer, "vision_features": [inner.multi_modal_projector]}
+    cases = {}
+    for case, sizes in SIZES.items():
+        images = [draw_image(f"image {index}", *shape) for index, shape in enumerate(sizes)]
+        kept = {f"image.{index}": image for index, image in enumerate(images)}
+        inputs, parts = {}, [5, 4]
+        if images:
+            out = processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")
+            inputs, kept = {"pixel_values": out["pixel_values"]}, kept | {"num_patches": out["num_patches"]}
+            parts = [5, *[(4 * int(count),) for count in out["num_patches"]], 4]
+        cases[case] = (tokens_of(parts), inputs, kept)
+    run_cases(family, model, LayerRecorder(inner.language_model, modules), cases)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    text = Qwen2Config(**TEXT, rope_parameters={"rope_type": "default", "rope_theta": 100.0})
-    config = InternVLConfig(vision_config=InternVLVisionConfig(**VISION), text_config=text, **TOP)
     with torch.no_grad():
-        model = build_model("internvl", config, InternVLForConditionalGeneration)
-        write_release()
-        processor = GotOcr2ImageProcessorPil(
-            size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=4
-        )
-        processor.save_pretrained(HERE / "internvl")
-        inner = model.model
-        vision = {"vision_blocks": inner.vision_tower.encoder.layer, "vision_features": [inner.multi_modal_projector]}
-        cases = {}
-        for case, sizes in SIZES.items():
-            images = [draw_image(f"image {index}", *shape) for index, shape in enumerate(sizes)]
-            kept = {f"image.{index}": image for index, image in enumerate(images)}
-            inputs, parts = {}, [5, 4]
-            if images:
-                out = processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")
-                inputs, kept = {"pixel_values": out["pixel_values"]}, kept | {"num_patches": out["num_patches"]}
-                parts = [5, *[(4 * int(count),) for count in out["num_patches"]], 4]
-            cases[case] = (tokens_of(parts), inputs, kept)
-        run_cases("internvl", model, LayerRecorder(inner.language_model, vision), cases)
+        for family in FAMILIES:
+            make(family)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ IMAGES = {
     "internvl": "InternVLForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "deepseek_vl": "DeepseekVLForConditionalGeneration",
+    "deepseek_vl_hybrid": "DeepseekVLHybridForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "pixtral": "LlavaForConditionalGeneration",
@@ -85,7 +86,8 @@ def main() -> None:
         root = Path(directory)
         for family, architecture in IMAGES.items():
             found[family] = written(write_checkpoint(family, root / family), architecture, root / f"{family}_out")
-        assert all(theirs == ours for theirs, ours in found.pop("deepseek_vl")["names"].items())
+        for family in ("deepseek_vl", "deepseek_vl_hybrid"):
+            assert all(theirs == ours for theirs, ours in found.pop(family)["names"].items())
         for family in TEXTS:
             made = write_text_checkpoint(family, root / family)
             architecture = json.loads((made / "config.json").read_text())["architectures"][0]
@@ -93,7 +95,8 @@ def main() -> None:
         for family in ("llava", "llava_next"):
             reads(root / family, IMAGES[family], "vision_tower.", "vision_tower.vision_model.", root / f"{family}_old")
         tower = "model.vision_model."
-        reads(root / "deepseek_vl", IMAGES["deepseek_vl"], tower, f"{tower}vision_model.", root / "deepseek_vl_old")
+        for family in ("deepseek_vl", "deepseek_vl_hybrid"):
+            reads(root / family, IMAGES[family], tower, f"{tower}vision_model.", root / f"{family}_old")
     (HERE / "namings.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -38,6 +38,10 @@ TOWER = {
     "image_size": 16,
     "patch_size": 4,
 }
+# A window of SAM's 14 patches is larger than the image, and its layers are those of the class but two.
+SAM = {**{key: value for key, value in TOWER.items() if key != "intermediate_size"}, "image_size": 32}
+SAM |= {"output_channels": 8, "global_attn_indexes": [1]}
+LARGE = dict.fromkeys(("deepseek_vl_hybrid", "deepseek_vl_hybrid_bare"), (1, 3, 32, 32))
 QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 303, "vision_end_token_id": 304}
 
@@ -54,6 +58,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
+    "gemma4_text": ("Gemma4", {"num_hidden_layers": 7, "vocab_size_per_layer_input": VOCABULARY}),  # and the last
 }
 TEXTS["qwen3_moe"][1]["num_key_value_heads"] = 4
 
@@ -131,6 +136,13 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
     "deepseek_vl": (
         "DeepseekVL",
         {"text_config": only("llama"), "vision_config": TOWER, "image_token_id": IMAGE},
+        (1, 3, 16, 16),
+        {},
+        16,
+    ),
+    "deepseek_vl_hybrid": (
+        "DeepseekVLHybrid",
+        {"text_config": only("llama"), "vision_config": TOWER, "high_res_vision_config": SAM, "image_token_id": IMAGE},
         (1, 3, 16, 16),
         {},
         16,
@@ -227,6 +239,11 @@ def with_part(name: str, part: str, more: dict[str, Any]) -> tuple[str, dict[str
 IMAGES["qwen2_5_vl_yarn"] = with_part(
     "qwen2_5_vl", "text_config", {"rope_parameters": {**YARN, "mrope_section": [16, 24, 24]}}
 )
+IMAGES["deepseek_vl_hybrid_bare"] = with_part(
+    "deepseek_vl_hybrid",
+    "high_res_vision_config",
+    {"use_abs_pos": False, "use_rel_pos": False, "qkv_bias": False, "mlp_dim": 40, "window_size": 3},
+)
 IMAGES["internvl_qwen3_moe"] = with_part("internvl", "text_config", {**MIXTURE, "model_type": "qwen3_moe"})
 IMAGES["qwen2_5_vl_base"] = with_part("qwen2_5_vl", "vision_config", BASE)
 IMAGES["qwen3_vl_base"] = with_part("qwen3_vl", "vision_config", BASE)
@@ -234,6 +251,7 @@ IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)
 CLASSES = {
     **{kind: name for kind, (name, _) in TEXTS.items()},
     "gemma3_text": "Gemma3Text",
+    "gemma4_text": "Gemma4Text",
     "gemma3": "Gemma3",
     "qwen2_vl": "Qwen2VL",
     "qwen2_vl_text": "Qwen2VLText",
@@ -267,6 +285,8 @@ CLASSES = {
     "llava_next": "LlavaNext",
     "internvl": "InternVL",
     "deepseek_vl": "DeepseekVL",
+    "deepseek_vl_hybrid": "DeepseekVLHybrid",
+    "sam_vision_model": "SamVision",
     "smolvlm": "SmolVLM",
     "kimi_k25": "Kimi_K25",
     "clip_vision_model": "CLIPVision",
@@ -360,8 +380,11 @@ def make_image(name: str) -> None:
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
     if name.startswith("gemma"):
         inputs["token_type_ids"] = (input_ids == IMAGE).int()
-    logits = model(input_ids=input_ids, **inputs).logits
     arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}
+    if name in LARGE:
+        inputs["high_res_pixel_values"] = torch.from_numpy(draw_pixels(f"sparse {name} large", *LARGE[name]))
+        arrays["large_shape"] = np.array(LARGE[name], np.int32)
+    logits = model(input_ids=input_ids, **inputs).logits
     ids = input_ids[0].numpy().astype(np.int32)
     write(name, logits, {"input_ids": ids, "pixel_shape": np.array(shape, np.int32), **arrays})
 

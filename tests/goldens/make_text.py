@@ -115,6 +115,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
         0,
         STEPS,
     ),
+    "gemma4_text": (
+        "Gemma4",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention" if layer in (1, 5) else "sliding_attention" for layer in range(6)],
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e1},
+            },
+        },
+        0,
+        STEPS,
+    ),
+    "gemma4_wide": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5e2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e1},
+            },
+        },
+        0,
+        STEPS,
+    ),
     "phi3_short": ("Phi3", {**SHORT_MODEL, **rope(1e2, **LONG)}, 0, STEPS),
     "phi3_long": ("Phi3", {**SHORT_MODEL, **rope(1e2, **LONG)}, 40, STEPS),
     "deepseek_v2": (
@@ -158,7 +199,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
 
 def build_model(family: str, name: str, more: dict[str, Any]) -> Any:
     """The tiny model, every parameter redrawn under its file's name; writes `<family>.json` (config and shapes)."""
-    named = name if hasattr(transformers, f"{name}Config") and name != "Gemma3" else f"{name}Text"
+    named = f"{name}Text" if name.startswith("Gemma") else name
     config = getattr(transformers, f"{named}Config")(**SIZES | more)
     kind = getattr(transformers, f"{name}ForCausalLM")
     with tempfile.TemporaryDirectory() as directory:
@@ -181,9 +222,17 @@ def build_model(family: str, name: str, more: dict[str, Any]) -> Any:
 
 
 def cached(cache: Any) -> dict[str, np.ndarray]:
-    """Both channels [L,T,K,H] as transformers keeps them: keys and values, or latent and turned decoupled key."""
-    stack = lambda name: np.stack([getattr(layer, name)[0].transpose(0, 1).numpy() for layer in cache.layers])
-    return {"first": stack("keys"), "second": stack("values")}
+    """Both channels [L,T,K,H] as transformers keeps them: keys and values, or latent and turned decoupled key.
+
+    Of layers of unlike widths an array each, `first.<layer>`; those that read another's keep none.
+    """
+    of = lambda name: [
+        getattr(layer, name)[0].transpose(0, 1).numpy() for layer in cache.layers if layer.is_initialized
+    ]
+    found = {"first": of("keys"), "second": of("values")}
+    if len({value.shape for value in found["first"]}) == 1:
+        return {name: np.stack(values) for name, values in found.items()}
+    return {f"{name}.{layer}": value for name, values in found.items() for layer, value in enumerate(values)}
 
 
 def make(family: str) -> None:

@@ -171,7 +171,7 @@ def save(family: str, case: str, arrays: dict[str, np.ndarray]) -> None:
     length = len(arrays["input_ids"])
     rows = np.array([0, length // 2, length - 1], np.int32)
     if case != WHOLE:
-        arrays = {name: value for name, value in arrays.items() if name != "vision_blocks"}
+        arrays = {name: value for name, value in arrays.items() if not name.endswith("_blocks")}
         for name in ("hidden", "k", "v", "ckv", "kpe", "k_phase_free"):
             if name in arrays:
                 arrays[name] = arrays[name][:, rows]

@@ -26,6 +26,7 @@ FAMILIES = {
     "window": ("text", "windows/qwen3"),
     "experts": ("text", "qwen3_moe"),
     "unlike": ("text", "gemma3_text"),  # layers of two kinds: two ropes, two pairs of channels, a window
+    "shared": ("text", "gemma4_text"),  # two widths of heads too, and layers that read another's KV
     "mrope": ("image", "qwen2_5_vl"),
     "gemma3": ("image", "gemma3"),  # and images whose tokens see each other
 }

@@ -15,6 +15,15 @@ if str(ROOT) not in sys.path:  # `tests` and the four packages resolve from the 
 from tests.goldens.load import write_checkpoint  # noqa: E402
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tiny_clip() -> None:
+    """Makes the goldens' CLIP one of those that Phi-3-vision's configuration can name: it has names and no sizes."""
+    from models.families import phi3_v
+
+    sizes = {"depth": 3, "width": 32, "heads": 2, "intermediate": 48, "image": 16, "patch": 4}
+    phi3_v.TOWERS["tiny"] = sizes
+
+
 @pytest.fixture(scope="session")
 def qwen2_5_vl_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen2.5-VL of the goldens as a Hugging Face directory. Read only: copy before changing it."""

@@ -38,8 +38,8 @@ PAPERS = {
         "InternVL-2.5": "InternVLChatModel",
     },
     "Cross-query segment reuse": {
-        "Llama-2-7B": "LlamaForCausalLM",
-        "Mistral-7B": "MistralForCausalLM",
+        "Llama-2-7B, and a variant tuned for instructions": "LlamaForCausalLM",
+        "Mistral-7B, and a variant tuned for instructions": "MistralForCausalLM",
     },
     "VLCache": {
         "Qwen3-VL-8B, -32B": "Qwen3VLForConditionalGeneration",

@@ -314,8 +314,7 @@ def test_deepseeks_own_format_is_the_same_model(deepseek, tiny_tower, tmp_path):
         ),
         ("llm_config.residual_multiplier", 1, "'residual_multiplier': 1, which this library does not know for qwen2"),
         ("something", 1, "'something': 1, which this library does not know for internvl_chat"),
-        ("vision_config.norm_type", "rms_norm", "norm_type 'rms_norm'; expected 'layer_norm'"),
-        ("vision_config.qk_normalization", True, "qk_normalization True"),
+        ("vision_config.norm_type", "group", "norm_type 'group'; expected 'layer_norm' or 'rms_norm'"),
         ("vision_config.use_moe", True, "use_moe True"),
         ("tokens", None, "no tokenizer file that names <IMG_CONTEXT>"),
     ],
@@ -340,7 +339,8 @@ def test_what_is_not_built_of_internvl_chat_is_refused(path, value, message, int
     ("path", "value", "message"),
     [
         ("gen_vision_config", {"cls": "VQ-16"}, "'gen_vision_config': .*which this library does not know"),
-        ("vision_config.cls", "HybridVisionTower", "cls 'HybridVisionTower'; expected 'CLIPVisionTower'"),
+        ("vision_config.cls", "SigLIP", "cls 'SigLIP'; expected 'CLIPVisionTower' or 'HybridVisionTower'"),
+        ("vision_config.cls", "HybridVisionTower", r"got image_size 16, which is not built; .*'high_res_cfg'"),
         (
             "vision_config.params.model_name",
             "sam_b_downsample",

@@ -27,7 +27,10 @@ FAMILIES = [
             "llava",
             "llava_next",
             "deepseek_vl",
+            "deepseek_vl_hybrid",
             "internvl",
+            "internvl_6b",
+            "phi3_v",
             "smolvlm",
             "gemma3",
             "qwen2_vl",
@@ -40,6 +43,7 @@ FAMILIES = [
     ),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+INPUTS += ("high_res_pixel_values",)
 DELTAS = (1, 37, 1000, 100_000)
 
 

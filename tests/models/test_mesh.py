@@ -19,13 +19,15 @@ from jax.sharding import PartitionSpec as P
 from kvpatch_jax.errors import ConfigError
 from models.decoder.mesh_axes import dividing_axes
 from models.decoder.sharding import cache_specs, partition_specs, split_mesh
+from tests.models.mesh_cases import FAMILIES
 from tests.models.test_sharding import config_of, specs_of
 
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5
-"""Of the largest magnitude, float32; 2.2e-6 was reached."""
+"""Of the largest magnitude, float32; 4.2e-6 was reached (GLM-4.5V), else 3e-6."""
 DEFAULT = ("few", "qwen2_5_vl", "collectives", "towers")
-SLOW = ("few-whole", "internvl", "smolvlm", "session qwen2_5_vl", "session qwen3_vl_moe")
+LATER = tuple(family for family in FAMILIES if family not in DEFAULT)
+SLOW = ("few-whole", *LATER, "session qwen2_5_vl", "session qwen3_vl_moe")
 
 
 def findings(root: Path, names: tuple[str, ...]) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def findings(root: Path, names: tuple[str, ...]) -> dict[str, Any]:
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.models.mesh_cases", str(root), *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -171,7 +173,7 @@ def test_images_lie_over_the_devices_that_divide_neither_heads_nor_widths(facts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["few-whole", "internvl", "smolvlm"])
+@pytest.mark.parametrize("name", ["few-whole", *LATER])
 def test_every_call_and_tower_over_devices_gives_one_devices_result(slow_facts, name):
     check_forward(slow_facts[name])
     if name == "few-whole":

@@ -121,6 +121,7 @@ def as_modules(family: str) -> Callable[[Tensors], Tensors]:
             as_modules("llava_next")(tensors)
         )),
         ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
+        ("deepseek_vl_hybrid", swap("model.vision_model.", "model.vision_model.vision_model.")),
         ("kimi_vl", unfused),
         ("qwen3_vl_moe", unfused),
         ("qwen3_vl_moe", lambda tensors: {
@@ -128,7 +129,8 @@ def as_modules(family: str) -> Callable[[Tensors], Tensors]:
             for name, value in tensors.items()
         }),
     ],
-    ids=["llava 4", "llava-next 4", "deepseek-vl 4", "kimi unfused", "qwen3-vl-moe unfused", "qwen3-vl-moe released"],
+    ids=["llava 4", "llava-next 4", "deepseek-vl 4", "deepseek-vl-hybrid 4", "kimi unfused", "qwen3-vl-moe unfused",
+         "qwen3-vl-moe released"],
 )  # fmt: skip
 def test_other_names_are_the_same_model(family, rename, checkpoint, loaded, tmp_path):
     directory = checkpoint(family)

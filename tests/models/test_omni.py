@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import kvpatch_jax as kvp
 from kvpatch_jax.core import Buckets, end_position, relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, PositionError
+from kvpatch_jax.patching.canonical import one_behind_the_other
 from models import FAMILIES, load, save
 from models.inputs.qwen_images import ImageConfig, preprocess_images
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
@@ -203,7 +204,7 @@ def test_names_of_transformers_modules(family, backbones, tmp_path):
         ("qwen2_5_omni", {"audio_config": {"output_dim": 32}}, "expected the text width 64"),
         ("qwen2_5_omni", {"audio_config": {"n_window": 100}}, "max_source_positions: got 64"),
         ("qwen2_5_omni", {"audio_config": {"model_type": "whisper"}}, "audio_config: got type 'whisper'"),
-        ("qwen2_5_omni", {"audio_config": {"conv_kernel_sizes": [5]}}, "which this library does not know"),
+        ("qwen2_5_omni", {"audio_config": {"pooling_type": 2}}, "'pooling_type': 2, which this library does not know"),
         ("qwen3_omni", {"audio_config": {"n_window": 40}}, "expected 49 to 52"),
         ("qwen3_omni", {"audio_config": {"n_window_infer": 50}}, "expected at least 100 frames"),
         ("qwen3_omni", {"text_config": {"sliding_window": 4096}}, "sliding_window 4096, which is not built"),
@@ -321,6 +322,26 @@ def test_chunks_placed_one_behind_the_other_have_the_positions_of_the_whole(fami
         start, cursor = start + float(end_position(np.asarray(chunk.local)[None])[0]) + 1, cursor + chunk.length
     assert cursor == len(whole)
     assert bool(start % 1) == (family == "qwen3_omni")
+
+
+@SLOW
+def test_a_session_of_videos_and_sounds_is_one_prefill(backbones):
+    """Its chunks start at whole positions, the next one behind where a video ends between two."""
+    backbone = backbones("qwen3_omni")
+    frames = np.random.default_rng(1).integers(0, 256, (6, 16, 24, 3), np.uint8)
+    items = [[5, 6, 7], kvp.Video(frames, rate=3.0), kvp.Audio(tone(0.75), 16000)]
+    with kvp.Session(backbone) as session:
+        for item in items:
+            session.add(item)
+        answer = tuple(session.ask([9, 10, 11], steps=6).ids)
+
+    parts, start = [], 0
+    for item in [*items, [9, 10, 11]]:
+        tokens = backbone.embed(**backbone.prepare([item]))
+        parts.append(tokens.shift(start))
+        start += int(np.floor(end_position(np.asarray(tokens.positions))[0])) + 1
+    assert (np.asarray(parts[1].positions) % 1 != 0).any()
+    assert answer == tuple(np.asarray(backbone.generate(one_behind_the_other(parts), 6))[0].tolist())
 
 
 def test_starts_between_positions(backbones):

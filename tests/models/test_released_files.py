@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import ConfigError, ShapeError
 from models import FAMILIES, load, save
 from models.checkpoints import flatten_params
 from models.checkpoints.planning import plan
@@ -25,8 +25,9 @@ from models.families.registry import AUTHORS
 from models.files import open_files
 from models.inputs.qwen_images import CONFIG_FILE
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.goldens.redraw import standard_values
 from tests.models.quantised_arrays import packed_arrays, packed_by_loops
-from tests.models.test_image_families import check_forward, kimi_released
+from tests.models.test_image_families import check_forward, close, kimi_released
 from tests.models.test_quantised_directories import write_directory
 
 FILES = Path(__file__).parent / "released"
@@ -50,7 +51,8 @@ def configuration(root: Path) -> Any:
     raw = open_files(root).config
     name = raw["architectures"][0]
     if name in AUTHORS:
-        return AUTHORS[name].family.config(AUTHORS[name].config(raw, root), "exact", None)
+        raw = AUTHORS[name].config(raw, root)
+        name = raw["architectures"][0]
     return FAMILIES[name].config(raw, "exact", None)
 
 
@@ -217,8 +219,16 @@ def test_kimi_k25_released_files_are_transformers_model(tmp_path):
     directory = tiny_kimi_k25(tmp_path)
     backbone = load(directory, angles="float32")
     check_forward(backbone, golden_arrays("kimi_vl", "one_image"))
-    with pytest.raises(InputError, match="video, which is not built"):
-        backbone.embed(np.array([[3, 4]]), video_grid_thw=np.array([[4, 2, 2]]))
+    with pytest.raises(ShapeError, match=r"grid: got \(5, 2, 2\); expected 1 to 4 frames"):
+        backbone.embed(np.array([[3, 4]]), video_grid_thw=np.array([[5, 2, 2]]))
+
+    # Frames of a video have the placeholder of images here, and the features of transformers' form.
+    theirs = load(write_checkpoint("kimi_vl", tmp_path / "transformers"), angles="float32")
+    pixels, grid = standard_values("frames", 3 * 24 * 48).reshape(-1, 3, 4, 4).astype(np.float32), np.array([[3, 4, 6]])
+    ids = np.array([[5, *[backbone.config.image_token] * 6, 7]])
+    ours = backbone.embed(ids, pixel_values=pixels, image_grid_thw=grid).embeddings
+    ids[ids == backbone.config.image_token] = theirs.config.video_token
+    close(ours, theirs.embed(ids, pixel_values_videos=pixels, video_grid_thw=grid).embeddings, "features of frames")
 
     again = load(save(backbone, tmp_path / "saved"), angles="float32")
     assert again.config.text == backbone.config.text

@@ -56,10 +56,12 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
 def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
     backbone, gold = load(write_sparse(name, tmp_path)), arrays_of(name)
     inputs = {key: gold[key] for key in ("image_grid_thw", "image_sizes") if key in gold}
-    if "pixel_shape" in gold:
-        shape = gold["pixel_shape"].tolist()
-        drawn = standard_values(f"sparse {name}", int(np.prod(shape)))
-        inputs["pixel_values"] = drawn.reshape(shape).astype(np.float32)
+    drawings = {"pixel_shape": ("pixel_values", ""), "large_shape": ("high_res_pixel_values", " large")}
+    for key, (argument, more) in drawings.items():
+        if key in gold:
+            shape = gold[key].tolist()
+            drawn = standard_values(f"sparse {name}{more}", int(np.prod(shape)))
+            inputs[argument] = drawn.reshape(shape).astype(np.float32)
     if "mel_shape" in gold:
         shape = gold["mel_shape"].tolist()
         drawn = standard_values(f"sparse {name} sound", int(np.prod(shape)))
@@ -99,7 +101,7 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
     }
     windows = {name: config.text.window for name, config in configs.items()}
     names = ("mistral", "llava_mistral", "llava_next", "llava_pixtral", "mistral3", "gemma3_text", "gemma3")
-    sliding = dict.fromkeys(names, 4096)
+    sliding = dict.fromkeys(names, 4096) | {"gemma4_text": 512}
     assert windows == {name: sliding.get(name) for name in NAMES}
     assert configs["qwen2_5_vl"].tokens_per_second == CLASSES["qwen2_5_vl_vision"]["tokens_per_second"] == 4
 

@@ -5,16 +5,17 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvpatch_jax.core import Rope
-from kvpatch_jax.errors import ConfigError, LayoutError
-from models import FAMILIES
+from kvpatch_jax.core import Rope, to_engine
+from kvpatch_jax.errors import ConfigError, LayoutError, ShapeError
+from models import FAMILIES, load
 from models.decoder.config import DecoderConfig, LayerKind
 from models.decoder.costs import forward_costs
 from models.decoder.sharding import cache_specs, partition_specs
 from tests.goldens.load import GOLDENS
-from tests.goldens.load_text import text_config
+from tests.goldens.load_text import text_config, write_text_checkpoint
 
 FULL, LOCAL = LayerKind("", Rope(1e6, 16), 16, 2), LayerKind("local", Rope(1e4, 16), 16, 2, 6)
 SIZES: dict[str, Any] = {
@@ -54,7 +55,9 @@ def test_one_kind_is_an_ordinary_layout():
         ({"kind_of": (1, 1, 1)}, "expected one of 2 kinds"),
         ({"window": 7}, "or a window beside them"),
         ({"rope": Rope(5.0, 16)}, "a first one unlike the decoder's own fields"),
-        ({"kinds": (FULL, dataclasses.replace(LOCAL, kv_heads=4))}, "expected 2 of 16 in every layer"),
+        ({"kinds": (FULL, dataclasses.replace(LOCAL, kv_heads=3))}, "got 3 KV heads of width 16; expected a divisor"),
+        ({"kinds": (FULL, dataclasses.replace(LOCAL, head_dim=8))}, "and the rope's width 16"),
+        ({"kinds": (FULL, dataclasses.replace(LOCAL, reads=True))}, "layer 0: got one that reads the KV of no layer"),
         ({"kinds": (FULL, dataclasses.replace(LOCAL, name=""))}, "expected a name for each"),
         ({"norm_weight": "twice"}, "norm_weight: got 'twice'"),
     ],
@@ -109,6 +112,57 @@ def test_released_keys_of_gemma_3_mean_the_same():
 def test_what_is_not_built_of_gemma_3_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         read(text_config("gemma3_text") | change)
+
+
+def test_released_keys_of_gemma_4_mean_the_same():
+    """`global_head_dim` and `num_global_key_value_heads`, where transformers writes `per_layer_config`."""
+    for name, own in (
+        ("gemma4_text", {"global_head_dim": 24}),
+        ("gemma4_wide", {"global_head_dim": 24, "num_global_key_value_heads": 1}),
+    ):
+        newer = text_config(name)
+        older = {key: value for key, value in newer.items() if key != "per_layer_config"} | own
+        assert read(older) == read(newer), name
+    shared = read(text_config("gemma4_text"))
+    assert shared.sources == (0, 1, 2, 2, 2, 1)
+    assert shared.rows == (0, 0, 1, 1, 1, 0)
+    assert [stack.layers for stack in shared.stacks] == [(0, 2), (1,), (3, 4), (5,)]
+    # Layers that read another's KV have no maps to keys and values, and an MLP twice as wide.
+    costs, wide = forward_costs(shared), 2 * 3 * 64 * 96
+    heads = 2 * 64 * 2 * 2 * 16
+    assert costs.token[3] - costs.token[0] == wide - heads
+    assert costs.pair == tuple(4 * 4 * width for width in (16, 24, 16, 16, 16, 24))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block True, which is not built"),
+        ({"num_experts": 8}, "num_experts 8, which is not built"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: got 'all', which is not built"),
+        ({"num_kv_shared_layers": 6}, "6 shared; expected one of"),
+        ({"num_kv_shared_layers": 5}, "reads the KV of no layer below"),
+        ({"per_layer_config": {"1": {"head_dim": 0}}}, "got head_dim 0 of layer 1"),
+        ({"per_layer_config": {"1": {"sliding_window": 3}}}, "of layer 1; expected head_dim, num_key_value_heads"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "proportional"}}}, "expected a table for sliding"),
+    ],
+)
+def test_what_is_not_built_of_gemma_4_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read(text_config("gemma4_text") | change)
+
+
+def test_a_forward_above_the_layer_that_it_reads_is_refused(tmp_path):
+    """From a residual alone nobody knows the KV of the layer below; a cache that holds it will do."""
+    backbone = load(write_text_checkpoint("gemma4_text", tmp_path))
+    tokens = backbone.embed(np.arange(3, 12)[None])
+    out = backbone.prefill(tokens, hidden_at=(2, 3), logits="all")
+    with pytest.raises(ShapeError, match="start_layer: got a layer above 2, whose KV layer 3 reads"):
+        backbone.prefill(tokens._replace(embeddings=out.hidden[3]), start_layer=3)
+    cache = to_engine(backbone.layout, out.kv, tokens.positions, 0)
+    entering, slots = tokens._replace(embeddings=out.hidden[3]), np.arange(9)[None]
+    found = backbone.recompute(entering, cache, slots, start_layer=3, logits="all").logits
+    assert np.abs(np.asarray(found - out.logits)).max() <= 1e-5 * np.abs(np.asarray(out.logits)).max()
 
 
 @pytest.mark.parametrize(("count", "message"), [(8, "got 8; expected the square"), (16, "the patches of a side")])

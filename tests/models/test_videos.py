@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from models.families.registry import FAMILIES
 from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
 from models.inputs.family_videos import kimi_time, number_words, sample_evenly, sample_internvl, sample_smolvlm
 from models.inputs.qwen_images import ImageConfig
-from models.inputs.video_frames import Stream, VideoConfig, read_clip, sample_qwen2, sample_qwen3
+from models.inputs.video_frames import VIDEO_FILE, Stream, VideoConfig, read_clip, sample_qwen2, sample_qwen3
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.redraw import draw_frames
 from tests.tolerances import assert_close_to_largest
@@ -206,12 +207,41 @@ def test_released_kimi_k2_5_has_one_placeholder_and_the_same_features(checkpoint
     assert np.array_equal(joined["pixel_values"][size : 6 * size], parts["video"]["pixel_values_videos"])
 
 
-def test_saved_with_the_backbone(checkpoint, tmp_path):
-    for family in ("qwen3_vl", "smolvlm"):
-        backbone = load(checkpoint(family))
-        again = load(save(backbone, tmp_path / family))
-        assert again.video_config == backbone.video_config
-        assert again.fingerprint == backbone.fingerprint
+def test_video_settings_of_their_own_are_saved_and_part_of_the_fingerprint(checkpoint, tmp_path):
+    """Those that follow from the image settings are neither."""
+    backbone = load(checkpoint("qwen3_vl"))
+    plain = load(save(backbone, tmp_path / "plain"))
+    assert not (tmp_path / "plain" / VIDEO_FILE).exists()
+    assert plain.video_config.pixels == backbone.video_config.pixels
+    assert plain.fingerprint == backbone.fingerprint
+    (tmp_path / "plain" / VIDEO_FILE).write_text(json.dumps({"fps": 1, "patch_size": 4}))
+    own = load(tmp_path / "plain")
+    assert (own.video_config.option("fps"), own.video_config.pixels.patch_size) == (1, 4)
+    assert own.fingerprint != backbone.fingerprint
+    again = load(save(own, tmp_path / "own"))
+    assert again.video_config == own.video_config
+    assert again.fingerprint == own.fingerprint
+    (tmp_path / "own" / "processor_config.json").write_text(json.dumps({"video_processor": {"fps": 4, "size": None}}))
+    assert load(tmp_path / "own").video_config.option("fps") == 4
+
+
+def test_smolvlms_released_settings_are_read(tmp_path):
+    """`video_sampling`'s names; the size beside the table counts before the one in it, as in transformers."""
+    video = FAMILIES["SmolVLMForConditionalGeneration"].video
+    assert video is not None
+    read, sampling = video.settings, {"fps": 2, "max_frames": 32, "video_size": {"longest_edge": 512}}
+    for size, expected in (({"longest_edge": 2048}, 2048), (None, 512)):
+        settings = {"video_sampling": sampling, "max_image_size": {"longest_edge": 384}} | (
+            {"size": size} if size else {}
+        )
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+        config = read(tmp_path)
+        assert (config.length("size"), config.length("max_image_size")) == (expected, 384)
+        assert (config.option("fps"), config.option("num_frames"), config.own) == (2, 32, True)
+        assert config.pixels.resample == 1
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 512, "height": 3}}))
+    with pytest.raises(ConfigError, match="video size: got"):
+        read(tmp_path).length("size")
 
 
 # ---------------------------------------------------------------------------------------------------------- the frames
@@ -242,7 +272,7 @@ def film(path, frames: np.ndarray, rate: int, codec: str = "ffv1") -> None:
     import av
 
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
+        stream: Any = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "bgr0" if codec == "ffv1" else "yuv420p"
         for frame in frames:
@@ -390,8 +420,8 @@ def test_chunks_of_a_clip_have_the_positions_of_the_whole(checkpoint, rule):
     by_hand = [*([n] * 3 for n in range(4)), *clip.tolist(), *([goes_on + n] * 3 for n in range(3))]
     assert expected.tolist() == by_hand
 
-    grid = tuple(int(size) for size in whole["video_grid_thw"][0])
-    local, span = image_local_positions(grid, 2, seconds=2.0, tokens_per_second=2, video_rule=rule)
+    time, height, width = (int(size) for size in whole["video_grid_thw"][0])
+    local, span = image_local_positions((time, height, width), 2, seconds=2.0, tokens_per_second=2, video_rule=rule)
     lead, start = text_local_positions(3)
     parts = [local[:16], local[16:31], local[31:]]
     tail = text_local_positions(2)[0] + start + span

@@ -1,9 +1,7 @@
 """Encoding of chunks and encoder outputs as objects, and decoding. Each layer's leaves are adjacent."""
 
 import contextlib
-import dataclasses
 import functools
-import itertools
 import marshal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -13,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...cache import Chunk, brief, encode_chunk, trusted
-from ...core import Channel, KVLayout, PackedArray, PhaseFreeKV, Rope, Scaling, is_packed
+from ...core import KVLayout, PackedArray, PhaseFreeKV, is_packed
 from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
-from .compatibility import expect_fields, expect_known
+from .compatibility import expect_known
 from .header import DTYPES, MALFORMED, dtype_word
+from .layout_codec import content_of_values, kept_by_layer, layout_body, layout_of
 from .naming import Encoding, encoding_in, encoding_word, few_bits
 from .objects import Arrays, Blob, Leaves, stack_layers
 from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, kv_forms, leaves_of, packed_of
@@ -26,8 +25,6 @@ CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", 
 PACKED_FIELDS = (*CHUNK_FIELDS, "encoding", "groups")
 """Fields of the body of a canonical with packed kv: the encoding's word too, and each channel's group."""
 
-_OWN = ("rope", "layers")
-"""Fields of a channel that are written where it has them."""
 _KNOWN_LEAVES = 4096
 """Leaves of the largest canonical whose names are remembered."""
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
@@ -37,78 +34,6 @@ _LARGEST = {
     "float8_e4m3fn": float(jnp.finfo(jnp.float8_e4m3fn).max),
     "float8_e5m2": float(jnp.finfo(jnp.float8_e5m2).max),
 }
-
-
-# ------------------------------------------------------------------------------------------------------- layouts
-
-
-@functools.lru_cache(maxsize=64)
-def layout_body(layout: KVLayout) -> Mapping[str, Any]:
-    """Returns a layout as JSON. Cached, because all objects of a model share it: do not modify it.
-
-    A channel's own rope and layers are written where it has some: layouts without them are as earlier versions wrote
-    them, and readers that do not know the fields refuse those with them.
-    """
-    body = dataclasses.asdict(layout)
-    body["channels"] = [
-        {name: value for name, value in channel.items() if name not in _OWN or value is not None}
-        for channel in body["channels"]
-    ]
-    return body
-
-
-def layout_of(body: Mapping[str, Any]) -> KVLayout:
-    """Decodes a layout that `layout_body` encoded.
-
-    Raises:
-      StoreVersionError: a later version wrote it.
-      StoreCorruptError, ValueError, TypeError, LookupError: it is malformed.
-    """
-    # Decoded once per content: building and checking a layout takes longer than reading a small object.
-    return _layout_of_bytes(_content(body))
-
-
-def _content(*values: Any) -> bytes:
-    """Returns values from JSON as bytes, equal only for equal values of equal types: 1, 1.0 and true differ."""
-    return marshal.dumps(values, 2)
-
-
-@functools.lru_cache(maxsize=64)
-def _layout_of_bytes(content: bytes) -> KVLayout:
-    [body] = marshal.loads(content)
-    expect_fields("layout", body, KVLayout)
-    rope = _rope_of(body["rope"])
-    channels: list[Channel] = []
-    for found in body["channels"]:
-        expect_fields("channel", found, Channel)
-        own = dict(found)
-        # What earlier versions do not know is there only where it says something.
-        if any(name in own and own[name] is None for name in _OWN):
-            raise StoreCorruptError("object: got a channel with an empty rope or layers; expected none of the field")
-        if "rope" in own:
-            own["rope"] = _rope_of(own["rope"])
-        if "layers" in own:
-            if type(own["layers"]) is not list or any(type(layer) is not int for layer in own["layers"]):
-                raise StoreCorruptError(f"object: got layers {str(own['layers'])[:40]}; expected numbers")
-            own["layers"] = tuple(own["layers"])
-        channels.append(Channel(**own))
-    if type(body["layers"]) is not int:  # `isinstance` would accept true
-        raise StoreCorruptError(f"object: got {str(body['layers'])[:40]} layers; expected a number")
-    return KVLayout(body["kind"], body["layers"], tuple(channels), rope)
-
-
-def _rope_of(body: Mapping[str, Any]) -> Rope:
-    expect_fields("rope", body, Rope)
-    expect_fields("scaling", body["scaling"], Scaling)
-    rope = dict(body)
-    if rope["scaling"] is not None:
-        scaling: dict[str, Any] = {}
-        for name, value in rope["scaling"].items():
-            scaling[name] = tuple(value) if isinstance(value, list) else value
-        rope["scaling"] = Scaling(**scaling)
-
-    rope["sections"] = None if rope["sections"] is None else tuple(rope["sections"])
-    return Rope(**rope)
 
 
 # ------------------------------------------------------------------------------------------- smaller encodings
@@ -189,15 +114,6 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
     return checked_blob(Blob("kv", body, arrays, expires))
 
 
-def kept_by_layer(layout: KVLayout) -> Iterator[tuple[int, str, int]]:
-    """Yields, layer by layer, each channel that the layer keeps, and the layer's place among those that keep it."""
-    places = {name: dict(zip(layout.layers_of(name), itertools.count())) for name in layout.names}
-    for layer in range(layout.layers):
-        for name, own in places.items():
-            if layer in own:
-                yield layer, name, own[layer]
-
-
 def chunk_body(chunk: Chunk) -> dict[str, Any]:
     """Returns the JSON description of a canonical, for its header.
 
@@ -273,7 +189,7 @@ def _layout_and_scales(body: Mapping[str, Any], leaves: Iterable[str]) -> tuple[
     The canonicals of a model are alike, so the last answers are remembered, by all that they depend on.
     """
     leaves = tuple(leaves)
-    content = _content(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
+    content = content_of_values(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
     check = _checked_layout if len(leaves) <= _KNOWN_LEAVES else _checked_layout.__wrapped__
     return check(content, leaves)
 
@@ -389,7 +305,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays, part: str | None = None) -
       StoreVersionError: a later version wrote it.
     """
     try:
-        content = _content(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
+        content = content_of_values(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
         form: _Form | None = arrays.memo.get("chunk") if isinstance(arrays, Leaves) else None
         # As the last object of this form: its layout, its leaves and their places were checked.
         if isinstance(arrays, Leaves) and form is not None and form[:3] == (content, part, arrays.places):

@@ -11,8 +11,9 @@ import numpy as np
 from ...cache import Member, Patch, PatchMetadata, check_factors
 from ...core import Quantised, RaggedFactors, is_low_rank, is_packed
 from ...errors import ShapeError, StoreCorruptError, StoreVersionError
-from .codec import checked_blob, decoding, layout_body, layout_of
+from .codec import checked_blob, decoding
 from .compatibility import expect_fields, expect_known
+from .layout_codec import layout_body, layout_of
 from .objects import Arrays, Blob
 from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, leaves_of, packed_of
 

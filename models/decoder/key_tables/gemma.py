@@ -24,6 +24,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "_sliding_window_pattern": None,
         "cache_implementation": None,
     },
+    "gemma4_text": {key: value for key, value in _TEXT.items() if key not in ("rope_theta", "rope_scaling")}
+    | {
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "per_layer_config": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_k_eq_v": False,
+        "sliding_window": 512,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": None,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+    },
     "gemma3": PARTS
     | {
         "mm_tokens_per_image": 256,
@@ -35,5 +56,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 ONLY: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        "enable_moe_block": False,
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size")),
+    },
     "gemma3_text": {"attn_logit_softcapping": None, "use_bidirectional_attention": False},
 }

@@ -19,7 +19,7 @@ INERT = words(
     sep_token_id seq_aux size suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
     typical_p use_bfloat16 use_cache use_image_newline_parameter use_reentrant_checkpointing video_token_id
-    vision_end_token_id vision_start_token_id vision_token_id vocab_size
+    encoder_layerdrop vision_end_token_id vision_start_token_id vision_token_id vocab_size
     """
 )
 """Keys that say nothing of what a forward computes where no table below knows them."""
@@ -43,13 +43,15 @@ _KINDS = {
         projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
         mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image num_mel_bins
         encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
-        output_dim conv_chunksize downsample_hidden_size
+        output_dim conv_chunksize downsample_hidden_size global_head_dim num_global_key_value_heads
+        vocab_size_per_layer_input output_channels mlp_dim
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
         image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index
         eoi_token_index audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
+        hidden_size_per_layer_input num_kv_shared_layers
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
@@ -59,7 +61,7 @@ _KINDS = {
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
-        vision_use_head
+        vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
     """,
     "a text": """
         hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
@@ -67,11 +69,11 @@ _KINDS = {
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
-        image_grid_pinpoints
+        image_grid_pinpoints global_attn_indexes
     """,
     "a table": """
         rope_scaling rope_parameters text_config language_config vision_config linear_attn_config audio_config
-        thinker_config
+        thinker_config per_layer_config high_res_vision_config
     """,
     "a positive whole number or a list": "image_size patch_size temporal_patch_size merge_kernel_size",
     "a whole number or a list": "vision_feature_layer",
@@ -84,7 +86,8 @@ NULL = words(
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
-    final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id
+    final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
+    per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config
     """
 )
 """Keys whose null has a meaning of its own."""

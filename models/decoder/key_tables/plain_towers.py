@@ -32,7 +32,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "internvl_vision": tower(1024, 4096, 24, 16, 448, 14)
-    | {"attention_bias": False, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "layer_scale_init_value": 0.1},
+    | {"attention_bias": False, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "layer_scale_init_value": 0.1}
+    | {"norm_type": "layer_norm", "use_qk_norm": False},
     "deepseek_vl": PARTS | {"image_token_id": 100015, "tie_word_embeddings": True},
     "siglip_vision_model": tower(768, 3072, 12, 12, 224, 16) | SIGLIP | {"vision_use_head": True},
     "smolvlm": PARTS | {"image_token_id": 128257, "scale_factor": 2},
@@ -62,8 +63,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 ONLY: dict[str, dict[str, Any]] = {
     "internvl_vision": {
-        "norm_type": "layer_norm",
-        "use_qk_norm": False,
         "use_mask_token": False,
         "use_mean_pooling": True,
         "use_absolute_position_embeddings": True,

@@ -81,6 +81,8 @@ ONLY: dict[str, dict[str, Any]] = {
     "llama": {"qk_layer_norms": False, "use_resampler": False, "rope_interleaved": False},
     "mistral": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"attention_bias": True},
+    # Qwen3-Coder's files say of Qwen2-MoE's switches that they are not used, and of its norms that they are.
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_experts_intermediate_size": 0},
     "phi3": {
         "attention_bias": False,
         "mlp_bias": False,

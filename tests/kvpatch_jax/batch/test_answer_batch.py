@@ -385,12 +385,14 @@ items = [item for item in own.task_items() if item.front] * 2
 devices = np.array(jax.devices())
 assert len(devices) == 8
 alone = load(directory, dtype="float32")
-over = load(directory, dtype="float32", mesh=Mesh(devices.reshape(4, 2), ("data", "tensor")))
+over, repeated = (Mesh(devices.reshape(rows, -1), ("data", "tensor")) for rows in (4, 2))
+load_over = lambda mesh: load(directory, dtype="float32", mesh=mesh)
 runs = {
     "alone": (alone, None),
     "data": (alone, Mesh(devices, ("data",))),
     "explicit": (alone, jax.make_mesh((8,), ("data",))),
-    "both": (over, Mesh(devices.reshape(4, 2), ("data", "tensor"))),
+    "both": (load_over(over), over),
+    "repeated": (load_over(repeated), repeated),  # two KV heads over four devices
 }
 found = {}
 for name, (backbone, mesh) in runs.items():
@@ -411,7 +413,7 @@ def test_rows_over_eight_devices_give_the_same_answers(tmp_path):
     run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    for name in ("data", "explicit", "both"):
+    for name in ("data", "explicit", "both", "repeated"):
         assert found[name] == found["alone"], name
 
 

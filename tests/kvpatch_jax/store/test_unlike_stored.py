@@ -19,7 +19,7 @@ from kvpatch_jax.core import Channel
 from kvpatch_jax.errors import LayoutError, StoreCorruptError, StoreError, StoreVersionError
 from kvpatch_jax.patching import form_patch
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.format.codec import layout_body, layout_of
+from kvpatch_jax.store.format.layout_codec import layout_body, layout_of
 from kvpatch_jax.store.object_bytes import canonical_bytes, patch_bytes
 from kvpatch_jax.store.snapshots.array_entries import entry_of_chunk
 

@@ -9,9 +9,12 @@ import pytest
 from window_drill import Drill
 
 
-@pytest.mark.parametrize("keep", ["rotating", pytest.param("none", marks=pytest.mark.slow)])
-def test_every_edit_equals_a_prefill_over_contiguous_contexts(keep: str):
-    drill = Drill("unlike", host=False, keep=keep)
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [("unlike", "rotating"), ("shared", "rotating"), pytest.param("unlike", "none", marks=pytest.mark.slow)],
+)
+def test_every_edit_equals_a_prefill_over_contiguous_contexts(name: str, keep: str):
+    drill = Drill(name, host=False, keep=keep)
     layout = drill.backbone.layout
     assert [layout.layers_of(name) for name in layout.names] == [(1,), (1,), (0, 2), (0, 2)]
     assert layout.rope_of("k") != layout.rope_of("k_local")

@@ -1,0 +1,196 @@
+"""DeepSeek-VL-7B: SAM on a large image beside SigLIP on a small one, both mapped to half the width, Llama.
+
+Source: transformers' DeepseekVLHybridForConditionalGeneration.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import TensorEntry
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
+from ..decoder.hf_config import Regime, need
+from ..decoder.known_keys import complete
+from ..decoder.layers import ACTIVATIONS, Linear
+from ..decoder.weights import decoder_entries, linear_entries
+from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek_hybrid
+from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
+from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
+from ..towers.vit import ViT, ViTConfig
+from ..towers.weights import clip_entries
+from . import namings
+from .deepseek_vl import read_siglip
+from .family import Family, Shapes, Vision
+from .image_family import freeze, one_size, text_part, thaw, vision_part, whole
+from .text_families import read_llama
+from .vit_family import tile_fills, tile_plan
+
+ARCHITECTURE = "DeepseekVLHybridForConditionalGeneration"
+LARGE = "high_res_pixel_values"
+"""What the large images' pixels are called."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig:
+    """The whole backbone; `high` is the tower of the large image, `raw` is config.json as it was read."""
+
+    text: DecoderConfig
+    vision: ViTConfig
+    high: SamConfig
+    image_token: int
+    raw: str
+
+    def __post_init__(self) -> None:
+        if self.text.width % 2:
+            raise ConfigError(f"hidden_size: got {self.text.width}; expected an even number, half for each tower")
+        if not self.high.global_layers:
+            raise ConfigError("global_attn_indexes: got none; expected a layer whose features are added to the last's")
+
+    @property
+    def family(self) -> Family:
+        """The family that reads it."""
+        return FAMILY
+
+    @property
+    def tile_tokens(self) -> int:
+        """Features that one image becomes."""
+        return self.vision.side**2
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
+
+
+class HybridModel(nnx.Module):
+    """Both towers, their projector and the decoder with their parameters."""
+
+    def __init__(self, config: HybridConfig, rngs: nnx.Rngs):
+        dtype, width = jnp.dtype(config.text.dtype), config.text.width
+        linear = {"bias": True, "rngs": rngs, "dtype": dtype}
+        self.visual = ViT(config.vision, rngs)
+        self.high = SamEncoder(config.high, rngs)
+        self.neck, self.global_neck = SamNeck(config.high, rngs), SamNeck(config.high, rngs)
+        self.downsampling = SamDownsampling(config.high, rngs)
+        self.global_share = nnx.Param(jnp.zeros((1,), dtype))
+        self.low_projection = Linear(config.vision.width, width // 2, **linear)
+        self.high_projection = Linear(4 * config.high.neck, width // 2, **linear)
+        self.projection = Linear(width, width, **linear)
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def encode(self, pixel_values: Float[Array, "B C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features in the plan's order, n = 1; the plan has the large images' pixels."""
+        side, first = self.config.vision.side, self.config.high.global_layers[0]
+        last, kept = self.high(plan[LARGE], (first,))
+        # The first global layer's features, through a neck of their own, are added in a learned share.
+        large = self.downsampling(self.neck(last), side)
+        large = large + self.downsampling(self.global_neck(kept[0]), side) * self.global_share[...].astype(large.dtype)
+
+        small = self.low_projection(self.visual(pixel_values))
+        large = self.high_projection(large.reshape(len(large), side**2, -1))
+        mixed = self.projection(ACTIVATIONS["gelu"](jnp.concatenate([large, small], axis=-1)))
+        return jnp.take(mixed.reshape(-1, mixed.shape[-1]), plan["order"], axis=0, mode="fill", fill_value=0)[None]
+
+
+def read_sam(raw: Mapping[str, Any], dtype: str, place: str = "high_res_vision_config") -> SamConfig:
+    """Reads SAM's tower from its part of `config.json`.
+
+    Raises:
+      ConfigError: keys that are not known, or sizes that do not fit.
+    """
+    vision = complete(raw, "sam_vision_model", place)
+    width = need(vision, "hidden_size")
+    # `intermediate_size` stands in released files and says nothing: the MLP's width is a multiple of the model's.
+    inner = vision["mlp_dim"]
+    return SamConfig(
+        depth=need(vision, "num_hidden_layers"),
+        width=width,
+        heads=need(vision, "num_attention_heads"),
+        intermediate=int(width * vision["mlp_ratio"]) if inner is None else inner,
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        window=vision["window_size"],
+        global_layers=tuple(vision["global_attn_indexes"]),
+        neck=vision["output_channels"],
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
+        qkv_bias=vision["qkv_bias"],
+        positions=vision["use_abs_pos"],
+        relative=vision["use_rel_pos"],
+        dtype=dtype,
+    )
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> HybridConfig:
+    model = whole(raw, "deepseek_vl_hybrid")
+    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
+    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
+    large = read_sam(need(model, "high_res_vision_config"), text.dtype)
+    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
+    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
+    return HybridConfig(text, tower, large, need(model, "image_token_id"), freeze(kept))
+
+
+def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
+    large, aligner = "model.high_res_vision", "model.aligner"
+    return [
+        *decoder_entries(config.text, prefix="model.language_model."),
+        *clip_entries(config.vision, "model.vision_model"),
+        *sam_encoder_entries(config.high, f"{large}_model.vision_encoder", ("high",)),
+        *sam_neck_entries(config.high, f"{large}_model.vision_encoder.neck", ("neck",)),
+        *sam_neck_entries(config.high, f"{large}_neck", ("global_neck",)),
+        *sam_downsampling_entries(f"{large}_proj.conv1", f"{large}_proj.conv2", ("downsampling",)),
+        TensorEntry(f"{large}_alpha", ("global_share",)),
+        *linear_entries(f"{aligner}.vision_proj", ("low_projection",)),
+        *linear_entries(f"{aligner}.high_res_vision_proj", ("high_projection",)),
+        *linear_entries(f"{aligner}.proj", ("projection",)),
+    ]
+
+
+def _plan(config: HybridConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Plans images, whose large pixels go along."""
+    plan, large = tile_plan(config, input_ids, arrays), arrays.get(LARGE)
+    if plan is None:
+        return None
+    side, count = config.high.image, int(np.prod(np.shape(arrays["pixel_values"])[:-3]))
+    found = None if large is None else np.shape(large)
+    if found != (count, config.high.channels, side, side):
+        raise InputError(f"{LARGE}: got shape {found}; expected {(count, config.high.channels, side, side)}")
+    return {**plan, LARGE: large}
+
+
+def _tokens(config: HybridConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    return [config.image_token] * config.tile_tokens
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_resize": True, "do_pad": True},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=3,
+    size={"height": 384, "width": 384},
+    min_size=14,
+    high_res_image_mean=CLIP_MEAN,
+    high_res_image_std=CLIP_STD,
+    high_res_resample=3,
+    high_res_size={"height": 1024, "width": 1024},
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=HybridModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_deepseek_hybrid, _tokens, _plan, tile_fills),
+    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
+    model_type="deepseek_vl_hybrid",
+    namings=namings.DEEPSEEK_VL_HYBRID,
+)

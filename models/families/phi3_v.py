@@ -1,0 +1,259 @@
+"""Phi-3-vision and Phi-3.5-vision: CLIP on crops, 2×2 concatenation with learned separators, two linear maps, Phi-3.
+
+Sources: Microsoft's `modeling_phi3_v.py`, `image_embedding_phi3_v.py` and `processing_phi3_v.py`; transformers has no
+such class, but CLIP and Phi-3. The authors' processor puts negative ids where image features go; here it is the token
+`<|image|>` of their vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import TensorEntry
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
+from ..decoder.hf_config import Regime, need
+from ..decoder.known_keys import complete
+from ..decoder.weights import decoder_entries
+from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_phi3_v
+from ..towers.projectors import Projector, pixel_shuffle
+from ..towers.vit import ViT, ViTConfig
+from ..towers.weights import clip_entries, projector_entries
+from .authors import expect
+from .family import Family, Shapes, Vision
+from .image_family import check_placeholders, freeze, thaw
+from .text_families import read_phi3
+
+ARCHITECTURE = "Phi3VForCausalLM"
+TOWERS: dict[str, dict[str, Any]] = {
+    "openai/clip-vit-large-patch14-336": {
+        "depth": 24,
+        "width": 1024,
+        "heads": 16,
+        "intermediate": 4096,
+        "image": 336,
+        "patch": 14,
+    }
+}
+"""Sizes of the towers that `model_name` may be."""
+ORDERS = ("glb_sub", "sub_glb")
+SHUFFLE = 2
+_OWN = ("embd_layer", "img_processor", "image_token_id")
+_NO_SEPARATOR, _ROW_END, _BETWEEN = range(3)
+TEMPLATE = (
+    "{%- set images = namespace(count=0) -%}"
+    "{%- for message in messages -%}{{ '<|' + message['role'] + '|>\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{%- set images.count = images.count + 1 -%}"
+    "{{ '<|image_' + images.count | string + '|>\n' }}"
+    "{%- else -%}{{ part['text'] }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{ '<|end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt and messages[-1]['role'] != 'assistant' -%}{{ '<|assistant|>\n' }}{%- endif -%}"
+)
+"""The authors' template, with their placeholders where a message has images."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phi3VConfig:
+    """The whole backbone; `whole_first` says whether the small whole image stands before its crops, `raw` is
+    config.json as it was read.
+    """
+
+    text: DecoderConfig
+    vision: ViTConfig
+    whole_first: bool
+    image_token: int
+    raw: str
+
+    def __post_init__(self) -> None:
+        if self.vision.side % SHUFFLE:
+            raise ConfigError(f"vision tower: got {self.vision.side} patches a side; expected a multiple of {SHUFFLE}")
+
+    @property
+    def family(self) -> Family:
+        """The family that reads it."""
+        return FAMILY
+
+    @property
+    def tile_side(self) -> int:
+        """Features along a side of a crop."""
+        return self.vision.side // SHUFFLE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
+
+
+class Phi3VModel(nnx.Module):
+    """Tower, separators, projector and decoder with their parameters."""
+
+    def __init__(self, config: Phi3VConfig, rngs: nnx.Rngs):
+        dtype, inputs, width = jnp.dtype(config.text.dtype), config.vision.width * SHUFFLE**2, config.text.width
+        self.visual = ViT(config.vision, rngs)
+        self.row_end, self.between = nnx.Param(jnp.zeros((inputs,), dtype)), nnx.Param(jnp.zeros((inputs,), dtype))
+        self.projector = Projector(inputs, width, width, rngs=rngs, dtype=dtype)
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features in the plan's order with the separators among them, n = 1."""
+        features = pixel_shuffle(self.visual(pixel_values.reshape(-1, *pixel_values.shape[-3:])), SHUFFLE)
+        flat = features.reshape(-1, features.shape[-1])
+        packed = jnp.take(flat, plan["order"], axis=0, mode="fill", fill_value=0)
+        # Separators lie before the projection, which they pass like features.
+        kinds = plan["separators"][:, None]
+        for kind, learned in ((_ROW_END, self.row_end), (_BETWEEN, self.between)):
+            packed = jnp.where(kinds == kind, learned[...].astype(packed.dtype), packed)
+        return self.projector(packed)[None]
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Phi3VConfig:
+    model = complete(raw, "phi3_v")
+    layer, tower = (_table(model, name) for name in ("embd_layer", "img_processor"))
+    expect(layer, "embd_layer", embedding_cls="image", projection_cls="mlp", hd_transform_order=(*ORDERS, None))
+    expect(layer, "embd_layer", use_hd_transform=True, with_learnable_separator=True)
+    expect(tower, "img_processor", name="clip_vision_model", model_name=tuple(TOWERS), type_feature=("patch", None))
+
+    text = read_phi3({key: value for key, value in raw.items() if key not in _OWN}, angles, regime)
+    sizes = TOWERS[tower["model_name"]]
+    # Of the released towers; their last norm is in the files, and is not applied.
+    vision = ViTConfig(
+        **sizes,
+        activation="quick_gelu",
+        norm_epsilon=1e-5,
+        class_token=True,
+        patch_bias=False,
+        pre_norm=True,
+        final_norm="kept",
+        feature_layer=-2 if tower.get("layer_idx") is None else tower["layer_idx"],
+        dtype=text.dtype,
+    )
+    config = Phi3VConfig(
+        text, vision, layer.get("hd_transform_order") != "sub_glb", model["image_token_id"], freeze(raw)
+    )
+    expect(tower, "img_processor", image_dim_out=vision.width, num_img_tokens=(config.tile_side**2, None))
+    return config
+
+
+def _table(model: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a table of config.json, checked for keys that are not known.
+
+    Raises:
+      ConfigError: none, or a key that is not known.
+    """
+    found, known = need(model, name), _TABLES[name]
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: got {name} {found!r}; expected a table")
+    for key, value in found.items():
+        if key not in known and value is not None:
+            raise ConfigError(f"{name}: got {key} {value!r}, which is not built; expected one of {sorted(known)}")
+    return found
+
+
+_TABLES = {
+    "embd_layer": {
+        "embedding_cls",
+        "hd_transform_order",
+        "projection_cls",
+        "use_hd_transform",
+        "with_learnable_separator",
+    },
+    "img_processor": {"image_dim_out", "layer_idx", "model_name", "name", "num_img_tokens", "type_feature"},
+}
+
+
+def _entries(config: Phi3VConfig, shapes: Shapes) -> list[TensorEntry]:
+    place, wide = "model.vision_embed_tokens", config.vision.width * SHUFFLE**2
+    text = decoder_entries(config.text, fused=("gate_up", "qkv"))
+    # The authors' modules hold the embedding twice, and a file that is written of them has one of the two names.
+    embedding, twice = "model.embed_tokens.weight", f"{place}.wte.weight"
+    if twice in shapes and embedding not in shapes:
+        text = [dataclasses.replace(entry, pattern=twice) if entry.pattern == embedding else entry for entry in text]
+    return [
+        *text,
+        *clip_entries(config.vision, f"{place}.img_processor.vision_model"),
+        *projector_entries(f"{place}.img_projection.0", f"{place}.img_projection.2"),
+        TensorEntry(f"{place}.sub_GN", ("row_end",), file_shape=(1, 1, 1, wide)),
+        TensorEntry(f"{place}.glb_GN", ("between",), file_shape=(1, 1, wide)),
+    ]
+
+
+def _crops(config: Phi3VConfig, sizes: Any) -> list[tuple[int, int]]:
+    """Returns rows and columns of each image's crops.
+
+    Raises:
+      InputError: sizes that are no pairs of multiples of a crop's side.
+    """
+    side, found = config.vision.image, np.asarray(sizes)
+    if found.ndim != 2 or found.shape[1] != 2 or found.min(initial=side) < side or (found % side).any():
+        raise InputError(f"image_sizes: got {found.tolist()!r:.80}; expected heights and widths, multiples of {side}")
+    return [(int(height) // side, int(width) // side) for height, width in found]
+
+
+def _plan(config: Phi3VConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    """Plans crops: the tiles of all images one behind the other, or [images, most tiles, …] as the authors pad them."""
+    pixel_values = arrays.get("pixel_values")
+    if pixel_values is None:
+        return None
+
+    crops, shape, side = _crops(config, arrays.get("image_sizes", ())), np.shape(pixel_values), config.tile_side
+    counts = [1 + rows * columns for rows, columns in crops]
+    if len(shape) == 5:
+        tiles, firsts = (len(crops), max([shape[1], *counts])), [image * shape[1] for image in range(len(crops))]
+    else:
+        tiles, firsts = (sum(counts),), np.cumsum([0, *counts])[:-1].tolist()
+
+    none = int(np.prod(tiles)) * side**2
+    order, separators = [], []
+    for first, (rows, columns) in zip(firsts, crops, strict=True):
+        numbers = (first * side**2 + np.arange((1 + rows * columns) * side**2)).reshape(-1, side, side)
+        grid = numbers[1:].reshape(rows, columns, side, side).transpose(0, 2, 1, 3).reshape(rows * side, -1)
+        parts = [_lines(numbers[0], none), (np.array([none]), np.array([_BETWEEN])), _lines(grid, none)]
+        for numbers, kinds in parts if config.whole_first else reversed(parts):
+            order.append(numbers)
+            separators.append(kinds)
+
+    plan = {"order": np.concatenate(order), "separators": np.concatenate(separators)}
+    image = (config.vision.channels, config.vision.image, config.vision.image)
+    check_placeholders(input_ids, (config.image_token,), plan["order"].size, pixel_values, (*tiles, *image))
+    return {name: table.astype(np.int32) for name, table in plan.items()}
+
+
+def _lines(grid: np.ndarray, none: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a grid's feature numbers row by row with a separator behind each, and which of them are separators."""
+    ends = np.ones((len(grid), 1), np.int64)
+    kinds = np.concatenate([np.full_like(grid, _NO_SEPARATOR), ends * _ROW_END], axis=1)
+    return np.concatenate([grid, ends * none], axis=1).reshape(-1), kinds.reshape(-1)
+
+
+def _tokens(config: Phi3VConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    (rows, columns), side = _crops(config, arrays["image_sizes"])[index], config.tile_side
+    return [config.image_token] * ((rows * columns + 1) * side**2 + 1 + (rows + 1) * side)
+
+
+def _fills(config: Phi3VConfig) -> dict[str, int]:
+    return {"order": config.tile_side**2}
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_convert_rgb": True}, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=2, num_crops=1, crop_size=336
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=Phi3VModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_phi3_v, _tokens, _plan, _fills, spelling=r"<\|image_\d+\|>"),
+    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_embed_tokens\.wte\.weight"),
+    model_type="phi3_v",
+    template=TEMPLATE,
+)

@@ -1,0 +1,355 @@
+"""Phi-3-vision: transcriptions of its published rules are the oracle, beside transformers' CLIP and Phi-3.
+
+transformers has no such class. The golden joins its CLIP and its Phi-3 in torch; `embedding` below is written after
+`image_embedding_phi3_v.py` once more, in NumPy and float64, and `hd_size`, `chat_ids` after `processing_phi3_v.py`.
+"""
+
+import functools
+import json
+import math
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import models
+from kvpatch_jax.errors import ConfigError, InputError
+from models.families.phi3_v import ARCHITECTURE, FAMILY, TOWERS
+from models.inputs.hd_images import hd_transform
+from models.inputs.images import process_phi3_v
+from models.inputs.qwen_images import ImageConfig
+from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.tolerances import assert_close_to_largest
+
+NAME = "phi3_v"
+PLACE = "model.vision_embed_tokens"
+WEIGHTS = "model.safetensors"
+SIDE, CROPS = 16, 4
+close = functools.partial(assert_close_to_largest, bar=2e-4)
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model. Read only."""
+    return write_checkpoint(NAME, tmp_path_factory.mktemp(NAME) / "released")
+
+
+@pytest.fixture(scope="module")
+def backbone(checkpoint: Path) -> models.ModelBackbone:
+    return models.load(checkpoint, angles="float32")
+
+
+def raw_config(**change: Any) -> dict[str, Any]:
+    raw = json.loads((GOLDENS / NAME / "config.json").read_text())
+    for name, value in change.items():
+        raw[name] = {**raw[name], **value} if isinstance(value, dict) and isinstance(raw.get(name), dict) else value
+    return raw
+
+
+# ------------------------------------------------------------------------------------------------- between the towers
+
+
+def embedding(tensors: dict[str, np.ndarray], found: np.ndarray, size: tuple[int, int], order: str) -> np.ndarray:
+    """`Phi3ImageEmbedding.forward` of one image: CLIP's features [tiles, patches, C] to embeddings, in float64."""
+    of = {name: tensors[f"{PLACE}.{name}"].astype(np.float64) for name in ("sub_GN", "glb_GN")}
+    found, h, w = found.astype(np.float64), size[0] // SIDE, size[1] // SIDE
+    side, channels = math.isqrt(found.shape[1]), found.shape[2]
+    half = side // 2
+
+    def merged(tile):
+        rows = [[tile[row * side + column] for column in range(side)] for row in range(side)]
+        out = np.empty((half, half, 4 * channels))
+        for row in range(half):
+            for column in range(half):
+                block = [rows[2 * row + y][2 * column + x] for y in (0, 1) for x in (0, 1)]
+                out[row, column] = np.concatenate(block)
+        return out
+
+    def with_ends(grid):
+        return np.concatenate([np.concatenate([row, of["sub_GN"].reshape(1, -1)]) for row in grid])
+
+    whole = with_ends(merged(found[0]))
+    crops = [merged(tile) for tile in found[1 : 1 + h * w]]
+    grid = np.concatenate([np.concatenate(crops[row * w : (row + 1) * w], axis=1) for row in range(h)])
+    between, crops = of["glb_GN"].reshape(1, -1), with_ends(grid)
+    lines = np.concatenate([whole, between, crops] if order == "glb_sub" else [crops, between, whole])
+    assert len(lines) == (h * w + 1) * half**2 + 1 + (h + 1) * half
+
+    def linear(x, number):
+        weight, bias = (tensors[f"{PLACE}.img_projection.{number}.{part}"] for part in ("weight", "bias"))
+        return x @ weight.astype(np.float64).T + bias
+
+    inner = linear(lines, 0)
+    return linear(0.5 * inner * (1 + np.vectorize(math.erf)(inner / math.sqrt(2))), 2)
+
+
+@pytest.mark.parametrize("order", ["sub_glb", "glb_sub"])
+def test_separators_and_order_are_the_published_ones(order, checkpoint, tmp_path):
+    """CLIP's features of the golden, through the transcription: transformers' embeddings, and ours in both orders."""
+    gold, tensors = golden_arrays(NAME, "one_image"), load_file(checkpoint / WEIGHTS)
+    features = gold["vision_blocks"][1][:, 1:]  # hidden_states[-2] of three blocks, without the class token
+    expected = embedding(tensors, features, tuple(gold["image_sizes"][0]), order)
+    here = gold["input_ids"] == 301
+    if order == "sub_glb":
+        close(gold["inputs_embeds"][here], expected, "torch's")
+
+    directory = write_checkpoint(NAME, tmp_path / order)
+    raw = raw_config(embd_layer={"hd_transform_order": order})
+    (directory / "config.json").write_text(json.dumps(raw))
+    backbone = models.load(directory)
+    found = backbone.encode(gold["input_ids"][None], pixel_values=gold["pixel_values"], image_sizes=gold["image_sizes"])
+    assert found is not None
+    close(found[0], expected, "ours")
+
+
+def test_the_authors_padded_pixels_are_the_same_images(backbone):
+    """[images, crops + 1, …] with zeros behind an image's own tiles, as their processor stacks them."""
+    gold = golden_arrays(NAME, "two_images")
+    counts = [1 + (height // SIDE) * (width // SIDE) for height, width in gold["image_sizes"]]
+    padded = np.zeros((2, CROPS + 1, 3, SIDE, SIDE), np.float32)
+    for tiles, own, count in zip(padded, np.split(gold["pixel_values"], np.cumsum(counts)[:-1]), counts, strict=True):
+        tiles[:count] = own
+    assert min(counts) < CROPS + 1
+    found = backbone.embed(gold["input_ids"][None], pixel_values=padded, image_sizes=gold["image_sizes"])
+    close(found.embeddings[0], gold["inputs_embeds"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_sizes": np.array([[16, 40]])}, r"image_sizes: got \[\[16, 40\]\]; expected .* multiples of 16"),
+        ({"image_sizes": None}, "image_sizes: got"),
+        ({"pixel_values": np.zeros((2, 3, 16, 16), np.float32)}, "pixel_values: got shape"),
+        ({"pixel_values": np.zeros((1, 2, 3, 16, 16), np.float32)}, "pixel_values: got shape"),
+    ],
+)
+def test_crops_that_do_not_match_are_refused(change, message, backbone):
+    gold = golden_arrays(NAME, "one_image")
+    given = {name: gold[name] for name in ("pixel_values", "image_sizes")} | change
+    with pytest.raises(InputError, match=message):
+        backbone.embed(gold["input_ids"][None], **given)
+
+
+# ------------------------------------------------------------------------------------------------------------- pixels
+
+
+@pytest.mark.parametrize("name", ["square", "tall", "wide", "odd"])
+def test_crops_are_the_published_ones_bit_for_bit(name):
+    """Resized and padded by torchvision, cut and normalised by torch: equal. The small whole image is torch's bicubic
+    interpolation, whose sums a processor may round otherwise: within three units in the last place of its largest."""
+    gold = golden_arrays(NAME, "preprocessing")
+    vision = FAMILY.vision
+    assert vision is not None
+    out = vision.process([gold[f"{name}.image"]], vision.settings(GOLDENS / NAME))
+    np.testing.assert_array_equal(out["image_sizes"], gold[f"{name}.image_sizes"])
+    tiles, theirs = out["pixel_values"], gold[f"{name}.pixel_values"]
+    np.testing.assert_array_equal(tiles[1:], theirs[1 : len(tiles)])
+    assert not theirs[len(tiles) :].any()
+    assert np.abs(tiles[0] - theirs[0]).max() <= 3 * np.spacing(np.abs(theirs[0]).max())
+
+
+def hd_size(width: int, height: int, crops: int, side: int = 336) -> tuple[int, int]:
+    """`calc_hd_transform_size`, transcribed: (height, width)."""
+    transposed = width < height
+    if transposed:
+        width, height = height, width
+    ratio, scale = width / height, 1
+    while scale * np.ceil(scale / ratio) <= crops:
+        scale += 1
+    scale -= 1
+    new_width = int(scale * side)
+    new_height = int(new_width / ratio)
+    padded = int(np.ceil(new_height / side) * side)
+    return (new_width, padded) if transposed else (padded, new_width)
+
+
+@given(st.integers(10, 400), st.integers(10, 400), st.sampled_from([1, 4, 16]))
+@settings(max_examples=25, deadline=None)
+def test_sizes_are_the_published_ones(width, height, crops):
+    image = np.full((height, width, 3), 3, np.uint8)
+    found = hd_transform(image, 336, crops, ImageConfig(resample=2))
+    rows, columns = found.shape[0] // 336, found.shape[1] // 336
+    assert found.shape[:2] == hd_size(width, height, crops)
+    assert 1 <= rows * columns <= crops
+
+
+def test_released_sizes():
+    """A landscape of 1024×768 in 16 crops: 4 by 3 of 336 pixels and the whole, 1921 tokens; in 4 crops 757."""
+    vision = FAMILY.vision
+    assert vision is not None
+    config = FAMILY.config(released(), "exact", None)
+    for crops, size, count in ((16, (1008, 1344), 1921), (4, (672, 672), 757)):
+        assert hd_size(1024, 768, crops) == size
+        ids = vision.tokens(config, {"image_sizes": np.array([size])}, 0, None)
+        rows, columns = size[0] // 336, size[1] // 336
+        assert len(ids) == (rows * columns + 1) * 144 + 1 + (rows + 1) * 12 == count
+        assert set(ids) == {32044}
+
+
+# ------------------------------------------------------------------------------------------------------ configuration
+
+
+def released(**change: Any) -> dict[str, Any]:
+    """Fields of microsoft/Phi-3-vision-128k-instruct's `config.json`."""
+    factors = {"short_factor": [1.05] * 48, "long_factor": [1.03 + number for number in range(48)]}
+    raw = {
+        "_name_or_path": "Phi-3-vision-128k-instruct",
+        "architectures": ["Phi3VForCausalLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3_v.Phi3VForCausalLM"},
+        "bos_token_id": 1,
+        "embd_layer": {
+            "embedding_cls": "image",
+            "hd_transform_order": "sub_glb",
+            "projection_cls": "mlp",
+            "use_hd_transform": True,
+            "with_learnable_separator": True,
+        },
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "img_processor": {
+            "image_dim_out": 1024,
+            "model_name": "openai/clip-vit-large-patch14-336",
+            "name": "clip_vision_model",
+            "num_img_tokens": 144,
+        },
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "model_type": "phi3_v",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {**factors, "type": "su"},
+        "rope_theta": 10000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32064,
+        "_attn_implementation": "flash_attention_2",
+    }
+    return raw | change
+
+
+def test_the_released_configuration_is_read():
+    config = FAMILY.config(released(), "exact", None)
+    assert (config.vision.side, config.tile_side, config.vision.layers_run) == (24, 12, 23)
+    assert (config.text.rope.scaling.kind, config.text.window, config.whole_first) == ("longrope", 131072, False)
+    assert config.image_token == 32044
+    assert set(TOWERS) >= {"openai/clip-vit-large-patch14-336"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"embd_layer": {"use_hd_transform": False}}, "use_hd_transform False; expected True"),
+        ({"embd_layer": {"projection_cls": "linear"}}, "projection_cls 'linear'; expected 'mlp'"),
+        ({"embd_layer": {"hd_transform_order": "glb"}}, "hd_transform_order 'glb'; expected 'glb_sub' or 'sub_glb'"),
+        ({"embd_layer": {"audio": 1}}, "embd_layer: got audio 1, which is not built"),
+        ({"embd_layer": None}, "got no 'embd_layer'"),
+        ({"img_processor": {"model_name": "siglip"}}, "model_name 'siglip'; expected 'openai/clip"),
+        ({"img_processor": {"type_feature": "cls_patch"}}, "type_feature 'cls_patch'; expected 'patch'"),
+        ({"img_processor": {"image_dim_out": 64}}, "image_dim_out 64; expected 32"),
+        ({"img_processor": {"layer_idx": 9}}, "vision_feature_layer: got 9"),
+        ({"residual_multiplier": 2.0}, "'residual_multiplier'.*not know for phi3_v"),
+        ({"mlp_bias": True}, "mlp_bias True, which is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        models.FAMILIES[ARCHITECTURE].config(raw_config(**change), "exact", None)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_the_embedding_may_have_its_other_name(both, checkpoint, backbone, tmp_path):
+    """The authors' modules hold one embedding under two names; a file has either, or both."""
+    directory = write_checkpoint(NAME, tmp_path / "theirs")
+    tensors = load_file(directory / WEIGHTS)
+    tensors[f"{PLACE}.wte.weight"] = tensors["model.embed_tokens.weight"]
+    if not both:
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, directory / WEIGHTS)
+    found = models.load(directory, angles="float32")
+    jax.tree.map(np.testing.assert_array_equal, found.parameters, backbone.parameters)
+    names = set(load_file(models.save(found, tmp_path / "saved") / WEIGHTS))
+    assert names == set(load_file(checkpoint / WEIGHTS))
+
+
+# --------------------------------------------------------------------------------------------------------------- chat
+
+
+def build_tokenizer(specials: dict[str, int], starts: bool) -> Any:
+    """One token per character; with `starts` it puts `<s>` in front of what it encodes, as Llama's does."""
+    characters = sorted({*string.printable, "Ġ", "Ċ"})
+    vocabulary = {"<s>": 0, "</s>": 1, **{character: 2 + n for n, character in enumerate(characters)}, **specials}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], fuse_unk=False))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", *specials])
+    if starts:
+        processors = tokenizers.processors
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def chat_ids(tokenizer: Any, text: str, counts: list[int]) -> list[int]:
+    """`Phi3VProcessor._convert_images_texts_to_inputs`, transcribed, with the placeholder for its negative ids."""
+    chunks = [list(tokenizer.encode(chunk).ids) for chunk in re.split(r"<\|image_\d+\|>", text)]
+    numbers = [int(mark) for mark in re.findall(r"<\|image_(\d+)\|>", text)]
+    ids = list(chunks[0])
+    for chunk, number in zip(chunks[1:], numbers, strict=True):
+        ids += [301] * counts[number - 1] + chunk
+    return ids
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_prompts_are_the_authors(starts, tmp_path):
+    """Placeholders numbered from 1, each text between them tokenized by itself, start token and all."""
+    directory = write_checkpoint(NAME, tmp_path / "with_tokenizer")
+    marks = {"<|user|>": 310, "<|assistant|>": 311, "<|end|>": 312, "<|system|>": 313}
+    tokenizer = build_tokenizer(marks, starts)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] + 'x' }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": "<s>"}))
+    backbone = models.load(directory)
+    images = [picture(20, 41), picture(33, 18)]
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": images[0]}, {"type": "text", "text": "What is this?"}]},
+        {"role": "assistant", "content": "A page."},
+        {"role": "user", "content": [{"type": "image", "image": images[1]}, {"type": "text", "text": "And that?"}]},
+    ]
+    text = (
+        "<|user|>\n<|image_1|>\nWhat is this?<|end|>\n<|assistant|>\nA page.<|end|>\n"
+        "<|user|>\n<|image_2|>\nAnd that?<|end|>\n<|assistant|>\n"
+    )
+    assert backbone.chat_template is not None
+    assert backbone.chat_template.render(messages) == text
+
+    sizes = process_phi3_v(images, backbone.image_config)["image_sizes"] // SIDE
+    counts = [int((rows * columns + 1) * 4 + 1 + (rows + 1) * 2) for rows, columns in sizes]
+    prompt = backbone.chat(messages)
+    assert prompt["input_ids"][0].tolist() == chat_ids(tokenizer, text, counts)
+    assert backbone.embed(**prompt).embeddings.shape[1] == prompt["input_ids"].shape[1]
+
+    again = models.load(models.save(backbone, tmp_path / "saved"))
+    np.testing.assert_array_equal(again.chat(messages)["input_ids"], prompt["input_ids"])
+    with pytest.raises(InputError, match="got 2 image placeholders; expected 1"):
+        backbone.chat(
+            [{"role": "user", "content": [messages[0]["content"][0], {"type": "text", "text": "<|image_9|>"}]}]
+        )
