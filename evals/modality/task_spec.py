@@ -53,10 +53,10 @@ WORDS_VOCABULARY, SOUND_VOCABULARY = WordsVocabulary(), SoundVocabulary()
 
 @functools.cache
 def cell_instance(
-    cell: int = sheets.CELL_PIXELS, words: SheetsVocabulary = VOCABULARY, layers: int = LAYERS
+    cell: int = sheets.CELL_PIXELS, width: int = 96, words: SheetsVocabulary = VOCABULARY, layers: int = LAYERS
 ) -> Instance:
     """Makes configuration and image settings of the sheets task's backbone, whose tower sees one cell of this size."""
-    vision = small.cell_tower(width=96, heads=2, patch=cell, merge=1, temporal=sheets.TEMPORAL)
+    vision = small.cell_tower(width=width, heads=2, patch=cell, merge=1, temporal=sheets.TEMPORAL)
     config = small.qwen2_5_vl(vision, layers, words)
     rope = dataclasses.replace(config.text.rope, theta=THETA)
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, rope=rope))
@@ -247,10 +247,11 @@ MODALITIES: dict[str, TaskSpec] = {
         cell=rendered.CELL,
         backbones={"rendered": functools.partial(cell_instance, rendered.CELL)},
     ),
+    # Their tower of images is there because the architecture has one; nothing runs it.
     "words": _of(
         WordsSpec,
         "words",
-        backbones={"words": functools.partial(cell_instance, words=WORDS_VOCABULARY, layers=LAYERS + 1)},
+        backbones={"words": functools.partial(cell_instance, width=16, words=WORDS_VOCABULARY, layers=LAYERS + 1)},
         vocabulary=WORDS_VOCABULARY,
     ),
     "sound": _of(SoundSpec, "sound", backbones={"sound": sound_instance}, vocabulary=SOUND_VOCABULARY),
