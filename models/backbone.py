@@ -45,6 +45,7 @@ from .inputs.buckets import (
 )
 from .inputs.chat import ChatTemplate, Message
 from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over
+from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, ChatFrame, Prompts
@@ -157,6 +158,9 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         # Which regime is pinned is in no configuration.
         yield b"" if rope.scaling is None else repr(rope.scaling).encode()
         settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
+        # Most directories name the class that all once had; what they are known by stays as it was.
+        if settings is not None and settings.get("image_processor_type") == ImageConfig.image_processor_type:
+            del settings["image_processor_type"]
         yield json.dumps(settings, sort_keys=True).encode()
         for name, other in (("video", self.video_config), ("audio", self.audio_config)):
             if getattr(other, "own", other is not None):

@@ -50,6 +50,24 @@ UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
+    **dict.fromkeys(
+        (
+            "Gemma3ForCausalLM",
+            "Gemma3ForConditionalGeneration",
+            "Gemma4ForCausalLM",
+            "Glm46VForConditionalGeneration",
+            "Glm4vForConditionalGeneration",
+            "Glm4vMoeForConditionalGeneration",
+            "GlmOcrForConditionalGeneration",
+            "Mistral3ForConditionalGeneration",
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+        ),
+        "no tiny model of it is drawn here yet",
+    ),
 }
 REGIMES = {"Phi3ForCausalLM": "long"}
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")

@@ -7,7 +7,7 @@ the channels that rotate. Kamera §3, "one mechanism for MLA, GQA and MHA".
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -195,10 +195,11 @@ class KVLayout:
         own = self.channel(name).rope
         return self.rope if own is None else own
 
-    def layers_of(self, name: str) -> tuple[int, ...]:
+    def layers_of(self, name: str) -> Sequence[int]:
         """Returns the decoder's layers that keep the channel called `name`, ascending: its arrays' first axis."""
         own = self.channel(name).layers
-        return tuple(range(self.layers)) if own is None else own
+        # Not as a tuple: a forged header may claim any number of layers.
+        return range(self.layers) if own is None else own
 
     def depth(self, name: str) -> int:
         """Returns how many layers keep the channel called `name`."""

@@ -158,5 +158,8 @@ def layout_of_config(config: Mapping[str, Any]) -> KVLayout:
     # Axes of positions are stored with a chunk.
     scaling = text.get("rope_scaling") or text.get("rope_parameters")
     sections = scaling.get("mrope_section") if isinstance(scaling, Mapping) else None
-    rope = Rope(1e4, width, sections=None if sections is None else tuple(sections))
+    # Of M-RoPE the sections say how much of a head rotates.
+    rotary = width if sections is None else 2 * sum(sections)
+    sections = None if sections is None else tuple(sections)
+    rope = Rope(1e4, rotary, sections=sections, width=None if rotary == width else width)
     return KVLayout.gqa(layers, number("num_key_value_heads", "num_attention_heads"), width, rope)

@@ -31,7 +31,7 @@ def _scale(name: str, shape: Sequence[int]) -> tuple[float, float]:
     # A number that multiplies a whole layer hides the layers below it where it is next to nothing.
     if len(shape) == 1 and (any(marker in owner for marker in _NORM_MARKERS) or name.endswith("layer_scalar")):
         return 1.0, 0.2
-    if owner == "embed_tokens" or "pos_emb" in name or len(shape) < 2:
+    if "embed_tokens" in name.split(".") or "pos_emb" in name or len(shape) < 2:
         return 0.0, 1.0
     if "experts" in name and len(shape) == 3:  # [experts, out, in]
         return 0.0, 1.2 / float(np.sqrt(shape[2]))

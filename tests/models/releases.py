@@ -100,14 +100,12 @@ CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
     "Gemma4ForConditionalGeneration": "Gemma 4",
-    "DeepseekVLHybridForConditionalGeneration": "DeepSeek-VL-7B",
     "deepseek_vl_v2": "DeepSeek-VL2",
     "DeepseekOCRForCausalLM": "DeepSeek-OCR",
     "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR-2",
     "MiniCPMV": "MiniCPM-V 2.6 to 4.5",
     "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6",
     "Ernie4_5_VLMoeForConditionalGeneration": "Ernie-4.5-VL",
-    "Phi3VForCausalLM": "Phi-3-vision",
     "Phi4MultimodalForCausalLM": "Phi-4-multimodal",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "LlavaLlamaForCausalLM": "LLaVA's own format",
@@ -128,7 +126,6 @@ NOT_BUILT = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Glm4MoeForCausalLM": "GLM-4.5",
     "ChatGLMModel": "GLM-4 in its authors' format",
-    "InternLM2ForCausalLM": "InternLM2 alone",
     "Exaone4ForCausalLM": "EXAONE 4",
     "Olmo3ForCausalLM": "Olmo 3",
     "GptOssForCausalLM": "gpt-oss",

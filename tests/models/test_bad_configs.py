@@ -12,6 +12,7 @@ import pytest
 from evals.small_task.instances import INSTANCES, instance
 from kvpatch_jax.errors import ConfigError, KVPatchError
 from models import FAMILIES, UnknownKeyWarning, load
+from models.families.architectures import find_architecture
 from tests.goldens.load import GOLDENS
 
 CONFIGS = {path.stem: json.loads(path.read_text())["config"] for path in sorted((GOLDENS / "text").glob("*.json"))}
@@ -30,7 +31,9 @@ BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, Tru
 def reader(raw: dict[str, Any]) -> Any:
     """What reads a configuration, by its architecture or its model type."""
     types = {family.model_type: family for family in FAMILIES.values()}
-    return (FAMILIES[raw["architectures"][0]] if raw.get("architectures") else types[raw["model_type"]]).config
+    if not raw.get("architectures"):
+        return types[raw["model_type"]].config
+    return FAMILIES[find_architecture(raw, "config.json")].config
 
 
 @pytest.fixture(autouse=True)

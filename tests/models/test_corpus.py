@@ -14,6 +14,7 @@ from kvpatch_jax.errors import ConfigError, WeightsError
 from models import FAMILIES, UnknownKeyWarning, load
 from models.checkpoints import Rule, flatten_params, translate
 from models.checkpoints.planning import plan
+from models.families.architectures import find_architecture
 from models.families.family import abstract, parameters
 from models.families.registry import AUTHORS
 from models.files import open_files
@@ -77,10 +78,11 @@ def dtypes(release: Release, root: Path) -> tuple[str, set[str]]:
 def configuration(directory: Path) -> tuple[Any, list[Rule]]:
     """What `load` makes of a directory's configuration, and the rules of an author's format."""
     raw = open_files(directory).config
-    name = raw["architectures"][0]
+    name = find_architecture(raw, "config.json")
     if name not in AUTHORS:
         return FAMILIES[name].config(raw, "exact", None), []
-    found = AUTHORS[name].family.config(AUTHORS[name].config(raw, directory), "exact", None)
+    ours = AUTHORS[name].config(raw, directory)
+    found = FAMILIES[find_architecture(ours, "config.json")].config(ours, "exact", None)
     return found, list(AUTHORS[name].rules(found, raw))
 
 

@@ -224,7 +224,12 @@ def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
         assert np.array_equal(found, expected)
     flat = Tokens(rows.embeddings, was[..., 0])
     assert np.array_equal(flat.shift(np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
-    for tokens, start in ((rows, 1.5), (rows, np.array([1, 2])), (flat, np.arange(T)), (flat, np.array([[1, 2, 3]]))):
+    for tokens, start in (
+        (rows, np.nan),
+        (rows, np.array([1, 2])),
+        (flat, np.arange(T)),
+        (flat, np.array([[1, 2, 3]])),
+    ):
         with pytest.raises(PositionError, match=r"shift: got start.*expected"):
             tokens.shift(start)
 

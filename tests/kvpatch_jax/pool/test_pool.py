@@ -116,7 +116,7 @@ def test_splicing_compiles_once_and_donates():
         ({"slots": np.arange(24, dtype=np.int32) + 25}, KernelSlotError, "slot 48"),
         ({"slots": np.arange(23, dtype=np.int32)}, ShapeError, r"\(23,\)"),
         ({"start": np.array([1, 2, 3])}, PositionError, "start"),
-        ({"start": 1.5}, PositionError, "1.5"),
+        ({"start": np.nan}, PositionError, "nan"),
         ({"antecedent": ("C",)}, StalePatchError, "'C'"),
         ({"chunk": chunk_of("gqa", seed=3)}, PatchMismatchError, "'B3'"),
         ({"chunk": chunk_of("gqa", dtype=jnp.bfloat16), "patch": None}, DtypeError, "bfloat16"),

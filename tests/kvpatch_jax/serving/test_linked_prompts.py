@@ -282,6 +282,6 @@ def test_cached_images_were_prefilled_behind_the_substitute(store):
 def test_requests_without_images_or_without_a_question_are_refused(store, tmp_path, unchecked):
     cache = RequestCache(backbone(), store, [kvp.Text("w40")])
     for items in ([kvp.Text("w7")], [kvp.Text("w7"), image_of(1)]):
-        with pytest.raises(InputError, match="at least one image, and a text at the end"):
+        with pytest.raises(InputError, match="at least one image, video or sound, and a text at the end"):
             cache.splice(items)
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and ".kv" in path.name]
