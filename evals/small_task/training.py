@@ -115,6 +115,7 @@ def run_tower(model: Any, batch: dict[str, Any], plan: dict[str, Array] | None) 
 def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConfig) -> None:
     """Makes every query projection of a stack of layers a copy of what makes the keys it meets."""
     if isinstance(attention, GroupedAttention):
+        assert attention.key is not None
         key = attention.key.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
         query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
     else:
