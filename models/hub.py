@@ -97,9 +97,17 @@ def snapshot(name: str, revision: str | None = None) -> Path:
             f"{name}: downloads {_size(missing)} of {_size(sum(sizes[file] for file in files))}, "
             f"{len(files) - len(here)} files, to {hub.constants.HF_HUB_CACHE}. revision={info.sha!r} pins what it is"
         )
+
+    class Bar(hub.utils.tqdm):
+        """A bar that shows nothing where nothing is downloaded."""
+
+        def __init__(self, *arguments: Any, **options: Any):
+            hidden = options.pop("disable", False) or len(here) == len(files)
+            super().__init__(*arguments, disable=hidden, **options)
+
     try:
         # By the branch's name, so that the cache knows later what it was.
-        return Path(hub.snapshot_download(name, revision=revision, **_PATTERNS))
+        return Path(hub.snapshot_download(name, revision=revision, tqdm_class=Bar, **_PATTERNS))
     except Exception as error:
         raise _refusal(hub, name, revision, error) from error
 

@@ -86,8 +86,7 @@ def looks_like_a_file(text: str) -> bool:
     - one word that begins like a path: `/x`, `./`, `../`, `~/`, `C:\\`, `\\\\x`;
     - one ASCII word that contains a `/` (`shots/run_1`), except plain words and numbers: `and/or`, `1/2`;
     - one ASCII word that ends in a dot and two to five letters and digits, a letter first: `shot1.pgn`;
-    - up to eight words that end like the name of an image, video or sound: `my shot.png`, `Screen Shot at 10.32.11
-      AM.PNG`.
+    - up to eight words that end like the name of an image, video or sound: `my shot.png`.
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """

@@ -3,7 +3,7 @@
 Run it in an environment that has them: `python tests/goldens/make_omni.py`. It rewrites `qwen2_5_omni/` and
 `qwen3_omni/`.
 """
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
 import functools
 import json

@@ -58,7 +58,8 @@ def test_glms_areas_count_both_frames_of_a_patch(tmp_path) -> None:
     """The class's own settings; small images are made larger first."""
     (tmp_path / "preprocessor_config.json").write_text("{}")
     gold, config = golden_arrays("glm4v", "sizes"), glm_image_config(tmp_path)
-    assert np.array_equal([smart_resize(*size, config) for size in gold["sizes"].tolist()], gold["resized"])
+    resized = [smart_resize(height, width, config) for height, width in gold["sizes"].tolist()]
+    assert np.array_equal(resized, gold["resized"])
     config.save(tmp_path)
     assert glm_image_config(tmp_path) == config
 
