@@ -102,8 +102,9 @@ def snapshot(name: str, revision: str | None = None) -> Path:
         """A bar that shows nothing where nothing is downloaded."""
 
         def __init__(self, *arguments: Any, **options: Any):
-            hidden = options.pop("disable", False) or len(here) == len(files)
-            super().__init__(*arguments, disable=hidden, **options)
+            if len(here) == len(files):
+                options["disable"] = True
+            super().__init__(*arguments, **options)
 
     try:
         # By the branch's name, so that the cache knows later what it was.
