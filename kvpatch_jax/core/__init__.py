@@ -56,6 +56,7 @@ from .paging import trimmed as trimmed
 from .readout import attention_with_lse as attention_with_lse
 from .readout import empty_readout as empty_readout
 from .readout import merge_readouts as merge_readouts
+from .rope import POSITION_LIMIT as POSITION_LIMIT
 from .rope import Angles as Angles
 from .rope import Rope as Rope
 from .rope import check_extent as check_extent

@@ -14,6 +14,8 @@ from jaxtyping import Float, Float32, Int, Int32
 
 from kvpatch_jax.errors import InputError
 
+from .positions import grid_positions, time_steps
+
 
 @dataclasses.dataclass(frozen=True)
 class OmniPositionConfig:
@@ -77,7 +79,8 @@ def get_omni_positions(
         if kind == "audio":
             return np.repeat(np.arange(size, dtype=number)[:, None], 3, axis=1)
         grid, each = size
-        return _grid_positions(grid, each, config, number)
+        times = time_steps(grid[0], each, config.rate, number=number)
+        return grid_positions(tuple(grid), config.merge, times, number)
 
     positions, cursor, place, joint = np.zeros((len(input_ids), 3), number), 0, number(0), False
     while cursor < len(input_ids):
@@ -116,14 +119,3 @@ def get_omni_positions(
             raise InputError(f"{kind}: got sizes of {len(sizes)} more; expected as many as the prompt has places for")
     delta = float(positions.max(initial=-1)) + 1 - len(input_ids)
     return positions.astype(np.float32 if config.fractional else np.int32), delta
-
-
-def _grid_positions(grid: list[int], seconds: Any, config: OmniPositionConfig, number: type) -> np.ndarray:
-    """Returns positions [t·h·w, 3] of merged patches in raster order, from 0."""
-    time, height, width = grid
-    if min(grid) <= 0 or height % config.merge or width % config.merge:
-        raise InputError(f"grid: got {tuple(grid)}; expected a positive multiple of the merge size {config.merge}")
-    # Rounded in float32 as torch does, in this order.
-    times = (np.arange(time, dtype=np.float32) * np.float32(seconds) * np.float32(config.rate)).astype(number)
-    axes = np.meshgrid(times, np.arange(height // config.merge), np.arange(width // config.merge), indexing="ij")
-    return np.stack(axes, axis=-1).reshape(-1, 3).astype(number)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32
 
+from kvpatch_jax.core import POSITION_LIMIT
 from kvpatch_jax.errors import ConfigError, InputError
 
 VideoRule = Literal["max", "hf5"]
@@ -97,8 +98,8 @@ def get_rope_positions(
             continue
 
         second = float(next(each_second)) if kind == "video" else None
-        steps = _time_steps(part[0], second, config.tokens_per_second, video_rule)
-        block = _grid_positions(part, config.merge_size, steps)
+        steps = time_steps(part[0], second, config.tokens_per_second, video_rule)
+        block = grid_positions(part, config.merge_size, steps)
         pieces.append(block + place)
         place += _extent(block, part, config.merge_size, kind == "video" and video_rule == "max")
 
@@ -135,7 +136,7 @@ def image_local_positions(
     Raises:
       InputError: a grid that is not a positive multiple of the merge size.
     """
-    block = _grid_positions(grid, merge, _time_steps(grid[0], seconds, tokens_per_second, video_rule))
+    block = grid_positions(grid, merge, time_steps(grid[0], seconds, tokens_per_second, video_rule))
     extent = _extent(block, grid, merge, seconds is not None and video_rule == "max")
     if with_start_end_tokens:
         ends = np.zeros((1, 3), np.int32), np.full((1, 3), extent + 1, np.int32)
@@ -193,22 +194,44 @@ def _segments(
             raise InputError(f"{kind} grids: got {len(grids)}; expected {used[token]}, for which the prompt has pads")
 
 
-def _grid_positions(grid: Grid, merge: int, steps: np.ndarray) -> np.ndarray:
-    """Returns positions [t·h·w, 3] of merged patches in raster order, from 0."""
+def grid_positions(grid: Grid, merge: int, steps: np.ndarray, number: type = np.int32) -> np.ndarray:
+    """Returns positions [t·h·w, 3] of merged patches in raster order, from 0, of this type.
+
+    Raises:
+      InputError: a grid that is not a positive multiple of the merge size.
+    """
     height, width = grid[1:]
     if min(grid) <= 0 or height % merge or width % merge:
         raise InputError(f"grid: got {grid}; expected a positive multiple of the merge size {merge}")
     axes = np.meshgrid(steps, np.arange(height // merge), np.arange(width // merge), indexing="ij")
-    return np.stack(axes, axis=-1).reshape(-1, 3).astype(np.int32)
+    return np.stack(axes, axis=-1).reshape(-1, 3).astype(number)
 
 
-def _time_steps(count: int, seconds: float | None, rate: int | float, video_rule: VideoRule) -> np.ndarray:
-    """Returns the time of each temporal patch, counted from the first; without seconds 0, 1, 2, …"""
+def time_steps(
+    count: int,
+    seconds: float | np.floating | None,
+    rate: int | float,
+    video_rule: VideoRule = "max",
+    number: type = np.int32,
+) -> np.ndarray:
+    """Returns the time of each temporal patch, counted from the first, as numbers of this type; without seconds 0, 1,
+    2, …
+
+    Raises:
+      InputError: times that are no positions.
+    """
     if seconds is None:
         return np.arange(count)
     # Rounded in float32 as torch does, in the order in which each version multiplies; then truncated.
-    steps, second, each = np.arange(count, dtype=np.float32), np.float32(seconds), np.float32(rate)
-    return (steps * second * each if video_rule == "max" else steps * (each * second)).astype(np.int32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps, second, each = np.arange(count, dtype=np.float32), np.float32(seconds), np.float32(rate)
+        times = steps * second * each if video_rule == "max" else steps * (each * second)
+    if not (np.abs(times) < POSITION_LIMIT).all():
+        raise InputError(
+            f"video: got {count} steps of {float(seconds):g} seconds at {rate} positions per second; expected "
+            f"positions below {POSITION_LIMIT}"
+        )
+    return times.astype(number)
 
 
 def _extent(block: np.ndarray, grid: Grid, merge: int, by_time: bool) -> int:

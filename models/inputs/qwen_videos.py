@@ -39,7 +39,9 @@ def process_qwen2_videos(videos: Sequence[Video], config: VideoConfig) -> dict[s
     arrays = _patches(clips, config, _sides_qwen2)
     temporal = config.pixels.temporal_patch_size
     rates = [steady_rate(clip, f"video {number}") for number, clip in enumerate(clips)]
-    return arrays | {"second_per_grid_ts": np.array([temporal / rate for rate in rates], np.float32)}
+    with np.errstate(over="ignore"):  # what is no number of seconds is refused where positions are counted
+        seconds = np.array([temporal / rate for rate in rates], np.float32)
+    return arrays | {"second_per_grid_ts": seconds}
 
 
 def process_qwen3_videos(videos: Sequence[Video], config: VideoConfig) -> dict[str, np.ndarray]:

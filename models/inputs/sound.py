@@ -19,6 +19,8 @@ from kvpatch_jax.utils.optional_packages import require
 
 PASSED = 0.91
 """Of the lower Nyquist frequency: what passes whole (soxr's "high quality" has as much)."""
+RATES = (1_000, 768_000)
+"""Samples per second that a sound may have: a header may say anything, and resampling takes room for what it says."""
 GUARD = 0.05
 """Seconds of silence behind a sound, into which the ends of its spectrum's filter wrap around."""
 
@@ -27,8 +29,8 @@ def read_sound(audio: Audio, rate: int, name: str = "audio") -> Float32[np.ndarr
     """Returns a sound's samples at `rate` samples per second, one channel.
 
     Raises:
-      InputError: a file that is no sound, or as `Audio.read`. MissingExtraError: no PyAV, and a file other than WAV of
-      whole numbers.
+      InputError: a file that is no sound, a rate outside `RATES`, or as `Audio.read`. MissingExtraError: no PyAV, and a
+      file other than WAV of whole numbers.
     """
     audio = audio.read()
     if isinstance(audio.source, bytes):
@@ -38,6 +40,8 @@ def read_sound(audio: Audio, rate: int, name: str = "audio") -> Float32[np.ndarr
         samples, own = audio.source, audio.rate
     if not samples.size:
         raise InputError(f"{name}: got no samples; expected some")
+    if not RATES[0] <= own <= RATES[1]:
+        raise InputError(f"{name}: got {own} samples per second; expected {RATES[0]} to {RATES[1]}")
     return resampled(samples, own, rate)
 
 
@@ -60,15 +64,17 @@ def resampled(samples: Float32[np.ndarray, " n"], own: int, rate: int) -> Float3
 
 
 def _wav(content: bytes) -> tuple[np.ndarray, int] | None:
-    """Returns samples and rate of a WAV file of whole numbers; None for another file."""
+    """Returns samples and rate of a WAV file of whole numbers of 1 to 4 bytes; None for another file."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             raw = np.frombuffer(file.readframes(file.getnframes()), np.uint8)
     except (wave.Error, EOFError):
         return None
+    if width > 4:
+        return None
 
-    # Little-endian numbers of 1 to 4 bytes, in the highest bytes of an int32; those of one byte have no sign.
+    # Little-endian numbers, in the highest bytes of an int32; those of one byte have no sign.
     raw = raw[: raw.size // (width * channels) * width * channels].reshape(-1, width)
     wide = np.zeros((len(raw), 4), np.uint8)
     wide[:, 4 - width :] = raw ^ 0x80 if width == 1 else raw

@@ -349,6 +349,14 @@ def test_what_a_family_does_not_take_is_refused(checkpoint, tmp_path):
         load(write_checkpoint("qwen3_vl", tmp_path / "bare")).prepare([video])
 
 
+@pytest.mark.parametrize("times", [{"rate": 1e-300}, {"timestamps": [0, 1e12, 2e12, 3e12]}])
+def test_times_that_are_no_positions_are_refused(checkpoint, times):
+    """As int32 they would have come out as any number."""
+    backbone, frames = load(checkpoint("qwen2_5_vl")), draw_frames("far", 4, 32, 32)
+    with pytest.raises(InputError, match="expected positions below 1073741824"):
+        backbone.prepare([Video(frames, **times)])
+
+
 def test_texts_of_times_and_numbers():
     assert [number_words(number) for number in (0, 13, 20, 64, 100, 101, 120, 999)] == [
         *("zero", "thirteen", "twenty", "sixty-four", "one hundred", "one hundred and one"),

@@ -144,6 +144,21 @@ def test_samples_of_a_wav_file(width):
     np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
+@pytest.mark.parametrize("rate", [0, 1, 999, 768_001, 2**32 - 5])
+def test_a_rate_that_no_sound_has_is_refused_before_it_takes_room(rate):
+    """A header may say anything: at the largest rate 34 GB would be asked for, at the least 16 000 numbers a sample."""
+    content = bytearray(wav(np.zeros((400, 1)), 16000, 2))
+    content[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(InputError, match=rf"got {rate} samples per second; expected 1000 to 768000"):
+        read_sound(Audio(bytes(content)), 16000)
+
+
+def test_whole_numbers_of_eight_bytes_are_read_by_pyav():
+    content = bytearray(wav(np.zeros((400, 1)), 16000, 4))
+    content[32:36] = (8).to_bytes(2, "little") + (64).to_bytes(2, "little")
+    assert len(read_sound(Audio(bytes(content)), 16000)) == 200
+
+
 def test_another_format_is_read_by_pyav():
     import av
 
