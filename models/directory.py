@@ -103,17 +103,13 @@ def load(
     authors = AUTHORS.get(name)
     with reading(files.name, ignore):
         raw = files.config if authors is None else authors.config(files.config, root)
-        family = FAMILIES[name if authors is None else raw["architectures"][0]]
-        config = family.config(raw, angles, regime)
-        # LLaVA is another family with another tower.
+        config = FAMILIES[name if authors is None else raw["architectures"][0]].config(raw, angles, regime)
+        # An architecture may stand for several families (LLaVA with Pixtral's tower).
         family = config.family
-        video_config = None
-        if authors is not None:
-            image_config = authors.settings(files.config, root)
+        if authors is None:
+            settings = family.settings(root)
         else:
-            image_config = None if family.vision is None else family.vision.settings(root)
-            video_config = None if family.video is None else family.video.settings(root)
-        audio_config = None if family.audio is None else family.audio.settings(root)
+            settings = {"image_config": authors.settings(files.config, root)}
 
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
@@ -154,7 +150,6 @@ def load(
     backbone = ModelBackbone(
         config,
         values,
-        image_config=image_config,
         tokenizer=tokenizer,
         buckets=buckets,
         chat_template=template_with_images(files.chat_template(), template, root, name),
@@ -162,8 +157,7 @@ def load(
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),
         answer_tokens=files.answer_tokens(),
-        video_config=video_config,
-        audio_config=audio_config,
+        **settings,
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone

@@ -30,23 +30,29 @@ def read_siglip(vision: Mapping[str, Any], dtype: str) -> ViTConfig:
     return read_vit(vision, final_norm="applied", dtype=dtype)
 
 
+def without_head(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `config.json` without SigLIP's head, which its class has by default: nothing reads it, so that it is not
+    loaded and not saved.
+    """
+    return {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
+
+
+def tile_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """Returns the placeholders of one image of one tile, with nothing around them."""
+    return [config.image_token] * config.tile_tokens
+
+
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
     model = whole(raw, "deepseek_vl")
     text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
     tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
-    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
-    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
-    return ViTModelConfig(FAMILY, text, tower, GlueConfig(), need(model, "image_token_id"), freeze(kept))
+    return ViTModelConfig(FAMILY, text, tower, GlueConfig(), need(model, "image_token_id"), freeze(without_head(raw)))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     entries = decoder_entries(config.text, prefix="model.language_model.")
     entries += clip_entries(config.vision, "model.vision_model")
     return entries + projector_entries("model.aligner.linear1", "model.aligner.linear2")
-
-
-def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    return [config.image_token] * config.tile_tokens
 
 
 _SETTINGS = PictureConfig.reader(
@@ -62,7 +68,7 @@ FAMILY = Family(
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek, _tokens, tile_plan, tile_fills),
+    vision=Vision(_SETTINGS, process_deepseek, tile_tokens, tile_plan, tile_fills),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl",
     namings=namings.DEEPSEEK_VL,

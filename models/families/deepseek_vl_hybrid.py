@@ -27,7 +27,7 @@ from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, 
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries
 from . import namings
-from .deepseek_vl import read_siglip
+from .deepseek_vl import read_siglip, tile_tokens, without_head
 from .family import Family, Shapes, Vision
 from .image_family import freeze, one_size, text_part, thaw, vision_part, whole
 from .text_families import read_llama
@@ -135,9 +135,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> HybridConfig:
     text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
     tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
     large = read_sam(need(model, "high_res_vision_config"), text.dtype)
-    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
-    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
-    return HybridConfig(text, tower, large, need(model, "image_token_id"), freeze(kept))
+    return HybridConfig(text, tower, large, need(model, "image_token_id"), freeze(without_head(raw)))
 
 
 def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -168,10 +166,6 @@ def _plan(config: HybridConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
     return {**plan, LARGE: large}
 
 
-def _tokens(config: HybridConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    return [config.image_token] * config.tile_tokens
-
-
 _SETTINGS = PictureConfig.reader(
     only={"do_resize": True, "do_pad": True},
     image_mean=CLIP_MEAN,
@@ -189,7 +183,7 @@ FAMILY = Family(
     config=_read,
     module=HybridModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek_hybrid, _tokens, _plan, tile_fills),
+    vision=Vision(_SETTINGS, process_deepseek_hybrid, tile_tokens, _plan, tile_fills),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl_hybrid",
     namings=namings.DEEPSEEK_VL_HYBRID,

@@ -167,6 +167,14 @@ class Family:
     ahead: Callable[[Any, np.ndarray], np.ndarray] | None = None
     template: str | None = None
 
+    def settings(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Reads what a directory says of images, videos and sounds: by `ModelBackbone`'s names, None where the family
+        takes none.
+        """
+        media = {"image": self.vision, "video": self.video, "audio": self.audio}
+        found = {name: None if medium is None else medium.settings(directory) for name, medium in media.items()}
+        return {f"{name}_config": settings for name, settings in found.items()}
+
     def renamed(self, config: Config, source: TensorSource) -> TensorSource:
         """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
 

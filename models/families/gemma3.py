@@ -19,7 +19,7 @@ from ..decoder.weights import decoder_entries
 from ..inputs.images import HALVES, PictureConfig, process_clip
 from ..towers.weights import clip_entries
 from . import namings
-from .deepseek_vl import read_siglip
+from .deepseek_vl import read_siglip, without_head
 from .family import Family, Run, Shapes, Vision, image_runs
 from .gemma_text import NORMS, read_gemma3
 from .image_family import freeze, text_part, vision_part, whole
@@ -39,11 +39,9 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
         raise ConfigError(
             f"mm_tokens_per_image: got {count}; expected the square of a divisor of {tower.side}, the patches of a side"
         )
-    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
-    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
     image, start, end = (need(model, name) for name in ("image_token_index", "boi_token_index", "eoi_token_index"))
     glue = GlueConfig("pooled", tower.side // side)
-    return ViTModelConfig(FAMILY, text, tower, glue, image, freeze(kept), (start, end))
+    return ViTModelConfig(FAMILY, text, tower, glue, image, freeze(without_head(raw)), (start, end))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:

@@ -47,7 +47,7 @@ PREFIX = "model.language_model."
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ModelTypes:
     """What tells one architecture from another.
 
     Attributes:
@@ -59,11 +59,11 @@ class Form:
     towers: tuple[str, ...]
 
 
-FORMS = {
-    DENSE: Form("glm4v", ("glm4v_text",), ("glm4v_vision",)),
-    MIXTURE: Form("glm4v_moe", ("glm4v_moe_text",), ("glm4v_moe_vision",)),
-    EITHER: Form("glm46v", ("glm4v_text", "glm4v_moe_text"), ("glm4v_vision", "glm4v_moe_vision")),
-    OCR: Form("glm_ocr", ("glm_ocr_text",), ("glm_ocr_vision",)),
+MODEL_TYPES = {
+    DENSE: ModelTypes("glm4v", ("glm4v_text",), ("glm4v_vision",)),
+    MIXTURE: ModelTypes("glm4v_moe", ("glm4v_moe_text",), ("glm4v_moe_vision",)),
+    EITHER: ModelTypes("glm46v", ("glm4v_text", "glm4v_moe_text"), ("glm4v_vision", "glm4v_moe_vision")),
+    OCR: ModelTypes("glm_ocr", ("glm_ocr_text",), ("glm_ocr_vision",)),
 }
 
 
@@ -131,7 +131,7 @@ def _read_text(raw: Raw, kind: str, top: str, angles: str, regime: Regime) -> De
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Glm4vConfig:
     """Reads `config.json` of any architecture: nested (`text_config`) or, as early releases have it, flat."""
-    form = FORMS[architecture]
+    form = MODEL_TYPES[architecture]
     nested = raw.get("text_config") is not None
     flat = () if nested else DEFAULTS[form.texts[0]] | ONLY[form.texts[0]]
     model = whole(raw, form.model, flat)
@@ -237,7 +237,7 @@ def _entries(config: Glm4vConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder + glm4v_vision_entries(config.vision, "model.visual")
 
 
-def _family(architecture: str, form: Form) -> Family:
+def _family(architecture: str, form: ModelTypes) -> Family:
     # Files hold a layer for multi-token prediction behind the last, which is not run.
     behind = {MIXTURE: 46, EITHER: 46, OCR: 16}.get(architecture)
     predicts = () if behind is None else (rf"model\.language_model\.layers\.{behind}\..*",)
@@ -255,4 +255,4 @@ def _family(architecture: str, form: Form) -> Family:
     )
 
 
-FAMILIES = {architecture: _family(architecture, form) for architecture, form in FORMS.items()}
+FAMILIES = {architecture: _family(architecture, form) for architecture, form in MODEL_TYPES.items()}

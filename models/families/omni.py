@@ -142,10 +142,15 @@ def read_audio(model: Mapping[str, Any], kind: str, dtype: str) -> AudioConfig:
     )
 
 
-def read_marks(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the ids of start and end tokens, and the rate of positions, by `OmniConfig`'s names."""
+def read_tokens(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the ids of placeholders, starts and ends, and the rate of positions, by `OmniConfig`'s names.
+
+    Raises:
+      ConfigError: one that is missing.
+    """
+    pads = {name: need(model, f"{name}_id", f"{name}_index") for name in ("image_token", "video_token", "audio_token")}
     marks = {name.removesuffix("_id"): model[name] for name in MARKS}
-    return marks | {"tokens_per_second": need(model, "position_id_per_seconds")}
+    return pads | marks | {"tokens_per_second": need(model, "position_id_per_seconds")}
 
 
 class OmniModel(TowerModel):

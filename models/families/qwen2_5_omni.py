@@ -29,7 +29,7 @@ from .omni import (
     join_sounds,
     omni_positions,
     read_audio,
-    read_marks,
+    read_tokens,
     sound_medium,
     thinker_of,
     video_medium,
@@ -64,10 +64,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> OmniConfig:
         decoder,
         tower,
         read_audio(model, f"{KIND}_audio_encoder", decoder.dtype),
-        image_token=need(model, "image_token_index"),
-        video_token=need(model, "video_token_index"),
-        audio_token=need(model, "audio_token_index"),
-        **read_marks(model),
+        **read_tokens(model),
         raw=freeze(raw),
     )
 

@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvpatch_jax.errors import ConfigError
-
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime, need
+from ..decoder.hf_config import Regime
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.images import HALVES
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen3AudioTower
 from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries
 from .family import Family, Shapes
-from .image_family import freeze, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
+from .image_family import freeze, qwen_vision, text_part, vision_part, whole
 from .omni import (
     IGNORE,
     NAMINGS,
@@ -29,12 +27,12 @@ from .omni import (
     join_sounds,
     omni_positions,
     read_audio,
-    read_marks,
+    read_tokens,
     sound_medium,
     thinker_of,
     video_medium,
 )
-from .qwen3_vl import SECTIONS
+from .qwen3_vl import SECTIONS, read_qwen3_tower
 from .text_families import read_qwen3_moe
 
 THINKER = "Qwen3OmniMoeThinkerForConditionalGeneration"
@@ -49,26 +47,12 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> OmniConfig:
     text = text_part(model, raw, (f"{KIND}_text",))
     decoder = read_qwen3_moe(text, angles, regime, f"{KIND}_text", SECTIONS)
 
-    vision = vision_part(model, f"{KIND}_vision_encoder")
-    deepstack = tuple(need(vision, "deepstack_visual_indexes"))
-    if len(deepstack) > decoder.layers:
-        raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {decoder.layers}")
-    tower = Qwen3VisionConfig(
-        **qwen_tower_sizes(vision, decoder),
-        patch=one_size(vision, "patch_size"),
-        positions=need(vision, "num_position_embeddings"),
-        deepstack_layers=deepstack,
-        channels=vision["in_channels"],
-    )
     return OmniConfig(
         FAMILIES[THINKER],
         decoder,
-        tower,
+        read_qwen3_tower(vision_part(model, f"{KIND}_vision_encoder"), decoder),
         read_audio(model, f"{KIND}_audio_encoder", decoder.dtype),
-        image_token=need(model, "image_token_id"),
-        video_token=need(model, "video_token_id"),
-        audio_token=need(model, "audio_token_id"),
-        **read_marks(model),
+        **read_tokens(model),
         raw=freeze(raw),
     )
 

@@ -67,6 +67,25 @@ class Qwen3VLConfig:
         return thaw(self.raw, self.architecture, self.text.dtype)
 
 
+def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
+    """Reads the tower (also Qwen3-Omni's) from its part of `config.json`, as `vision_part` gives it.
+
+    Raises:
+      ConfigError: a field that is missing, or more deepstack layers than the decoder has.
+    """
+    deepstack = tuple(need(vision, "deepstack_visual_indexes"))
+    # Features of the s-th are added behind language layer s.
+    if len(deepstack) > text.layers:
+        raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {text.layers}")
+    return Qwen3VisionConfig(
+        **qwen_tower_sizes(vision, text),
+        patch=one_size(vision, "patch_size"),
+        positions=need(vision, "num_position_embeddings"),
+        deepstack_layers=deepstack,
+        channels=vision["in_channels"],
+    )
+
+
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
     """Reads `config.json` of either architecture."""
     family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
@@ -79,25 +98,10 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     else:
         decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
 
-    vision = vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family)
-    deepstack = tuple(need(vision, "deepstack_visual_indexes"))
-
-    # Features of the s-th are added behind language layer s.
-    if len(deepstack) > decoder.layers:
-        raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {decoder.layers}")
-
-    tower = Qwen3VisionConfig(
-        **qwen_tower_sizes(vision, decoder),
-        patch=one_size(vision, "patch_size"),
-        positions=need(vision, "num_position_embeddings"),
-        deepstack_layers=deepstack,
-        channels=vision["in_channels"],
-    )
-
     return Qwen3VLConfig(
         architecture,
         decoder,
-        tower,
+        read_qwen3_tower(vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family), decoder),
         image_token=need(model, "image_token_id"),
         video_token=need(model, "video_token_id"),
         vision_start_token=need(model, "vision_start_token_id"),

@@ -14,7 +14,7 @@ import numpy as np
 from kvpatch_jax.cache import Video
 
 from .qwen_images import ImageConfig, smart_resize
-from .qwen_videos import _patches as patches_of
+from .qwen_videos import patches_of
 from .video_frames import FPS, Stream, VideoConfig, clips_of
 
 LIMITS = ((30, 3.0), (300, 1.0), (math.inf, 0.5))

@@ -129,7 +129,7 @@ class PictureConfig:
         return path
 
 
-def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
+def read_images(images: Sequence[ImageSource]) -> list[np.ndarray]:
     """Returns the images as arrays.
 
     Raises:
@@ -170,7 +170,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
     """
     square = config.option("do_pad", False) and str(config.option("image_processor_type", "")).startswith("Llava")
     out = []
-    for image in _all(images):
+    for image in read_images(images):
         if square:
             image = _padded_square(image, max(image.shape[:2]), config)
 
@@ -227,7 +227,7 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
 
     The other side is rounded, as transformers does; with `round_down` cut off, as the authors' own processor does.
     """
-    out = [_channels_first(_deepseek_square(image, config.side(), config), config) for image in _all(images)]
+    out = [_channels_first(_deepseek_square(image, config.side(), config), config) for image in read_images(images)]
     return {"pixel_values": np.stack(out)}
 
 
@@ -250,7 +250,7 @@ def process_deepseek_hybrid(images: Sequence[ImageSource], config: PictureConfig
     parts = ("image_mean", "image_std", "resample")
     large = PictureConfig.from_dict(options | {part: options[f"high_res_{part}"] for part in parts})
     side, out = config.side(), {"pixel_values": list[np.ndarray](), "high_res_pixel_values": list[np.ndarray]()}
-    for image in _all(images):
+    for image in read_images(images):
         square = _deepseek_square(image, config.side("high_res_size"), large)
         out["high_res_pixel_values"].append(_channels_first(square, large))
         if config.option("resize_in_float", False):
@@ -293,7 +293,7 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
         raise ConfigError(f"{CONFIG_FILE}: got size {config['size']!r}; expected the crop_size, {side}")
 
     stacks, sizes = [], []
-    for image in _all(images):
+    for image in read_images(images):
         height, width = image.shape[:2]
         rows, columns = best_resolution(height, width, points)
         across, down = columns / width, rows / height
@@ -337,7 +337,7 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
     Returns pixel_values [tiles of all images,3,S,S] and num_patches [n].
     """
     side, out, counts = config.side(), [], []
-    for image in _all(images):
+    for image in read_images(images):
         rows, columns = 1, 1
         if config["crop_to_patches"] and config["max_patches"] > 1:
             rows, columns = tile_canvas(*_size(image), side, config["min_patches"], config["max_patches"])
@@ -356,7 +356,7 @@ def process_phi3_v(images: Sequence[ImageSource], config: PictureConfig) -> dict
     Returns pixel_values [tiles of all images,3,S,S] and image_sizes [n,2] (height, width) of what the crops make up.
     """
     side, tiles, sizes = config.side("crop_size"), [], []
-    for image in _all(images):
+    for image in read_images(images):
         whole = hd_transform(image, side, config["num_crops"], config.pixels)
         sizes.append(_size(whole))
         tiles.append(shrink(_channels_first(whole, config), side))
@@ -376,7 +376,7 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
     def up(edge):
         return math.ceil(edge / side) * side
 
-    for image in _all(images):
+    for image in read_images(images):
         image = resize(image, *longest_side(*_size(image), config.side()), config.pixels)
         if config["do_image_splitting"]:
             # The longer side goes up to whole tiles, the other by the aspect ratio of before, and up in turn.
@@ -443,7 +443,7 @@ def process_kimi(
     """
     patch, merge, out, grids = config["patch_size"], config["merge_kernel_size"], [], []
     merge = merge[0] if isinstance(merge, list | tuple) else merge
-    for image in _all(images):
+    for image in read_images(images):
         inner, (height, width) = kimi_size(*_size(image), patch, merge, config["in_token_limit"])
         # Black before the normalisation, below and to the right: the image's own patches keep their places.
         canvas = np.zeros((height, width, 3), np.uint8)

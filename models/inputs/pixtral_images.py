@@ -18,8 +18,7 @@ from jaxtyping import Float32, Int32
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import read_table
-from .images import CLIP_MEAN, CLIP_STD, PictureConfig
-from .images import _all as read_images
+from .images import CLIP_MEAN, CLIP_STD, PictureConfig, read_images
 from .qwen_images import CONFIG_FILE, ImageSource, normalise, resize
 
 MERGING = "mistral3"

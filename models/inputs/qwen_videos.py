@@ -36,7 +36,7 @@ def process_qwen2_videos(videos: Sequence[Video], config: VideoConfig) -> dict[s
       InputError, ImageError: as `read_clip` and `smart_resize`; timestamps that are uneven.
     """
     clips = clips_of(videos, functools.partial(sample_qwen2, config=config))
-    arrays = _patches(clips, config, _sides_qwen2)
+    arrays = patches_of(clips, config, _sides_qwen2)
     temporal = config.pixels.temporal_patch_size
     rates = [steady_rate(clip, f"video {number}") for number, clip in enumerate(clips)]
     with np.errstate(over="ignore"):  # what is no number of seconds is refused where positions are counted
@@ -59,10 +59,10 @@ def process_qwen3_videos(videos: Sequence[Video], config: VideoConfig) -> dict[s
     for clip in clips:
         shown = _filled(clip.timestamps, temporal)
         times.append((shown[::temporal] + shown[temporal - 1 :: temporal]) / 2)
-    return _patches(clips, config, _sides_qwen3) | {"video_timestamps": np.concatenate(times)}
+    return patches_of(clips, config, _sides_qwen3) | {"video_timestamps": np.concatenate(times)}
 
 
-def _patches(clips: Sequence[Clip], config: VideoConfig, sides: Any) -> dict[str, np.ndarray]:
+def patches_of(clips: Sequence[Clip], config: VideoConfig, sides: Any) -> dict[str, np.ndarray]:
     pixels, grids = [], []
     for number, clip in enumerate(clips):
         frames = clip.frames

@@ -375,3 +375,34 @@ def place_features(
     index = jnp.maximum(jnp.cumsum(flat) - 1, 0)
     placed = jnp.take(features.astype(values.dtype), index, axis=0, mode="clip").reshape(values.shape)
     return jnp.where(pads[..., None], placed, values)
+
+
+class Convolution(nnx.Module):
+    """A convolution over the places of an array, padded with zeros by half its kernel: kernel [*size, in, out]."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        axes: int = 2,
+        size: int = 3,
+        stride: int = 1,
+        bias: bool = False,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        scale = (inputs * size**axes) ** -0.5
+        self.kernel = nnx.Param(normal(rngs, (*(size,) * axes, inputs, outputs), scale, dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+        self.stride = stride
+
+    def __call__(self, x: Float[Array, "B *places D"]) -> Float[Array, "B *others E"]:
+        """Applies to [B, *places, in]; sums in float32."""
+        kernel, axes = self.kernel[...].astype(x.dtype), x.ndim - 2
+        room = [(size // 2, size // 2) for size in kernel.shape[:axes]]
+        names = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[axes]
+        found = jax.lax.conv_general_dilated(
+            x, kernel, (self.stride,) * axes, room, dimension_numbers=names, preferred_element_type=jnp.float32
+        ).astype(x.dtype)
+        return found if self.bias is None else found + self.bias[...].astype(x.dtype)

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..decoder.layers import Linear, normal
+from ..decoder.layers import Linear
 from .common import (
     VISION_ACTIVATIONS,
     BlockConfig,
+    Convolution,
     LayerNorm,
     PlainBlock,
     attend_segments,
@@ -167,29 +167,6 @@ def sinusoids(length: int, channels: int) -> Float32[np.ndarray, "length channel
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-class Convolution(nnx.Module):
-    """Convolution of three places per axis, one of zeros around; kernel [*axes, in, out]."""
-
-    def __init__(self, inputs: int, outputs: int, axes: int, stride: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        scale = (3**axes * inputs) ** -0.5
-        self.kernel = nnx.Param(normal(rngs, (*(3,) * axes, inputs, outputs), scale, dtype))
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype))
-        self.axes, self.stride = axes, stride
-
-    def __call__(self, x: Float[Array, "B *places D"]) -> Float[Array, "B *others E"]:
-        """Applies to [B, *places, in]."""
-        layout = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}[self.axes]
-        y = jax.lax.conv_general_dilated(
-            x,
-            self.kernel[...].astype(x.dtype),
-            window_strides=(self.stride,) * self.axes,
-            padding=((1, 1),) * self.axes,
-            dimension_numbers=layout,
-            preferred_element_type=jnp.float32,
-        ).astype(x.dtype)
-        return y + self.bias[...].astype(x.dtype)
-
-
 def _silence_behind(x: Float[Array, "C places *rest"], lengths: Int[Array, " C"]) -> Float[Array, "C places *rest"]:
     """Returns `x` with zeros from place `lengths` on."""
     inside = jnp.arange(x.shape[1]) < lengths[:, None]
@@ -233,8 +210,8 @@ class Qwen25AudioTower(_AudioBlocks):
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
         dtype = jnp.dtype(config.dtype)
-        self.first = Convolution(config.mels, config.width, 1, 1, rngs=rngs, dtype=dtype)
-        self.second = Convolution(config.width, config.width, 1, 2, rngs=rngs, dtype=dtype)
+        self.first = Convolution(config.mels, config.width, axes=1, bias=True, rngs=rngs, dtype=dtype)
+        self.second = Convolution(config.width, config.width, axes=1, stride=2, bias=True, rngs=rngs, dtype=dtype)
         self.output = Linear(config.width, config.output_width, bias=True, rngs=rngs, dtype=dtype)
 
     def __call__(
@@ -264,7 +241,9 @@ class Qwen3AudioTower(_AudioBlocks):
         super().__init__(config, rngs)
         dtype, channels = jnp.dtype(config.dtype), config.downsampling
         widths = itertools.pairwise((1, channels, channels, channels))
-        self.first, self.second, self.third = (Convolution(*pair, 2, 2, rngs=rngs, dtype=dtype) for pair in widths)
+        self.first, self.second, self.third = (
+            Convolution(*pair, stride=2, bias=True, rngs=rngs, dtype=dtype) for pair in widths
+        )
         inputs = channels * _halved(config.mels, 3)
         self.joined = Linear(inputs, config.width, bias=False, rngs=rngs, dtype=dtype)
         self.inner = Linear(config.width, config.width, bias=True, rngs=rngs, dtype=dtype)

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import Linear, normal
-from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned, project_fused
+from ..decoder.layers import Linear
+from .common import BlockConfig, Convolution, LayerNorm, PlainBlock, check_heads, learned, project_fused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,34 +197,6 @@ class SamEncoder(nnx.Module):
             if layer in keep:
                 kept.append(hidden)
         return hidden, kept
-
-
-class Convolution(nnx.Module):
-    """A convolution over rows and columns without bias, padded by half its kernel: kernel [y, x, in, out]."""
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        size: int = 3,
-        stride: int = 1,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike = jnp.float32,
-    ):
-        scale = (inputs * size**2) ** -0.5
-        self.kernel = nnx.Param(normal(rngs, (size, size, inputs, outputs), scale, dtype))
-        self.stride = stride
-
-    def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B rows columns E"]:
-        """Applies to [B, h, w, in]; sums in float32."""
-        kernel = self.kernel[...].astype(x.dtype)
-        room = [(size // 2, size // 2) for size in kernel.shape[:2]]
-        names = ("NHWC", "HWIO", "NHWC")
-        found = jax.lax.conv_general_dilated(
-            x, kernel, (self.stride,) * 2, room, dimension_numbers=names, preferred_element_type=jnp.float32
-        )
-        return found.astype(x.dtype)
 
 
 class SamNeck(nnx.Module):
