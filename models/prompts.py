@@ -144,14 +144,11 @@ class Prompts:
         spelled: dict[str, list[str]] = {"audio": [], "video": []}
         pads = placeholders(self.config)
         for (sort, _), run in zip(media, runs, strict=True):
-            if sort == "image" and mark is None:
-                ids = self._ids_of(run)
-                expansions.append((self._image_placeholder(ids), ids))
-                continue
-            if sort == "image" and mark is not None:
-                # What is written around it is in the text already.
-                ids = [piece for piece in run if not isinstance(piece, str)]
-                expansions.append((Placeholder(mark.token, [], []), ids))
+            if sort == "image":
+                # What a processor writes around a mark is in the text already.
+                ids = self._ids_of(run) if mark is None else [piece for piece in run if not isinstance(piece, str)]
+                placeholder = self._image_placeholder(ids) if mark is None else Placeholder(mark.token, [], [])
+                expansions.append((placeholder, ids))
                 continue
 
             written = ""
