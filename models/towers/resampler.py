@@ -16,6 +16,7 @@ from ..attention import Mask, attention
 from ..checkpoints import TensorEntry
 from ..checkpoints.entries import Part
 from ..decoder.layers import Linear
+from ..decoder.mesh_axes import spread, spread_tokens
 from ..decoder.weights import linear_entries
 from .common import LayerNorm, learned
 from .weights import norm_entries
@@ -77,17 +78,18 @@ class Resampler(nnx.Module):
           slices: patch numbers of each slice, padded by P.
         """
         config, patches = self.config, len(features)
-        values = self.input_norm(self.inputs(features))
+        values = spread_tokens(self.input_norm(self.inputs(features)), config.heads)
         keys = values + grid_positions(rows, columns, config.width).astype(values.dtype)
 
         def heads(x):
             return x.reshape(*x.shape[:-1], config.heads, -1)
 
+        # Over a mesh: heads, and slices over the devices that do not divide them.
         def gathered(x):
-            return jnp.take(heads(x), slices, axis=0, mode="fill", fill_value=0)
+            return spread(jnp.take(heads(x), slices, axis=0, mode="fill", fill_value=0), 2, 0)
 
         query = heads(self.query(self.query_norm(self.queries[...].astype(values.dtype))))
-        query = jnp.broadcast_to(query, (len(slices), *query.shape))
+        query = spread(jnp.broadcast_to(query, (len(slices), *query.shape)), 2, 0)
         # Queries of a slice that only pads the table see nothing, like its patches.
         real = jnp.where(slices < patches, 0, -1)
         asked = jnp.broadcast_to(real.max(axis=1, keepdims=True), query.shape[:2])
