@@ -50,6 +50,7 @@ UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
+    "MiniCPMV": "transformers has no such class",
     **dict.fromkeys(
         (
             "Gemma3ForCausalLM",

@@ -333,8 +333,8 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
 
 def tower_heads(config: Any) -> dict[str, int]:
     """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
-    # DeepSeek-VL-7B has a second tower for images.
-    parts = {"visual": "vision", "high": "high", "audio": "audio"}
+    # DeepSeek-VL-7B has a second tower for images, MiniCPM-V one of queries behind its first.
+    parts = {"visual": "vision", "high": "high", "audio": "audio", "resampler": "resampler"}
     towers: dict[str, Any] = {name: getattr(config, part, None) for name, part in parts.items()}
     return {name: tower.heads for name, tower in towers.items() if hasattr(tower, "heads")}
 

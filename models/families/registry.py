@@ -10,6 +10,7 @@ from . import (
     internvl_chat,
     kimi_vl,
     llava,
+    minicpmv,
     mistral3,
     multi_modality,
     phi3_v,
@@ -38,6 +39,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl_hybrid.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
+        minicpmv.FAMILIES[4.5],  # which reads the others too
         smolvlm.FAMILY,
         gemma3.FAMILY,
         qwen2_vl.FAMILY,

@@ -32,10 +32,10 @@ FAMILIES = [
     "kimi_vl",
     "gemma3",
     *("deepseek_vl_hybrid", "internvl_6b", "phi3_v"),
-    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral"),
+    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral", "minicpmv"),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-INPUTS += ("high_res_pixel_values",)
+INPUTS += ("high_res_pixel_values", "tgt_sizes")
 
 
 PARTS = ("qwen3_vl_moe", "llava", "glm4v", "glm_ocr", "pixtral")

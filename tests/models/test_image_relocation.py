@@ -39,11 +39,12 @@ FAMILIES = [
             "glm_ocr",
             "mistral3",
             "pixtral",
+            "minicpmv",
         )
     ),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-INPUTS += ("high_res_pixel_values",)
+INPUTS += ("high_res_pixel_values", "tgt_sizes")
 DELTAS = (1, 37, 1000, 100_000)
 
 
