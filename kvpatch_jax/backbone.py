@@ -275,8 +275,7 @@ class Backbone(Protocol):
           hidden_at: layers, of start_layer … stop_layer, whose entering residual is returned.
 
         Raises:
-          ShapeError: the sets are not nested, or a layer is out of range. InputError: a part of the layers, or
-          residuals, of a cache in pages.
+          ShapeError: the sets are not nested, or a layer is out of range.
         """
         ...
 

@@ -6,7 +6,7 @@ from kvpatch_jax.sampling import TextPiece as TextPiece
 
 from .backbone import ModelBackbone as ModelBackbone
 from .decoder.known_keys import UnknownKeyWarning as UnknownKeyWarning
+from .decoding import pad_rows as pad_rows
 from .directory import load as load
 from .directory import save as save
 from .families.registry import FAMILIES as FAMILIES
-from .generation import pad_rows as pad_rows

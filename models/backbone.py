@@ -1,6 +1,6 @@
 """`ModelBackbone`: the `kvpatch_jax.backbone.Backbone` protocol over one loaded model.
 
-Prompts are made by `prompts.py`, arrays computed by the jitted programs of `forward.py`; here is what lies between:
+Prompts are made by `prompts.py`, arrays computed by the jitted programs of `decoding/`; here is what lies between:
 checks on the host, before anything is traced, and padding to buckets.
 """
 
@@ -21,9 +21,9 @@ from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, 
 from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_positions
 from kvpatch_jax.errors import InputError, ShapeError
 
-from .answering import Answering
 from .decoder.costs import forward_costs
 from .decoder.sharding import cache_shardings
+from .decoding import Answering, Forward, Generating, Writing, in_pages, key_count
 from .encoding import Encoding, Features
 from .families.family import (
     Config,
@@ -32,8 +32,6 @@ from .families.family import (
     with_parameters,
 )
 from .fingerprint import fingerprint_of
-from .forward import Forward, key_count
-from .generation import Generating
 from .inputs.buckets import (
     cut_output,
     pad_context,
@@ -49,7 +47,6 @@ from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, ChatFrame, Prompts
-from .writing import Writing, in_pages
 
 
 class ModelBackbone(Encoding, Generating, Writing, Answering):

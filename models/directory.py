@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
@@ -17,13 +17,13 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
-from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
+from .checkpoints import TensorSource, flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.known_keys import reading
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
 from .families.registry import AUTHORS, FAMILIES
-from .files import open_files
+from .files import Files, open_files
 from .hub import resolve
 from .inputs.chat import template_with_images
 from .inputs.positions import VideoRule
@@ -98,56 +98,29 @@ def load(
         adapter = resolve(adapter, None, "load: adapter", "an adapter's directory, or owner/name")
     files = open_files(root)
 
-    # The authors' own formats are read as the family that transformers made of them.
     name = find_architecture(files.config, files.name)
     authors = AUTHORS.get(name)
     with reading(files.name, ignore):
-        raw = files.config if authors is None else authors.config(files.config, root)
-        config = FAMILIES[name if authors is None else raw["architectures"][0]].config(raw, angles, regime)
-        # An architecture may stand for several families (LLaVA with Pixtral's tower).
-        family = config.family
-        if authors is None:
-            settings = family.settings(root)
-        else:
-            settings = {"image_config": authors.settings(files.config, root)}
-
+        config, raw, settings = _read_config(files, root, name, angles, regime)
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
             raise ConfigError(
                 f"load: got video_rule {video_rule!r:.80} for {name}; expected None, or of Qwen2.5-VL 'max' or 'hf5'"
             )
         config = dataclasses.replace(config, video_rule=video_rule)
-
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
 
-    # Under an adapter quantised weights stay float32, so that the sum is rounded once.
-    source = files.source(config.text.dtype if adapter is None else "float32")
-
-    # A family's adapter names what the renamed file names; an authors' adapter is of the authors' own modules.
-    if authors is None:
-        source = family.renamed(config, source)
-        source = source if adapter is None else family.merged(config, source, adapter)
-    else:
-        source = source if adapter is None else authors.merged(source, adapter)
-        source = authors.source(config, files.config, source)
-
     # Whether the output head is the embedding is settled by the file, before its parameters are counted.
-    shapes = tensor_shapes(source)
+    source = _open_source(files, name, config, adapter)
     silent = raw.get("tie_word_embeddings") is None
-    config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
-    expected = flatten_params(parameters(abstract(config)))
-    entries = family.entries(config, shapes)
-    shardings = None
-    if mesh is not None:
-        mesh = split_mesh(mesh, config.text.layout)
-        shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
-    unread = (*family.ignored(config), *map(re.escape, source.unused))
-    values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
+    config = config.family.settle_ties(config, tensor_shapes(source), functools.partial(same_tensors, source), silent)
+    mesh = None if mesh is None else split_mesh(mesh, config.text.layout)
+    values = _load_parameters(source, config, mesh, progress)
 
     tokenizer, without = files.tokenizer()
-    template = family.template if authors is None else authors.template(files.config)
-    backbone = ModelBackbone(
+    template = config.family.template if authors is None else authors.template(files.config)
+    return ModelBackbone(
         config,
         values,
         tokenizer=tokenizer,
@@ -159,8 +132,50 @@ def load(
         answer_tokens=files.answer_tokens(),
         **settings,
     )
-    check_parameters(flatten_params(backbone.parameters), expected, shardings)
-    return backbone
+
+
+def _read_config(
+    files: Files, root: Path, name: str, angles: str, regime: str | int | None
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Returns a family's configuration, what it was read from, and the settings of its media, by name.
+
+    The authors' own formats are read as the family that transformers made of them.
+    """
+    authors = AUTHORS.get(name)
+    if authors is None:
+        config = FAMILIES[name].config(files.config, angles, regime)
+        # An architecture may stand for several families (LLaVA with Pixtral's tower).
+        return config, files.config, config.family.settings(root)
+
+    raw = authors.config(files.config, root)
+    config = FAMILIES[raw["architectures"][0]].config(raw, angles, regime)
+    return config, raw, {"image_config": authors.settings(files.config, root)}
+
+
+def _open_source(files: Files, name: str, config: Any, adapter: Path | None) -> TensorSource:
+    """Opens the tensors of a checkpoint under the names that the family's entries have, with an adapter merged."""
+    # Under an adapter quantised weights stay float32, so that the sum is rounded once.
+    source = files.source(config.text.dtype if adapter is None else "float32")
+
+    # A family's adapter names what the renamed file names; an authors' adapter is of the authors' own modules.
+    authors = AUTHORS.get(name)
+    if authors is None:
+        source = config.family.renamed(config, source)
+        return source if adapter is None else config.family.merged(config, source, adapter)
+    source = source if adapter is None else authors.merged(source, adapter)
+    return authors.source(config, files.config, source)
+
+
+def _load_parameters(source: TensorSource, config: Any, mesh: Mesh | None, progress: bool | None) -> dict[str, Any]:
+    """Reads a model's parameters, each where the mesh has it, and checks their types and where they came to lie."""
+    expected, shardings = flatten_params(parameters(abstract(config))), None
+    if mesh is not None:
+        shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
+    entries = config.family.entries(config, tensor_shapes(source))
+    unread = (*config.family.ignored(config), *map(re.escape, source.unused))
+    values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
+    check_parameters(flatten_params(values), expected, shardings)
+    return values
 
 
 def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import InputError
 
+from .decoding import LoadedModel
 from .families.family import (
     Family,
     Medium,
@@ -21,7 +22,6 @@ from .families.family import (
     placeholders,
     sound_placeholders,
 )
-from .forward import LoadedModel
 from .inputs.buckets import pad_images
 from .inputs.texts import check_ids
 

@@ -20,8 +20,8 @@ from kvpatch_jax.pool.pool import jitted_splice
 from models import FAMILIES
 from models.checkpoints import flatten_params
 from models.decoder.sharding import cache_shardings, parameter_shardings, split_mesh
+from models.decoding import Forward
 from models.families.family import abstract, parameters, placeholders, tower_heads, with_dtype, with_parameters
-from models.forward import Forward
 from pallas_kernels._ahead_of_time import tpu_mesh
 
 from ..results.tables import markdown_table

@@ -23,9 +23,9 @@ from kvpatch_jax.utils.traced_flops import traced_flops
 from models import FAMILIES
 from models.checkpoints import flatten_params
 from models.decoder.sharding import partition_specs, split_mesh
+from models.decoding import Forward
 from models.families.family import abstract, parameters, placeholders, tower_heads, with_dtype, with_parameters
 from models.families.llava import packing_index
-from models.forward import Forward
 from models.towers.pixtral import PixtralConfig
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 

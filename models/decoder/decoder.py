@@ -21,12 +21,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import LayerAttention
-from kvpatch_jax.core import Paged, Rope, rope_tables, rotate
+from kvpatch_jax.core import Channel, Paged, Rope, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
 
 from ..attention import Mask, as_mask, attention
 from .attention import Attend, GroupedAttention, LatentAttention
-from .cached import KV, behind, read_pages, written_into, written_into_keys
+from .cached import KV, among, behind, keys_of, lies_apart
 from .config import DecoderConfig, LayerKind
 from .layers import ACTIVATIONS, TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
 from .moe import ExpertParam, Experts
@@ -78,8 +78,8 @@ class LayerState(NamedTuple):
     """What a run over some layers leaves behind.
 
     hidden [B,T,D]: the residual after the last layer run. kv: phase-free KV of the tokens, per channel
-    [L,B,T,K,H] over the layers run. cache: the context with the tokens written into it (engine frame), or None; of one
-    in pages the tokens' own alone, [L,B,T,K,H], which are to be written into the pool.
+    [L,B,T,K,H] over the layers run. written: their engine-frame KV, alike, where `slots` are given: what
+    `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
     int32 [L,E] over the layers run that have experts; None where nothing is counted or there are none.
     observed: what `observe` made of the attention of the layers it was asked for, with a leading axis over them.
@@ -87,7 +87,7 @@ class LayerState(NamedTuple):
 
     hidden: Array
     kv: KV
-    cache: KV | None
+    written: dict[str, Any] | None
     taps: dict[int, Array]
     load: Array | None = None
     observed: Any = None
@@ -112,8 +112,8 @@ class _Step(NamedTuple):
     slots: Array | None
     counted: Array | None
     whole: tuple[Array, Array, Array] | None  # cosines and sines of a prompt's tokens, and where the run starts
-    channels: dict[str, str]  # of the layers' KV, as attention calls it, those of the layout
-    paged: Paged | None  # a context in pages, which every layer looks up for itself
+    channels: dict[str, Channel]  # of the layers' KV, as attention calls it, those of the layout
+    context: Mapping[str, Any] | Paged | None  # one in pages or written into: every layer looks it up for itself
     observe: Callable[[LayerAttention], Any] | None = None  # in the layers whose attention is asked for
     shared: KV | None = None  # engine-frame KV of the layer that these ones read, with its context
     attend: Attend = attention  # how queries attend over keys
@@ -204,8 +204,8 @@ class Decoder(nnx.Module):
             with `earlier` [context, all P tokens of the prompt].
           context: engine-frame KV per channel, [L,B,S,K,H], over all layers of the decoder; with `slots` it may also be
             a tuple of L arrays [B,S,K,H]. Or pages of a pool, whose keys are [B,N·O,K,H]; those that do not count are
-            zero. The pool is only read.
-          slots: where in the context each token is written; out of range means nowhere.
+            zero. It is only read: what is to be written is returned.
+          slots: the key of the context that each token becomes; one past the last is nowhere.
           earlier: the prompt that the tokens are a stretch of, where it is run stretch by stretch.
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
@@ -228,20 +228,17 @@ class Decoder(nnx.Module):
             raise ShapeError(f"hidden_at: got {hidden_at}; expected layers of {start_layer}…{stop}")
 
         # Made once for all layers that turn alike. A prompt that is run in stretches rotates its keys all together.
-        config, paged, mask = (
-            self.config,
-            context if isinstance(context, Paged) else None,
-            as_mask(mask, hidden.shape[1], slots),
-        )
+        config, mask = self.config, as_mask(mask, hidden.shape[1], slots)
+        # What is contiguous and only read is scanned over: looking it up has dear derivatives.
+        looked_up = context if slots is not None or isinstance(context, Paged) else None
+        cached: Any = context if looked_up is None else None
         steps: dict[Rope, _Step] = {}
         for rope in dict.fromkeys(kind.rope for kind in config.layer_kinds[start_layer:stop] or config.layer_kinds[:1]):
             tables = rope_tables(rope, positions)
             whole = None if earlier is None else (*rope_tables(rope, earlier.positions), earlier.start)
-            steps[rope] = _Step(rope, tables, mask, slots, counted, whole, {}, paged, attend=attend)
+            steps[rope] = _Step(rope, tables, mask, slots, counted, whole, {}, looked_up, attend=attend)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
-        contiguous = None if isinstance(context, Paged) or context is None else dict(context)
-        cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (config.dense_layers, deep)
         pieces, loads, owns, seen, latest = [], [], [], [], dict[str, KV]()
 
@@ -250,7 +247,8 @@ class Decoder(nnx.Module):
         inner = (edge for edge in (*edges, *config.kind_edges, *around) if start_layer < edge < stop)
         bounds = sorted({start_layer, stop, *hidden_at, *inner})
         for first, last in itertools.pairwise(bounds):
-            kind, channels = config.layer_kinds[first], config.channels_of(first)
+            kind = config.layer_kinds[first]
+            channels = {name: config.layout.channel(theirs) for name, theirs in config.channels_of(first).items()}
             own = steps[kind.rope]._replace(channels=channels, observe=observe if first in observed else None)
             if kind.window is not None:
                 own = own._replace(mask=dataclasses.replace(mask, window=kind.window))
@@ -258,40 +256,43 @@ class Decoder(nnx.Module):
             row = slice(config.rows[first], config.rows[first] + last - first)
             keys = tuple(None if kv is None else _renamed(kv, channels, row) for kv in (cached, front))
             if kind.reads:
-                own = own._replace(shared=self._read(own, (cache, cached, keep, front), latest.get(kind.name), first))
+                own = own._replace(shared=self._read(own, (cached, keep, front), latest.get(kind.name), first))
                 keys = (None, None)
             per_layer = (keys, (keep, deepstack if first < deep else None))
-            hidden, cache, (kv, load, found, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
-            pieces.append({channels[name]: value for name, value in kv.items()})
-            owns.append({channels[name]: value for name, value in (turned or {}).items()})
-            latest |= {} if kind.reads else {kind.name: {name: value[-1] for name, value in kv.items()}}
+            hidden, (kv, load, found, written) = self._run_layers(hidden, own, per_layer, first, last)
+            pieces.append({channels[name].name: value for name, value in kv.items()})
+            owns.append({channels[name].name: value for name, value in (written or {}).items()})
+            source = written if lies_apart(looked_up) else kv
+            latest |= {} if kind.reads else {kind.name: {name: value[-1] for name, value in source.items()}}
             seen += [found] if first in observed else []
             loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
 
-        cache = cache if paged is None or slots is None else self._by_channel(owns, hidden)
+        written = None if slots is None else self._by_channel(owns, hidden)
         load = jnp.concatenate(loads) if loads else None
-        return LayerState(hidden, self._by_channel(pieces, hidden), cache, taps, load, _join(seen) if seen else None)
+        return LayerState(hidden, self._by_channel(pieces, hidden), written, taps, load, _join(seen) if seen else None)
 
     def _read(self, step: _Step, around: Any, tokens: KV | None, layer: int) -> KV:
         """Returns what layers attend over that read another's KV: that one's context, and the tokens' KV in it."""
-        (cache, cached, keep, front), source = around, self.config.sources[layer]
+        (cached, keep, front), source = around, self.config.sources[layer]
         row = self.config.rows[layer]
-        if cache is not None:
-            # The tokens were written into it by the layer that keeps them.
-            return {name: cache[theirs][row].astype(self.embedding.dtype) for name, theirs in step.channels.items()}
-        if tokens is None:
+        if tokens is None and step.slots is None:
             raise ShapeError(
                 f"start_layer: got a layer above {source}, whose KV layer {layer} reads; expected {source} or a layer "
                 "below, or a cache that holds its KV"
             )
+        if tokens is None or lies_apart(step.context):
+            # The tokens were written before, or in this run into the layer that it has given back.
+            context: Any = step.context
+            keys = keys_of(context, step.channels, row) if tokens is None else tokens
+            return {name: value.astype(self.embedding.dtype) for name, value in keys.items()}
 
         def of_source(kv):
-            return None if kv is None else {name: kv[theirs][row] for name, theirs in step.channels.items()}
+            return None if kv is None else {name: kv[theirs.name][row] for name, theirs in step.channels.items()}
 
         kept = None if keep is None else keep[source]
-        gather = self._gathering(None, step, (of_source(cached), kept, of_source(front)), row)
+        gather = self._gathering(step, (of_source(cached), kept, of_source(front)), row)
         return gather(tokens, _turn(tokens, step.rope, step.tables))[0]
 
     def _by_channel(self, pieces: list[KV], hidden: Array) -> KV:
@@ -302,14 +303,12 @@ class Decoder(nnx.Module):
         for channel in self.config.layout.channels:
             own = [piece[channel.name] for piece in pieces if channel.name in piece]
             none = jnp.zeros((0, *hidden.shape[:2], channel.heads, channel.width), hidden.dtype)
-            joined[channel.name] = jnp.concatenate(own) if own else none
+            joined[channel.name] = _join(own) if own else none
         return joined
 
-    def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
-        """Returns layers first … last-1, which are all of one kind; of `per_layer` the first is theirs alone, and the
+    def _run_layers(self, hidden: Array, step: _Step, per_layer: Any, first: int, last: int) -> tuple[Array, Any]:
+        """Runs layers first … last-1, which are all of one kind; of `per_layer` the first is theirs alone, and the
         rest, of all layers, is cut to them.
-
-        A cache that is written into is carried along whole, so that a step writes its tokens and copies nothing else.
         """
         name, place = self.config.place(first)
         graph, experts, state = nnx.split(getattr(self, name), ExpertParam, ...)
@@ -317,18 +316,18 @@ class Decoder(nnx.Module):
         above, (keys, others) = self.config.rows[first] - first, per_layer
         per_layer = (keys, jax.tree.map(lambda leaf: leaf[first:last], others))
 
-        def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any], experts: Any = experts, own: bool = False):
+        def body(hidden: Array, at: tuple[Any, Any, Any], experts: Any = experts, step: Any = step, own: bool = False):
             state, ((cached, front), (kept, added)), layer = at
             # Where the layer's KV lies along its channels; as far from its number in all of the run.
-            gather = self._gathering(carry[1], step, (cached, kept, front), layer + above if above else layer)
+            gather = self._gathering(step, (cached, kept, front), layer + above if above else layer)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
             own_input = None if self.config.per_layer is None else added
             layer_of = nnx.merge(graph, experts, state)
-            hidden, cache, out = self._layer(layer_of, number, carry[0], own_input, step, gather)
+            hidden, out = self._layer(layer_of, number, hidden, own_input, step, gather)
             if added is not None and own_input is None:
                 hidden = hidden + added.astype(hidden.dtype)
-            return (hidden, None if carry[1] is None else cache), (*out, cache if carry[1] is None else None)
+            return hidden, out
 
         # Parameters in an array per layer: a loop that is unrolled, for steps on a CPU (`stacks`).
         if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
@@ -339,35 +338,37 @@ class Decoder(nnx.Module):
                     return jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
 
                 rest = jax.tree.map(lambda leaf, at=layer - first: leaf[at], per_layer)
-                carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
+                # A layer's keys are copied out of a stack when it is run, not those of all layers at first.
+                now = step
+                if not lies_apart(step.context):
+                    hidden, context = jax.lax.optimization_barrier((hidden, step.context))
+                    now = step._replace(context=context)
+                hidden, out = body(hidden, (pick(state), rest, layer), pick(experts), now, own=True)
                 pieces.append(out)
-            return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
+            together = tuple if lies_apart(step.context) else jnp.stack
+            *others, written = zip(*pieces, strict=True)
+            written = jax.tree.map(lambda *leaves: together(leaves), *written)
+            return hidden, (*(jax.tree.map(lambda *leaves: jnp.stack(leaves), *other) for other in others), written)
 
         entries, taken = layers_to_scan(state, first - offset, last - offset)
 
-        def one(carry, at):
-            return body(carry, (taken(at[0]), *at[1:]))
+        def one(hidden, at):
+            return body(hidden, (taken(at[0]), *at[1:]))
 
-        carry, out = jax.lax.scan(one, carry, (entries, per_layer, jnp.arange(first, last)))
-        return *carry, out
+        return jax.lax.scan(one, hidden, (entries, per_layer, jnp.arange(first, last)))
 
-    def _gathering(self, cache: Any, step: _Step, own: Any, row: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
-        """Returns what a layer attends over, as a function of its tokens' KV, phase-free and turned.
+    def _gathering(self, step: _Step, own: Any, row: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
+        """Returns what a layer attends over, and writes, as a function of its tokens' KV, phase-free and turned.
 
         `row` is the layer's place along its channels.
         """
         cached, kept, front = own
         if step.shared is not None:
-            return lambda kv, turned: (step.shared or {}, cache)
-        if cache is not None:
-            return functools.partial(written_into, cache, step.channels, row, step.slots, kept)
-        if step.paged is not None and step.slots is not None:
-            channels = {name: self.config.layout.channel(theirs) for name, theirs in step.channels.items()}
-            return functools.partial(written_into_keys, step.paged, channels, row, step.slots, kept)
-
-        if step.paged is not None:
-            channels = {name: self.config.layout.channel(theirs) for name, theirs in step.channels.items()}
-            cached = read_pages(step.paged, channels, row)
+            return lambda kv, turned: (step.shared or {}, {})
+        if step.context is not None and step.slots is not None:
+            return functools.partial(among, step.context, step.channels, row, step.slots, kept)
+        if step.context is not None:
+            cached = keys_of(step.context, step.channels, row)
         if front is not None:
             return functools.partial(self._behind_earlier, cached, front, step)
         return functools.partial(behind, cached)
@@ -381,15 +382,15 @@ class Decoder(nnx.Module):
         step: _Step,
         gather: Callable[[KV, KV], tuple[KV, Any]],
     ):
-        """Runs one layer; returns its residual, the cache, and the tokens' phase-free KV, the experts' load, and what
-        was observed of its attention.
+        """Runs one layer; returns its residual, and the tokens' phase-free KV, the experts' load, what was observed of
+        its attention, and what is to be written.
         """
         query, kv = layer.attention.project(layer.input_norm(hidden))
 
         # Keys leave the layer phase-free, and are attended over in the engine frame.
         turned = _turn({**kv, "query": query["turning"]}, step.rope, step.tables)
         turning = turned.pop("query")
-        keys, cache = gather(kv, turned)
+        keys, written = gather(kv, turned)
         query = {**query, "turning": turning}
         mixed = layer.attention.mix(query, keys, step.mask, step.attend)
         seen = None
@@ -415,7 +416,7 @@ class Decoder(nnx.Module):
             gated = ACTIVATIONS[layer.activation](layer.token_gate(hidden)) * own_input
             hidden = hidden + layer.token_norm(layer.token_output(gated.astype(hidden.dtype)))
         hidden = hidden if layer.scale is None else hidden * layer.scale[...].astype(hidden.dtype)
-        return hidden, cache, (kv, load, seen)
+        return hidden, (kv, load, seen, written)
 
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
         """Returns engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written
@@ -441,9 +442,9 @@ def _turn(kv: KV, rope: Rope, tables: Sequence[Array]) -> KV:
     return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
 
 
-def _renamed(kv: Mapping[str, Any], channels: Mapping[str, str], rows: slice) -> KV:
+def _renamed(kv: Mapping[str, Any], channels: Mapping[str, Channel], rows: slice) -> KV:
     """Returns some layers' KV of all that there is, by the names that attention has for it."""
-    return {name: kv[theirs][rows] for name, theirs in channels.items()}
+    return {name: kv[theirs.name][rows] for name, theirs in channels.items()}
 
 
 def _unstacked(leaf: Any) -> bool:
@@ -451,4 +452,9 @@ def _unstacked(leaf: Any) -> bool:
 
 
 def _join(pieces: list):
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *pieces) if pieces else {}
+    """Joins arrays over layers, or tuples of layers."""
+
+    def join(*leaves):
+        return sum(leaves, ()) if isinstance(leaves[0], tuple) else jnp.concatenate(leaves, axis=0)
+
+    return jax.tree.map(join, *pieces, is_leaf=_unstacked) if pieces else {}

@@ -24,7 +24,8 @@ from kvpatch_jax.repair import Reading, attention_scores
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
-from ..prefill import by_layer, take_tokens
+from ..decoder.cached import row_slots, written_into
+from ..decoding import by_layer, take_tokens
 from .readouts import ExchangePlan, exchange, over_all_devices, ring
 
 
@@ -171,7 +172,7 @@ def recompute_and_read(
         selected = jax.tree.map(lambda leaf: _taken(leaf, index), blocks.tokens)
         tokens = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), selected, question)
         behind = jnp.broadcast_to(size + jnp.arange(asked, dtype=jnp.int32), (len(slots), asked))
-        written = jnp.concatenate([slots, behind], axis=1)
+        keys, places = row_slots(size + asked, jnp.concatenate([slots, behind], axis=1))
 
         room = {name: jnp.pad(leaf, ((0, 0), (0, 0), (0, asked), (0, 0), (0, 0))) for name, leaf in cache.items()}
         run = decoder.run(
@@ -179,13 +180,14 @@ def recompute_and_read(
             tokens.positions,
             Mask(),
             context=room,
-            slots=written,
+            slots=keys,
             deepstack=by_layer(tokens),
             attend=exchange(plan, lengths, size, own_mask, mask),
         )
-        assert run.cache is not None
+        assert run.written is not None
+        cache = written_into(room, decoder.config.layout, run.written, places, None, range(decoder.config.layers))
         logits = decoder.logits(run.hidden[:, plan.rows :])
-        kept = {name: leaf[:, :, :size] for name, leaf in run.cache.items()}
+        kept = {name: leaf[:, :, :size] for name, leaf in cache.items()}
         return QuestionRead(logits, kept, {name: leaf[:, :, plan.rows :] for name, leaf in run.kv.items()})
 
     kv, tokens = P(None, None, axis), P(None, axis)

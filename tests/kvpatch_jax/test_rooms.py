@@ -10,7 +10,7 @@ PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
 CORE = ["serving", "store", "batch", "session", "traces", "plan", "window", "repair", "pool", "patching", "cache"]
 CORE += ["segment_reuse", "answers", "backbone", "sampling", "core", "utils", "errors"]
 STORE = ["cli", "", "snapshots", "libraries", "tiers", "remotes", "disk", "format", "io"]
-MODELS = ["parallel", "", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
+MODELS = ["parallel", "", "decoding", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
 """From the top down; "" is the room's own modules."""
 
 Edges = dict[str, set[str]]

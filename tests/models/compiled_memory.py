@@ -14,8 +14,8 @@ from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Paged
 from models.attention import using
+from models.decoding import Forward
 from models.families.family import abstract, placeholders
-from models.forward import Forward
 from models.towers import moonvit, qwen2_5, qwen3
 
 GIB = 2**30

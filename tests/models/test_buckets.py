@@ -16,7 +16,7 @@ from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint
 
 BAR = 2e-5
-PROGRAMS = [f"jit(_{name})" for name in ("encode", "embed", "prefill", "recompute", "begin", "advance")]
+PROGRAMS = [f"jit({name})" for name in ("encode", "embed", "prefill", "recompute", "begin", "advance")]
 """The model's programs, as jax names them."""
 # Heights and widths in pixels, of images whose patches (or tiles) share a bucket.
 SIZES = {

@@ -16,8 +16,8 @@ from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
 from kvpatch_jax.utils.traced_flops import traced_flops
 from models.attention import using
 from models.decoder.costs import forward_costs
+from models.decoding import Forward
 from models.families.family import abstract, placeholders
-from models.forward import Forward
 from pallas_kernels import targeting
 
 FAMILIES = (

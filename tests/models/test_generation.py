@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.bench.checkpoints import LARGE, random_backbone
-from kvpatch_jax.core import to_engine
+from kvpatch_jax.core import Channel, KVLayout, Paged, Rope, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeError
 from models import Sampling, TextPiece, load, pad_rows
 from models.decoder import stacks
-from models.decoder.cached import written_into
-from models.forward import BLOCK
-from models.generation import TextPieces
+from models.decoder.cached import among, row_slots, written_into
+from models.decoding import BLOCK, TextPieces
 from models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
 from tests.arrays import placed
 from tests.compilations import compilations
@@ -174,12 +173,12 @@ def test_a_step_on_a_cpu_copies_no_weights(dtype):
     shape = (1, 64, 2, 64)
     cache = {name: jnp.zeros((4, *shape), dtype) for name in "kv"}
     slots = np.array([[20]])
-    compiled = programs.recompute.lower(apart, one, cache, slots, None, None, None).compile()
+    compiled = programs.recompute.lower(apart, one, cache, None, slots, None, None, None, None).compile()
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     assert memory.temp_size_in_bytes < 0.02 * weights
     assert cost["bytes accessed"] < 1.1 * weights
     found, expected = (
-        programs.recompute(state, one, cache, slots, None, None, None) for state in (apart, programs.state)
+        programs.recompute(state, one, cache, None, slots, None, None, None, None) for state in (apart, programs.state)
     )
     bar = 1e-5 if dtype == "float32" else 2e-2
     assert np.abs(found.logits - expected.logits).max() <= bar * np.abs(expected.logits).max()
@@ -203,19 +202,38 @@ def test_generation_over_unstacked_layers_equals_that_over_stacks(family, tmp_pa
 
 @pytest.mark.parametrize("kept", [None, [[True, False, True], [True, True, False]]])
 def test_tokens_are_written_into_layers_that_lie_apart_as_into_a_stack(kept):
+    """And into a pool whose pages, in another order, are the rows; out of range is nowhere, for keys and slots."""
     rng = np.random.default_rng(0)
-    stack, new = rng.normal(size=(2, 2, 7, 1, 4)).astype(np.float32), rng.normal(size=(2, 3, 1, 4)).astype(np.float32)
-    slots = np.array([[0, 5, 2], [6, 1, 3]], np.int32)
+    stack, new = rng.normal(size=(2, 2, 7, 1, 4)).astype(np.float32), rng.normal(size=(2, 4, 1, 4)).astype(np.float32)
+    keys, slots = row_slots(7, placed(np.array([[0, 5, 2, 7], [6, 1, 3, -1]], np.int32)))
+    assert slots.tolist() == [[0, 5, 2, 14], [13, 8, 10, 14]]
+    kept = None if kept is None else np.pad(np.array(kept), ((0, 0), (0, 1)), constant_values=True)
     expected = stack.copy()
     for row, token in np.ndindex(2, 3):
         if kept is None or kept[row][token]:
-            expected[1, row, slots[row, token]] = new[row, token]
-    for cache in (placed(stack), tuple(placed(layer) for layer in stack)):
-        write = jax.jit(lambda cache, new, keep: written_into({"k": cache}, {"k": "k"}, 1, slots, keep, {}, {"k": new}))
-        keys, written = write(cache, placed(new), None if kept is None else placed(kept, bool))
-        assert isinstance(written["k"], tuple) == isinstance(cache, tuple)
-        assert np.array_equal(np.stack(written["k"]), expected)
-        assert np.array_equal(keys["k"], expected[1])
+            expected[1, row, keys[row, token]] = new[row, token]
+
+    layout = KVLayout("mha", 2, (Channel("k", 1, 4),), Rope(1e4, 4))
+    paged = Paged({}, placed(np.array([[1], [0]], np.int32)), jnp.ones((2, 7), bool))
+    swapped = jnp.where(slots < 14, (slots + 7) % 14, 14)
+
+    @jax.jit
+    def write(context, slots, new, keep):
+        found, own = among(context, {"k": layout.channels[0]}, 1, keys, keep, {}, {"k": new})
+        pool = context.pool if isinstance(context, Paged) else context
+        own = {"k": (own["k"],) if isinstance(pool["k"], tuple) else own["k"][None]}
+        sets = None if keep is None else jnp.stack([keep, keep])
+        return found["k"], written_into(pool, layout, own, slots, sets, range(1, 2))["k"]
+
+    given = placed(new), None if kept is None else placed(kept, bool)
+    for context in ({"k": placed(stack)}, {"k": tuple(placed(layer) for layer in stack)}):
+        found, written = write(context, slots, *given)
+        assert isinstance(written, tuple) == isinstance(context["k"], tuple)
+        assert np.array_equal(np.stack(written), expected)
+        assert np.array_equal(found, expected[1])
+    found, written = write(paged._replace(pool={"k": placed(stack[:, ::-1])}), swapped, *given)
+    assert np.array_equal(written, expected[:, ::-1])
+    assert np.array_equal(found, expected[1])
 
 
 # ------------------------------------------------------------------------------------------------------- text

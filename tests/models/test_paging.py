@@ -262,6 +262,32 @@ def test_recomputing_in_pages_equals_a_contiguous_cache(backbone):
     assert np.array_equal(found.cache.seen, case.paged().seen)
 
 
+def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbone):
+    """The lower layers, and from their residual the last one; what a call does not run keeps its KV."""
+    case, top = PagingCase(backbone), backbone.layout.layers - 1
+    chosen = np.array([[2, 9, 20], [0, 11, 12]], np.int32)
+    tokens = backbone.embed(np.random.default_rng(5).integers(3, 290, (2, 3)))._replace(positions=chosen)
+    slots = np.take_along_axis(case.slots, chosen, axis=1)
+
+    expected = backbone.recompute(tokens, case.context, chosen, stop_layer=top, hidden_at=(1, top))
+    found = backbone.recompute(tokens, case.paged(), slots, stop_layer=top, hidden_at=(1, top))
+    assert found.logits.shape[1] == 0
+    for layer, residual in expected.hidden.items():
+        close(found.hidden[layer], residual)
+    here = at_slots(found.cache.pool, case.slots, case.layout)
+    for name, value in expected.cache.items():
+        close(here[name], value)
+        assert np.array_equal(here[name][top], case.context[name][top])
+
+    entering = tokens._replace(embeddings=expected.hidden[top])
+    expected = backbone.recompute(entering, expected.cache, chosen, start_layer=top)
+    found = backbone.recompute(entering, found.cache, slots, start_layer=top)
+    close(found.logits, expected.logits)
+    here = at_slots(found.cache.pool, case.slots, case.layout)
+    for name, value in expected.cache.items():
+        close(here[name], value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_pages_in_bfloat16_stay_near_a_contiguous_context(dtype, folder):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpatch_jax.errors import ConfigError, InputError
 from models import Sampling
-from models.sampling import REFUSED, choose, draw_of, kept
+from models.decoding.sampling import REFUSED, choose, draw_of, kept
 from tests.compilations import compilations
 
 V, ROWS = 12, 5

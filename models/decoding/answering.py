@@ -16,9 +16,10 @@ from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
 
-from .forward import LoadedModel
-from .generation import check_stop, pieces_of
+from .loaded import LoadedModel
+from .prompt_rows import check_stop
 from .sampling import draw_of
+from .text_pieces import pieces_of
 
 
 class Answering(LoadedModel):
@@ -62,7 +63,7 @@ class Answering(LoadedModel):
           draws: one row. steps: tokens of the answer, whose positions the rope must serve.
 
         Returns:
-          The token [1], `models.sampling.REFUSED` where the logits say nothing; and the pool.
+          The token [1], `REFUSED` where the logits say nothing; and the pool.
 
         Raises:
           ShapeError: slots that are not one per token. What `decode` raises.

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.backbone import Context, Tokens
 
-from .attention import Mask
-from .decoder.decoder import Decoder, Earlier
+from ..attention import Mask
+from ..decoder.decoder import Decoder, Earlier
 
 
 class Prefilled(NamedTuple):
@@ -125,11 +125,3 @@ def take_tokens(x: Float[Array, "B T D"], rows: Int[Array, "B n"]) -> Float[Arra
 def by_layer(tokens: Tokens) -> Float[Array, "n B T _"] | None:
     """Returns deepstack features, layers first, as the decoder adds them."""
     return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)
-
-
-def entering(decoder: Any, token: Int[Array, " B"]) -> tuple[Float[Array, "B 1 D"], Float[Array, "n B 1 P"] | None]:
-    """Returns what enters the decoder of one token of each row: its embedding, and what each layer takes of it."""
-    ids = token[:, None]
-    embeddings = decoder.embed(ids)
-    own = decoder.of_tokens(ids, embeddings)
-    return embeddings, None if own is None else jnp.moveaxis(own, 2, 0)

@@ -1,4 +1,4 @@
-"""Writing tokens into a cache, contiguous or in pages: `recompute` and `decode` of a backbone."""
+"""Writing tokens into a cache, contiguous or in pages: `recompute`, `decode` and `attention` of a backbone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,10 +25,11 @@ from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of
 from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
-from .forward import LoadedModel, key_count
-from .inputs.buckets import pad_slots, pad_tokens
-from .inputs.masks import check_mask, check_mask_over
-from .inputs.rows import logit_rows
+from ..inputs.buckets import pad_slots, pad_tokens
+from ..inputs.masks import check_mask, check_mask_over
+from ..inputs.rows import logit_rows
+from .loaded import LoadedModel
+from .traced import key_count
 
 
 class LayerRange(NamedTuple):
@@ -43,7 +44,7 @@ WHOLE = LayerRange()
 
 
 class Writing(LoadedModel):
-    """What a backbone gets from its programs and a check of positions: `recompute` and `decode`."""
+    """What a backbone gets from its programs and a check of positions: `recompute`, `decode` and `attention`."""
 
     def recompute(
         self,
@@ -67,11 +68,11 @@ class Writing(LoadedModel):
                 )
         part = LayerRange(start_layer, stop_layer, tuple(hidden_at))
         if part != WHOLE:
-            self._check_part(part, cache)
+            self._check_part(part)
         return self._write(tokens, cache, slots, keep, mask, logits, "recompute", part)
 
-    def _check_part(self, part: "LayerRange", cache: Context) -> None:
-        """Refuses layers that the model lacks, and a cache in pages, which all layers write at once."""
+    def _check_part(self, part: LayerRange) -> None:
+        """Refuses layers that the model lacks."""
         layers = self.layout.layers
         stop = layers if part.stop_layer is None else part.stop_layer
         taps_fit = all(part.start_layer <= tap <= stop for tap in part.hidden_at)
@@ -80,8 +81,6 @@ class Writing(LoadedModel):
                 f"recompute: got layers {part.start_layer} to {part.stop_layer} with residuals at {part.hidden_at}; "
                 f"expected a part of the layers 0 to {layers}, and residuals inside it"
             )
-        if isinstance(cache, Paged):
-            raise InputError("recompute: got a part of the layers, and a cache in pages; expected a contiguous cache")
 
     def attention(
         self,
@@ -133,9 +132,12 @@ class Writing(LoadedModel):
         mask: Any,
         logits: Logits,
         what: str,
-        part: "LayerRange | None" = None,
+        part: LayerRange = WHOLE,
     ) -> Recomputed:
-        """Writes tokens into a cache, and reads the logits behind them."""
+        """Writes tokens into a cache, and reads the logits behind them.
+
+        A pool is donated, and its table gets the slots' pages.
+        """
         check_tokens(tokens, what)
         check_mask(mask)
         check_cached(self.layout, tokens, cache, f"{what}: cache")
@@ -143,53 +145,39 @@ class Writing(LoadedModel):
             raise ShapeError(f"{what}: got slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
 
         self._check_regime(tokens.positions)
-        part, length = part or WHOLE, tokens.embeddings.shape[1]
+        length, buckets = tokens.embeddings.shape[1], self.buckets
+        slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         # What leaves a lower layer is no input of the output head.
         ends_below = part.stop_layer not in (None, self.layout.layers)
         rows = jnp.zeros((len(slots), 0), jnp.int32) if ends_below else logit_rows(tokens, logits, what)
-        if self.buckets is not None:
-            tokens = pad_tokens(self.buckets, tokens)
-        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
 
-        if isinstance(cache, Paged):
-            step = self._write_pages(state, tokens, cache, slots, keep, mask, rows, what)
+        if not isinstance(cache, Paged):
+            pages, written, end = None, None, key_count(cache)
+            program, held = self.programs.recompute, arrays_of(cache)
         else:
-            slots = jnp.asarray(slots)
-            if self.buckets is not None:
-                slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
-            step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows, **part._asdict())
-            # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
-            step = step._replace(cache=type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache)
+            end = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
+            check_slots(slots.reshape(-1), end)
+            cache = cache.extended(slots, buckets or DEFAULT)
+            check_mask_over(mask, (*slots.shape, cache.key_count), what)
+            pages, written = cache.written(slots)
+            program, held, pages = self.programs.recompute_in_pages, arrays_of(cache.pool), pages._replace(pool={})
 
+        # Padding is written at no key and at no slot.
+        if buckets is not None:
+            tokens = pad_tokens(buckets, tokens)
+            slots, keep, mask = pad_slots(buckets, slots, keep, mask, end)
+            if written is not None:
+                keys, places = written
+                keys = pad_slots(buckets, keys, None, None, key_count(cache))[0]
+                written = keys, pad_slots(buckets, places, None, None, 0)[0]
+
+        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
+        step = program(state, tokens, held, pages, slots, written, keep, mask, rows, **part._asdict())
+        # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
+        after: Any = step.cache if pages is None else pages._replace(pool=step.cache)
+        after = EngineKV(after) if isinstance(cache, EngineKV) else after
         hidden = {layer: residual[:, :length] for layer, residual in step.hidden.items()}
-        logits_of = step.logits if rows is not None else step.logits[:, :length]
-        return step._replace(logits=logits_of, hidden=hidden)
-
-    def _write_pages(
-        self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
-    ) -> Recomputed:
-        """Does what `_write` does where the cache is in pages. The pool is donated; the table gets the slots' pages."""
-        total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
-        slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-        check_slots(slots.reshape(-1), total)
-        cache = cache.extended(slots, self.buckets or DEFAULT)
-        check_mask_over(mask, (*slots.shape, cache.key_count), what)
-        after, written = cache.written(slots)
-        pool = arrays_of(cache.pool)
-
-        if self.buckets is not None:
-            # Padding is written at no key and at no slot.
-            keys, places = written
-            written = (
-                pad_slots(self.buckets, keys, None, None, cache.key_count)[0],
-                pad_slots(self.buckets, places, None, None, 0)[0],
-            )
-            slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, total)
-
-        step = self.programs.recompute_in_pages(
-            state, tokens, pool, after._replace(pool={}), slots, written, keep, mask, rows
-        )
-        return Recomputed(step.logits, after._replace(pool=step.cache), {})
+        return Recomputed(step.logits if rows is not None else step.logits[:, :length], after, hidden)
 
 
 def in_pages(window: int | None, context: Paged) -> Paged:
