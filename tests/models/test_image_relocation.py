@@ -39,6 +39,7 @@ FAMILIES = [
             "glm_ocr",
             "mistral3",
             "pixtral",
+            "ernie4_5_vl",
         )
     ),
 ]
