@@ -50,6 +50,7 @@ UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
+    "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
     **dict.fromkeys(
         (
             "Gemma3ForCausalLM",

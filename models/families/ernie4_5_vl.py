@@ -5,8 +5,8 @@ placeholders, and the start and end around them. Which they are follows from the
 depends on nothing but the image. The authors' releases say the same in a flat `config.json`, which is read as the
 nested one; their tensors have the names that transformers writes.
 
-Videos are read as arrays (`pixel_values_videos` and `video_grid_thw`) and not made from files: the authors draw each
-frame's time into its pixels, with a font that no release holds.
+Videos are read as arrays (`pixel_values_videos` and `video_grid_thw`) and not made from files or frames: that would draw
+each frame's time into its pixels, in the letters of a font file, which is not built.
 """
 
 import dataclasses
@@ -94,8 +94,8 @@ def read_ernie_rope(text: Raw, angles: str, regime: Regime) -> Rope:
         raise ConfigError(f"mrope_section: got {given!r:.80}; expected numbers for height, width and time")
     height, width, time = given
     turned = {**text, "rope_scaling": None, "rope_parameters": {**table, "mrope_section": [time, height, width]}}
-    order = {"cached": "pairs", "order": "time_last"}
-    rope = read_rope(turned, read_head_dim(text), angles=angles, regime=regime, **order)
+    width, order = read_head_dim(text), "time_last"
+    rope = read_rope(turned, width, angles=angles, regime=regime, cached="pairs", order=order)
     if rope.scaling is not None:
         raise ConfigError(f"rope type: got {rope.scaling.kind!r} for Ernie-4.5-VL; expected 'default'")
     return rope
@@ -129,7 +129,7 @@ def _read_experts(text: Raw, image_tokens: tuple[int, ...]) -> ExpertConfig:
 
 def _read(raw: Raw, angles: str, regime: Regime) -> Ernie45VLConfig:
     """Reads `config.json`: transformers' nested one, or the authors' flat one."""
-    if raw.get("text_config") is None:
+    if raw.get("model_type") == AUTHORS:
         raw = as_nested(raw)
     model = whole(raw, MODEL)
     text = complete(text_part(model, raw, (TEXT, MODEL)), TEXT, TEXT_TABLE)
@@ -158,8 +158,8 @@ def _read(raw: Raw, angles: str, regime: Regime) -> Ernie45VLConfig:
 
 
 def as_nested(raw: Raw) -> dict[str, Any]:
-    """Turns the authors' `config.json` into transformers': text fields at the top, lists of what experts of texts and of
-    images have, and `freq_allocation`, the frequencies of time.
+    """Turns the authors' `config.json` into transformers': text fields at the top, lists of what experts of texts and
+    of images have, and `freq_allocation`, the frequencies of time.
 
     Source: transformers' conversion of Ernie-4.5-VL.
 

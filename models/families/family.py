@@ -297,7 +297,7 @@ def embed_tokens(
     decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
     """Returns token embeddings with image features put, in order, where the placeholders stand; and the deepstack
-    features (0 elsewhere), or what else layers take of the tokens (`Decoder.of_tokens`), or None where there is neither.
+    features (0 elsewhere), or what else layers take of the tokens (`Decoder.of_tokens`); None where there is neither.
     """
     embeddings = decoder.embed(input_ids)
     if features is None:

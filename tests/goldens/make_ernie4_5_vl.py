@@ -57,7 +57,7 @@ CASES = {"text": [], "one_image": [(24, 40)], "two_images": [(24, 40), (40, 16)]
 
 
 def write_release() -> None:
-    """`config_release.json` as the authors' releases have it: flat, with a list of what text and vision experts have."""
+    """`config_release.json` as the authors' releases have it: flat, with lists of what both sets of experts have."""
     text = {key: value for key, value in TEXT.items() if key not in ("pad_token_id", "hidden_act")}
     release = {
         "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],

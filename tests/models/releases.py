@@ -105,7 +105,6 @@ NOT_BUILT = {
     "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR-2",
     "MiniCPMV": "MiniCPM-V 2.6 to 4.5",
     "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6",
-    "Ernie4_5_VLMoeForConditionalGeneration": "Ernie-4.5-VL",
     "Phi4MultimodalForCausalLM": "Phi-4-multimodal",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "LlavaLlamaForCausalLM": "LLaVA's own format",

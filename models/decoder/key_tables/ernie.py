@@ -15,7 +15,9 @@ TRAINING = words(
     """
 )
 """Of the authors' files: how they were trained and spread over devices."""
-TOWER_TRAINING = words("attn_implementation attn_sep pp_data_balance recompute vit_first_fwd_bsz vit_num_recompute_layers")
+TOWER_TRAINING = words(
+    "attn_implementation attn_sep pp_data_balance recompute vit_first_fwd_bsz vit_num_recompute_layers"
+)
 
 _ENDS = {
     "image_start_token_id": 101304,
