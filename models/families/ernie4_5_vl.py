@@ -5,8 +5,8 @@ placeholders, and the start and end around them. Which they are follows from the
 depends on nothing but the image. The authors' releases say the same in a flat `config.json`, which is read as the
 nested one; their tensors have the names that transformers writes.
 
-Videos are read as arrays (`pixel_values_videos` and `video_grid_thw`) and not made from files or frames: that would draw
-each frame's time into its pixels, in the letters of a font file, which is not built.
+Videos are read as arrays (`pixel_values_videos` and `video_grid_thw`) and not made from files or frames: that would
+draw each frame's time into its pixels, in the letters of a font file, which is not built.
 """
 
 import dataclasses

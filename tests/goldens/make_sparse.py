@@ -55,6 +55,8 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"pad_token_id": None}),
     "glm4": ("Glm4", {"pad_token_id": None}),
     "phi3": ("Phi3", {"pad_token_id": None, "num_key_value_heads": 2}),
+    "ernie4_5": ("Ernie4_5", {"num_key_value_heads": 2}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 16, "moe_intermediate_size": 16}),
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all

@@ -28,6 +28,18 @@ _ENDS = {
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "ernie4_5": sizes(103424, 1024, 3072, 18, 16, 131072)
+    | _TEXT
+    | {"num_key_value_heads": 2, "head_dim": 128, "use_bias": False},
+    "ernie4_5_moe": sizes(103424, 2560, 12288, 28, 20, 131072)
+    | _TEXT
+    | _EXPERTS
+    | {
+        "moe_intermediate_size": 1536,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": None,
+        "moe_layer_interval": 1,
+    },
     "ernie4_5_vl_moe": PARTS | _ENDS | {"tie_word_embeddings": True, "image_token_id": 100295},
     "ernie4_5_vl_moe_text": sizes(103424, 2560, 12288, 28, 20, 131072)
     | _TEXT
@@ -78,6 +90,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 ONLY: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"use_bias": False, "moe_norm_min": 1e-12},
     "ernie4_5_vl_moe_text": {"use_bias": False, "moe_norm_min": 1e-12},
     # The resampler's order of frames is written for two.
     "ernie4_5_vl_moe_vision": {"temporal_merge_size": 2},

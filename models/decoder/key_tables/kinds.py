@@ -61,7 +61,7 @@ _KINDS = {
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
-        vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
+        use_bias vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
     """,
     "a text": """
         hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
@@ -77,9 +77,8 @@ _KINDS = {
     """,
     "a positive whole number or a list": """
         image_size patch_size temporal_patch_size merge_kernel_size moe_intermediate_size moe_num_experts
-        moe_layer_start_index moe_layer_end_index
     """,
-    "a whole number or a list": "vision_feature_layer",
+    "a whole number or a list": "vision_feature_layer moe_layer_start_index moe_layer_end_index",
 }
 KIND = {key: kind for kind, keys in _KINDS.items() for key in words(keys)}
 """By key: what its value may be."""
