@@ -41,6 +41,8 @@ TINY = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "Phi3ForCausalLM": "phi3_long",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
@@ -51,6 +53,7 @@ UNTIMED = {
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
     "MiniCPMV": "transformers has no such class",
+    "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
     **dict.fromkeys(
         (
             "Gemma3ForCausalLM",

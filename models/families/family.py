@@ -297,8 +297,7 @@ def embed_tokens(
     decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
     """Returns token embeddings with image features put, in order, where the placeholders stand; and the deepstack
-    features
-    (0 elsewhere), or None where there are none.
+    features (0 elsewhere), or what else layers take of the tokens (`Decoder.of_tokens`); None where there is neither.
     """
     embeddings = decoder.embed(input_ids)
     if features is None:
@@ -307,7 +306,7 @@ def embed_tokens(
     here = jnp.isin(input_ids, jnp.array(pads))
     placed = place_features(embeddings, features[0], here)
     if len(features) == 1:
-        return placed, None
+        return placed, decoder.of_tokens(input_ids, embeddings)
     deep = [place_features(jnp.zeros_like(embeddings), layer, here) for layer in features[1:]]
     return placed, jnp.stack(deep, axis=2)
 

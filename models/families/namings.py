@@ -41,6 +41,10 @@ QWEN2_5_VL = (
     same(RELEASED, "model.", "visual.", "lm_head."),
     Naming(MODULES, (("model.language_model.", "model."), ("model.visual.", "visual."), ("lm_head.", "lm_head."))),
 )
+ERNIE4_5_VL = (
+    same("as transformers saves them", "model.", "lm_head."),
+    Naming(RELEASED, (("model.", "model."), ("vision_model.", "model.vision_model."), ("lm_head.", "lm_head."))),
+)
 LLAVA = _split()
 LLAVA_NEXT = _split("image_newline")
 INTERNVL = _split()

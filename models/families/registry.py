@@ -3,6 +3,7 @@
 from . import (
     deepseek_vl,
     deepseek_vl_hybrid,
+    ernie4_5_vl,
     gemma3,
     glm4v,
     internlm2,
@@ -43,6 +44,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         smolvlm.FAMILY,
         gemma3.FAMILY,
         qwen2_vl.FAMILY,
+        ernie4_5_vl.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""

@@ -55,6 +55,8 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"pad_token_id": None}),
     "glm4": ("Glm4", {"pad_token_id": None}),
     "phi3": ("Phi3", {"pad_token_id": None, "num_key_value_heads": 2}),
+    "ernie4_5": ("Ernie4_5", {"num_key_value_heads": 2}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 16, "moe_intermediate_size": 16}),
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
@@ -239,6 +241,20 @@ def with_part(name: str, part: str, more: dict[str, Any]) -> tuple[str, dict[str
 IMAGES["qwen2_5_vl_yarn"] = with_part(
     "qwen2_5_vl", "text_config", {"rope_parameters": {**YARN, "mrope_section": [16, 24, 24]}}
 )
+# Three layers, so that two have experts; of the class's 64, with the width of each named: they are wide by default.
+ERNIE_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 303, "image_end_token_id": 304}
+IMAGES["ernie4_5_vl"] = (
+    "Ernie4_5_VLMoe",
+    {
+        "text_config": {**SIZES, "hidden_size": 512, "num_hidden_layers": 3, "moe_intermediate_size": [8, 4]}
+        | {"num_key_value_heads": 2, "moe_num_experts": 16},
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2},
+        **ERNIE_IDS,
+    },
+    (32, 3 * 14 * 14),
+    QWEN_GRID,
+    8,
+)
 IMAGES["deepseek_vl_hybrid_bare"] = with_part(
     "deepseek_vl_hybrid",
     "high_res_vision_config",
@@ -268,6 +284,9 @@ CLASSES = {
     "glm_ocr": "GlmOcr",
     "glm_ocr_text": "GlmOcrText",
     "glm_ocr_vision": "GlmOcrVision",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
+    "ernie4_5_vl_moe_vision": "Ernie4_5_VLMoeVision",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
@@ -376,8 +395,10 @@ def make_image(name: str) -> None:
             pixels.reshape(height, width, 3, 16, 16).transpose(2, 0, 3, 1, 4).reshape(1, 3, height * 16, width * 16)
         )
     inputs["pixel_values"] = torch.from_numpy(pixels)
-    if name.startswith(("qwen", "glm")):
+    if name.startswith(("qwen", "glm", "ernie")):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    if name.startswith("ernie"):
+        inputs["moe_mm_token_type_ids"] = torch.isin(input_ids, torch.tensor([IMAGE, start, end])).int()
     if name.startswith("gemma"):
         inputs["token_type_ids"] = (input_ids == IMAGE).int()
     arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}

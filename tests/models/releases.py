@@ -104,7 +104,6 @@ NOT_BUILT = {
     "DeepseekOCRForCausalLM": "DeepSeek-OCR",
     "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR-2",
     "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6 (layers without KV)",
-    "Ernie4_5_VLMoeForConditionalGeneration": "Ernie-4.5-VL",
     "Phi4MultimodalForCausalLM": "Phi-4-multimodal",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "LlavaLlamaForCausalLM": "LLaVA's own format",

@@ -32,7 +32,7 @@ FAMILIES = [
     "kimi_vl",
     "gemma3",
     *("deepseek_vl_hybrid", "internvl_6b", "phi3_v"),
-    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral", "minicpmv"),
+    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral", "minicpmv", "ernie4_5_vl"),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 INPUTS += ("high_res_pixel_values", "tgt_sizes")
@@ -106,7 +106,7 @@ def test_forward_equals_transformers(backbone, family, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "glm4v", "ernie4_5_vl"])
 def test_video_equals_transformers(family, tmp_path):
     """Frames of Qwen3-VL and GLM-4V are runs of placeholders of their own, by timestamps; Qwen2-VL's are one run."""
     check_forward(load(write_checkpoint(family, tmp_path), angles="float32"), golden_arrays(family, "video"))

@@ -40,6 +40,7 @@ FAMILIES = [
             "mistral3",
             "pixtral",
             "minicpmv",
+            "ernie4_5_vl",
         )
     ),
 ]
