@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .config import ExpertConfig
 from .grouped import ExpertWeights, choose_implementation, expert_load, mix_experts
-from .layers import ACTIVATIONS, GatedMLP, Linear, normal
+from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, normal
 from .mesh_axes import auto_tensor_axes, device_count
 
 
@@ -66,6 +66,7 @@ class Experts(nnx.Module):
         activation: str = "silu",
         lead: tuple[int, ...] = (),
         dtype: DTypeLike = jnp.float32,
+        epsilon: float = 1e-6,
     ):
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "lead": lead, "dtype": dtype}
         into, out = (
@@ -79,13 +80,20 @@ class Experts(nnx.Module):
         self.up = ExpertParam(normal(rngs, into, width**-0.5, dtype))
         self.down = ExpertParam(normal(rngs, out, config.intermediate**-0.5, dtype))
         self.shared = GatedMLP(width, config.shared, activation=activation, **linear) if config.shared else None
+        norm = {"epsilon": epsilon, "lead": lead, "dtype": dtype}
+        self.router_norm = RMSNorm(width, **norm, weight="wide") if config.beside else None
+        self.factors = nnx.Param(jnp.ones((*lead, config.experts), dtype)) if config.beside else None
         self.activation, self.config = activation, config
 
     def choose(self, x: Float[Array, "*lead D"]) -> tuple[Int[Array, "*lead X"], Float[Array, "*lead X"]]:
         """Returns each token's experts and their weights; products in float32 whatever the model's dtype."""
-        kernel = self.router.kernel[...].astype(jnp.float32)
-        logits = jnp.matmul(x.astype(jnp.float32), kernel, preferred_element_type=jnp.float32)
-        return choose_experts(self.config, logits, None if self.correction is None else self.correction[...])
+        kernel, x = self.router.kernel[...].astype(jnp.float32), x.astype(jnp.float32)
+        if self.router_norm is not None:
+            x = self.router_norm(x) * x.shape[-1] ** -0.5
+        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        correction = None if self.correction is None else self.correction[...]
+        index, weights = choose_experts(self.config, logits, correction)
+        return index, weights if self.factors is None else weights * self.factors[...].astype(jnp.float32)[index]
 
     def load(self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"]) -> Int[Array, " E"]:
         """Returns how many of the counted tokens chose each expert, int32."""
@@ -97,12 +105,14 @@ class Experts(nnx.Module):
         x: Float[Array, "B T D"],
         layer: Int[Array, ""] | None = None,
         implementation: str | None = None,
+        chosen_by: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the weighted sum over the chosen experts, and the shared experts.
 
         Args:
           layer: which layer of the stack, where gate, up and down are a whole stack's; None where they are one layer's.
           implementation: how they are computed, of `grouped.IMPLEMENTATIONS`; None for what is best here.
+          chosen_by: what the router reads, where that is not `x`.
 
         Raises:
           KernelUnavailableError: an unknown implementation.
@@ -111,7 +121,7 @@ class Experts(nnx.Module):
         def flat(part):
             return part.reshape(-1, part.shape[-1])
 
-        index, weights = map(flat, self.choose(x))
+        index, weights = map(flat, self.choose(x if chosen_by is None else chosen_by))
         stack = ExpertWeights(self.gate[...], self.up[...], self.down[...])
         mixed = self._mix(flat(x), index, weights, stack, layer, implementation).astype(x.dtype).reshape(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)

@@ -4,6 +4,7 @@ from . import (
     deepseek_vl,
     deepseek_vl_hybrid,
     gemma3,
+    gemma4,
     glm4v,
     internlm2,
     internvl,
@@ -40,6 +41,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         phi3_v.FAMILY,
         smolvlm.FAMILY,
         gemma3.FAMILY,
+        gemma4.FAMILY,
         qwen2_vl.FAMILY,
     )
 }

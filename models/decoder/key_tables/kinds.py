@@ -87,7 +87,8 @@ NULL = words(
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
     final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
-    per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config
+    per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config num_experts moe_intermediate_size
+    audio_config
     """
 )
 """Keys whose null has a meaning of its own."""
