@@ -53,12 +53,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "audio_config": None,
         "boi_token_id": 255999,
         "eoi_token_id": 258882,
-        "image_token_index": 258880,
-        "video_token_index": 258884,
+        "image_token_id": 258880,
+        "video_token_id": 258884,
         "boa_token_id": 256000,
         "eoa_token_index": 258883,
         "eoa_token_id": None,  # as released files have it beside the other
-        "audio_token_index": 258881,
+        "audio_token_id": 258881,
         "vision_soft_tokens_per_image": None,  # of the processor
         "tie_word_embeddings": True,
     },
