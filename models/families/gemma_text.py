@@ -129,7 +129,7 @@ def read_gemma4(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
         logit_cap=raw["final_logit_softcapping"],
         per_layer=raw["hidden_size_per_layer_input"] or None,
         per_layer_vocabulary=need(raw, "vocab_size_per_layer_input"),
-        blank=need(raw, "pad_token_id"),
+        blank=raw["pad_token_id"] or 0,
         ahead_in_windows=raw["use_bidirectional_attention"] == "vision",
         experts=_read_experts4(raw) if raw["enable_moe_block"] else None,
     )
