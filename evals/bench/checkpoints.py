@@ -33,6 +33,7 @@ TINY = {
     "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
     "InternVLForConditionalGeneration": "internvl",
     "SmolVLMForConditionalGeneration": "smolvlm",
+    "Gemma4ForConditionalGeneration": "gemma4_moe",
     "LlamaForCausalLM": "llama3_1",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -75,7 +76,7 @@ UNTIMED = {
 }
 REGIMES = {"Phi3ForCausalLM": "long"}
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-PICTURES += ("high_res_pixel_values",)
+PICTURES += ("high_res_pixel_values", "image_position_ids")
 
 
 def qwen2_config(

@@ -57,10 +57,16 @@ class DecoderLayer(nnx.Module):
         self.attention = attention(config, rngs, lead, dtype, kind)
         self.mlp_norm = RMSNorm(config.width, **norm)
 
-        if config.experts is None or dense:
+        mixture = None if dense else config.experts
+        if mixture is None or mixture.beside:
             self.mlp = GatedMLP(config.width, kind.intermediate or config.intermediate, bias=config.mlp_bias, **mlp)
         else:
-            self.mlp = Experts(config.experts, config.width, **mlp)
+            self.mlp = Experts(mixture, config.width, **mlp)
+        beside = mixture if mixture is not None and mixture.beside else None
+        self.experts = Experts(beside, config.width, **mlp, epsilon=config.norm_epsilon) if beside else None
+        self.experts_norm = RMSNorm(config.width, **norm) if beside else None
+        self.experts_post_norm = RMSNorm(config.width, **norm) if beside else None
+        self.mlp_inner_norm = RMSNorm(config.width, **norm) if beside else None
 
         self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
@@ -155,10 +161,14 @@ class Decoder(nnx.Module):
         scale = self.config.embedding_scale
         return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
-    def of_tokens(self, input_ids: Int[Array, "B T"], embeddings: Float[Array, "B T D"]) -> Array | None:
+    def of_tokens(
+        self, input_ids: Int[Array, "B T"], embeddings: Float[Array, "B T D"], pads: tuple[int, ...] = ()
+    ) -> Array | None:
         """Returns what every layer takes of each token beside its embedding, [B,T,L,P]; None of decoders without.
 
         Where tokens of images have experts of their own that is a number, P = 1: 1 for these tokens, 0 for others.
+        The tokens `pads`, in whose place features stand, have the vectors of the configuration's `blank`.
+
         Source: `get_per_layer_inputs` and `project_per_layer_inputs` of transformers' Gemma4TextModel.
         """
         experts = self.config.experts
@@ -169,6 +179,7 @@ class Decoder(nnx.Module):
             return None
         config, shape = self.config, (*input_ids.shape, self.config.layers, -1)
         assert config.per_layer is not None
+        input_ids = jnp.where(jnp.isin(input_ids, jnp.array(pads)), config.blank, input_ids) if pads else input_ids
         found = jnp.take(self.token_table[...], input_ids, axis=0)
         own = (found * jnp.asarray(config.per_layer**0.5, found.dtype)).reshape(shape)
         mapped = (self.token_map(embeddings) * config.width**-0.5).reshape(shape)
@@ -259,6 +270,8 @@ class Decoder(nnx.Module):
             own = steps[kind.rope]._replace(channels=channels, observe=observe if first in observed else None)
             if kind.window is not None:
                 own = own._replace(mask=dataclasses.replace(mask, window=kind.window))
+            elif config.ahead_in_windows and mask.ahead is not None:
+                own = own._replace(mask=dataclasses.replace(mask, ahead=None))
             # Keys of the layers, which lie where these do along their channels; all else goes by the layer's number.
             row = slice(config.rows[first], config.rows[first] + last - first)
             keys = tuple(None if kv is None else _renamed(kv, channels, row) for kv in (cached, front))
@@ -415,6 +428,10 @@ class Decoder(nnx.Module):
             load = None if step.counted is None else layer.mlp.load(inner, step.counted, image)
         else:
             update = in_blocks(layer.mlp, inner)
+        if layer.experts is not None:
+            mixed = layer.experts(layer.experts_norm(hidden), number, chosen_by=hidden)
+            update = layer.mlp_inner_norm(update) + layer.experts_post_norm(mixed)
+            load = None if step.counted is None else layer.experts.load(hidden, step.counted)
 
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .config import ExpertConfig
 from .grouped import ExpertWeights, choose_implementation, expert_load, mix_experts
-from .layers import ACTIVATIONS, GatedMLP, Linear, normal
+from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, normal
 from .mesh_axes import auto_tensor_axes, device_count
 
 
@@ -69,6 +69,7 @@ class Experts(nnx.Module):
         activation: str = "silu",
         lead: tuple[int, ...] = (),
         dtype: DTypeLike = jnp.float32,
+        epsilon: float = 1e-6,
     ):
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "lead": lead, "dtype": dtype}
         into, out = (
@@ -84,13 +85,20 @@ class Experts(nnx.Module):
         self.shared = GatedMLP(width, config.shared, activation=activation, **linear) if config.shared else None
         own: dict[str, Any] = {"rngs": rngs, "activation": activation, "lead": lead, "dtype": dtype}
         self.images = None if config.images is None else Experts(config.images, width, **own)
+        norm = {"epsilon": epsilon, "lead": lead, "dtype": dtype}
+        self.router_norm = RMSNorm(width, **norm, weight="wide") if config.beside else None
+        self.factors = nnx.Param(jnp.ones((*lead, config.experts), dtype)) if config.beside else None
         self.activation, self.config = activation, config
 
     def choose(self, x: Float[Array, "*lead D"]) -> tuple[Int[Array, "*lead X"], Float[Array, "*lead X"]]:
         """Returns each token's experts and their weights; products in float32 whatever the model's dtype."""
-        kernel = self.router.kernel[...].astype(jnp.float32)
-        logits = jnp.matmul(x.astype(jnp.float32), kernel, preferred_element_type=jnp.float32)
-        return choose_experts(self.config, logits, None if self.correction is None else self.correction[...])
+        kernel, x = self.router.kernel[...].astype(jnp.float32), x.astype(jnp.float32)
+        if self.router_norm is not None:
+            x = self.router_norm(x) * x.shape[-1] ** -0.5
+        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        correction = None if self.correction is None else self.correction[...]
+        index, weights = choose_experts(self.config, logits, correction)
+        return index, weights if self.factors is None else weights * self.factors[...].astype(jnp.float32)[index]
 
     def load(
         self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"], image: Bool[Array, "B T"] | None = None
@@ -111,6 +119,7 @@ class Experts(nnx.Module):
         layer: Int[Array, ""] | None = None,
         implementation: str | None = None,
         image: Bool[Array, "B T"] | None = None,
+        chosen_by: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the weighted sum over the chosen experts, and the shared experts.
 
@@ -118,6 +127,7 @@ class Experts(nnx.Module):
           layer: which layer of the stack, where gate, up and down are a whole stack's; None where they are one layer's.
           implementation: how they are computed, of `grouped.IMPLEMENTATIONS`; None for what is best here.
           image: which tokens choose among the experts of images; None for none of them.
+          chosen_by: what the router reads, where that is not `x`.
 
         Raises:
           KernelUnavailableError: an unknown implementation.
@@ -126,7 +136,7 @@ class Experts(nnx.Module):
         def flat(part):
             return part.reshape(-1, part.shape[-1])
 
-        index, weights = map(flat, self.choose(x))
+        index, weights = map(flat, self.choose(x if chosen_by is None else chosen_by))
         stack, split = ExpertWeights(self.gate[...], self.up[...], self.down[...]), image is not None
         if image is not None:
             # A number that is no expert's leaves a pair out: those of the other kind of token.

@@ -24,6 +24,13 @@ NORMS = {
 TOKEN_MAPS = {"token_gate": "per_layer_input_gate", "token_output": "per_layer_projection"}
 """What Gemma 4 calls the maps of what a layer takes of each token."""
 
+BESIDE_NORMS = {
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+    "mlp_inner_norm": "post_feedforward_layernorm_1",
+}
+"""What Gemma 4 calls the norms of a layer with experts beside its MLP."""
+
 _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
 
 
@@ -98,12 +105,14 @@ def decoder_entries(
             entries += _grouped(config, kind, f"{layer}.self_attn", (*path, "attention"), fused, offset)
         else:
             entries += _latent(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
-        if config.experts is None or name == "dense_layers":
+        if config.experts is None or name == "dense_layers" or config.experts.beside:
             inner = kind.intermediate or config.intermediate
             entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), inner, fused, offset)
         else:
             entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, routers, offset)
 
+        if config.experts is not None and config.experts.beside:
+            entries += _experts_beside(config, layer, path, offset)
         if config.layer_scale:
             entries.append(TensorEntry(f"{layer}.layer_scalar", (*path, "scale"), stack=True, offset=offset))
         if config.per_layer is not None:
@@ -237,6 +246,17 @@ def _mlp(
     return entries
 
 
+def _experts_beside(config: DecoderConfig, layer: str, path: ParamPath, offset: int) -> list[TensorEntry]:
+    """Returns the entries of a mixture beside an MLP: its norms, its router and its experts, all in one tensor."""
+    assert config.experts is not None
+    inner, place = config.experts.intermediate, (*path, "experts")
+    entries = [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in BESIDE_NORMS.items()]
+    entries += linear_entries(f"{layer}.router.proj", (*place, "router"), bias=False, stack=True, offset=offset)
+    scales = {"scale": (*place, "router_norm", "weight"), "per_expert_scale": (*place, "factors")}
+    entries += [TensorEntry(f"{layer}.router.{name}", own, stack=True, offset=offset) for name, own in scales.items()]
+    return entries + _fused_experts(f"{layer}.experts", place, inner, "rows", offset)
+
+
 def _experts(
     config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, routers: RouterNames, offset: int
 ) -> list[TensorEntry]:
@@ -255,7 +275,6 @@ def _experts(
         entries += _mlp(config, f"{name}.shared_experts", (*path, "shared"), experts.shared, (), offset)
     if fused == "no":
         pattern = f"{name}.experts.{{expert}}"
-
         sets = {(): 0} if experts.images is None else {(): 0, ("images",): experts.experts}
         for own, first in sets.items():
             for part in ("gate", "up", "down"):
@@ -263,15 +282,21 @@ def _experts(
                 entries.append(TensorEntry(weight, place, TRANSPOSE, stack=True, offset=offset, inner=first))
         return entries
 
+    return entries + _fused_experts(f"{name}.experts", path, experts.intermediate, fused, offset)
+
+
+def _fused_experts(name: str, path: ParamPath, inner: int, fused: FusedExperts, offset: int) -> list[TensorEntry]:
+    """Returns the entries of all experts of a layer that are two tensors in the file."""
     # Gate and up are one tensor, one behind the other: by rows as transformers writes them, or by columns as released.
-    inner, axis = experts.intermediate, 1 if fused == "rows" else 2
+    axis, entries = 1 if fused == "rows" else 2, []
     permute = (0, 2, 1) if fused == "rows" else None
     for number, part in enumerate(("gate", "up")):
         piece = Part(number * inner, (number + 1) * inner, 2 * inner, axis)
-        gate_up = f"{name}.experts.gate_up_proj"
-        entries.append(TensorEntry(gate_up, (*path, part), permute, stack=True, part=piece, offset=offset))
+        entries.append(
+            TensorEntry(f"{name}.gate_up_proj", (*path, part), permute, stack=True, part=piece, offset=offset)
+        )
 
-    return [*entries, TensorEntry(f"{name}.experts.down_proj", (*path, "down"), permute, stack=True, offset=offset)]
+    return [*entries, TensorEntry(f"{name}.down_proj", (*path, "down"), permute, stack=True, offset=offset)]
 
 
 def _ernie_routers(experts: ExpertConfig, name: str, path: ParamPath, offset: int) -> list[TensorEntry]:

@@ -5,6 +5,7 @@ from . import (
     deepseek_vl_hybrid,
     ernie4_5_vl,
     gemma3,
+    gemma4,
     glm4v,
     internlm2,
     internvl,
@@ -43,6 +44,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         minicpmv.FAMILIES[4.5],  # which reads the others too
         smolvlm.FAMILY,
         gemma3.FAMILY,
+        gemma4.FAMILY,
         qwen2_vl.FAMILY,
         ernie4_5_vl.FAMILY,
     )

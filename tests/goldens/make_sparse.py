@@ -269,6 +269,9 @@ CLASSES = {
     "gemma3_text": "Gemma3Text",
     "gemma4_text": "Gemma4Text",
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "gemma4_vision": "Gemma4Vision",
+    "gemma4_audio": "Gemma4Audio",
     "qwen2_vl": "Qwen2VL",
     "qwen2_vl_text": "Qwen2VLText",
     "qwen2_vl_vision": "Qwen2VLVision",
@@ -432,13 +435,33 @@ def make_omni(name: str) -> None:
     write(name, logits, {key: value.astype(np.int32) for key, value in arrays.items()})
 
 
+GEMMA4 = "Gemma4ForConditionalGeneration"
+
+
+def make_gemma4(name: str) -> None:
+    """Gemma 4 with an image of two tokens and a sound of three; only sizes are said of its towers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    raw = {"text_config": only("gemma4_text"), "audio_config": sizes, "architectures": [GEMMA4]}
+    raw |= {"vision_config": {**sizes, "num_key_value_heads": 2, "intermediate_size": 48}, "model_type": "gemma4"}
+    raw |= {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 305}
+    model = build(name, raw, GEMMA4)
+    input_ids = torch.tensor([[*range(11, 16), 303, IMAGE, IMAGE, 304, 17, 306, 305, 305, 305, 307, 9]])
+    pixels, mel = draw_pixels(f"sparse {name}", 1, 18, 768), draw_pixels(f"sparse {name} sound", 1, 12, 128)
+    places = np.stack([np.arange(18) % 6, np.arange(18) // 6], axis=1)[None].astype(np.int64)
+    inputs = {"pixel_values": torch.from_numpy(pixels), "image_position_ids": torch.from_numpy(places)}
+    inputs |= {"input_features": torch.from_numpy(mel), "input_features_mask": torch.ones(1, 12, dtype=torch.bool)}
+    arrays = {"input_ids": input_ids[0].numpy(), "pixel_shape": np.array(pixels.shape), "image_position_ids": places}
+    arrays |= {"mel_shape": np.array(mel.shape)}
+    write(name, model(input_ids=input_ids, **inputs).logits, {key: x.astype(np.int32) for key, x in arrays.items()})
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     OUT.mkdir(exist_ok=True)
     write_defaults()
     with torch.no_grad():
-        wanted = sys.argv[1:] or (*TEXTS, *IMAGES, *OMNI)
+        wanted = sys.argv[1:] or (*TEXTS, *IMAGES, *OMNI, "gemma4")
         for kind in TEXTS:
             if kind in wanted:
                 make_text(kind)
@@ -448,6 +471,8 @@ def main() -> None:
         for name in OMNI:
             if name in wanted:
                 make_omni(name)
+        if "gemma4" in wanted:
+            make_gemma4("gemma4")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,6 @@ NAMES = {
 CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
-    "Gemma4ForConditionalGeneration": "Gemma 4",
     "deepseek_vl_v2": "DeepSeek-VL2",
     "DeepseekOCRForCausalLM": "DeepSeek-OCR",
     "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR-2",

@@ -91,6 +91,7 @@ NULL = words(
     final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
     per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config mlp_layer_types moe_intermediate_size
     moe_num_shared_experts
+    num_experts audio_config
     """
 )
 """Keys whose null has a meaning of its own."""
