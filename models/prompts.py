@@ -170,6 +170,7 @@ class Prompts:
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
+
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
 

@@ -62,8 +62,8 @@ class DecoderLayer(nnx.Module):
             self.mlp = GatedMLP(config.width, kind.intermediate or config.intermediate, bias=config.mlp_bias, **mlp)
         else:
             self.mlp = Experts(mixture, config.width, **mlp)
-        beside = mixture is not None and mixture.beside
-        self.experts = Experts(mixture, config.width, **mlp, epsilon=config.norm_epsilon) if beside else None
+        beside = mixture if mixture is not None and mixture.beside else None
+        self.experts = Experts(beside, config.width, **mlp, epsilon=config.norm_epsilon) if beside else None
         self.experts_norm = RMSNorm(config.width, **norm) if beside else None
         self.experts_post_norm = RMSNorm(config.width, **norm) if beside else None
         self.mlp_inner_norm = RMSNorm(config.width, **norm) if beside else None
