@@ -53,7 +53,8 @@ def gemma4_image_settings(directory: str | os.PathLike[str]) -> PictureConfig:
 
 
 def budget_size(size: Sequence[int], patch: int, pool: int, tokens: int) -> tuple[int, int]:
-    """Returns the largest (height, width) of about this size's aspect that is a whole number of tokens on each side, `tokens` at most.
+    """Returns the largest (height, width) of about a size's aspect, a whole number of tokens on each side, `tokens` in
+    all at most.
 
     Raises:
       ConfigError: a budget that is none of `BUDGETS`. ImageError: an image of which nothing would be left.
