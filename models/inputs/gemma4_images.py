@@ -52,15 +52,16 @@ def gemma4_image_settings(directory: str | os.PathLike[str]) -> PictureConfig:
     return PictureConfig.from_dict(options)
 
 
-def budget_size(height: int, width: int, patch: int, pool: int, tokens: int) -> tuple[int, int]:
-    """Returns the largest size of about this aspect that is a whole number of tokens on each side, `tokens` at most.
+def budget_size(size: Sequence[int], patch: int, pool: int, tokens: int) -> tuple[int, int]:
+    """Returns the largest (height, width) of about a size's aspect, a whole number of tokens on each side, `tokens` in
+    all at most.
 
     Raises:
       ConfigError: a budget that is none of `BUDGETS`. ImageError: an image of which nothing would be left.
     """
     if tokens not in BUDGETS:
         raise ConfigError(f"max_soft_tokens: got {tokens}; expected one of {BUDGETS}")
-    step = pool * patch
+    step, (height, width) = pool * patch, size
     factor = math.sqrt(tokens * pool**2 * patch**2 / (height * width))
     rows, columns = (math.floor(factor * side / step) for side in (height, width))
     if rows == 0:
@@ -96,7 +97,7 @@ def process_gemma4(images: Sequence[ImageSource], config: PictureConfig) -> dict
     found = []
     for image in read_images(images):
         if config.option("do_resize", True):
-            image = resize(image, *budget_size(*image.shape[:2], patch, pool, tokens), config.pixels)
+            image = resize(image, *budget_size(image.shape[:2], patch, pool, tokens), config.pixels)
         elif image.shape[0] % (patch * pool) or image.shape[1] % (patch * pool):
             raise ImageError(
                 f"image: got {image.shape[:2]} pixels without resizing; expected multiples of {patch * pool}"
@@ -121,7 +122,7 @@ def process_gemma4_videos(videos: Sequence[Video], config: VideoConfig) -> dict[
     for clip in clips:
         frames = clip.frames
         if config.pixels.do_resize:
-            size = budget_size(*frames.shape[1:3], patch, pool, tokens)
+            size = budget_size(frames.shape[1:3], patch, pool, tokens)
             frames = resize_frames(frames, *size, config.pixels.resample)
         found.append(_patches(normalise_frames(frames, config.pixels), patch, tokens * pool**2))
     pixels, places = (np.concatenate(parts) for parts in zip(*found, strict=True))

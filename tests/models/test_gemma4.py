@@ -14,6 +14,7 @@ from models import load, save
 from models.families.registry import IMAGE_FAMILIES
 from models.inputs.gemma4_images import (
     budget_size,
+    gemma4_image_settings,
     mark_time,
     process_gemma4,
     process_gemma4_videos,
@@ -134,13 +135,13 @@ def test_sounds_become_transformers_features():
     ],
 )
 def test_sizes_keep_to_the_budget(size, expected):
-    assert budget_size(*size, 2, 2, 70) == expected
+    assert budget_size(size, 2, 2, 70) == expected
 
 
 def test_what_the_budget_has_no_room_for_is_refused():
     with pytest.raises(ConfigError, match=r"max_soft_tokens: got 71; expected one of \(70, 140"):
-        budget_size(8, 8, 2, 2, 71)
-    settings = FAMILY.vision.settings(GOLDENS / "gemma4")
+        budget_size((8, 8), 2, 2, 71)
+    settings = gemma4_image_settings(GOLDENS / "gemma4")
     with pytest.raises(ImageError, match="expected sides within a ratio"):
         process_gemma4([np.zeros((2, 900, 3), np.uint8)], settings)
 
