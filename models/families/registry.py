@@ -1,6 +1,7 @@
 """Every family, by its architecture's name in `config.json`."""
 
 from . import (
+    deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
     gemma3,
@@ -36,6 +37,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
+        deepseek_ocr2.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
         smolvlm.FAMILY,
