@@ -31,6 +31,7 @@ TINY = {
     "Kimi_K25ForConditionalGeneration": "kimi_vl",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
     "InternVLForConditionalGeneration": "internvl",
     "SmolVLMForConditionalGeneration": "smolvlm",
     "LlamaForCausalLM": "llama3_1",
@@ -50,6 +51,7 @@ UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
+    "DeepseekOCRForCausalLM": "transformers has no such class",
     **dict.fromkeys(
         (
             "Gemma3ForCausalLM",

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -150,11 +149,11 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcr2Co
     inner = {**(vision["encoder_config"] or {}), "model_type": "qwen2"}
     inner = {key: value for key, value in inner.items() if key not in ("dtype", "torch_dtype")}
     encoder = dataclasses.replace(read_qwen2(inner, angles), dtype=text.dtype, tied_embeddings=True)
-    channels = tuple(high.get("downsample_channels") or middle)
+    first, second = high.get("downsample_channels") or middle
     if encoder.window is not None:
         raise ConfigError(f"encoder_config: got a sliding window of {encoder.window}; expected none")
     sam = dataclasses.replace(sam, interpolate=True)
-    return DeepseekOcr2Config(text, sam, channels, encoder, need(model, "image_token_id"), freeze(raw))
+    return DeepseekOcr2Config(text, sam, (first, second), encoder, need(model, "image_token_id"), freeze(raw))
 
 
 def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:

@@ -1,6 +1,7 @@
 """Every family, by its architecture's name in `config.json`."""
 
 from . import (
+    deepseek_ocr,
     deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
@@ -37,6 +38,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
+        deepseek_ocr.FAMILY,
         deepseek_ocr2.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,

@@ -22,7 +22,7 @@ SQUASHED = 640
 def process_views(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
     """Processes images for DeepSeek-OCR-2: the whole on grey, and tiles of the closest aspect ratio.
 
-    Returns pixel_values [n,3,S,S], num_local_patches [n] and, where an image has tiles, pixel_values_local [tiles,3,s,s].
+    Returns pixel_values [n,3,S,S], num_local_patches [n] and, where there are tiles, pixel_values_local [tiles,3,s,s].
     """
     tiled = config["crop_to_patches"]
     side = config.side() if tiled else config["tile_size"]
@@ -47,9 +47,9 @@ def process_ocr(images: Sequence[ImageSource], config: PictureConfig) -> dict[st
 def _tiles(images: Sequence[ImageSource], config: PictureConfig, views: list[np.ndarray]) -> dict[str, Any]:
     side, tiles, grids = config["tile_size"], [], []
     for image in read_images(images):
-        rows, columns = 0, 0
-        if config["crop_to_patches"] and max(image.shape[:2]) > side:
-            rows, columns = tile_canvas(*image.shape[:2], side, config["min_patches"], config["max_patches"])
+        (height, width), (rows, columns) = image.shape[:2], (0, 0)
+        if config["crop_to_patches"] and max(height, width) > side:
+            rows, columns = tile_canvas(height, width, side, config["min_patches"], config["max_patches"])
             tiles += cut(resize(image, rows * side, columns * side, config.pixels), side)
         grids.append((rows, columns))
     out = {

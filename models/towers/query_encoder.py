@@ -41,7 +41,7 @@ class QueryEncoder(nnx.Module):
 
     def __call__(self, features: Float[Array, "B P D"]) -> Float[Array, "B Q D"]:
         """Returns what the queries have read."""
-        batch, count, width = features.shape
+        batch, count, _ = features.shape
         table = self.few if query_count(count) == FEW else self.many
         queries = jnp.broadcast_to(table[...].astype(features.dtype), (batch, *table.shape))
         hidden = jnp.concatenate([features, queries], axis=1)

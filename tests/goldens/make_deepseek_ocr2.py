@@ -70,7 +70,7 @@ def write_release(text: dict) -> None:
     (HERE / FAMILY / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
 
 
-def save_rows(case: str, arrays: dict, keep: np.ndarray) -> None:
+def save_rows(family: str, case: str, arrays: dict, keep: np.ndarray) -> None:
     """Writes a case: of each token-wise array the tokens `keep`, of logits three (`rows`)."""
     length = len(arrays["input_ids"])
     rows = np.array([0, length // 2, length - 1], np.int32)
@@ -78,7 +78,7 @@ def save_rows(case: str, arrays: dict, keep: np.ndarray) -> None:
     out["inputs_embeds"] = arrays["inputs_embeds"][keep]
     for name in ("hidden", "k", "v", "k_phase_free"):
         out[name] = arrays[name][:, rows]
-    np.savez_compressed(HERE / FAMILY / f"{case}.npz", **out)
+    np.savez_compressed(HERE / family / f"{case}.npz", **out)
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def main() -> None:
             length = input_ids.shape[1]
             edges = np.flatnonzero(np.diff(input_ids[0].numpy() == IMAGE))
             keep = np.unique(np.concatenate([np.arange(0, length, 9), edges, edges + 1, [length - 1]])).astype(np.int32)
-            save_rows(case, arrays, keep)
+            save_rows(FAMILY, case, arrays, keep)
 
 
 if __name__ == "__main__":
