@@ -31,6 +31,7 @@ TINY = {
     "Kimi_K25ForConditionalGeneration": "kimi_vl",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
     "InternVLForConditionalGeneration": "internvl",
     "SmolVLMForConditionalGeneration": "smolvlm",
     "Gemma4ForConditionalGeneration": "gemma4_moe",
@@ -55,6 +56,7 @@ UNTIMED = {
     "Phi3VForCausalLM": "transformers has no such class",
     "MiniCPMV": "transformers has no such class",
     "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
+    "DeepseekOCRForCausalLM": "transformers has no such class",
     **dict.fromkeys(
         (
             "Gemma3ForCausalLM",

@@ -1,6 +1,8 @@
 """Every family, by its architecture's name in `config.json`."""
 
 from . import (
+    deepseek_ocr,
+    deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
     ernie4_5_vl,
@@ -39,6 +41,8 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
+        deepseek_ocr.FAMILY,
+        deepseek_ocr2.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
         minicpmv.FAMILIES[4.5],  # which reads the others too

@@ -175,6 +175,18 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         8,
     ),
 }
+# Its class has no default for the kinds of layers, and queries for images of 48 and 64 patches a side.
+OCR_SAM = {**{key: value for key, value in SAM.items() if key != "patch_size"}, "patch_size": 1, "image_size": 64}
+OCR_ENCODER = {key: TOWER[key] for key in list(TOWER)[:4]} | {"num_key_value_heads": 2, "vocab_size": 4}
+IMAGES["deepseek_ocr2"] = (
+    "DeepseekOcr2",
+    {"text_config": {**SIZES, **MANY, "num_experts_per_tok": 3, "mlp_layer_types": ["dense", "sparse"]}}
+    | {"vision_config": {"sam_config": {**OCR_SAM, "downsample_channels": [12, 32]}, "encoder_config": OCR_ENCODER}}
+    | {"image_token_id": IMAGE},
+    (1, 3, 64, 64),
+    {"num_local_patches": [0]},
+    257,
+)
 # The default sections of a rope fill a head of 64 or (GLM-4.5V, of which half rotates) of 128.
 GLM_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 256}
 GLM_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 303, "image_end_token_id": 304}
@@ -309,6 +321,11 @@ CLASSES = {
     "deepseek_vl": "DeepseekVL",
     "deepseek_vl_hybrid": "DeepseekVLHybrid",
     "sam_vision_model": "SamVision",
+    "deepseek_ocr2": "DeepseekOcr2",
+    "deepseek_ocr2_text": "DeepseekOcr2Text",
+    "deepseek_ocr2_vision": "DeepseekOcr2Vision",
+    "deepseek_ocr2_sam_vision_model": "DeepseekOcr2SamVision",
+    "deepseek_ocr2_encoder": "DeepseekOcr2VisionEncoder",
     "smolvlm": "SmolVLM",
     "kimi_k25": "Kimi_K25",
     "clip_vision_model": "CLIPVision",

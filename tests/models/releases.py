@@ -100,8 +100,6 @@ CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
     "deepseek_vl_v2": "DeepSeek-VL2",
-    "DeepseekOCRForCausalLM": "DeepSeek-OCR",
-    "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR-2",
     "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6 (layers without KV)",
     "Phi4MultimodalForCausalLM": "Phi-4-multimodal",
     "Idefics3ForConditionalGeneration": "Idefics3",

@@ -33,11 +33,12 @@ FAMILIES = [
     "gemma3",
     *("deepseek_vl_hybrid", "internvl_6b", "phi3_v"),
     *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral", "minicpmv", "ernie4_5_vl"),
+    *("deepseek_vl_hybrid", "deepseek_ocr2", "internvl_6b", "phi3_v"),
     *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral"),
     *("gemma4", "gemma4_moe"),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-INPUTS += ("high_res_pixel_values", "tgt_sizes", "image_position_ids")
+INPUTS += ("high_res_pixel_values", "tgt_sizes", "image_position_ids", "pixel_values_local", "num_local_patches")
 
 
 PARTS = ("qwen3_vl_moe", "llava", "glm4v", "glm_ocr", "pixtral")
@@ -70,7 +71,7 @@ def embedded(backbone, gold):
 def check_forward(backbone, gold):
     tokens = embedded(backbone, gold)
     assert np.array_equal(tokens.positions[0], gold["position_ids"])
-    close(tokens.embeddings[0], gold["inputs_embeds"], "embeddings")
+    close(tokens.embeddings[0, gold.get("embedded", slice(None))], gold["inputs_embeds"], "embeddings")
     layers = backbone.layout.layers
     out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)), logits="all")
     whole = gold["hidden"].shape[1] == len(gold["input_ids"])

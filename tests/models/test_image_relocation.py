@@ -28,6 +28,7 @@ FAMILIES = [
             "llava_next",
             "deepseek_vl",
             "deepseek_vl_hybrid",
+            "deepseek_ocr2",
             "internvl",
             "internvl_6b",
             "phi3_v",
@@ -47,7 +48,7 @@ FAMILIES = [
     ),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-INPUTS += ("high_res_pixel_values", "tgt_sizes", "image_position_ids")
+INPUTS += ("high_res_pixel_values", "tgt_sizes", "image_position_ids", "pixel_values_local", "num_local_patches")
 DELTAS = (1, 37, 1000, 100_000)
 
 

@@ -55,7 +55,11 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
 )
 def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
     backbone, gold = load(write_sparse(name, tmp_path)), arrays_of(name)
-    inputs = {key: gold[key] for key in ("image_grid_thw", "image_sizes", "image_position_ids") if key in gold}
+    inputs = {
+        key: gold[key]
+        for key in ("image_grid_thw", "image_sizes", "image_position_ids", "num_local_patches")
+        if key in gold
+    }
     drawings = {"pixel_shape": ("pixel_values", ""), "large_shape": ("high_res_pixel_values", " large")}
     for key, (argument, more) in drawings.items():
         if key in gold:

@@ -68,12 +68,12 @@ _KINDS = {
         norm_type activation_function
     """,
     "a list": """
-        mlp_layer_types layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
-        image_grid_pinpoints global_attn_indexes
+        layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
+        image_grid_pinpoints global_attn_indexes mlp_layer_types downsample_channels
     """,
     "a table": """
         rope_scaling rope_parameters text_config language_config vision_config linear_attn_config audio_config
-        thinker_config per_layer_config high_res_vision_config
+        thinker_config per_layer_config high_res_vision_config sam_config encoder_config
     """,
     "a positive whole number or a list": """
         image_size patch_size temporal_patch_size merge_kernel_size moe_intermediate_size moe_num_experts
@@ -90,8 +90,7 @@ NULL = words(
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
     final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
     per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config mlp_layer_types moe_intermediate_size
-    moe_num_shared_experts
-    num_experts audio_config
+    moe_num_shared_experts num_experts audio_config downsample_channels sam_config encoder_config
     """
 )
 """Keys whose null has a meaning of its own."""
