@@ -155,7 +155,7 @@ def test_an_episode_of_a_wrong_form_is_refused_by_its_field_and_the_rest_goes_on
     damaged = {
         "0": ("steps", [], "step_length: got 4 beside 0 steps"),
         "1": ("task_info", "x", "task_info: got 'x'; expected an object"),
-        "2": ("steps", [{"screenshot": "no.png", "action": "CLICK", "info": [[1, 2]]}] * 4, "steps[0].screenshot: got 'no.png'"),
+        "2": ("steps", [{"screenshot": "no.png", "action": "CLICK"}] * 4, "steps[0].screenshot: got 'no.png'"),
         "3": ("steps", [{"screenshot": "3_0.png", "action": "CLICK", "info": [1, 2]}] * 4, "steps[0].info: got [1, 2]"),
         "4": ("steps", [{"screenshot": "4_0.png", "action": "HOP", "info": ""}] * 4, "steps[0].action: got 'HOP'"),
         "5": ("steps", [{"screenshot": "../x.png", "action": "HOP"}] * 4, "expected a name below the data's folder"),
