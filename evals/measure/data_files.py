@@ -114,14 +114,17 @@ class DataFolder:
         if self.options.verify:
             decoded(source, name)
 
-    def stored(self, read: Callable[[], bytes], field: str, where: str) -> StoredImage:
+    def stored(self, read: Callable[[], bytes], field: str, where: str, content: bytes | None = None) -> StoredImage:
         """Returns an image inside a data file after checking it as `image` does.
+
+        Args:
+          read: returns its bytes; it must not keep them. content: its bytes where they are at hand.
 
         Raises:
           ImageError: it is no image or too large.
         """
         try:
-            self.check(read(), where)
+            self.check(read() if content is None else content, where)
         except ImageError as error:
             raise ImageError(f"{field}: {error}") from error
         return StoredImage(read, f"{where} {field}")
@@ -134,7 +137,8 @@ class DataFolder:
         """
         value = record[field]
         if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return self.stored(lambda: record.reload()[field]["bytes"], field, record.where)
+            reload = record.reload
+            return self.stored(lambda: reload()[field]["bytes"], field, record.where, value["bytes"])
         if isinstance(value, dict):
             value = value.get("path")
         return self.image(value, field)

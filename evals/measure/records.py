@@ -6,6 +6,7 @@ memory. A line that is no record is a `Refusal`; the lines after it are read all
 
 import csv
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -246,18 +247,27 @@ def _parquet_records(source: StoredBytes) -> Iterator[Record | Refusal]:
     arrow = require("pyarrow", "pyarrow", "data")
     try:
         file = parquet.ParquetFile(str(source.path))
+        rows = _ParquetRows(file)
         count = 0
         for group in range(file.num_row_groups):
             for row in range(file.metadata.row_group(group).num_rows):
-                # One row at a time: a group has pages of hundreds of documents.
-                if row == 0:
-                    table = file.read_row_group(group)
-                values = table.slice(row, 1).to_pylist()[0]
-                yield Record(
-                    {name: value for name, value in values.items() if value is not None},
-                    f"{source.name}[{count}]",
-                    lambda group=group, row=row: file.read_row_group(group).slice(row, 1).to_pylist()[0],
-                )
+                values = {name: value for name, value in rows.read(group, row).items() if value is not None}
+                yield Record(values, f"{source.name}[{count}]", functools.partial(rows.read, group, row))
                 count += 1
     except (arrow.ArrowException, OSError) as error:
         raise InputError(f"{source.name}: got damaged Parquet ({error}); expected a whole file") from error
+
+
+class _ParquetRows:
+    """Rows of a Parquet file. The group that was read last is kept: it has pages of many documents."""
+
+    def __init__(self, file: Any):
+        self._file = file
+        self._group: tuple[int, Any] = (-1, None)
+
+    def read(self, group: int, row: int) -> dict[str, Any]:
+        """Reads one row."""
+        if self._group[0] != group:
+            self._group = (-1, None)
+            self._group = (group, self._file.read_row_group(group))
+        return self._group[1].slice(row, 1).to_pylist()[0]

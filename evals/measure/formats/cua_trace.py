@@ -184,9 +184,10 @@ def _arguments(value: Any) -> Any:
 
 def _image(record: Record, message: int, place: int, files: DataFolder) -> StoredImage:
     field = f"messages[{message}].content[{place}].image_url"
+    reload = record.reload
 
     def read() -> bytes:
-        part = record.reload()["messages"][message]["content"][place]
+        part = reload()["messages"][message]["content"][place]
         url = part.get("image_url")
         url = url.get("url") if isinstance(url, dict) else url
         head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")

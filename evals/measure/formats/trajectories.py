@@ -102,8 +102,12 @@ def _osworld(record: Record, files: DataFolder) -> Episode:
         field = f"screenshots[{number}]"
         shot = screenshots[number]
         if isinstance(shot, dict) and isinstance(shot.get("bytes"), bytes):
+            reload = record.reload
             content = files.stored(
-                lambda number=number: record.reload()["screenshots"][number]["bytes"], field, record.where
+                lambda reload=reload, number=number: reload()["screenshots"][number]["bytes"],
+                field,
+                record.where,
+                shot["bytes"],
             )
         else:
             content = files.image(shot.get("path") if isinstance(shot, dict) else shot, field)

@@ -1,9 +1,11 @@
 """Readers of data sets' formats, each on ten items of our own, written by the release's field list."""
 
 import base64
+import gc
 import gzip
 import io
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,41 @@ def test_parquet_of_the_hub_has_pages_as_bytes(tmp_path):
     assert found.items[9].answers == ("41",)
     for piece, page in zip(found.items[9].pieces, fixtures.pages(4), strict=True):
         np.testing.assert_array_equal(pixels(piece.content), drawn(page))
+
+
+def keeps_a_png(start: object) -> bool:
+    """Whether an object keeps a PNG, as bytes or in base64, through all that it refers to but modules and classes."""
+    seen, todo = {id(start)}, [start]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, bytes) and value.startswith(b"\x89PNG\r\n") and len(value) > 100:
+            return True
+        if isinstance(value, str) and "iVBORw0KGgo" in value and len(value) > 100:
+            return True
+        for other in gc.get_referents(value):
+            outside = isinstance(other, type | types.ModuleType) or (
+                isinstance(other, dict) and "__builtins__" in other
+            )
+            if id(other) not in seen and not outside:
+                seen.add(id(other))
+                todo.append(other)
+    return False
+
+
+@pytest.mark.parametrize("name", ["vlmeval_tsv", "cua_trace", "android_control", "docvqa"])
+def test_items_keep_no_pixels(data, name, tmp_path):
+    path = data[name]
+    if name == "docvqa":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        image = fixtures.png(["page"])
+        row = {"question": "Q", "docId": 1, "answers": ["A"], "image": {"bytes": image, "path": None}}
+        path = tmp_path / "val.parquet"
+        parquet.write_table(arrow.Table.from_pylist([row | {"questionId": str(n)} for n in range(9)]), path)
+    items = formats.read(path).items
+    images = [piece.content for item in items for piece in item.pieces if isinstance(piece.content, StoredImage)]
+    assert len(images) >= 9
+    assert not keeps_a_png(items)
+    assert keeps_a_png([image.read() for image in images[:1]])
 
 
 def test_a_pdf_is_drawn_at_144_dots_per_inch_or_refused_with_the_way_to_draw_it(tmp_path, monkeypatch):
