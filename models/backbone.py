@@ -231,7 +231,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         """
         return self._prompts.chat(messages, add_generation_prompt, **variables)
 
-    def chat_frame(self, system: str | None = None) -> ChatFrame:
+    def chat_frame(self, system: str | None = None, apart: bool = False) -> ChatFrame:
         """Says what the chat template puts around the images and the question of one message of a user.
 
         So that images can stay chunks: `front`, images one behind the other, and then the question between `before` and
@@ -239,12 +239,13 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
 
         Args:
           system: a system prompt; None: what the template has of its own.
+          apart: take a template that puts a text between images (`between`), for a caller that lays it there.
 
         Raises:
           InputError: no template or tokenizer, or a template that puts something between images. ConfigError: one that
           cannot be used.
         """
-        return self._prompts.chat_frame(system)
+        return self._prompts.chat_frame(system, apart)
 
     def ids(self, text: str) -> list[int]:
         """Turns a text into token ids, without what the tokenizer itself puts around one.

@@ -32,11 +32,13 @@ class ChatFrame(NamedTuple):
     Attributes:
       front: token ids in front of the first image, the system prompt among them.
       before, behind: texts in front of the question and behind it, up to where the answer begins.
+      between: the text between two images.
     """
 
     front: tuple[int, ...]
     before: str
     behind: str
+    between: str = ""
 
 
 class ImageMark(NamedTuple):
@@ -165,7 +167,7 @@ class Prompts:
                 text = replaced(text, self._medium(sort).written(self.config, self.tokenizer), found, sort)
         return text, expansions
 
-    def chat_frame(self, system: str | None = None) -> ChatFrame:
+    def chat_frame(self, system: str | None = None, apart: bool = False) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
         if (mark := self._mark()) is not None:
@@ -190,7 +192,7 @@ class Prompts:
             front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
 
         before, mark, behind = rest.partition(_ASKED)
-        if not mark or between:
+        if not mark or (between and not apart):
             raise InputError(
                 f"chat template {template.name}: got {between!r:.40} between two images; expected the images and the "
                 "text of a message one right behind the other (else lay the prompt out yourself, by `lead` and "
@@ -200,7 +202,7 @@ class Prompts:
         if not sees:
             front, before = before, ""
         own = self._own_special_tokens()[0] if sees and not template.starts(text) else []
-        return ChatFrame((*own, *self.ids(front)), before, behind)
+        return ChatFrame((*own, *self.ids(front)), before, behind, between)
 
     def ids(self, text: str) -> list[int]:
         """See `ModelBackbone.ids`."""
