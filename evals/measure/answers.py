@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.window.padding import padded_tokens
 
 from .arms import question_tokens
-from .contexts import HostKV, MeasuredContext
+from .contexts import HostKV, MeasuredContext, on_device
 
 AnswerIds = tuple[int, ...]
 
@@ -72,7 +72,7 @@ class QuestionReader:
         backbone = self.context.backbone
         length = self.tokens.embeddings.shape[1]
         padded = padded_tokens(self.tokens, self.context.buckets.round_up(length))
-        ids = backbone.generate(padded, self.steps, cache, lengths=[length])[0].tolist()
+        ids = backbone.generate(padded, self.steps, on_device(cache), lengths=[length])[0].tolist()
         stop = next((place for place, token in enumerate(ids) if token in backbone.stop_tokens), len(ids) - 1)
         return tuple(ids[: stop + 1])
 
@@ -80,7 +80,7 @@ class QuestionReader:
         """Reads the logits of re-prefill's answer, token by token; as many as an answer may have, the last repeated."""
         places = len(self.question) - 1 + np.minimum(np.arange(self.steps), len(self.answer) - 1)
         padded = padded_tokens(self._forced, self.context.buckets.round_up(self._forced.embeddings.shape[1]))
-        return self.context.backbone.prefill(padded, cache, logits=places[None].astype(np.int32)).logits[0]
+        return self.context.backbone.prefill(padded, on_device(cache), logits=places[None].astype(np.int32)).logits[0]
 
     def text(self, ids: AnswerIds) -> str:
         """Returns an answer in words, without the token that ended it."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 import kvpatch_jax as kvp
 from kvpatch_jax import Text
@@ -140,7 +141,7 @@ class MeasuredContext:
         """Runs tokens that are padded to their bucket, in blocks where they are many."""
         size = tokens.embeddings.shape[1]
         many = size > BLOCK_ABOVE and tokens.ahead is None
-        return self.backbone.prefill(tokens, context=front, chunk=BLOCK if many else None)
+        return self.backbone.prefill(tokens, context=on_device(front), chunk=BLOCK if many else None)
 
     @functools.cached_property
     def front_kv(self) -> HostKV | None:
@@ -163,7 +164,7 @@ class MeasuredContext:
     @functools.cached_property
     def reference(self) -> HostKV:
         """The cache that re-prefill leaves, engine frame, [L,1,S,K,H]."""
-        placed = kvp.to_engine(self.backbone.layout, dict(self.conditioned), np.asarray(self.prompt.positions), 0)
+        placed = kvp.to_engine(self.backbone.layout, self.conditioned, np.asarray(self.prompt.positions), 0)
         return self._behind_front(cut({n: np.asarray(v) for n, v in placed.items()}, slice(self.tokens - self.first)))
 
     @functools.cached_property
@@ -255,6 +256,11 @@ class MeasuredContext:
         cache = {name: jnp.asarray(zero_padded(kv, 2, size)) for name, kv in self.placed(number).items()}
         slots, length = np.arange(size, dtype=np.int32)[None], np.array([piece.length], np.int32)
         return SplicedCache(tokens, cache, slots, recorded=recorded, length=length)
+
+
+def on_device(kv: HostKV | None) -> dict[str, Array] | None:
+    """Brings KV to the device, as a context that is read."""
+    return None if kv is None else {name: jnp.asarray(value) for name, value in kv.items()}
 
 
 def on_host(tokens: Tokens) -> Tokens:
