@@ -37,6 +37,14 @@ _MODEL = flags.DEFINE_string(
 )
 _DATA = flags.DEFINE_string("data", None, "a file or folder of the data set")
 _FORMAT = flags.DEFINE_string("format", None, "of the data, where the file does not say: --format=help lists them")
+_MEDIA = flags.DEFINE_string("media", None, "folder of the images and videos, where it is not the data's own")
+_CHARACTERS = flags.DEFINE_integer(
+    "text_characters", 2000, "of a piece of text at most, where the format does not divide it itself", lower_bound=1
+)
+_FRAMES = flags.DEFINE_integer("frames", None, "sampled of a video; by default as the model's settings say", 1)
+_KEEP = flags.DEFINE_integer(
+    "keep", None, "screenshots that stay, where a trajectory does not say which leave; by default all", 1
+)
 _ARMS = flags.DEFINE_list("arms", ["*"], "patterns of arms, such as patch.*,cacheblend.*: --arms=help lists them")
 _OUT = flags.DEFINE_string("out", "out/measure", "folder of answers and report; shards share one")
 _LIMIT = flags.DEFINE_integer("limit", 0, "a sample of so many items; 0: all", lower_bound=0)
@@ -72,7 +80,14 @@ def _measure() -> None:
     if not _MODEL.value or not _DATA.value:
         raise InputError(f"--model, --data: got {_MODEL.value!r}, {_DATA.value!r}; expected both; see --help")
     shard, answer_tokens, out = _shard(_SHARD.value), _answer_tokens(_ANSWER.value), Path(_OUT.value)
-    data = formats.read(Path(_DATA.value), _FORMAT.value)
+    data = formats.read(
+        Path(_DATA.value),
+        _FORMAT.value,
+        media=None if _MEDIA.value is None else Path(_MEDIA.value),
+        text_characters=_CHARACTERS.value,
+        frames=_FRAMES.value,
+        keep=_KEEP.value,
+    )
     model = str(ROOT / _MODEL.value) if (ROOT / _MODEL.value / "config.json").exists() else _MODEL.value
     backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
     frame = frame_of(backbone, _FRAME.value, again)

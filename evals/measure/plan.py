@@ -73,7 +73,7 @@ def contexts_of(items: Sequence[Item]) -> list[PlannedContext]:
     """Groups items by their contexts, in order of appearance."""
     groups: dict[tuple[str, ...], list[Item]] = {}
     for item in items:
-        groups.setdefault((item.cluster, *(_key(piece.content) for piece in item.pieces)), []).append(item)
+        groups.setdefault((item.cluster, *(content_key(piece.content) for piece in item.pieces)), []).append(item)
 
     planned = []
     for group in groups.values():
@@ -83,7 +83,8 @@ def contexts_of(items: Sequence[Item]) -> list[PlannedContext]:
     return planned
 
 
-def _key(content: PieceContent) -> str:
+def content_key(content: PieceContent) -> str:
+    """Returns what a piece's content is known by: equal keys show the same."""
     if isinstance(content, Text):
         return f"text {content}"
     if isinstance(content, StoredImage):
