@@ -86,7 +86,9 @@ def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
     if _DATA.value is not None:
         others = (_IMAGES, _TEXTS, _QUESTIONS, _WINDOWS)
         if any(other.value is not None for other in others) or flags.FLAGS["chunks"].present or len(counts) > 1:
-            raise InputError("--data: expected one --n at most, and neither images, texts, questions, windows nor chunks")
+            raise InputError(
+                "--data: expected one --n at most, and neither images, texts, questions, windows nor chunks"
+            )
         windows = windows_of_items(_data())
         sizes = recorded_sizes(windows, 2 * least, max(counts), _BATCH.value, "--data")
     elif _WINDOWS.value is not None:

@@ -106,7 +106,9 @@ class OwnImageSource(WindowSource):
         chosen = _measured(windows, sizes)
         shown = sorted({name for window in chosen for name in (*window.images, *window.before)})
         digest = digest_of([images.path(name) for name in shown])
-        return cls._planned(images, chosen, sizes, seed, f"{len(chosen)} recorded windows of {len(shown)} images", digest)
+        return cls._planned(
+            images, chosen, sizes, seed, f"{len(chosen)} recorded windows of {len(shown)} images", digest
+        )
 
     @classmethod
     def of_items(
@@ -125,7 +127,9 @@ class OwnImageSource(WindowSource):
             contents |= {content_key(piece.content): piece.content for piece in item.pieces}
         chosen = _measured(windows, sizes)
         content = f"{len(chosen)} contexts of {data.source.name} ({data.format})"
-        return cls._planned(_Images(backbone, contents, str(data.source)), chosen, sizes, seed, content, data.digest[:16])
+        return cls._planned(
+            _Images(backbone, contents, str(data.source)), chosen, sizes, seed, content, data.digest[:16]
+        )
 
     @classmethod
     def _planned(

@@ -19,7 +19,7 @@ from kvpatch_jax.core import KVLayout
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS, KVPrecision, RepairBudget, fraction_to_count, infoflow_layers, quantised
 
-from ..arms.reused_page import cut, leading
+from ..arms.reused_page import cut
 from ..results.costs import METRICS, NUMBER_BITS, ArmCost, ChunkCosts
 from .contexts import HostKV, MeasuredContext, on_host
 
@@ -168,7 +168,9 @@ def _patched(context: MeasuredContext, question: Tokens, rank: int) -> ServedCon
 
         whole, ranks, stored = context.largest_patch(number), {}, 0
         for name, have in whole.ranks.items():
-            rows, features = len(whole.factors[name][0]), context.backbone.layout.channel(name).features
+            channel = own.layout.channel(name)
+            rows = own.layout.layers if channel.layers is None else len(channel.layers)
+            features = channel.features
             numbers = min(rank * (piece.length + features), piece.length * features)
             stored += NUMBER_BITS * rows * numbers
             ranks[name] = have if rank * (piece.length + features) >= piece.length * features else min(rank, have or 0)
@@ -251,5 +253,3 @@ def help_text() -> str:
     """Lists every arm with one line about it."""
     width = max(len(arm.name) for arm in all_arms())
     return "\n".join(f"{arm.name.ljust(width)}  {arm.about}" for arm in all_arms())
-
-

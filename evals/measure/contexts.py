@@ -8,6 +8,7 @@ Axis letters: L layers, T tokens of a piece, S keys, K KV heads, H head width.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,7 +118,7 @@ class MeasuredContext:
             self.pieces.append(self._formed(f"{number}", piece.label, prompt))
         lengths, spans = ([getattr(own, name) for own in self.pieces] for name in ("length", "span"))
         edges = self.first + np.cumsum([0, *lengths])
-        self.slots = [slice(int(begin), int(end)) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+        self.slots = [slice(int(begin), int(end)) for begin, end in itertools.pairwise(edges)]
         self.starts = [int(start) for start in self.first + np.cumsum([0, *spans[:-1]])]
         self.span = self.first + sum(spans)
         self._patches: dict[int, kvp.Patch] = {}

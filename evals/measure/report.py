@@ -154,8 +154,8 @@ def verdict(rows: Rows, records: Sequence[Mapping[str, Any]]) -> str:
         once = 100 * rows.get(PROBE, best, "forming_flops").value
         sentences.append(
             f"Of the arms that are not exact, {best} is nearest to re-prefill: it removes {show(got(best, 'eta'))} of "
-            f"blind reuse's KL, keeps {kept:.0f} % of the KV for a context, and takes {work:.0f} % of re-prefill's work "
-            f"at every reuse and {once:.0f} % of it once before."
+            f"blind reuse's KL, keeps {kept:.0f} % of the KV for a context, and takes {work:.0f} % of re-prefill's "
+            f"work at every reuse and {once:.0f} % of it once before."
         )
     elif mending:
         sentences.append("Blind reuse loses too little here to tell what mends it.")
@@ -198,7 +198,9 @@ def examples(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for record in sorted(measured, key=moved):
         if record["cluster"] not in seen and len(chosen) < EXAMPLES:
             seen.add(record["cluster"])
-            said = [(arm, own.get("said", own.get("failed", "")), own.get("score")) for arm, own in record["arms"].items()]
+            said = [
+                (arm, own.get("said", own.get("failed", "")), own.get("score")) for arm, own in record["arms"].items()
+            ]
             chosen.append({**record, "said": said})
     return chosen
 

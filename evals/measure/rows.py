@@ -65,9 +65,7 @@ def arms_in(records: Records) -> list[str]:
 def _metrics(records: Records, arm: str) -> Iterator[tuple[str, Interval]]:
     """Yields an arm's metrics over the items that it, re-prefill and blind reuse answered."""
     answered = [
-        record
-        for record in records
-        if all("score" in record["arms"].get(name, {}) for name in (REFERENCE, BLIND, arm))
+        record for record in records if all("score" in record["arms"].get(name, {}) for name in (REFERENCE, BLIND, arm))
     ]
     if not answered:
         return

@@ -1,4 +1,4 @@
-"""A certificate from a user's own data: contexts as windows, questions as asked, as recorded windows of the same are."""
+"""A certificate from a user's own data: contexts are windows, as recorded windows of the same are."""
 
 import json
 

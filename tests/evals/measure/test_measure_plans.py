@@ -75,7 +75,9 @@ def test_shards_resume_after_lines_that_were_cut_off_and_after_other_shardings(t
 def test_another_measurements_folder_is_refused_and_left_as_it_is(tmp_path):
     run_shard(counting_dataset([]), tmp_path, Shard(1, 2), PACE)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match=r"--out: got .*parts-00001-of-00002\.jsonl, which holds parts of another seed"):
+    with pytest.raises(
+        InputError, match=r"--out: got .*parts-00001-of-00002\.jsonl, which holds parts of another seed"
+    ):
         run_shard(counting_dataset([], seed=1), tmp_path, Shard(0, 2), PACE)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -86,7 +88,9 @@ def test_two_processes_on_one_shard_are_refused(tmp_path):
             run_shard(counting_dataset([]), tmp_path, Shard(), PACE)
         yield {}
 
-    run_shard(RecordedDataset({"model": "m"}, [PlannedPart("0: q", measure, 1)], lambda _: [], ()), tmp_path, Shard(), PACE)
+    run_shard(
+        RecordedDataset({"model": "m"}, [PlannedPart("0: q", measure, 1)], lambda _: [], ()), tmp_path, Shard(), PACE
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_words_that_a_vocabulary_lacks_are_refused(loaded, data):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ten_kills_and_one_two_and_five_shards_leave_the_same_files(checkpoint, data, tmp_path):
-    """SIGKILL as soon as the file of parts has one line more, ten times; a wrong model on the folder changes nothing."""
+    """SIGKILL as soon as the file of parts has one line more, ten times; another model changes nothing."""
     model = checkpoint("qwen2_5_vl")
     code, said, error = ran(model, data, tmp_path / "one")
     assert code == 0, error
