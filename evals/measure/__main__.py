@@ -11,6 +11,7 @@ from . import startup_message as startup_message  # isort: split
 
 from .. import extra as extra  # isort: split
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -91,11 +92,13 @@ def _measure() -> None:
     model = str(ROOT / _MODEL.value) if (ROOT / _MODEL.value / "config.json").exists() else _MODEL.value
     backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
     frame = frame_of(backbone, _FRAME.value, again)
-    asked, refusals = speakable(backbone, frame, data)
+    # What is not in the sample is not looked at.
+    sample = dataclasses.replace(data, items=sampled(data.items, _LIMIT.value, _SEED.value))
+    asked, refusals = speakable(backbone, frame, sample)
     arms, unserved = chosen_arms(_ARMS.value, backbone.layout)
     most = _MOST.value or longest_prompt(model)
 
-    contexts = contexts_of(sampled(asked, _LIMIT.value, _SEED.value))
+    contexts = contexts_of(asked)
     measurement = Measurement(backbone, frame, arms, most, answer_tokens)
     settings = {"model": Path(model).name, "dtype": _DTYPE.value, "limit": _LIMIT.value, "seed": _SEED.value}
     steps = max(measurement.steps(item) for context in contexts for item in context.items)
