@@ -242,8 +242,8 @@ class _RowAgain:
 
 
 def _parquet_records(source: StoredBytes) -> Iterator[Record | Refusal]:
-    parquet = require("pyarrow.parquet", "pyarrow", "evals")
-    arrow = require("pyarrow", "pyarrow", "evals")
+    parquet = require("pyarrow.parquet", "pyarrow", "data")
+    arrow = require("pyarrow", "pyarrow", "data")
     try:
         file = parquet.ParquetFile(str(source.path))
         count = 0

@@ -6,6 +6,7 @@ can be read again when they are needed.
 
 import gzip
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,15 +31,16 @@ class StoredBytes:
         self.path, self.name = path, name
         with path.open("rb") as file:
             start = file.read(4)
-        self._source: Any = None
-        self._file: Any = None
+        opened: Any = None
         if start[:2] == b"\x1f\x8b":
-            self._source = gzip.open(path, "rb")
+            opened = gzip.open(path, "rb")  # noqa: SIM115 # read on as records are asked for
         elif start == b"\x28\xb5\x2f\xfd":
-            self._source = require("zstandard", "zstandard", "evals").open(str(path), "rb")
-        if self._source is not None:
-            self._file = tempfile.TemporaryFile()
-        self._end = 0
+            opened = require("zstandard", "zstandard", "data").open(str(path), "rb")
+        self._source, self._file, self._end = opened, None, 0
+        if opened is not None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 # as long as images may be read again
+            for file in (opened, self._file):
+                weakref.finalize(self, file.close)
 
     def read(self, start: int, length: int) -> bytes:
         """Reads `length` bytes at `start`; fewer at the end.
@@ -55,16 +57,12 @@ class StoredBytes:
         while self._end < start + length:
             try:
                 chunk = self._source.read(_CHUNK)
-            except (OSError, EOFError, zlib.error) as error:
-                raise InputError(
-                    f"{self.name}: got a damaged compressed file ({error}); expected a whole one"
-                ) from error
             except Exception as error:
                 # zstandard's error is a class of the optional package.
-                if type(error).__name__ != "ZstdError":
+                if not isinstance(error, OSError | EOFError | zlib.error) and type(error).__name__ != "ZstdError":
                     raise
                 raise InputError(
-                    f"{self.name}: got a damaged compressed file ({error}); expected a whole one"
+                    f"{self.name}: got damaged compressed bytes ({error}); expected a whole file"
                 ) from error
             if not chunk:
                 break

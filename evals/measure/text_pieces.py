@@ -25,11 +25,12 @@ def _split(text: str, most: int, border: int) -> list[str]:
     starts = [0, *ends]
     parts = [text[start:end] for start, end in zip(starts, [*ends, len(text)], strict=True) if start < end]
     pieces: list[str] = []
+    joins = False
     for part in parts:
-        if pieces and len(pieces[-1]) + len(part) <= most:
+        # What is left of a long part stays alone, so that the next one begins where it is written to.
+        if joins and len(pieces[-1]) + len(part) <= most:
             pieces[-1] += part
-        elif len(part) <= most:
-            pieces.append(part)
         else:
-            pieces.extend(_split(part, most, border + 1))
+            joins = len(part) <= most
+            pieces.extend([part] if joins else _split(part, most, border + 1))
     return pieces

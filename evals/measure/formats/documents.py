@@ -3,12 +3,12 @@
 - MMLongBench-Doc (Ma et al. 2024; mayubo2333/MMLongBench-Doc): data/samples.json, a list with doc_id (a PDF in
   documents/), doc_type, question, answer, evidence_pages and evidence_sources (lists as text), answer_format. lmms-eval
   shows only the evidence pages; here all are shown.
-- SlideVQA (Tanaka et al. 2023; nttmdlab-nlp/SlideVQA): JSON Lines with deck_name, deck_url, image_urls, qa_id, question,
-  answer, arithmetic_expression, evidence_pages, reasoning_type, answer_type, slides in images/<split>/<deck_name>/; the
-  hub's Parquet has page_1 … page_20 in place of image_urls.
+- SlideVQA (Tanaka et al. 2023; nttmdlab-nlp/SlideVQA): JSON Lines with deck_name, deck_url, image_urls, qa_id,
+  question, answer, arithmetic_expression, evidence_pages, reasoning_type, answer_type, slides in
+  images/<split>/<deck_name>/; the hub's Parquet has page_1 … page_20 in place of image_urls.
 - MP-DocVQA (Tito et al. 2023): {"data": […]} with questionId, question, doc_id, page_ids, answers, answer_page_idx,
-  data_split, pages images/<page id>.jpg; the hub's Parquet (lmms-lab/MP-DocVQA) has image_1 … image_20, and page_ids and
-  answers as Python writes lists.
+  data_split, pages images/<page id>.jpg; the hub's Parquet (lmms-lab/MP-DocVQA) has image_1 … image_20, and page_ids
+  and answers as Python writes lists.
 - DocVQA (Mathew et al. 2021): {"data": […]} with questionId, question, question_types, image, docId,
   ucsf_document_id, ucsf_document_page_no, answers, data_split; the hub's Parquet has image as bytes.
 """

@@ -1,7 +1,8 @@
 """Plain JSON Lines of one's own: images, texts, question, answer.
 
-A record has `question`, `answer` (a text, a number, or a list of texts that count as right), and `images` (files' names)
-or `texts`, or both: images come first. For another order, `pieces` in their place: [{"image": name} or {"text": text}].
+A record has `question`, `answer` (a text, a number, or a list of texts that count as right), and `images` (names of
+files) or `texts`, or both: images come first. For another order, `pieces` in their place: [{"image": name} or
+{"text": text}].
 Also `id` (the line's number without it), `cluster`, `kind`, `options` (the answer is then a letter), `rule` (a key of
 `scoring.RULES`; exact match without it, the letter with options) and `answer_format`.
 """

@@ -1,8 +1,8 @@
 """VLMEvalKit's TSV: one image or several, a question, options A, B, … or none.
 
-Fields by VLMEvalKit's docs/en/Development.md and `ImageBaseDataset`: index, image (base64, or the index of the row whose
-image it is, where it is at most 64 characters; a list of images is written as Python writes it), image_path, question,
-hint, A, B, C, …, answer, category. The prompt is that of `ImageMCQDataset.build_prompt`.
+Fields by VLMEvalKit's docs/en/Development.md and `ImageBaseDataset`: index, image (base64, or the index of the row
+whose image it is, where it is at most 64 characters; a list of images is written as Python writes it), image_path,
+question, hint, A, B, C, …, answer, category. The prompt is that of `ImageMCQDataset.build_prompt`.
 """
 
 import ast

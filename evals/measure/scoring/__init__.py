@@ -1,7 +1,7 @@
 """Scoring rules of data sets, each as its publisher states it: a prediction's text and an item to a score in [0, 1].
 
-Averaging is not theirs: scores that are defined over a set (MMLongBench-Doc's F1 over answerable questions, MuSiQue-Full's
-pairs, joint scores of answers and supporting facts) are left out.
+Scores that are defined over a set (MMLongBench-Doc's F1 over answerable questions, MuSiQue-Full's pairs, joint scores
+of answers and supporting facts) are left out.
 """
 
 import dataclasses

@@ -20,9 +20,9 @@ def gui_odyssey(prediction: str, item: Item) -> float:
 
     Actions are written as the release's training data writes them: "CLICK: (x, y)" and "LONG_PRESS: (x, y)" in
     thousandths of the screen, "SCROLL: UP", "TYPE: text", "COMPLETE", "IMPOSSIBLE", "PRESS_HOME", "PRESS_BACK",
-    "PRESS_RECENT". The type must be the same. A point counts within .14 of the recorded one (thousandths of either side,
+    "PRESS_RECENT". The type must be the same. A point counts within .14 of the recorded one (shares of either side,
     Euclidean), or inside the box of the element that SAM 2 found, the item's answer_format ("x1,y1,x2,y2"); a direction
-    if it is the same; a text if one contains the other or their similarity is at least .5. What cannot be read scores 0.
+    if it is the same; a text if one contains the other or their similarity is at least .5. What cannot be read is 0.
     """
     said, right = _TYPED.fullmatch(prediction.strip()), _TYPED.fullmatch(item.answers[0])
     if said is None or right is None or said[1] != right[1]:

@@ -1,5 +1,6 @@
 """MM-NIAH's rules: letters of options, soft accuracy of lists, inclusion of a word."""
 
+import itertools
 import json
 import re
 from typing import Any
@@ -79,7 +80,7 @@ def _soft_accuracy(prediction: str, right: Any) -> float:
     try:
         said = json.loads(prediction.strip(".").replace("json", "").replace("```", "").strip())
         if isinstance(said, dict):
-            said = sum(said.values(), start=[])
+            said = list(itertools.chain.from_iterable(said.values()))
     except (ValueError, TypeError, RecursionError):
         return 0.0
     if not isinstance(said, list) or not isinstance(right, list) or not right:
