@@ -36,7 +36,8 @@ class StoredBytes:
             opened = gzip.open(path, "rb")  # noqa: SIM115 # read on as records are asked for
         elif start == b"\x28\xb5\x2f\xfd":
             opened = require("zstandard", "zstandard", "data").open(str(path), "rb")
-        self._source, self._file, self._end = opened, None, 0
+        self._file: Any = None
+        self._source, self._end = opened, 0
         if opened is not None:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 # as long as images may be read again
             for file in (opened, self._file):

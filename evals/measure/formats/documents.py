@@ -49,8 +49,8 @@ def _mmlongbench_item(record: Record, documents: Documents, number: int) -> Item
         raise InputError(f"answer: got {answer!r:.80}; expected a text or a number")
     if answer_format == "Int":
         try:
-            int(answer)
-        except (TypeError, ValueError) as error:
+            int(str(answer))
+        except ValueError as error:
             raise InputError(f"answer: got {answer!r:.80}; expected an integer, as answer_format says") from error
     pages = documents.pages(record.text("doc_id"))
     _listed(record["evidence_pages"], "evidence_pages")

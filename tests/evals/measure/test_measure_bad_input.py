@@ -5,6 +5,7 @@ import json
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,7 +142,8 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing(folder):
     (folder / "d.tsv").write_bytes(b"\xef\xbb\xbf" + table.encode())
     found = formats.read(folder / "d.tsv")
     assert [item.question for item in found.items] == ["Question: Q\n", "Question: R\n"]
-    assert found.items[1].pieces[0].content.read() == fixtures.png(["x"])
+    content: Any = found.items[1].pieces[0].content
+    assert content.read() == fixtures.png(["x"])
 
 
 @pytest.mark.parametrize(
@@ -173,17 +175,15 @@ def test_a_file_of_no_format_is_an_error_that_says_what_it_has(folder, content, 
 
 def test_paths_formats_and_options_are_checked_first(folder, unchecked):
     path = lines(folder, GOOD)
-    for arguments, said in (
-        ((folder / "none",), "which is not there; expected a file or a folder"),
-        ((path, "xml"), "format: got 'xml'; expected one of mm_niah"),
-    ):
-        with pytest.raises(InputError, match=said):
-            formats.read(*arguments)
-    for options, said in (
+    with pytest.raises(InputError, match="which is not there; expected a file or a folder"):
+        formats.read(folder / "none")
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"format": "xml"}, "format: got 'xml'; expected one of mm_niah"),
         ({"limt": 3}, "got 'limt'"),
         ({"limit": 0}, "limit: got 0"),
         ({"keep": True}, "keep: got True"),
-    ):
+    )
+    for options, said in wrong:
         with pytest.raises(InputError, match=said):
             formats.read(path, **options)
     (folder / "empty").mkdir()

@@ -4,17 +4,23 @@ import gzip
 import io
 import json
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from evals.measure import exports, formats
-from evals.measure.episodes import step_items
+from evals.measure.episodes import EpisodeStep, step_items
 from evals.measure.stored_bytes import StoredBytes
 from evals.measure.tfrecord import crc32c, examples, framed
 from kvpatch_jax.errors import InputError
 from tests.evals import make_measure_fixtures as fixtures
+
+
+def shown(step: EpisodeStep) -> np.ndarray:
+    content: Any = step.screenshots[0].content
+    return drawn(content.read())
 
 
 def drawn(content: bytes) -> np.ndarray:
@@ -41,7 +47,7 @@ def test_android_controls_records_are_read_without_tensorflow(tmp_path):
     assert steps[1].response == '{"action_type": "input_text", "text": "Seoul"}'
     assert {step.answer_format for step in steps} == {"90x160"}
     for step, screen in zip(steps, fixtures.episodes()[7].screenshots, strict=False):
-        np.testing.assert_array_equal(drawn(step.screenshots[0].content.read()), drawn(screen))
+        np.testing.assert_array_equal(shown(step), drawn(screen))
 
 
 def test_a_trace_says_which_screenshots_left_and_what_was_answered(tmp_path):
@@ -56,7 +62,7 @@ def test_a_trace_says_which_screenshots_left_and_what_was_answered(tmp_path):
         assert (episode.goal, episode.system) == ("Search for Cairo in app 2", "You are a computer-use agent.")
         screens = fixtures.episodes()[2].screenshots
         for step, screen in zip(episode.steps, screens, strict=True):
-            np.testing.assert_array_equal(drawn(step.screenshots[0].content.read()), drawn(screen))
+            np.testing.assert_array_equal(shown(step), drawn(screen))
 
 
 def test_a_history_that_begins_again_is_an_episode_of_its_own(tmp_path):
@@ -129,7 +135,8 @@ def _damage(content: bytes, how: str) -> bytes:
     ("how", "said"),
     [
         ("length", "a length whose sum is wrong"), ("long", "1099511627776 bytes; expected at most"),
-        ("body", "bytes whose sum is wrong"), ("end", "a file that ends after"), ("head", "a length whose sum is wrong"),
+        ("body", "bytes whose sum is wrong"), ("end", "a file that ends after"),
+        ("head", "a length whose sum is wrong"),
     ],
 )  # fmt: skip
 def test_damaged_records_are_refused_by_what_is_wrong(tmp_path, how, said):

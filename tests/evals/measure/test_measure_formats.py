@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +74,8 @@ def test_the_limit_ends_reading(data):
 def test_mm_niah_divides_contexts_at_images_and_has_three_kinds_of_answers(data):
     items = {item.id: item for item in formats.read(data["mm_niah"]).items}
     text = items["retrieval-text/0"]
-    shown = [str(piece.content) if isinstance(piece.content, Text) else piece.content.name for piece in text.pieces]
+    contents: list[Any] = [piece.content for piece in text.pieces]
+    shown = [str(content) if isinstance(content, Text) else content.name for content in contents]
     images = [f"retrieval-text_0_{place}.png" for place in (0, 1)]
     assert shown == ["The ship left Oslo at dawn.\n\n", images[0], "It met calm seas.\n", images[1], "It came home."]
     assert text.question == ("Where did the ship leave from?\nAnswer the question using a single word or phrase.")
