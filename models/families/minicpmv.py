@@ -83,7 +83,7 @@ TEMPLATE_45 = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Release:
+class MiniCPMVRelease:
     """What tells one release from another: its language model, what its tables of keys are called, the placeholder's
     id in its vocabulary.
     """
@@ -94,9 +94,9 @@ class Release:
 
 
 RELEASES = {
-    2.6: Release(read_qwen2, "minicpmv2.6", 128244),
-    4.0: Release(read_llama, "minicpmv4.0", 0),
-    4.5: Release(read_qwen3, "minicpmv4.5", 128244),
+    2.6: MiniCPMVRelease(read_qwen2, "minicpmv2.6", 128244),
+    4.0: MiniCPMVRelease(read_llama, "minicpmv4.0", 0),
+    4.5: MiniCPMVRelease(read_qwen3, "minicpmv4.5", 128244),
 }
 """By the `version` that `config.json` names."""
 

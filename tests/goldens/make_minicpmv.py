@@ -159,7 +159,7 @@ def get_2d_sincos_pos_embed(embed_dim, height, width):
     return np.concatenate([get_1d_sincos_pos_embed(embed_dim // 2, axis) for axis in grid], axis=-1)
 
 
-class Resampler(torch.nn.Module):
+class AuthorsResampler(torch.nn.Module):
     def __init__(self):
         super().__init__()
         norm = lambda: torch.nn.LayerNorm(WIDTH, eps=1e-6)
@@ -192,7 +192,7 @@ class MiniCPMV(torch.nn.Module):
         self.llm = cls(config(**BASE, **own, rope_parameters=rope, attn_implementation="eager"))
         vision = SiglipVisionConfig(**VISION, vision_use_head=False, attn_implementation="eager")
         self.vpm = SiglipVisionModel(vision)
-        self.resampler = Resampler()
+        self.resampler = AuthorsResampler()
 
     def names(self):
         found = {f"llm.{name}": value for name, value in self.llm.named_parameters()}

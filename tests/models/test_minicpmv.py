@@ -321,11 +321,13 @@ def test_a_tail_of_the_answer_is_written_as_the_release_does(tmp_path):
         messages = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": answer}]
         expected = chat_text(messages, 4.5, False)
         assert backbone.chat_template.render(messages) == expected
+    with pytest.raises(InputError, match=r"got '\\n' between two images"):
+        backbone.chat_frame()
     with pytest.raises(InputError, match="tools are not written"):
         backbone.chat([{"role": "user", "content": "Well?"}], tools=[{"name": "f"}])
 
 
-@pytest.mark.parametrize("version", [2.6, 4.0, 4.5])
+@pytest.mark.parametrize("version", [4.5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2.6, 4.0))])
 def test_sessions_answer_about_images(version, tmp_path):
     """The first chunk is exact, so that a session of it answers as the whole prompt does, again after it was saved; an
     image further on follows where the first one ends. A chunk's image is number 0: it was prepared alone.
