@@ -124,6 +124,10 @@ class AmbiguousTextError(InputError):
     """A str that looks like a file's name or an address where a text or an image may be meant; see `Text`."""
 
 
+class ShardError(KVPatchError):
+    """Shards of a batch that failed on a cluster."""
+
+
 class TraceError(KVPatchError):
     """An invalid trace or line of a trace: damaged, of another version, or with an impossible event."""
 

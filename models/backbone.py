@@ -231,14 +231,17 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """Says what the chat template puts around the images and the question of one message of a user.
 
-        So that images can stay chunks: `front`, images one behind the other, and then the question between `before` and
-        `behind` are the very tokens that `chat` makes of a message with these images and this question.
+        So that images can stay chunks: `front`, images with `between` from one to the next, and then the question
+        between `before` and `behind` are the very tokens that `chat` makes of a message with these images and this
+        question. Of Gemma 3 they are its very text: images as `prepare` makes them have their blank lines as tokens of
+        their own, which in `chat` may join those of the text.
 
         Args:
           system: a system prompt; None: what the template has of its own.
 
         Raises:
-          InputError: no template or tokenizer, or a template that puts something between images. ConfigError: one that
+          InputError: no template or tokenizer, a template that does not place images and text in their order, or a
+          tokenizer with tokens of its own around every text between images (Phi-3-vision). ConfigError: a template that
           cannot be used.
         """
         return self._prompts.chat_frame(system)

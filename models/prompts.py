@@ -32,11 +32,13 @@ class ChatFrame(NamedTuple):
     Attributes:
       front: token ids in front of the first image, the system prompt among them.
       before, behind: texts in front of the question and behind it, up to where the answer begins.
+      between: token ids that stand between two images (LLaVA's and Phi-3-vision's newline).
     """
 
     front: tuple[int, ...]
     before: str
     behind: str
+    between: tuple[int, ...] = ()
 
 
 class ImageMark(NamedTuple):
@@ -168,12 +170,6 @@ class Prompts:
     def chat_frame(self, system: str | None = None) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
-        if (mark := self._mark()) is not None:
-            raise InputError(
-                f"chat_frame: got {self.family.architecture}, whose processor writes {mark.around!r} around images, "
-                "which join the text's own lines in one token; expected another family (`chat`, or a prompt by `lead` "
-                "and `around`)"
-            )
 
         def said(text):
             return [{"type": "text", "text": text}] if sees else text
@@ -186,21 +182,32 @@ class Prompts:
         text = template.render(messages)
         front, between, rest = "", "", text
         if sees:
-            parts = text.split(self._image_mark(text))
-            front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
+            parts = self._around_images(text)
+            front, between, rest = parts if len(parts) == 3 else ("", "", "")
 
-        before, mark, behind = rest.partition(_ASKED)
-        if not mark or between:
+        before, asked, behind = rest.partition(_ASKED)
+        if not asked:
             raise InputError(
-                f"chat template {template.name}: got {between!r:.40} between two images; expected the images and the "
-                "text of a message one right behind the other (else lay the prompt out yourself, by `lead` and "
-                "`around`)"
+                f"chat template {template.name}: got a message of two images and a text rendered as {text!r:.80}; "
+                "expected each image and then the text (else lay the prompt out yourself, by `lead` and `around`)"
             )
 
         if not sees:
             front, before = before, ""
         own = self._own_special_tokens()[0] if sees and not template.starts(text) else []
-        return ChatFrame((*own, *self.ids(front)), before, behind)
+        return ChatFrame((*own, *self.ids(front)), before, behind, tuple(self.ids(between)))
+
+    def _around_images(self, text: str) -> list[str]:
+        """Returns what a rendered text has in front of its images, between and behind them."""
+        spelling, mark = self.family.vision.spelling if self.family.vision else None, self._mark()
+        if spelling is None:
+            return text.split(self._image_mark(text) if mark is None else mark.text)
+        if any(self._own_special_tokens()):
+            raise InputError(
+                f"chat_frame: got {self.family.architecture} with a tokenizer that puts tokens of its own around every "
+                "text between images; expected one that puts none (or a prompt by `chat`)"
+            )
+        return re.split(spelling, text)
 
     def ids(self, text: str) -> list[int]:
         """See `ModelBackbone.ids`."""

@@ -31,8 +31,10 @@ TINY = {
     "Kimi_K25ForConditionalGeneration": "kimi_vl",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
+    "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
     "InternVLForConditionalGeneration": "internvl",
     "SmolVLMForConditionalGeneration": "smolvlm",
+    "Gemma4ForConditionalGeneration": "gemma4_moe",
     "LlamaForCausalLM": "llama3_1",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -41,6 +43,8 @@ TINY = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "Phi3ForCausalLM": "phi3_long",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
@@ -50,6 +54,9 @@ UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
+    "MiniCPMV": "transformers has no such class",
+    "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
+    "DeepseekOCRForCausalLM": "transformers has no such class",
     **dict.fromkeys(
         (
             "Gemma3ForCausalLM",
@@ -71,7 +78,7 @@ UNTIMED = {
 }
 REGIMES = {"Phi3ForCausalLM": "long"}
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-PICTURES += ("high_res_pixel_values",)
+PICTURES += ("high_res_pixel_values", "image_position_ids")
 
 
 def qwen2_config(

@@ -4,7 +4,9 @@ Sides take turns as processes of their own (ours is `large_worker`), so that onl
 is one side's.
 
 * `load float32`, `load bfloat16`: a float32 model from a file of that type, page cache warm. transformers maps a file
-  of the model's own type and reads nothing: its time counts until every page was touched.
+  of the model's own type and reads nothing: its time counts until every page was touched. Ours copies: layers of one
+  kind lie in one array, and matrices as [in, out], of which files have the transpose.
+* `load float32 / plain copy`: how many times longer ours takes than reading the file's bytes into new memory.
 * `tower`: the tower and its projector over the image.
 * `prefill`: the forward of all embeddings, with KV and the last token's logits.
 * `step`: one token after them, the host in between.
@@ -222,6 +224,8 @@ def profile_rows(ours: Turns, theirs: Turns, labels: Mapping[str, Any]) -> list[
     samples = _samples(ours, theirs, lambda turn: 2 * MATMUL**3 / turn["seconds"]["matmul"] / 1e9)
     rates = {side: statistics.median(values) for side, values in samples.items()}
     rows = [{"metric": "matmul: GFLOP/s", **labels, **rates}]
+    copies = [turn["seconds"]["load float32"] / turn["seconds"]["plain copy"] for turn in ours]
+    rows.append({"metric": "load float32 / plain copy", **labels, "ours": statistics.median(copies)})
     for stage in ours[-1]["peaks"]:
         with_stage = theirs if theirs and stage in theirs[0]["peaks"] else []
         samples = _samples(ours, with_stage, lambda turn, stage=stage: turn["peaks"][stage] / 1e9)

@@ -5,9 +5,11 @@ Two models of some gigabytes are never in memory together, and each side's peak 
 
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from kvpatch_jax.core import to_engine
 from models import load, save
+from models.checkpoints.filling import PIECE
 from models.inputs.qwen_images import ImageConfig
 
 from .checkpoints import pad_cache, random_backbone
@@ -51,6 +54,7 @@ def measure(size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
         jax.block_until_ready(backbone.parameters)
         seconds[f"load {name}"] = time.perf_counter() - begin
         peaks[f"load {name}"] = peak_bytes()
+    seconds["plain copy"] = copy_seconds(folder / "float32" / "model.safetensors")
 
     assert backbone is not None
 
@@ -86,6 +90,26 @@ def measure(size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
     jax.block_until_ready(product(square, square))
     seconds["matmul"] = min(stopwatch(lambda: jax.block_until_ready(product(square, square))) for _ in range(5))
     return {"seconds": seconds, "peaks": peaks}
+
+
+def copy_seconds(path: Path) -> float:
+    """Measures the seconds in which a thread for each core reads a file into new memory: the least that a load which
+    copies can take. The file's pages are in the page cache.
+    """
+    size, cores = path.stat().st_size, len(os.sched_getaffinity(0))
+
+    def read(part: int) -> None:
+        place, stop = part * size // cores, (part + 1) * size // cores
+        with path.open("rb", buffering=0) as file:
+            file.seek(place)
+            while place < stop:
+                place += file.readinto(room[place : min(stop, place + PIECE)])
+
+    begin = time.perf_counter()
+    room = memoryview(np.empty(size, np.uint8))  # its pages come with the first write, as a load's do
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(read, range(cores)))
+    return time.perf_counter() - begin
 
 
 def main(request: str) -> None:

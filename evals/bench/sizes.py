@@ -26,6 +26,8 @@ from models.decoder.sharding import partition_specs, split_mesh
 from models.decoding import Forward
 from models.families.family import abstract, parameters, placeholders, tower_heads, with_dtype, with_parameters
 from models.families.llava import packing_index
+from models.towers.common import patch_places
+from models.towers.gemma4 import Gemma4VisionConfig
 from models.towers.pixtral import PixtralConfig
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 
@@ -48,6 +50,7 @@ TILES = {
     "SmolVLMForConditionalGeneration": 17,
     "Phi3VForCausalLM": 17,
     "Gemma3ForConditionalGeneration": 1,
+    "MiniCPMV": 10,
 }
 """Tiles of one image; of families that cut images, as many as their released settings make of a large one."""
 
@@ -154,16 +157,17 @@ def _bytes(leaves: Any) -> int:
 def _bytes_read(config: Any, leaves: Any) -> tuple[float, float]:
     """Counts bytes of the weights that a prompt needs, and that one token needs: the chosen experts alone.
 
-    No tower, and of an embedding that is not also the head no more than a row per token.
+    No tower, and of an embedding that is not also the head, or of every layer's, no more than a row per token.
     """
     experts, whole, single = config.text.experts, 0.0, 0.0
     for path, leaf in leaves.items():
-        if path[0] != "decoder" or (path[1] == "embedding" and not config.text.tied_embeddings):
+        rows = path[1] == "token_table" or (path[1] == "embedding" and not config.text.tied_embeddings)
+        if path[0] != "decoder" or rows:
             continue
         size = leaf.size * leaf.dtype.itemsize
         whole += size
-        # Those of shared experts have longer paths.
-        chosen = experts is not None and path[1:] in (("layers", "mlp", part) for part in ("gate", "up", "down"))
+        # Those of shared experts, and of an MLP beside, have longer paths.
+        chosen = path[-2] in ("mlp", "experts") and path[-1] in ("gate", "up", "down")
         single += size * experts.chosen / experts.experts if chosen and experts is not None else size
 
     return whole, single
@@ -174,7 +178,9 @@ def _prefill(programs: Forward, config: Any, length: int) -> tuple[Callable[...,
     text, axes = config.text, config.text.rope.axes
     positions = (1, length) if axes is None else (1, length, axes)
     deep = len(getattr(getattr(config, "vision", None), "deepstack_layers", ()))
-    deepstack = SPEC((1, length, deep, text.width), text.dtype) if deep else None
+    # Or of every layer what it takes of each token (Gemma 4).
+    deep, width = (deep, text.width) if text.per_layer is None else (text.layers, text.per_layer)
+    deepstack = SPEC((1, length, deep, width), text.dtype) if deep else None
     tokens = Tokens(SPEC((1, length, text.width), text.dtype), SPEC(positions, jnp.int32), deepstack)
     rows = SPEC((1, 1), jnp.int32)
     function = functools.partial(programs.prefill, start_layer=0, hidden_at=(), chunk=None)
@@ -192,7 +198,9 @@ def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any
         ids = np.full((1, count), config.image_token)
         plan = vision.plan(config, ids, {"pixel_values": np.broadcast_to(np.float32(1), pixels), **arrays})
         shapes = jax.tree.map(lambda leaf: SPEC(leaf.shape, leaf.dtype), dict(plan))
-        calls[what] = (programs.encode, (programs.state, SPEC(pixels, jnp.float32), shapes))
+        # Gemma 4's tower takes the patches that count alone.
+        inputs = shapes.pop("inputs", SPEC(pixels, jnp.float32))
+        calls[what] = (programs.encode, (programs.state, inputs, shapes))
 
     return calls
 
@@ -200,6 +208,10 @@ def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any
 def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarray], int]]:
     """Returns the shape of the pixels, further arrays and the number of placeholders of one image, by its size."""
     tower, architecture = config.vision, config.family.architecture
+    if isinstance(tower, Gemma4VisionConfig):
+        rows, columns = patch_places(14 * tower.pool, 20 * tower.pool, 1)
+        places = np.stack([columns, rows], axis=1)[None]
+        return {"280 tokens": ((1, len(rows), tower.features), {"image_position_ids": places}, 280)}
     # Pixtral's tower, of Mistral's family and of LLaVA's, takes images of any size.
     pixtral = isinstance(tower, PixtralConfig)
     if architecture in TILES and not pixtral:
@@ -212,6 +224,10 @@ def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndar
             crops = np.array([[tower.image, tower.image * (tiles - 1)]])
             count = len(config.family.vision.tokens(config, {"image_sizes": crops}, 0, None))
             return {f"{tiles} tiles": ((tiles, *side), {"image_sizes": crops}, count)}
+        if architecture == "MiniCPMV":  # slices of 448×448 pixels and the whole, packed patch by patch
+            grids = np.full((tiles, 2), 448 // tower.patch)
+            shape = (int(np.prod(grids, axis=1).sum()), tower.channels, tower.patch, tower.patch)
+            return {f"{tiles} tiles": (shape, {"tgt_sizes": grids}, tiles * config.resampler.queries)}
         further = {}
         if architecture == "DeepseekVLHybridForConditionalGeneration":
             shape = (tiles, config.high.channels, config.high.image, config.high.image)

@@ -10,6 +10,7 @@ from . import startup_message as startup_message  # isort: split
 from .. import extra as extra  # isort: split
 
 import dataclasses
+import functools
 import resource
 import tempfile
 import time
@@ -24,12 +25,14 @@ from models import Buckets, ModelBackbone, load
 from ..command_line import begin_program, errors_as_one_line
 from ..compilation import Compilations
 from ..console import Progress, in_words
+from ..measure import formats
+from ..measure.items import ItemSet
 from ..results.environment import environment
 from ..trained import shipped
 from .certification import certify, table
 from .certification_run import CertificationRun
 from .journal import Journal
-from .own_images import OwnImageSource, recorded_sizes
+from .own_images import OwnImageSource, recorded_sizes, windows_of_items
 from .packed_questions import QUESTIONS
 from .recorded_windows import read_windows
 from .scores import least_windows
@@ -49,6 +52,10 @@ _WINDOWS = flags.DEFINE_string(
     None,
     "a file of JSON lines: windows as your agent had them, of the images of --images, and their questions",
 )
+_DATA = flags.DEFINE_string(
+    "data", None, "a data set as evals.measure reads it: its contexts of images are the windows, its questions asked"
+)
+_FORMAT = flags.DEFINE_string("format", None, "of --data, where the file does not say")
 _OUT = flags.DEFINE_string("out", None, "the certificate's file")
 _NUMBER = flags.DEFINE_list("n", ["64"], "windows, half of them held out; of every size, or a number for each")
 _BATCH = flags.DEFINE_integer(
@@ -76,7 +83,15 @@ def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
 
     counts, chunks = _numbers("n", _NUMBER.value, 2), _numbers("chunks", _CHUNKS.value, 3)
     least = least_windows(_LEVEL.value)
-    if _WINDOWS.value is not None:
+    if _DATA.value is not None:
+        others = (_IMAGES, _TEXTS, _QUESTIONS, _WINDOWS)
+        if any(other.value is not None for other in others) or flags.FLAGS["chunks"].present or len(counts) > 1:
+            raise InputError(
+                "--data: expected one --n at most, and neither images, texts, questions, windows nor chunks"
+            )
+        windows = windows_of_items(_data())
+        sizes = recorded_sizes(windows, 2 * least, max(counts), _BATCH.value, "--data")
+    elif _WINDOWS.value is not None:
         if _IMAGES.value is None or _QUESTIONS.value is not None or flags.FLAGS["chunks"].present or len(counts) > 1:
             raise InputError(
                 "--windows: expected --images with it, one --n at most, and neither --questions nor --chunks"
@@ -94,6 +109,12 @@ def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
     if unknown:
         raise InputError(f"--skip: got {', '.join(unknown)}; expected any of {', '.join(OPTIONAL_POINTS)}")
     return sizes, tuple(sorted(set(_numbers("ranks", _RANKS.value, 1)))), frozenset(_SKIP.value)
+
+
+@functools.cache
+def _data() -> ItemSet:
+    """Reads the data set of --data."""
+    return formats.read(Path(_DATA.value or ""), _FORMAT.value)
 
 
 def _numbers(flag: str, values: Sequence[str], least: int) -> tuple[int, ...]:
@@ -121,7 +142,9 @@ def source_of(backbone: ModelBackbone, sizes: CertifiedSizes) -> WindowSource:
         if not questions:
             raise InputError(f"--questions: got {path}, which is empty; expected a question a line")
 
-    if _IMAGES.value is not None and _WINDOWS.value is not None:
+    if _DATA.value is not None:
+        source = OwnImageSource.of_items(backbone, _data(), sizes, seed, windows_of_items(_data()))
+    elif _IMAGES.value is not None and _WINDOWS.value is not None:
         windows = read_windows(Path(_WINDOWS.value))
         source = OwnImageSource.recorded(backbone, Path(_IMAGES.value), windows, sizes, seed)
     elif _IMAGES.value is not None:
@@ -178,7 +201,8 @@ def main(arguments: list[str]) -> None:
         sizes, ranks, skip = check_flags()
         model = _MODEL.value or ""  # required: absl refuses to go on without it
         path = Path(model) if Path(model).is_file() else shipped(model)
-        buckets = None if _IMAGES.value is None else Buckets()  # sizes of images differ
+        own = _IMAGES.value is not None or _DATA.value is not None
+        buckets = Buckets() if own else None  # sizes of images differ
         backbone = load(path, dtype=_DTYPE.value, buckets=buckets)
         source = source_of(backbone, sizes)
 

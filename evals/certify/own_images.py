@@ -17,6 +17,9 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone
 
+from ..measure.contexts import prepared
+from ..measure.items import ItemSet, StoredImage
+from ..measure.plan import content_key
 from ..probes.window.image_sequence import Image, bucket, filled
 from ..probes.window.probe_images import of_tokens
 from .packed_questions import packed, packed_by_row, questions_of, tokens_of
@@ -59,8 +62,8 @@ class OwnImageSource(WindowSource):
             read.
         """
         questions_of(backbone, questions, 1)  # refuses them before anything is computed
-        images, rng = _Images(backbone, folder), np.random.default_rng(seed)
-        names = [*images.paths]
+        images, rng = _Images.of_folder(backbone, folder), np.random.default_rng(seed)
+        names = [*images.contents]
         order = rng.permutation(len(names))
         pools = order[: (len(names) + 1) // 2], order[(len(names) + 1) // 2 :]
         if len(pools[1]) < 2 * sizes.most:
@@ -81,7 +84,7 @@ class OwnImageSource(WindowSource):
             first += windows
 
         content = f"{len(names)} images of {folder.name or folder}, like sizes together, digest "
-        content += digest_of([*images.paths.values()])
+        content += digest_of([*images.contents.values()])
         return cls(content, sizes, disjoint, tuple(specs), tuple(questions))
 
     @classmethod
@@ -99,27 +102,63 @@ class OwnImageSource(WindowSource):
           InputError: a name of no image, or a question without a word that the tokenizer knows. ImageError: an image
             that cannot be read.
         """
-        images, rng = _Images(backbone, folder), np.random.default_rng(seed)
-        specs, chosen, first, disjoint = list[WindowSpec](), list[RecordedWindow](), 0, True
-        by_size, asked = _by_size(windows), list[Asked]()
+        images = _Images.of_folder(backbone, folder)
+        chosen = _measured(windows, sizes)
+        shown = sorted({name for window in chosen for name in (*window.images, *window.before)})
+        digest = digest_of([images.path(name) for name in shown])
+        return cls._planned(
+            images, chosen, sizes, seed, f"{len(chosen)} recorded windows of {len(shown)} images", digest
+        )
+
+    @classmethod
+    def of_items(
+        cls, backbone: ModelBackbone, data: ItemSet, sizes: CertifiedSizes, seed: int, windows: Sequence[RecordedWindow]
+    ) -> "OwnImageSource":
+        """Plans the contexts of a data set as windows, and asks its questions behind them.
+
+        Args:
+          sizes: those to measure, as `recorded_sizes` finds them. windows: as `windows_of_items` makes them.
+
+        Raises:
+          As `recorded`.
+        """
+        contents = {}
+        for item in data.items:
+            contents |= {content_key(piece.content): piece.content for piece in item.pieces}
+        chosen = _measured(windows, sizes)
+        content = f"{len(chosen)} contexts of {data.source.name} ({data.format})"
+        return cls._planned(
+            _Images(backbone, contents, str(data.source)), chosen, sizes, seed, content, data.digest[:16]
+        )
+
+    @classmethod
+    def _planned(
+        cls,
+        images: "_Images",
+        chosen: Sequence[RecordedWindow],
+        sizes: CertifiedSizes,
+        seed: int,
+        content: str,
+        digest: str,
+    ) -> "OwnImageSource":
+        """Plans windows that are measured, of each size the earlier half for calibration."""
+        rng = np.random.default_rng(seed)
+        specs, first, disjoint, asked = list[WindowSpec](), 0, True, list[Asked]()
+        by_size = _by_size(chosen)
         for chunks, count in zip(sizes.chunks, sizes.counts, strict=True):
-            of_size, batch = by_size[chunks][:count], sizes.batch_of(chunks)
-            chosen += of_size
+            of_size, batch = by_size[chunks], sizes.batch_of(chunks)
             disjoint &= len({name for window in of_size for name in window.images}) == chunks * count
             earlier = halves(count)[0]
             for side, own in enumerate((of_size[:earlier], of_size[earlier:])):
                 pool = sorted({name for window in own for name in window.images})
                 shown = [[*window.images, *_before(window, pool, sizes.most, rng)] for window in own]
-                tokens = [_asked(backbone, window) for window in own]
+                tokens = [_asked(images.backbone, window) for window in own]
                 asked += tokens
                 specs += images.specs(chunks, shown, first, batch, held_out=bool(side), asked=tokens)
                 first += len(own)
 
-        shown = sorted({name for window in chosen for name in (*window.images, *window.before)})
-        content = f"{len(chosen)} recorded windows of {len(shown)} images, digest "
-        content += digest_of([images.paths[name] for name in shown])
         longest, most = max(len(ids) for own in asked for ids in own), max(map(len, asked))
-        return cls(content, sizes, disjoint, tuple(specs), (), longest, most)
+        return cls(f"{content}, digest {digest}", sizes, disjoint, tuple(specs), (), longest, most)
 
     def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
         """Prefills a batch."""
@@ -153,11 +192,40 @@ class OwnImageSource(WindowSource):
         return sum(tokens.embeddings.shape[1] for tokens in spec.batch[: spec.chunks])
 
 
-def recorded_sizes(windows: Sequence[RecordedWindow], least: int, most: int, batch: int) -> CertifiedSizes:
+def windows_of_items(data: ItemSet) -> list[RecordedWindow]:
+    """Makes a window of each context of a data set that has images alone, with all questions that are asked behind it.
+
+    Raises:
+      InputError: there is no such context.
+    """
+    asked: dict[tuple[str, ...], list[str]] = {}
+    for item in data.items:
+        if all(isinstance(piece.content, Path | StoredImage) for piece in item.pieces):
+            asked.setdefault(tuple(content_key(piece.content) for piece in item.pieces), []).append(item.question)
+    if not asked:
+        raise InputError(
+            f"--data: got {data.source}, of whose {len(data.items)} items none has a context of images alone; expected "
+            "such items (of texts: --texts=FOLDER)"
+        )
+    return [RecordedWindow(images, tuple(questions)) for images, questions in asked.items()]
+
+
+def _measured(windows: Sequence[RecordedWindow], sizes: CertifiedSizes) -> list[RecordedWindow]:
+    """Returns the windows of the sizes that are measured, as many of each, size by size."""
+    by_size, chosen = _by_size(windows), list[RecordedWindow]()
+    for chunks, count in zip(sizes.chunks, sizes.counts, strict=True):
+        chosen += by_size[chunks][:count]
+    return chosen
+
+
+def recorded_sizes(
+    windows: Sequence[RecordedWindow], least: int, most: int, batch: int, flag: str = "--windows"
+) -> CertifiedSizes:
     """Returns the sizes that are recorded often enough.
 
     Args:
       least, most: windows of one size that are needed, and that are measured. batch: as of `CertifiedSizes`.
+      flag: where they come from, for messages.
 
     Raises:
       InputError: no size is recorded so often.
@@ -167,7 +235,7 @@ def recorded_sizes(windows: Sequence[RecordedWindow], least: int, most: int, bat
     if not enough:
         found = ", ".join(f"{count} of {size}" for size, count in counts.items())
         raise InputError(
-            f"--windows: got windows {found} images; expected {least} or more of a size, from {LEAST_CHUNKS} images on"
+            f"{flag}: got windows {found} images; expected {least} or more of a size, from {LEAST_CHUNKS} images on"
         )
     return CertifiedSizes(tuple(enough), tuple(enough.values()), batch)
 
@@ -206,13 +274,30 @@ class _Images:
     """The images in a folder, and batches of windows that show them.
 
     Attributes:
-      paths: of the images, by their names: paths from the folder on.
+      backbone: that sees them.
+      contents: of the images, by their names.
     """
 
-    def __init__(self, backbone: ModelBackbone, folder: Path):
-        """Lists the images of a folder. They are read when they are asked for."""
-        self.paths = {path.relative_to(folder).as_posix(): path for path in files_in(folder, "images")}
-        self._folder, self._backbone, self._read = folder, backbone, dict[str, Tokens]()
+    def __init__(self, backbone: ModelBackbone, contents: Mapping[str, Any], source: str):
+        """Takes images, which are read when they are asked for. `source`: where they are from, for messages."""
+        self.backbone, self.contents = backbone, contents
+        self._source, self._read = source, dict[str, Tokens]()
+
+    @classmethod
+    def of_folder(cls, backbone: ModelBackbone, folder: Path) -> "_Images":
+        """Lists the images of a folder, by their paths from the folder on."""
+        files = {path.relative_to(folder).as_posix(): path for path in files_in(folder, "images")}
+        return cls(backbone, files, str(folder))
+
+    def path(self, name: str) -> Any:
+        """Returns an image by its name.
+
+        Raises:
+          InputError: there is none of this name.
+        """
+        if name not in self.contents:
+            raise InputError(f"--windows: got {name!r:.80}; expected the name of an image in {self._source}")
+        return self.contents[name]
 
     def tokens(self, name: str) -> Tokens:
         """Reads and embeds an image.
@@ -220,10 +305,8 @@ class _Images:
         Raises:
           InputError: there is none of this name. ImageError: it cannot be read.
         """
-        if name not in self.paths:
-            raise InputError(f"--windows: got {name!r:.80}; expected the name of an image in {self._folder}")
         if name not in self._read:
-            self._read[name] = self._backbone.embed(**self._backbone.prepare([self.paths[name]]))
+            self._read[name] = self.backbone.embed(**prepared(self.backbone, self.path(name)))
         return self._read[name]
 
     def shape(self, name: str) -> tuple[Any, ...]:

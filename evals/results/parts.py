@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import InputError
 
+from ..console import in_words
+
 
 def make_out(folder: Path) -> None:
     """Makes the folder of --out. Raises InputError for one that is or lies below a file."""
@@ -27,9 +29,20 @@ def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
       InputError: the folder is a file, or the file holds parts of another configuration, or something else.
     """
     make_out(file.parent)
+    parts = read_parts(file, config)
     kept = file.read_bytes() if file.exists() else b""
-    whole = kept[: kept.rfind(b"\n") + 1] or (json.dumps({"config": config}) + "\n").encode()
+    whole = _whole_lines(kept, config)
+    if whole != kept:
+        file.write_bytes(whole)
+    return parts
 
+
+def read_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Reads the finished parts and leaves the file as it is: another process may be adding to it.
+
+    Args, Raises: as `finished_parts`.
+    """
+    whole = _whole_lines(file.read_bytes() if file.exists() else b"", config)
     try:
         first, *parts = (json.loads(line) for line in whole.splitlines())
         found = dict(first["config"])
@@ -46,10 +59,12 @@ def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
             f"--out: got {file}, which holds parts of another {', '.join(other)}; expected {config['model']}'s of this "
             "configuration: choose another folder, or delete the file"
         )
-
-    if whole != kept:
-        file.write_bytes(whole)
     return parts
+
+
+def _whole_lines(kept: bytes, config: Mapping[str, Any]) -> bytes:
+    """Returns the lines that were not cut off, or the first one of a new file."""
+    return kept[: kept.rfind(b"\n") + 1] or (json.dumps({"config": config}) + "\n").encode()
 
 
 def add_part(file: Path, part: Mapping[str, Any]) -> None:
@@ -78,8 +93,27 @@ ESTIMATED_TOKENS = 30_000
 """How many measured tokens the first estimate is worth: the first parts compile."""
 
 
+class ExpectedPace(NamedTuple):
+    """How fast parts are expected to be measured.
+
+    Attributes:
+      tokens_per_second: before anything is measured.
+      worth: how many measured tokens this estimate is worth.
+    """
+
+    tokens_per_second: float = TOKENS_PER_SECOND
+    worth: float = ESTIMATED_TOKENS
+
+
+ASSUMED_PACE = ExpectedPace()
+
+
 def measure_parts(
-    file: Path, config: Mapping[str, Any], planned: Sequence[PlannedPart], limit: int = 0
+    file: Path,
+    config: Mapping[str, Any],
+    planned: Sequence[PlannedPart],
+    limit: int = 0,
+    pace: ExpectedPace = ASSUMED_PACE,
 ) -> list[dict[str, Any]]:
     """Measures the parts that a file lacks, adds each as it is done, and prints the time that is left.
 
@@ -87,6 +121,7 @@ def measure_parts(
       file, config: as `finished_parts` takes them.
       planned: all parts, in the order in which they are measured.
       limit: at most so many parts now; 0 for all.
+      pace: the first estimate of the time.
 
     Returns:
       All finished parts: {"part", "cpu_seconds", "records"}.
@@ -109,9 +144,8 @@ def measure_parts(
         done += 1
         tokens += part.tokens
         tokens_left -= part.tokens
-        spent = time.perf_counter() - began + ESTIMATED_TOKENS / TOKENS_PER_SECOND
-        minutes = spent / (tokens + ESTIMATED_TOKENS) * tokens_left / 60
-        left = f"; about {minutes:.0f} minutes left" if part.tokens else ""
+        spent = time.perf_counter() - began + pace.worth / pace.tokens_per_second
+        left = f"; about {in_words(spent / (tokens + pace.worth) * tokens_left)} left" if part.tokens else ""
         print(f"{done}/{len(planned)} {part.name}: {line['cpu_seconds']:.0f} CPU s{left}", flush=True)
 
     return finished

@@ -5,3 +5,6 @@ from .answer_batch import BatchReport as BatchReport
 from .answer_batch import answer_batch as answer_batch
 from .batch_file import read_answers as read_answers
 from .batch_items import BatchItem as BatchItem
+from .on_ray import answer_batch_on_ray as answer_batch_on_ray
+from .on_ray import once_in_this_process as once_in_this_process
+from .on_ray import run_shards as run_shards

@@ -312,4 +312,9 @@ def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple
 
     # Without a token in front of the first image, the window pins that image instead.
     frame = backbone.chat_frame(None if lead is None else str(lead))
+    if frame.between:
+        raise SessionError(
+            f"session.chat: got a chat template with {len(frame.between)} tokens between two images, whose places move "
+            "in a session; expected one that writes images one right behind the other (else `lead` and `around`)"
+        )
     return list(frame.front) or None, dataclasses.replace(config, around=(frame.before, frame.behind))

@@ -36,6 +36,7 @@ class TensorEntry:
       part: the parameter is a piece of the file's tensor (fused projections); `permute` is for that piece.
       offset: with `stack`, the number that the first brace starts from (a stack of layers 3, 4, …).
       numbers: with `stack`, all numbers of the first brace, where they do not follow one another.
+      inner: with `stack`, the number that the second brace starts from (experts 64, 65, …).
     """
 
     pattern: str
@@ -47,6 +48,7 @@ class TensorEntry:
     part: Part | None = None
     offset: int = 0
     numbers: tuple[int, ...] | None = None
+    inner: int = 0
 
     @property
     def fields(self) -> tuple[str, ...]:

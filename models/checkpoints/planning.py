@@ -98,7 +98,7 @@ def _tensors_of(
     for slot in itertools.product(*map(range, lead)):
         if entry.stack:
             first = slot[0] + entry.offset if entry.numbers is None else entry.numbers[slot[0]]
-            named = (first, *slot[1:])
+            named = (first, *(number + entry.inner for number in slot[1:]))
             numbers = dict(zip(entry.fields, named, strict=True))
         yield PlannedTensor(entry.pattern.format(**numbers), file_shape, piece, entry, path, slot)
 

@@ -35,9 +35,9 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
             if part is not None:
                 fused = values.setdefault(tensor.name, np.zeros(tensor.file_shape, leaf.dtype))
                 cut = (*[slice(None)] * part.axis, slice(part.start, part.stop))
-                fused[cut] = _to_file(leaf[tensor.slot], tensor)
+                fused[cut] = _to_file(np.asarray(leaf[tensor.slot]), tensor)
             elif tensor.entry.tied_to is None:
-                values[tensor.name] = _to_file(leaf[tensor.slot], tensor)
+                values[tensor.name] = _to_file(np.asarray(leaf[tensor.slot]), tensor)
 
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,7 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
 def _to_file(value: np.ndarray, tensor: PlannedTensor) -> np.ndarray:
     permute = tensor.entry.permute
     if permute is None:
-        return np.ascontiguousarray(value.reshape(tensor.piece))
+        # NumPy makes a single number an array of one.
+        return np.ascontiguousarray(value).reshape(tensor.piece)
     permuted = value.reshape([tensor.piece[axis] for axis in permute])
     return np.ascontiguousarray(permuted.transpose(np.argsort(permute)))

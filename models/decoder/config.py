@@ -53,6 +53,11 @@ class ExpertConfig:
         of their best two (sigmoid).
       shared: width inside the MLP that every token takes as well; 0 for none.
       dense_layers: how many layers at the bottom have an ordinary MLP (`first_k_dense_replace`).
+      corrected: a softmax router too chooses with a correction bias (Ernie 4.5).
+      images: the experts that tokens of images and videos choose among in place of these, as many and with a router of
+        their own (Ernie-4.5-VL); None where all tokens choose among the same. image_tokens: the ids of such tokens.
+      beside: they stand beside an ordinary MLP, with norms of their own, and the router has a norm and a factor for
+        each expert (Gemma 4).
     """
 
     experts: int
@@ -65,6 +70,10 @@ class ExpertConfig:
     chosen_groups: int = 1
     shared: int = 0
     dense_layers: int = 0
+    corrected: bool = False
+    images: "ExpertConfig | None" = None
+    image_tokens: tuple[int, ...] = ()
+    beside: bool = False
 
     def __post_init__(self) -> None:
         if self.router not in ("softmax", "sigmoid"):
@@ -73,6 +82,11 @@ class ExpertConfig:
             raise ConfigError(
                 f"experts: got {self.chosen} of {self.experts} in {self.groups} groups; expected groups of equal size "
                 "and at most all experts"
+            )
+        if self.images is not None and (self.images.experts != self.experts or self.images.shared):
+            raise ConfigError(
+                f"experts of images: got {self.images.experts}, with shared ones of width {self.images.shared}; "
+                f"expected {self.experts}, as of texts, and none that are shared"
             )
 
 
@@ -128,7 +142,9 @@ class DecoderConfig:
     `norm_weight` says how RMS norms take their weight: "after" the cast back from float32 (Llama), or in float32 before
     it: the weight itself ("wide", Gemma 4) or 1 + weight ("offset", Gemma 3). `value_norm` puts one without a weight on
     each head's values. `layer_scale` multiplies what leaves a layer by a number of its own. `per_layer` is the width of
-    what every layer takes of each token beside the residual (Gemma 4), looked up in a table of `per_layer_vocabulary`.
+    what every layer takes of each token beside the residual (Gemma 4), looked up in a table of `per_layer_vocabulary`;
+    tokens in whose place features stand have that of the token `blank`. With `ahead_in_windows` tokens that see some
+    behind their own (`Tokens.ahead`) do so in layers that slide alone.
     `embedding_scale` multiplies token embeddings, rounded to their dtype.
     `attention_scale` multiplies scores in place of head_dim^-0.5. `logit_cap` c bounds logits softly: c·tanh(x/c).
 
@@ -165,6 +181,8 @@ class DecoderConfig:
     layer_scale: bool = False
     per_layer: int | None = None
     per_layer_vocabulary: int = 0
+    blank: int = 0
+    ahead_in_windows: bool = False
     embedding_scale: float | None = None
     attention_scale: float | None = None
     logit_cap: float | None = None
@@ -193,7 +211,8 @@ class DecoderConfig:
         """Refuses kinds that do not fit the decoder, and takes windows from them."""
         number, windows = len(self.kinds), [kind.window for kind in self.kinds if kind.window is not None]
         window = max(windows, default=None)
-        if self.latent is not None or self.experts is not None or self.window not in (None, window):
+        experts = self.experts is not None and not self.experts.beside
+        if self.latent is not None or experts or self.window not in (None, window):
             raise ConfigError("kinds of layers: got latent attention, experts or a window beside them; expected none")
         if len(self.kind_of) != self.layers or sorted(set(self.kind_of)) != list(range(number)):
             raise ConfigError(
@@ -223,6 +242,11 @@ class DecoderConfig:
             )
         # What asks whether anything slides reads the widest window.
         object.__setattr__(self, "window", window)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether layers take something of each token beside the residual: a vector, or which experts it chooses of."""
+        return self.per_layer is not None or (self.experts is not None and self.experts.images is not None)
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -35,7 +35,7 @@ def forward_costs(config: DecoderConfig) -> ForwardCosts:
         # The router, the experts that a token takes (gate, up and down), and their weighted sum.
         if experts is not None and layer >= config.dense_layers:
             inner = experts.chosen * experts.intermediate + experts.shared
-            mlp = width * (experts.experts + 3 * inner + experts.chosen)
+            mlp = width * (experts.experts + 3 * inner + experts.chosen) + (mlp if experts.beside else 0)
         # The map from the embedding to what every layer takes of a token is counted with the layers.
         mlp += width * (config.per_layer or 0)
         tokens.append(2 * (token + mlp))

@@ -57,10 +57,16 @@ class DecoderLayer(nnx.Module):
         self.attention = attention(config, rngs, lead, dtype, kind)
         self.mlp_norm = RMSNorm(config.width, **norm)
 
-        if config.experts is None or dense:
+        mixture = None if dense else config.experts
+        if mixture is None or mixture.beside:
             self.mlp = GatedMLP(config.width, kind.intermediate or config.intermediate, bias=config.mlp_bias, **mlp)
         else:
-            self.mlp = Experts(config.experts, config.width, **mlp)
+            self.mlp = Experts(mixture, config.width, **mlp)
+        beside = mixture if mixture is not None and mixture.beside else None
+        self.experts = Experts(beside, config.width, **mlp, epsilon=config.norm_epsilon) if beside else None
+        self.experts_norm = RMSNorm(config.width, **norm) if beside else None
+        self.experts_post_norm = RMSNorm(config.width, **norm) if beside else None
+        self.mlp_inner_norm = RMSNorm(config.width, **norm) if beside else None
 
         self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
@@ -81,7 +87,8 @@ class LayerState(NamedTuple):
     [L,B,T,K,H] over the layers run. written: their engine-frame KV, alike, where `slots` are given: what
     `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
-    int32 [L,E] over the layers run that have experts; None where nothing is counted or there are none.
+    int32 [L,E] over the layers run that have experts (those of images behind those of texts, where these differ); None
+    where nothing is counted or there are none.
     observed: what `observe` made of the attention of the layers it was asked for, with a leading axis over them.
     """
 
@@ -154,15 +161,25 @@ class Decoder(nnx.Module):
         scale = self.config.embedding_scale
         return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
-    def of_tokens(self, input_ids: Int[Array, "B T"], embeddings: Float[Array, "B T D"]) -> Array | None:
+    def of_tokens(
+        self, input_ids: Int[Array, "B T"], embeddings: Float[Array, "B T D"], pads: tuple[int, ...] = ()
+    ) -> Array | None:
         """Returns what every layer takes of each token beside its embedding, [B,T,L,P]; None of decoders without.
+
+        Where tokens of images have experts of their own that is a number, P = 1: 1 for these tokens, 0 for others.
+        The tokens `pads`, in whose place features stand, have the vectors of the configuration's `blank`.
 
         Source: `get_per_layer_inputs` and `project_per_layer_inputs` of transformers' Gemma4TextModel.
         """
+        experts = self.config.experts
+        if experts is not None and experts.images is not None:
+            image = jnp.isin(input_ids, jnp.array(experts.image_tokens, jnp.int32))[:, :, None, None]
+            return jnp.broadcast_to(image, (*input_ids.shape, self.config.layers, 1)).astype(embeddings.dtype)
         if self.token_table is None or self.token_map is None or self.token_norm is None:
             return None
         config, shape = self.config, (*input_ids.shape, self.config.layers, -1)
         assert config.per_layer is not None
+        input_ids = jnp.where(jnp.isin(input_ids, jnp.array(pads)), config.blank, input_ids) if pads else input_ids
         found = jnp.take(self.token_table[...], input_ids, axis=0)
         own = (found * jnp.asarray(config.per_layer**0.5, found.dtype)).reshape(shape)
         mapped = (self.token_map(embeddings) * config.width**-0.5).reshape(shape)
@@ -210,7 +227,8 @@ class Decoder(nnx.Module):
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
           deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image); of a
-            decoder with `per_layer`, what each layer takes of the tokens (`of_tokens`).
+            decoder that `takes_tokens`, what each layer takes of the tokens (`of_tokens`). Without it none is of an
+            image.
           counted: the tokens whose experts are counted (not padding); None counts none.
           observed: layers, ascending, whose attention `observe` reduces.
           attend: how queries attend over keys, in every layer; where keys lie over a mesh, another than `attention`.
@@ -252,6 +270,8 @@ class Decoder(nnx.Module):
             own = steps[kind.rope]._replace(channels=channels, observe=observe if first in observed else None)
             if kind.window is not None:
                 own = own._replace(mask=dataclasses.replace(mask, window=kind.window))
+            elif config.ahead_in_windows and mask.ahead is not None:
+                own = own._replace(mask=dataclasses.replace(mask, ahead=None))
             # Keys of the layers, which lie where these do along their channels; all else goes by the layer's number.
             row = slice(config.rows[first], config.rows[first] + last - first)
             keys = tuple(None if kv is None else _renamed(kv, channels, row) for kv in (cached, front))
@@ -322,7 +342,7 @@ class Decoder(nnx.Module):
             gather = self._gathering(step, (cached, kept, front), layer + above if above else layer)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
-            own_input = None if self.config.per_layer is None else added
+            own_input = added if self.config.takes_tokens else None
             layer_of = nnx.merge(graph, experts, state)
             hidden, out = self._layer(layer_of, number, hidden, own_input, step, gather)
             if added is not None and own_input is None:
@@ -403,10 +423,15 @@ class Decoder(nnx.Module):
         inner, load = layer.mlp_norm(hidden), None
 
         if isinstance(layer.mlp, Experts):
-            update = layer.mlp(inner, number)
-            load = None if step.counted is None else layer.mlp.load(inner, step.counted)
+            image = None if own_input is None or layer.mlp.images is None else own_input[..., 0] > 0
+            update = layer.mlp(inner, number, image=image)
+            load = None if step.counted is None else layer.mlp.load(inner, step.counted, image)
         else:
             update = in_blocks(layer.mlp, inner)
+        if layer.experts is not None:
+            mixed = layer.experts(layer.experts_norm(hidden), number, chosen_by=hidden)
+            update = layer.mlp_inner_norm(update) + layer.experts_post_norm(mixed)
+            load = None if step.counted is None else layer.experts.load(hidden, step.counted)
 
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)

@@ -7,10 +7,11 @@ from typing import Literal
 from kvpatch_jax.errors import WeightsError
 
 from ..checkpoints import ParamPath, Part, TensorEntry
-from .config import DecoderConfig, LayerKind
+from .config import DecoderConfig, ExpertConfig, LayerKind
 
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]
+RouterNames = Literal["deepseek", "ernie"]
 
 NORMS = {
     "input_norm": "input_layernorm",
@@ -22,6 +23,13 @@ NORMS = {
 
 TOKEN_MAPS = {"token_gate": "per_layer_input_gate", "token_output": "per_layer_projection"}
 """What Gemma 4 calls the maps of what a layer takes of each token."""
+
+BESIDE_NORMS = {
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+    "mlp_inner_norm": "post_feedforward_layernorm_1",
+}
+"""What Gemma 4 calls the norms of a layer with experts beside its MLP."""
 
 _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
 
@@ -61,6 +69,7 @@ def decoder_entries(
     root: ParamPath = ("decoder",),
     fused: tuple[str, ...] = (),
     fused_experts: FusedExperts = "no",
+    routers: RouterNames = "deepseek",
     norms: Mapping[str, str] | None = None,
 ) -> list[TensorEntry]:
     """Returns every entry of a decoder.
@@ -71,6 +80,9 @@ def decoder_entries(
       fused: which of "qkv" (`qkv_proj`) and "gate_up" (`gate_up_proj`) are one tensor in the file.
       fused_experts: "no" (a tensor per expert), "rows" (`experts.gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]) or
         "columns" (transposed: [E, D, 2I] and [E, I, D], as Qwen3-VL-MoE was released).
+      routers: what a router's tensors are called, "deepseek" (`gate.e_score_correction_bias` [E]) or "ernie"
+        (`moe_statics.e_score_correction_bias` [1, E]; with experts of images `gate.weight_1` and [2, E], weights
+        [D, E], and these experts behind those of texts).
       norms: what the file calls norms of a layer that it calls otherwise than `NORMS`.
     """
     entries = [
@@ -93,12 +105,14 @@ def decoder_entries(
             entries += _grouped(config, kind, f"{layer}.self_attn", (*path, "attention"), fused, offset)
         else:
             entries += _latent(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
-        if config.experts is None or name == "dense_layers":
+        if config.experts is None or name == "dense_layers" or config.experts.beside:
             inner = kind.intermediate or config.intermediate
             entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), inner, fused, offset)
         else:
-            entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, offset)
+            entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, routers, offset)
 
+        if config.experts is not None and config.experts.beside:
+            entries += _experts_beside(config, layer, path, offset)
         if config.layer_scale:
             entries.append(TensorEntry(f"{layer}.layer_scalar", (*path, "scale"), stack=True, offset=offset))
         if config.per_layer is not None:
@@ -232,11 +246,27 @@ def _mlp(
     return entries
 
 
-def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, offset: int) -> list[TensorEntry]:
+def _experts_beside(config: DecoderConfig, layer: str, path: ParamPath, offset: int) -> list[TensorEntry]:
+    """Returns the entries of a mixture beside an MLP: its norms, its router and its experts, all in one tensor."""
+    assert config.experts is not None
+    inner, place = config.experts.intermediate, (*path, "experts")
+    entries = [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in BESIDE_NORMS.items()]
+    entries += linear_entries(f"{layer}.router.proj", (*place, "router"), bias=False, stack=True, offset=offset)
+    scales = {"scale": (*place, "router_norm", "weight"), "per_expert_scale": (*place, "factors")}
+    entries += [TensorEntry(f"{layer}.router.{name}", own, stack=True, offset=offset) for name, own in scales.items()]
+    return entries + _fused_experts(f"{layer}.experts", place, inner, "rows", offset)
+
+
+def _experts(
+    config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, routers: RouterNames, offset: int
+) -> list[TensorEntry]:
     """Returns the entries of a mixture: its router, its experts and those that every token takes."""
     experts = config.experts
     assert experts is not None
-    entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, stack=True, offset=offset)
+    if routers == "ernie":
+        entries = _ernie_routers(experts, name, path, offset)
+    else:
+        entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, stack=True, offset=offset)
     if experts.router == "sigmoid":
         correction = (*path, "correction")
         entries.append(TensorEntry(f"{name}.gate.e_score_correction_bias", correction, stack=True, offset=offset))
@@ -245,18 +275,41 @@ def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExpe
         entries += _mlp(config, f"{name}.shared_experts", (*path, "shared"), experts.shared, (), offset)
     if fused == "no":
         pattern = f"{name}.experts.{{expert}}"
+        sets = {(): 0} if experts.images is None else {(): 0, ("images",): experts.experts}
+        for own, first in sets.items():
+            for part in ("gate", "up", "down"):
+                weight, place = f"{pattern}.{part}_proj.weight", (*path, *own, part)
+                entries.append(TensorEntry(weight, place, TRANSPOSE, stack=True, offset=offset, inner=first))
+        return entries
 
-        def each(part):
-            return TensorEntry(f"{pattern}.{part}_proj.weight", (*path, part), TRANSPOSE, stack=True, offset=offset)
+    return entries + _fused_experts(f"{name}.experts", path, experts.intermediate, fused, offset)
 
-        return entries + [each(part) for part in ("gate", "up", "down")]
 
+def _fused_experts(name: str, path: ParamPath, inner: int, fused: FusedExperts, offset: int) -> list[TensorEntry]:
+    """Returns the entries of all experts of a layer that are two tensors in the file."""
     # Gate and up are one tensor, one behind the other: by rows as transformers writes them, or by columns as released.
-    inner, axis = experts.intermediate, 1 if fused == "rows" else 2
+    axis, entries = 1 if fused == "rows" else 2, []
     permute = (0, 2, 1) if fused == "rows" else None
     for number, part in enumerate(("gate", "up")):
         piece = Part(number * inner, (number + 1) * inner, 2 * inner, axis)
-        gate_up = f"{name}.experts.gate_up_proj"
-        entries.append(TensorEntry(gate_up, (*path, part), permute, stack=True, part=piece, offset=offset))
+        entries.append(
+            TensorEntry(f"{name}.gate_up_proj", (*path, part), permute, stack=True, part=piece, offset=offset)
+        )
 
-    return [*entries, TensorEntry(f"{name}.experts.down_proj", (*path, "down"), permute, stack=True, offset=offset)]
+    return [*entries, TensorEntry(f"{name}.down_proj", (*path, "down"), permute, stack=True, offset=offset)]
+
+
+def _ernie_routers(experts: ExpertConfig, name: str, path: ParamPath, offset: int) -> list[TensorEntry]:
+    """Returns the entries of Ernie's routers: one for all tokens, or one for texts and one for images."""
+    sets = ((),) if experts.images is None else ((), ("images",))
+    # Weights [E, D] of a text model, [D, E] of one with images.
+    permute, shape = (TRANSPOSE if experts.images is None else None), (1, experts.experts)
+    entries = []
+    for number, own in enumerate(sets):
+        weight, place = f"{name}.gate.weight" + (f"_{number}" if number else ""), (*path, *own)
+        part = None if experts.images is None else Part(number, number + 1, len(sets))
+        bias = f"{name}.moe_statics.e_score_correction_bias"
+        entries.append(TensorEntry(weight, (*place, "router", "kernel"), permute, stack=True, offset=offset))
+        correction = (*place, "correction")
+        entries.append(TensorEntry(bias, correction, stack=True, offset=offset, file_shape=shape, part=part))
+    return entries

@@ -100,13 +100,15 @@ class HybridModel(nnx.Module):
         return jnp.take(mixed.reshape(-1, mixed.shape[-1]), plan["order"], axis=0, mode="fill", fill_value=0)[None]
 
 
-def read_sam(raw: Mapping[str, Any], dtype: str, place: str = "high_res_vision_config") -> SamConfig:
-    """Reads SAM's tower from its part of `config.json`.
+def read_sam(
+    raw: Mapping[str, Any], dtype: str, place: str = "high_res_vision_config", kind: str = "sam_vision_model"
+) -> SamConfig:
+    """Reads SAM's tower from its part of `config.json`, which `known_keys` calls this kind.
 
     Raises:
       ConfigError: keys that are not known, or sizes that do not fit.
     """
-    vision = complete(raw, "sam_vision_model", place)
+    vision = complete(raw, kind, place)
     width = need(vision, "hidden_size")
     # `intermediate_size` stands in released files and says nothing: the MLP's width is a multiple of the model's.
     inner = vision["mlp_dim"]

@@ -116,11 +116,13 @@ def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np
 
 
 def image_runs(config: Config, input_ids: np.ndarray) -> np.ndarray:
-    """Returns how many image placeholders follow each one without a gap, int32 [B,T]; 0 of other tokens.
+    """Returns how many placeholders of images (or of a video's frame) follow each one without a gap, int32 [B,T]; 0 of
+    other tokens.
 
     That is how far an image's tokens see behind their own where they see each other.
     """
-    image = np.isin(np.asarray(input_ids), placeholders(config))
+    seen = set(placeholders(config)) - set(sound_placeholders(config))
+    image = np.isin(np.asarray(input_ids), sorted(seen))
     places, length = np.arange(image.shape[1]), image.shape[1]
     # The first token from each one on that is of no image; behind it the run does not go on.
     ends = np.minimum.accumulate(np.where(image, length, places)[:, ::-1], axis=1)[:, ::-1]
@@ -146,8 +148,8 @@ class Family:
       ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: for a `config.json` that names no architecture.
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
-      ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T]; None where attention
-        is causal throughout.
+      ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T], or None of a
+        configuration that has none do so; None where attention is causal throughout.
       template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
         that knows none; None where directories bring theirs.
     """
@@ -164,7 +166,7 @@ class Family:
     ignore: tuple[str, ...] = ()
     model_type: str = ""
     namings: tuple[Naming, ...] = ()
-    ahead: Callable[[Any, np.ndarray], np.ndarray] | None = None
+    ahead: Callable[[Any, np.ndarray], np.ndarray | None] | None = None
     template: str | None = None
 
     def settings(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -297,17 +299,16 @@ def embed_tokens(
     decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
     """Returns token embeddings with image features put, in order, where the placeholders stand; and the deepstack
-    features
-    (0 elsewhere), or None where there are none.
+    features (0 elsewhere), or what else layers take of the tokens (`Decoder.of_tokens`); None where there is neither.
     """
     embeddings = decoder.embed(input_ids)
     if features is None:
-        return embeddings, decoder.of_tokens(input_ids, embeddings)
+        return embeddings, decoder.of_tokens(input_ids, embeddings, pads)
 
     here = jnp.isin(input_ids, jnp.array(pads))
     placed = place_features(embeddings, features[0], here)
     if len(features) == 1:
-        return placed, None
+        return placed, decoder.of_tokens(input_ids, placed, pads)
     deep = [place_features(jnp.zeros_like(embeddings), layer, here) for layer in features[1:]]
     return placed, jnp.stack(deep, axis=2)
 
@@ -333,8 +334,8 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
 
 def tower_heads(config: Any) -> dict[str, int]:
     """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
-    # DeepSeek-VL-7B has a second tower for images.
-    parts = {"visual": "vision", "high": "high", "audio": "audio"}
+    # DeepSeek-VL-7B has a second tower for images, MiniCPM-V one of queries behind its first.
+    parts = {"visual": "vision", "high": "high", "audio": "audio", "resampler": "resampler"}
     towers: dict[str, Any] = {name: getattr(config, part, None) for name, part in parts.items()}
     return {name: tower.heads for name, tower in towers.items() if hasattr(tower, "heads")}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from kvpatch_jax.core import Rope, Scaling
 from kvpatch_jax.errors import ConfigError
 
-from ..decoder.config import DecoderConfig, LayerKind
+from ..decoder.config import DecoderConfig, ExpertConfig, LayerKind
 from ..decoder.hf_config import Raw, Regime, need, read_decoder, read_rope, rope_table
 from ..decoder.known_keys import complete
 
@@ -84,7 +84,7 @@ def _rope(raw: Raw, kind: str, head_dim: int, angles: str, regime: Regime) -> Ro
 
 def read_gemma4(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Reads Gemma 4's text tower: two widths of heads, the upper layers read the KV of lower ones, every layer takes of
-    each token a vector of its own. Its mixtures are not built.
+    each token a vector of its own, experts stand beside the MLP.
     """
     raw = complete(raw, "gemma4_text", "text configuration")
     layers, shared = need(raw, "num_hidden_layers"), raw["num_kv_shared_layers"]
@@ -129,6 +129,21 @@ def read_gemma4(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
         logit_cap=raw["final_logit_softcapping"],
         per_layer=raw["hidden_size_per_layer_input"] or None,
         per_layer_vocabulary=need(raw, "vocab_size_per_layer_input"),
+        blank=raw["pad_token_id"] or 0,
+        ahead_in_windows=raw["use_bidirectional_attention"] == "vision",
+        experts=_read_experts4(raw) if raw["enable_moe_block"] else None,
+    )
+
+
+def _read_experts4(raw: Raw) -> ExpertConfig:
+    """Reads Gemma 4's experts, which every layer has beside its MLP."""
+    return ExpertConfig(
+        experts=need(raw, "num_experts"),
+        chosen=need(raw, "top_k_experts"),
+        intermediate=need(raw, "moe_intermediate_size"),
+        router="softmax",
+        renormalise=True,
+        beside=True,
     )
 
 

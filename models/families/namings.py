@@ -41,6 +41,10 @@ QWEN2_5_VL = (
     same(RELEASED, "model.", "visual.", "lm_head."),
     Naming(MODULES, (("model.language_model.", "model."), ("model.visual.", "visual."), ("lm_head.", "lm_head."))),
 )
+ERNIE4_5_VL = (
+    same("as transformers saves them", "model.", "lm_head."),
+    Naming(RELEASED, (("model.", "model."), ("vision_model.", "model.vision_model."), ("lm_head.", "lm_head."))),
+)
 LLAVA = _split()
 LLAVA_NEXT = _split("image_newline")
 INTERNVL = _split()
@@ -52,3 +56,4 @@ DEEPSEEK_VL_HYBRID = _siglip_inside(
     "model.high_res_vision_proj.",
     "model.high_res_vision_alpha",
 )
+DEEPSEEK_OCR = (same(RELEASED, "model.", "lm_head."),)

@@ -1,15 +1,20 @@
 """Every family, by its architecture's name in `config.json`."""
 
 from . import (
+    deepseek_ocr,
+    deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
+    ernie4_5_vl,
     gemma3,
+    gemma4,
     glm4v,
     internlm2,
     internvl,
     internvl_chat,
     kimi_vl,
     llava,
+    minicpmv,
     mistral3,
     multi_modality,
     phi3_v,
@@ -36,11 +41,16 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
+        deepseek_ocr.FAMILY,
+        deepseek_ocr2.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
+        minicpmv.FAMILIES[4.5],  # which reads the others too
         smolvlm.FAMILY,
         gemma3.FAMILY,
+        gemma4.FAMILY,
         qwen2_vl.FAMILY,
+        ernie4_5_vl.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""

@@ -1,5 +1,5 @@
 """Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 (dense and MoE), GLM-4, Gemma 3, Phi-3,
-DeepSeek-V2, -V3.
+DeepSeek-V2, -V3, Ernie 4.5 (dense and MoE).
 
 Source: the transformers 5.23 classes of these names.
 """
@@ -15,7 +15,7 @@ from flax import nnx
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
+from ..decoder.config import DecoderConfig, ExpertConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import (
     Raw,
@@ -157,6 +157,41 @@ def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3
     )
 
 
+def read_ernie(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
+    """Reads Ernie 4.5: rotary pairs side by side, one switch for all biases."""
+    raw = complete(raw, "ernie4_5", TEXT_TABLE)
+    bias = bool(raw["use_bias"])
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime, cached="pairs")
+    return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=bias)
+
+
+def read_ernie_moe(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
+    """Reads Ernie 4.5 with experts: chosen with a correction bias, beside ones that all tokens take.
+
+    Raises:
+      ConfigError: layers with experts below ones without.
+    """
+    raw = complete(raw, "ernie4_5_moe", TEXT_TABLE)
+    layers, first, last = need(raw, "num_hidden_layers"), raw["moe_layer_start_index"], raw["moe_layer_end_index"]
+    if raw["moe_layer_interval"] != 1 or last not in (None, -1, layers - 1) or not isinstance(first, int):
+        raise ConfigError(
+            f"config.json: got moe_layer_interval {raw['moe_layer_interval']}, moe_layer_end_index {last}; expected "
+            "experts in every layer from moe_layer_start_index on"
+        )
+    experts = ExpertConfig(
+        experts=need(raw, "moe_num_experts"),
+        chosen=need(raw, "moe_k"),
+        intermediate=raw["moe_intermediate_size"],
+        router="softmax",
+        renormalise=True,
+        shared=raw["moe_intermediate_size"] * (raw["moe_num_shared_experts"] or 0),
+        dense_layers=first,
+        corrected=True,
+    )
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime, cached="pairs")
+    return read_decoder(raw, rope, experts=experts)
+
+
 def text_family(architecture: str, model_type: str, read: ReadText, **options: Any) -> Family:
     """Returns a family of text checkpoints; `options` go to `decoder_entries`."""
 
@@ -173,6 +208,9 @@ def text_family(architecture: str, model_type: str, read: ReadText, **options: A
     # What layers have no use for that read another's KV may be in files all the same.
     if model_type == "gemma4_text":
         ignore = (*ignore, r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
+    # Layers for multi-token prediction, which are not run.
+    if model_type == "ernie4_5_moe":
+        ignore = (*ignore, r"model\.mtp_.*")
     return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type)
 
 
@@ -192,6 +230,8 @@ TEXT_FAMILIES = {
         text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),
         text_family("Gemma4ForCausalLM", "gemma4_text", read_gemma4, norms=NORMS),
         text_family("Phi3ForCausalLM", "phi3", read_phi3, fused=("gate_up", "qkv")),
+        text_family("Ernie4_5ForCausalLM", "ernie4_5", read_ernie),
+        text_family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", read_ernie_moe, routers="ernie"),
         text_family("DeepseekV2ForCausalLM", "deepseek_v2", _read_deepseek_v2),
         text_family("DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek),
     )

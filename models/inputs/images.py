@@ -155,7 +155,8 @@ def _size(image: np.ndarray) -> tuple[int, int]:
     return image.shape[0], image.shape[1]
 
 
-def _channels_first(image: np.ndarray, config: PictureConfig) -> Float32[np.ndarray, "3 H W"]:
+def channels_first(image: np.ndarray, config: PictureConfig) -> Float32[np.ndarray, "3 H W"]:
+    """Returns a rescaled and normalised image, channels first."""
     return np.ascontiguousarray(normalise(image, config.pixels).transpose(2, 0, 1))
 
 
@@ -186,7 +187,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
         if config.option("do_center_crop", True):
             crop = _both_sides(config["crop_size"])
             image = _centre(image, *(crop or (config.side("crop_size"),) * 2))
-        out.append(_channels_first(image, config))
+        out.append(channels_first(image, config))
 
     sizes = {image.shape for image in out}
     if len(sizes) > 1:
@@ -227,7 +228,7 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
 
     The other side is rounded, as transformers does; with `round_down` cut off, as the authors' own processor does.
     """
-    out = [_channels_first(_deepseek_square(image, config.side(), config), config) for image in read_images(images)]
+    out = [channels_first(_deepseek_square(image, config.side(), config), config) for image in read_images(images)]
     return {"pixel_values": np.stack(out)}
 
 
@@ -252,11 +253,11 @@ def process_deepseek_hybrid(images: Sequence[ImageSource], config: PictureConfig
     side, out = config.side(), {"pixel_values": list[np.ndarray](), "high_res_pixel_values": list[np.ndarray]()}
     for image in read_images(images):
         square = _deepseek_square(image, config.side("high_res_size"), large)
-        out["high_res_pixel_values"].append(_channels_first(square, large))
+        out["high_res_pixel_values"].append(channels_first(square, large))
         if config.option("resize_in_float", False):
             small = _resized_in_float(square, side, config.pixels)
         else:
-            small = _channels_first(resize(square, side, side, config.pixels), config)
+            small = channels_first(resize(square, side, side, config.pixels), config)
         out["pixel_values"].append(small)
 
     return {name: np.stack(values) for name, values in out.items()}
@@ -308,7 +309,7 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
         top, left = (rows - inner[0]) // 2, (columns - inner[1]) // 2
         canvas[top : top + inner[0], left : left + inner[1]] = resize(image, *inner, config.pixels)
         tiles = [resize(image, side, side, config.pixels), *cut(canvas, side)]
-        stacks.append(np.stack([_channels_first(tile, config) for tile in tiles]))
+        stacks.append(np.stack([channels_first(tile, config) for tile in tiles]))
         sizes.append((height, width))
 
     # Images have unequal numbers of tiles; the family's plan leaves those of padding out.
@@ -344,7 +345,7 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
         tiles = cut(resize(image, rows * side, columns * side, config.pixels), side)
         # A single tile is the whole image already.
         tiles += [resize(image, side, side, config.pixels)] if len(tiles) > 1 else []
-        out += [_channels_first(tile, config) for tile in tiles]
+        out += [channels_first(tile, config) for tile in tiles]
         counts.append(len(tiles))
 
     return {"pixel_values": np.stack(out), "num_patches": np.array(counts, np.int32)}
@@ -359,8 +360,8 @@ def process_phi3_v(images: Sequence[ImageSource], config: PictureConfig) -> dict
     for image in read_images(images):
         whole = hd_transform(image, side, config["num_crops"], config.pixels)
         sizes.append(_size(whole))
-        tiles.append(shrink(_channels_first(whole, config), side))
-        tiles += [_channels_first(crop, config) for crop in cut(whole, side)]
+        tiles.append(shrink(channels_first(whole, config), side))
+        tiles += [channels_first(crop, config) for crop in cut(whole, side)]
 
     return {"pixel_values": np.stack(tiles), "image_sizes": np.array(sizes, np.int32)}
 
@@ -394,7 +395,7 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
             tiles, grid = cut(image, side), (image.shape[0] // side, image.shape[1] // side)
             tiles.append(resize(image, side, side, config.pixels))
 
-        out += [_channels_first(tile, config) for tile in tiles]
+        out += [channels_first(tile, config) for tile in tiles]
         grids.append(grid)
 
     rows, columns = np.array(grids, np.int32).T
@@ -448,7 +449,7 @@ def process_kimi(
         # Black before the normalisation, below and to the right: the image's own patches keep their places.
         canvas = np.zeros((height, width, 3), np.uint8)
         canvas[: inner[0], : inner[1]] = resize(image, *inner, config.pixels)
-        cells = _channels_first(canvas, config).reshape(3, height // patch, patch, width // patch, patch)
+        cells = channels_first(canvas, config).reshape(3, height // patch, patch, width // patch, patch)
         out.append(cells.transpose(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch))
         grids.append((1, height // patch, width // patch))
 

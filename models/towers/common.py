@@ -45,9 +45,17 @@ def check_heads(width: int, heads: int, multiple: int = 1) -> None:
 class LayerNorm(nnx.Module):
     """Layer norm over the last axis; statistics, weight and bias in float32."""
 
-    def __init__(self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float,
+        lead: tuple[int, ...] = (),
+        dtype: DTypeLike = jnp.float32,
+        bias: bool = True,
+    ):
         self.weight = nnx.Param(jnp.ones((*lead, width), dtype))
-        self.bias = nnx.Param(jnp.zeros((*lead, width), dtype))
+        self.bias = nnx.Param(jnp.zeros((*lead, width), dtype)) if bias else None
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
@@ -56,8 +64,8 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        wide = wide * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return wide.astype(x.dtype)
+        wide = wide * self.weight[...].astype(jnp.float32)
+        return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +233,16 @@ def scan_blocks[Block: nnx.Module](
 
 
 def attend_segments(
-    query: Float[Array, "P N H"], key: Float[Array, "P N H"], value: Float[Array, "P N H"], segments: Int[Array, "Y Z"]
+    query: Float[Array, "P N H"],
+    key: Float[Array, "P N H"],
+    value: Float[Array, "P N H"],
+    segments: Int[Array, "Y Z"],
+    scale: float | None = None,
 ) -> Float[Array, "P D"]:
-    """Computes full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
+    """Computes full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P.
+
+    `scale` multiplies scores in place of H^-½.
+    """
     patches, heads, head_dim = query.shape
 
     # Over a mesh: heads, and segments over the devices that do not divide them.
@@ -237,7 +252,7 @@ def attend_segments(
     # Padding is in a segment of its own, which nothing sees; on the way back it is out of range and dropped.
     numbers = jnp.where(segments < patches, 0, -1)
     mask = Mask(query_segments=numbers, key_segments=numbers)
-    mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5)
+    mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5 if scale is None else scale)
     flat = jnp.zeros((patches, heads * head_dim), query.dtype)
     return flat.at[segments.reshape(-1)].set(mixed.reshape(-1, heads * head_dim), mode="drop")
 

@@ -61,7 +61,7 @@ class Qwen2VisionConfig:
         )
 
 
-def plan_patches(config: Qwen2VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
+def plan_frames(merge: int, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
     """Returns index arrays for images or videos with these (time, height, width) grids of patches.
 
     Returns `rows`, `columns` (int32 [P], place in the frame) and `frames` (int32 [Y,Z], patch numbers per frame, padded
@@ -73,10 +73,15 @@ def plan_patches(config: Qwen2VisionConfig, grids: Int[np.ndarray, "images 3"]) 
     places, sizes = [], []
     for time, height, width in np.asarray(grids).tolist():
         # Attention never crosses the frames of a video, and positions know nothing of time.
-        places += [patch_places(height, width, config.merge)] * time
+        places += [patch_places(height, width, merge)] * time
         sizes += [height * width] * time
     rows, columns = (np.concatenate(axis) for axis in zip(*places, strict=True))
     return {"rows": rows, "columns": columns, "frames": segment_table(sizes)}
+
+
+def plan_patches(config: Qwen2VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
+    """Returns `plan_frames` of grids, with the tower's merge size; raises what that does."""
+    return plan_frames(config.merge, grids)
 
 
 class Qwen2VisionTower(nnx.Module):

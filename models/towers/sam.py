@@ -31,6 +31,7 @@ class SamConfig:
       global_layers: layers that attend over the whole image.
       neck: channels behind the neck.
       positions, relative: learned absolute positions; learned relative ones in every layer.
+      interpolate: images of other sizes are taken too, with positions resampled to them (DeepSeek-OCR).
     """
 
     depth: int = 12
@@ -48,6 +49,7 @@ class SamConfig:
     qkv_bias: bool = True
     positions: bool = True
     relative: bool = True
+    interpolate: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -91,6 +93,7 @@ class SamBlock(nnx.Module):
         self.rows = learned(rngs, shape, dtype) if config.relative else None
         self.columns = learned(rngs, shape, dtype) if config.relative else None
         self.window = config.window if windowed else None
+        self.interpolate = config.interpolate
 
     def __call__(self, hidden: Float[Array, "B h w D"]) -> Float[Array, "B h w D"]:
         """Returns the residual behind this layer."""
@@ -128,7 +131,8 @@ class SamBlock(nnx.Module):
         scale = query.shape[-1] ** -0.5
 
         if self.rows is not None and self.columns is not None:
-            apart = [_distances(table[...], count) for table, count in ((self.rows, rows), (self.columns, columns))]
+            tables = ((self.rows, rows), (self.columns, columns))
+            apart = [_distances(table[...], count, self.interpolate) for table, count in tables]
             places = query.reshape(batch, rows, columns, heads, -1)
             by_row = jnp.einsum("Bhwnd,hkd->Bhwnk", places, apart[0].astype(query.dtype))
             by_column = jnp.einsum("Bhwnd,wkd->Bhwnk", places, apart[1].astype(query.dtype))
@@ -143,12 +147,15 @@ class SamBlock(nnx.Module):
         return attention(query, key, value, Mask(), scale=scale).reshape(x.shape)
 
 
-def _distances(table: Float[Array, "distances H"], count: int) -> Float[Array, "count count H"]:
+def _distances(table: Float[Array, "distances H"], count: int, interpolate: bool) -> Float[Array, "count count H"]:
     """Returns the relative positions of `count` queries to as many keys.
 
     Raises:
-      ShapeError: more or fewer patches than the table is for (SAM would interpolate it, which is not built).
+      ShapeError: more or fewer patches than the table is for, where it is not interpolated.
     """
+    if interpolate and len(table) != 2 * count - 1:
+        wide = table.astype(jnp.float32)
+        table = jax.image.resize(wide, (2 * count - 1, table.shape[1]), "linear", antialias=False).astype(table.dtype)
     if len(table) != 2 * count - 1:
         raise ShapeError(f"SAM relative positions: got {count} patches a side; expected {(len(table) + 1) // 2}")
     places = np.arange(count)
@@ -177,10 +184,10 @@ class SamEncoder(nnx.Module):
         """Returns the residual behind the last layer, and those behind the layers `keep`.
 
         Raises:
-          ShapeError: images of another size than the learned positions.
+          ShapeError: images of another size than the learned positions, where these are not interpolated.
         """
         config = self.config
-        if pixel_values.shape[2:] != (config.image, config.image):
+        if not config.interpolate and pixel_values.shape[2:] != (config.image, config.image):
             raise ShapeError(f"images: got {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
 
         patches = rearrange(
@@ -191,7 +198,12 @@ class SamEncoder(nnx.Module):
         )
         hidden, kept = self.patch_embedding(patches), []
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding[...].astype(hidden.dtype)
+            table = self.position_embedding[...]
+            if table.shape[:2] != hidden.shape[1:3]:
+                # Antialiased, with Keys' cubic of a = -1/2: torch's interpolation where it says so.
+                shape = (*hidden.shape[1:3], table.shape[2])
+                table = jax.image.resize(table.astype(jnp.float32), shape, "cubic", antialias=True)
+            hidden = hidden + table.astype(hidden.dtype)
         for layer in range(config.depth):
             hidden = self.blocks[str(layer)](hidden)
             if layer in keep:

@@ -1,4 +1,5 @@
-"""Where SAM's tensors go, named as transformers writes them: file name → parameter path, permutation.
+"""Where SAM's tensors go, named as transformers writes them or as SAM's own code does: file name → parameter path,
+permutation.
 
 `prefix` is the part's place in the file, `path` its place in the model.
 """
@@ -16,16 +17,19 @@ _NAMES = {
     "mlp.inner": "mlp.lin1",
     "mlp.outer": "mlp.lin2",
 }
+_OWN_NAMES = _NAMES | {"attention_norm": "norm1", "mlp_norm": "norm2"}
 
 
-def sam_encoder_entries(config: SamConfig, prefix: str, path: ParamPath) -> list[TensorEntry]:
-    """Maps the encoder up to its last layer."""
+def sam_encoder_entries(config: SamConfig, prefix: str, path: ParamPath, own: bool = False) -> list[TensorEntry]:
+    """Maps the encoder up to its last layer; `own` says that the names are those of SAM's own code."""
     patch, layer, place = f"{prefix}.patch_embed.projection", f"{prefix}.layers.{{layer}}", (*path, "blocks", "{layer}")
+    if own:
+        patch, layer = f"{prefix}.patch_embed.proj", f"{prefix}.blocks.{{layer}}"
     shape = (config.width, config.channels, config.patch, config.patch)
     entries = [
         TensorEntry(f"{patch}.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
         TensorEntry(f"{patch}.bias", (*path, "patch_embedding", "bias")),
-        *block_entries(layer, (*place, "block"), _NAMES, qkv_bias=config.qkv_bias, stack=False),
+        *block_entries(layer, (*place, "block"), _OWN_NAMES if own else _NAMES, qkv_bias=config.qkv_bias, stack=False),
     ]
     if config.positions:
         table = (1, config.side, config.side, config.width)
@@ -36,14 +40,15 @@ def sam_encoder_entries(config: SamConfig, prefix: str, path: ParamPath) -> list
     return entries
 
 
-def sam_neck_entries(config: SamConfig, prefix: str, path: ParamPath) -> list[TensorEntry]:
-    """Maps a neck."""
+def sam_neck_entries(config: SamConfig, prefix: str, path: ParamPath, own: bool = False) -> list[TensorEntry]:
+    """Maps a neck; in SAM's own code its parts are numbered."""
+    narrow, narrow_norm, mix, mix_norm = "0123" if own else ("conv1", "layer_norm1", "conv2", "layer_norm2")
     shape = (config.neck, config.width, 1, 1)
     return [
-        TensorEntry(f"{prefix}.conv1.weight", (*path, "narrow", "kernel"), CONV2D, file_shape=shape),
-        *norm_entries(f"{prefix}.layer_norm1", (*path, "narrow_norm")),
-        TensorEntry(f"{prefix}.conv2.weight", (*path, "mix", "kernel"), CONVOLUTION),
-        *norm_entries(f"{prefix}.layer_norm2", (*path, "mix_norm")),
+        TensorEntry(f"{prefix}.{narrow}.weight", (*path, "narrow", "kernel"), CONV2D, file_shape=shape),
+        *norm_entries(f"{prefix}.{narrow_norm}", (*path, "narrow_norm")),
+        TensorEntry(f"{prefix}.{mix}.weight", (*path, "mix", "kernel"), CONVOLUTION),
+        *norm_entries(f"{prefix}.{mix_norm}", (*path, "mix_norm")),
     ]
 
 

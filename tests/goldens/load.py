@@ -31,6 +31,8 @@ def write_checkpoint(family: str, directory: Path, config: str = "config.json") 
     """
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copy(GOLDENS / family / config, directory / "config.json")
-    shutil.copy(GOLDENS / family / "preprocessor_config.json", directory)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (GOLDENS / family / name).is_file():
+            shutil.copy(GOLDENS / family / name, directory)
     save_file(redraw_all(golden_shapes(family)), directory / "model.safetensors", metadata={"format": "pt"})
     return directory

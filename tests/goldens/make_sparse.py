@@ -55,6 +55,8 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"pad_token_id": None}),
     "glm4": ("Glm4", {"pad_token_id": None}),
     "phi3": ("Phi3", {"pad_token_id": None, "num_key_value_heads": 2}),
+    "ernie4_5": ("Ernie4_5", {"num_key_value_heads": 2}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 16, "moe_intermediate_size": 16}),
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
@@ -173,6 +175,18 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         8,
     ),
 }
+# Its class has no default for the kinds of layers, and queries for images of 48 and 64 patches a side.
+OCR_SAM = {**{key: value for key, value in SAM.items() if key != "patch_size"}, "patch_size": 1, "image_size": 64}
+OCR_ENCODER = {key: TOWER[key] for key in list(TOWER)[:4]} | {"num_key_value_heads": 2, "vocab_size": 4}
+IMAGES["deepseek_ocr2"] = (
+    "DeepseekOcr2",
+    {"text_config": {**SIZES, **MANY, "num_experts_per_tok": 3, "mlp_layer_types": ["dense", "sparse"]}}
+    | {"vision_config": {"sam_config": {**OCR_SAM, "downsample_channels": [12, 32]}, "encoder_config": OCR_ENCODER}}
+    | {"image_token_id": IMAGE},
+    (1, 3, 64, 64),
+    {"num_local_patches": [0]},
+    257,
+)
 # The default sections of a rope fill a head of 64 or (GLM-4.5V, of which half rotates) of 128.
 GLM_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 256}
 GLM_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 303, "image_end_token_id": 304}
@@ -239,6 +253,20 @@ def with_part(name: str, part: str, more: dict[str, Any]) -> tuple[str, dict[str
 IMAGES["qwen2_5_vl_yarn"] = with_part(
     "qwen2_5_vl", "text_config", {"rope_parameters": {**YARN, "mrope_section": [16, 24, 24]}}
 )
+# Three layers, so that two have experts; of the class's 64, with the width of each named: they are wide by default.
+ERNIE_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 303, "image_end_token_id": 304}
+IMAGES["ernie4_5_vl"] = (
+    "Ernie4_5_VLMoe",
+    {
+        "text_config": {**SIZES, "hidden_size": 512, "num_hidden_layers": 3, "moe_intermediate_size": [8, 4]}
+        | {"num_key_value_heads": 2, "moe_num_experts": 16},
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2},
+        **ERNIE_IDS,
+    },
+    (32, 3 * 14 * 14),
+    QWEN_GRID,
+    8,
+)
 IMAGES["deepseek_vl_hybrid_bare"] = with_part(
     "deepseek_vl_hybrid",
     "high_res_vision_config",
@@ -253,6 +281,9 @@ CLASSES = {
     "gemma3_text": "Gemma3Text",
     "gemma4_text": "Gemma4Text",
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "gemma4_vision": "Gemma4Vision",
+    "gemma4_audio": "Gemma4Audio",
     "qwen2_vl": "Qwen2VL",
     "qwen2_vl_text": "Qwen2VLText",
     "qwen2_vl_vision": "Qwen2VLVision",
@@ -268,6 +299,9 @@ CLASSES = {
     "glm_ocr": "GlmOcr",
     "glm_ocr_text": "GlmOcrText",
     "glm_ocr_vision": "GlmOcrVision",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
+    "ernie4_5_vl_moe_vision": "Ernie4_5_VLMoeVision",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
@@ -287,6 +321,11 @@ CLASSES = {
     "deepseek_vl": "DeepseekVL",
     "deepseek_vl_hybrid": "DeepseekVLHybrid",
     "sam_vision_model": "SamVision",
+    "deepseek_ocr2": "DeepseekOcr2",
+    "deepseek_ocr2_text": "DeepseekOcr2Text",
+    "deepseek_ocr2_vision": "DeepseekOcr2Vision",
+    "deepseek_ocr2_sam_vision_model": "DeepseekOcr2SamVision",
+    "deepseek_ocr2_encoder": "DeepseekOcr2VisionEncoder",
     "smolvlm": "SmolVLM",
     "kimi_k25": "Kimi_K25",
     "clip_vision_model": "CLIPVision",
@@ -376,8 +415,10 @@ def make_image(name: str) -> None:
             pixels.reshape(height, width, 3, 16, 16).transpose(2, 0, 3, 1, 4).reshape(1, 3, height * 16, width * 16)
         )
     inputs["pixel_values"] = torch.from_numpy(pixels)
-    if name.startswith(("qwen", "glm")):
+    if name.startswith(("qwen", "glm", "ernie")):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    if name.startswith("ernie"):
+        inputs["moe_mm_token_type_ids"] = torch.isin(input_ids, torch.tensor([IMAGE, start, end])).int()
     if name.startswith("gemma"):
         inputs["token_type_ids"] = (input_ids == IMAGE).int()
     arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}
@@ -411,13 +452,33 @@ def make_omni(name: str) -> None:
     write(name, logits, {key: value.astype(np.int32) for key, value in arrays.items()})
 
 
+GEMMA4 = "Gemma4ForConditionalGeneration"
+
+
+def make_gemma4(name: str) -> None:
+    """Gemma 4 with an image of two tokens and a sound of three; only sizes are said of its towers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    raw = {"text_config": only("gemma4_text"), "audio_config": sizes, "architectures": [GEMMA4]}
+    raw |= {"vision_config": {**sizes, "num_key_value_heads": 2, "intermediate_size": 48}, "model_type": "gemma4"}
+    raw |= {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 305}
+    model = build(name, raw, GEMMA4)
+    input_ids = torch.tensor([[*range(11, 16), 303, IMAGE, IMAGE, 304, 17, 306, 305, 305, 305, 307, 9]])
+    pixels, mel = draw_pixels(f"sparse {name}", 1, 18, 768), draw_pixels(f"sparse {name} sound", 1, 12, 128)
+    places = np.stack([np.arange(18) % 6, np.arange(18) // 6], axis=1)[None].astype(np.int64)
+    inputs = {"pixel_values": torch.from_numpy(pixels), "image_position_ids": torch.from_numpy(places)}
+    inputs |= {"input_features": torch.from_numpy(mel), "input_features_mask": torch.ones(1, 12, dtype=torch.bool)}
+    arrays = {"input_ids": input_ids[0].numpy(), "pixel_shape": np.array(pixels.shape), "image_position_ids": places}
+    arrays |= {"mel_shape": np.array(mel.shape)}
+    write(name, model(input_ids=input_ids, **inputs).logits, {key: x.astype(np.int32) for key, x in arrays.items()})
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     OUT.mkdir(exist_ok=True)
     write_defaults()
     with torch.no_grad():
-        wanted = sys.argv[1:] or (*TEXTS, *IMAGES, *OMNI)
+        wanted = sys.argv[1:] or (*TEXTS, *IMAGES, *OMNI, "gemma4")
         for kind in TEXTS:
             if kind in wanted:
                 make_text(kind)
@@ -427,6 +488,8 @@ def main() -> None:
         for name in OMNI:
             if name in wanted:
                 make_omni(name)
+        if "gemma4" in wanted:
+            make_gemma4("gemma4")
 
 
 if __name__ == "__main__":

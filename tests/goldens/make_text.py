@@ -188,6 +188,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
         0,
         STEPS,
     ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True, **rope(1e2)}, 0, STEPS),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_intermediate_size": 24, "moe_k": 3, "moe_num_experts": 8, "tie_word_embeddings": True, **rope(1e2)},
+        0,
+        STEPS,
+    ),
     "kimi_vl_text": (
         "DeepseekV3",
         {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, **rope(8e2)},

@@ -31,7 +31,10 @@ def _scale(name: str, shape: Sequence[int]) -> tuple[float, float]:
     # A number that multiplies a whole layer hides the layers below it where it is next to nothing.
     if len(shape) == 1 and (any(marker in owner for marker in _NORM_MARKERS) or name.endswith("layer_scalar")):
         return 1.0, 0.2
-    if "embed_tokens" in name.split(".") or "pos_emb" in name or len(shape) < 2:
+    # Bounds between which a map's numbers are cut: near enough that they cut some, and in order.
+    if name.endswith(("put_min", "put_max")):
+        return (-1.5 if name.endswith("min") else 1.5), 0.1
+    if "embed_tokens" in name.split(".") or "pos_emb" in name or "position_embedding_table" in name or len(shape) < 2:
         return 0.0, 1.0
     if "experts" in name and len(shape) == 3:  # [experts, out, in]
         return 0.0, 1.2 / float(np.sqrt(shape[2]))

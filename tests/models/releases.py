@@ -99,13 +99,8 @@ NAMES = {
 CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
-    "Gemma4ForConditionalGeneration": "Gemma 4",
     "deepseek_vl_v2": "DeepSeek-VL2",
-    "DeepseekOCRForCausalLM": "DeepSeek-OCR",
-    "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR-2",
-    "MiniCPMV": "MiniCPM-V 2.6 to 4.5",
-    "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6",
-    "Ernie4_5_VLMoeForConditionalGeneration": "Ernie-4.5-VL",
+    "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6 (layers without KV)",
     "Phi4MultimodalForCausalLM": "Phi-4-multimodal",
     "Idefics3ForConditionalGeneration": "Idefics3",
     "LlavaLlamaForCausalLM": "LLaVA's own format",

@@ -70,10 +70,28 @@ def test_a_conversation_is_embedded_as_it_is(checkpoint, family):
     np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
 
 
-def test_a_frame_is_refused_where_lines_around_an_image_join_those_of_the_text(checkpoint):
+@pytest.mark.parametrize("family", ["gemma4", pytest.param("llava", marks=pytest.mark.slow)])
+def test_a_frame_around_images_is_what_chat_makes(checkpoint, family):
+    backbone = load(checkpoint(family))
+    frame, images, asked = backbone.chat_frame(), [picture(0), picture(1)], "What is this?"
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": asked}]
+    chat = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
+    first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
+    laid = [*frame.front, *first, *frame.between, *second]
+    assert [*laid, *backbone.ids(f"{frame.before}{asked}{frame.behind}")] == chat
+
+
+def test_gemma_3s_frame_is_the_text_of_its_chat(checkpoint):
+    """An image's blank lines are tokens of their own in a frame; in a chat one token may join them with the text's."""
     backbone = load(checkpoint("gemma3"))
-    with pytest.raises(InputError, match=r"chat_frame: got Gemma3ForConditionalGeneration, whose processor writes"):
-        backbone.chat_frame()
+    frame, image, asked = backbone.chat_frame(), picture(0), "What is this?"
+    content = [{"type": "image", "image": image}, {"type": "text", "text": asked}]
+    chat = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
+    own = backbone.prepare([image])["input_ids"][0].tolist()
+    laid = [*frame.front, *own, *backbone.ids(f"{frame.before}{asked}{frame.behind}")]
+    assert frame.between == ()
+    assert laid != chat  # "\n" and "\n\n" here, "\n\n\n" there
+    assert backbone.text(laid) == backbone.text(chat)
 
 
 def test_text_alone_needs_no_image(checkpoint):

@@ -347,6 +347,18 @@ def test_prompts_are_the_authors(starts, tmp_path):
     assert prompt["input_ids"][0].tolist() == chat_ids(tokenizer, text, counts)
     assert backbone.embed(**prompt).embeddings.shape[1] == prompt["input_ids"].shape[1]
 
+    # Both images in one message, as a frame has them.
+    if starts:
+        with pytest.raises(InputError, match="tokens of its own around every text between images"):
+            backbone.chat_frame()
+    else:
+        frame, asked = backbone.chat_frame(), "And those?"
+        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": asked}]
+        first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
+        laid = [*frame.front, *first, *frame.between, *second]
+        laid += backbone.ids(f"{frame.before}{asked}{frame.behind}")
+        assert laid == backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
+
     again = models.load(models.save(backbone, tmp_path / "saved"))
     np.testing.assert_array_equal(again.chat(messages)["input_ids"], prompt["input_ids"])
     with pytest.raises(InputError, match="got 2 image placeholders; expected 1"):

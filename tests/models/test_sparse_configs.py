@@ -55,7 +55,11 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
 )
 def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
     backbone, gold = load(write_sparse(name, tmp_path)), arrays_of(name)
-    inputs = {key: gold[key] for key in ("image_grid_thw", "image_sizes") if key in gold}
+    inputs = {
+        key: gold[key]
+        for key in ("image_grid_thw", "image_sizes", "image_position_ids", "num_local_patches")
+        if key in gold
+    }
     drawings = {"pixel_shape": ("pixel_values", ""), "large_shape": ("high_res_pixel_values", " large")}
     for key, (argument, more) in drawings.items():
         if key in gold:
@@ -66,7 +70,9 @@ def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
         shape = gold["mel_shape"].tolist()
         drawn = standard_values(f"sparse {name} sound", int(np.prod(shape)))
         inputs["input_features"] = drawn.reshape(shape).astype(np.float32)
-        inputs["feature_attention_mask"] = np.ones((shape[0], shape[2]), np.int32)
+        # Gemma 4's features have mel bins behind the frames.
+        own = ("input_features_mask", 1) if name == "gemma4" else ("feature_attention_mask", 2)
+        inputs[own[0]] = np.ones((shape[0], shape[own[1]]), np.int32)
     with jax.default_matmul_precision("highest"):
         tokens = backbone.embed(gold["input_ids"][None], **inputs)
         logits = np.asarray(backbone.prefill(tokens, logits="all").logits)[0, gold["rows"]]
@@ -101,7 +107,7 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
     }
     windows = {name: config.text.window for name, config in configs.items()}
     names = ("mistral", "llava_mistral", "llava_next", "llava_pixtral", "mistral3", "gemma3_text", "gemma3")
-    sliding = dict.fromkeys(names, 4096) | {"gemma4_text": 512}
+    sliding = dict.fromkeys(names, 4096) | {"gemma4_text": 512, "gemma4": 512}
     assert windows == {name: sliding.get(name) for name in NAMES}
     assert configs["qwen2_5_vl"].tokens_per_second == CLASSES["qwen2_5_vl_vision"]["tokens_per_second"] == 4
 

@@ -40,7 +40,7 @@ VARIANTS = (
         "llama_yarn",
         "mistral",
     ),
-    *("gemma4_wide", "phi3_short", "qwen2", "qwen3"),
+    *("ernie4_5", "gemma4_wide", "phi3_short", "qwen2", "qwen3"),
 )
 DELTAS = (1, 37, 1000, 100_000)
 REACH = {"phi3_short": 32, "llama_dynamic": 14}

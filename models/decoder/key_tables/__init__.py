@@ -8,9 +8,35 @@ some class reads.
 
 from typing import Any
 
-from . import gemma, glm_vl, kimi, mistral_vl, paper_models, plain_towers, qwen_omni, qwen_vl, texts
+from . import (
+    deepseek_ocr,
+    ernie,
+    gemma,
+    glm_vl,
+    kimi,
+    minicpm,
+    mistral_vl,
+    paper_models,
+    plain_towers,
+    qwen_omni,
+    qwen_vl,
+    texts,
+)
 
-MODULES = (texts, qwen_vl, qwen_omni, plain_towers, kimi, gemma, glm_vl, mistral_vl, paper_models)
+MODULES = (
+    texts,
+    qwen_vl,
+    qwen_omni,
+    plain_towers,
+    kimi,
+    gemma,
+    glm_vl,
+    mistral_vl,
+    paper_models,
+    minicpm,
+    ernie,
+    deepseek_ocr,
+)
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}
 ONLY: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.ONLY.items()}

@@ -36,7 +36,7 @@ _KINDS = {
     "a positive whole number": """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
         max_position_embeddings original_max_position_embeddings sliding_window kv_lora_rank q_lora_rank qk_head_dim
-        qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size n_group topk_group num_experts
+        qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group num_experts
         num_local_experts num_experts_per_tok moe_layer_freq decoder_sparse_step depth num_heads in_channels in_chans
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
         scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
@@ -44,14 +44,14 @@ _KINDS = {
         mm_hidden_size text_hidden_size embed_dim sliding_window_pattern mm_tokens_per_image num_mel_bins
         encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
         output_dim conv_chunksize downsample_hidden_size global_head_dim num_global_key_value_heads
-        vocab_size_per_layer_input output_channels mlp_dim
+        vocab_size_per_layer_input output_channels mlp_dim moe_k im_patch_id moe_layer_interval freq_allocation
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
         image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index
         eoi_token_index audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
-        hidden_size_per_layer_input num_kv_shared_layers
+        hidden_size_per_layer_input num_kv_shared_layers moe_num_shared_experts
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
@@ -61,7 +61,7 @@ _KINDS = {
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
-        vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
+        use_bias vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
     """,
     "a text": """
         hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy
@@ -69,14 +69,16 @@ _KINDS = {
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
-        image_grid_pinpoints global_attn_indexes
+        image_grid_pinpoints global_attn_indexes mlp_layer_types downsample_channels
     """,
     "a table": """
         rope_scaling rope_parameters text_config language_config vision_config linear_attn_config audio_config
-        thinker_config per_layer_config high_res_vision_config
+        thinker_config per_layer_config high_res_vision_config sam_config encoder_config
     """,
-    "a positive whole number or a list": "image_size patch_size temporal_patch_size merge_kernel_size",
-    "a whole number or a list": "vision_feature_layer",
+    "a positive whole number or a list": """
+        image_size patch_size temporal_patch_size merge_kernel_size moe_intermediate_size moe_num_experts
+    """,
+    "a whole number or a list": "vision_feature_layer moe_layer_start_index moe_layer_end_index",
 }
 KIND = {key: kind for kind, keys in _KINDS.items() for key in words(keys)}
 """By key: what its value may be."""
@@ -87,7 +89,8 @@ NULL = words(
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
     final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
-    per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config
+    per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config mlp_layer_types moe_intermediate_size
+    moe_num_shared_experts num_experts audio_config downsample_channels sam_config encoder_config
     """
 )
 """Keys whose null has a meaning of its own."""

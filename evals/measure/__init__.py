@@ -1,0 +1,1 @@
+"""What reuse costs on a user's own model and data: `python -m evals.measure --model=DIR --data=FILE`."""

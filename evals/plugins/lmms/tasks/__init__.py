@@ -1,0 +1,1 @@
+"""No tasks of our own: lmms-eval wants the folder of every plugin."""

@@ -1,0 +1,156 @@
+"""Answers to messages in the form that chat templates take; their images, videos and texts are reused as chunks."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.window import PatchStore
+from models import ModelBackbone
+
+SYSTEM_PROMPTS = 4
+"""System prompts whose sessions are open at once."""
+MEDIA = ("image", "video", "audio")
+
+
+class ReusedAnswer(NamedTuple):
+    """An answer.
+
+    Attributes:
+      text: up to the first stop text. ids: of its tokens.
+      prompt_tokens: of system prompt, pieces and question. prefilled: of these, tokens of pieces that needed a forward.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    prompt_tokens: int
+    prefilled: int
+
+
+class ReusedChat:
+    """Answers messages over KV that requests share.
+
+    One session per system prompt is open, and every request is a fork of it: the pieces of its message are added in
+    order, served by what the store has of them, and the last text is asked. Without `approximate` only what is exact is
+    reused: the same pieces in the same order. With it a piece is also served by a patch formed behind the same pieces,
+    or by what was prefilled behind others that ended alike (`SessionConfig.uncertified`), and answers differ from those
+    of a prefill as `python -m evals.measure` says for your data.
+    """
+
+    def __init__(
+        self, backbone: ModelBackbone, store: PatchStore | None = None, *, approximate: bool = True, **options: Any
+    ):
+        """Prepares to answer; nothing is allocated yet.
+
+        Args:
+          backbone: with a tokenizer and a chat template.
+          store: a `ChunkStore`, to share KV between processes and runs. None: this process's memory.
+          options: of `SessionConfig` besides.
+        """
+        self.backbone, self.store = backbone, store
+        self._options = {"chat": True, **({"uncertified": True, "rank": 16} if approximate else {}), **options}
+        self._sessions = collections.OrderedDict[str | None, kvp.Session]()
+
+    def answer(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        steps: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> ReusedAnswer:
+        """Answers the last user message.
+
+        Args:
+          messages: {"role", "content"} each: a system message or none, and one user message. A content is a text, or a
+            list of {"type": "text", "text": …} and {"type": "image", "image": …} ("video", "audio" alike); what holds
+            the medium may also be named "url" or "path".
+          steps, temperature, top_p, top_k, seed: as of `Session.ask`.
+          stop: texts that end an answer and are left out, besides the checkpoint's own stop tokens.
+
+        Raises:
+          InputError: several turns, a content of another form, no question. What a session raises.
+        """
+        system, pieces, question = _parts(messages)
+        with self._session(system).fork() as branch:
+            before = branch.stats().tokens
+            for piece in pieces:
+                branch.add(piece)
+            asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+            answer = branch.ask(kvp.Text(question), steps=steps, **asked)
+            text = ""
+            for part in answer:
+                text += part
+                # A stop text may end inside a part, or have begun in the one before.
+                if any(word in text for word in stop):
+                    break
+            ends = [place for word in stop if (place := text.find(word)) >= 0]
+            ids = answer.ids if not ends else tuple(self.backbone.ids(text))
+            prompt, prefilled = branch.window.tokens + len(self.backbone.ids(question)), branch.stats().tokens - before
+        return ReusedAnswer(text[: min(ends)] if ends else text, ids, prompt, prefilled)
+
+    def close(self) -> None:
+        """Closes all sessions: what they formed is stored. Idempotent."""
+        while self._sessions:
+            self._sessions.popitem()[1].close()
+
+    def _session(self, system: str | None) -> kvp.Session:
+        if system not in self._sessions:
+            if len(self._sessions) == SYSTEM_PROMPTS:
+                self._sessions.popitem(last=False)[1].close()
+            lead = None if system is None else kvp.Text(system)
+            self._sessions[system] = kvp.Session(self.backbone, self.store, lead=lead, **self._options)
+        self._sessions.move_to_end(system)
+        return self._sessions[system]
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[Any], str]:
+    """Returns the system prompt, the pieces of the user message, and its last text."""
+    roles = [message.get("role") for message in messages]
+    if roles not in (["user"], ["system", "user"]):
+        raise InputError(
+            f"messages: got roles {roles!r:.120}; expected a user message, behind a system message or none"
+        )
+    system = None
+    if len(messages) == 2:
+        system = "".join(_text(entry, "system message") for entry in _entries(messages[0]))
+
+    pieces: list[Any] = []
+    for number, entry in enumerate(_entries(messages[-1])):
+        kind = entry.get("type")
+        pieces.append(_medium(entry, kind, number) if kind in MEDIA else kvp.Text(_text(entry, f"content {number}")))
+    texts = [piece for piece in pieces if isinstance(piece, kvp.Text) and piece.strip()]
+    if not texts or pieces[-1] is not texts[-1]:
+        raise InputError(
+            f"messages: got {len(pieces)} entries, the last of which is no text; expected the question last"
+        )
+    return system, [piece for piece in pieces[:-1] if not isinstance(piece, kvp.Text) or piece], str(pieces[-1])
+
+
+def _entries(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, Sequence) or not all(isinstance(entry, Mapping) for entry in content):
+        raise InputError(f"messages: got content {content!r:.80}; expected a text, or a list of entries with a type")
+    return content
+
+
+def _text(entry: Mapping[str, Any], where: str) -> str:
+    if entry.get("type") != "text" or not isinstance(entry.get("text"), str):
+        raise InputError(f"messages: got {where} {dict(entry)!r:.80}; expected a text, image, video or audio")
+    return entry["text"]
+
+
+def _medium(entry: Mapping[str, Any], kind: str, number: int) -> Any:
+    value = next((entry[name] for name in (kind, "url", "path") if entry.get(name) is not None), None)
+    if value is None:
+        raise InputError(f"messages: got content {number} of type {kind!r} without its {kind}; expected it there")
+    # Harnesses name files by str; an address is refused by whoever opens it.
+    value = Path(value.removeprefix("file://")) if isinstance(value, str) else value
+    return kvp.Video(value) if kind == "video" else kvp.Audio(value) if kind == "audio" else value

@@ -1,0 +1,203 @@
+"""DeepSeek-OCR-2: SAM with a compressor, a Qwen2 encoder whose queries read its features, one map, experts with
+multi-head attention.
+
+Source: transformers' DeepseekOcr2ForConditionalGeneration.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import TensorEntry
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
+from ..decoder.hf_config import Regime, need, read_decoder, read_deepseek_experts, read_rope
+from ..decoder.known_keys import complete
+from ..decoder.layers import Linear
+from ..decoder.weights import decoder_entries, expert_layout, linear_entries
+from ..inputs.images import HALVES, PictureConfig
+from ..inputs.view_images import TILES, process_views
+from ..towers.query_encoder import FEW, MANY, QueryEncoder, query_count, query_encoder_entries
+from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
+from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
+from .deepseek_vl_hybrid import read_sam
+from .family import Family, Shapes, Vision
+from .image_family import freeze, text_part, thaw, vision_part, whole
+from .text_families import read_qwen2
+from .view_packing import SEPARATOR, pack_views, view_fills, view_plan, view_tokens
+
+ARCHITECTURE = "DeepseekOcr2ForConditionalGeneration"
+SHRINK = 4
+"""Patches along the side of the square that becomes one feature."""
+GREY = (127, 127, 127)
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{%- for message in messages -%}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{{ '<image>\n' if part['type'] == 'image' else part['text'] }}"
+    "{%- endfor -%}{%- endif -%}"
+    "{%- endfor -%}"
+)
+"""The authors' format "plain", which both models are asked in: texts one behind the other, and no roles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekOcr2Config:
+    """The whole backbone; `raw` is config.json as it was read."""
+
+    text: DecoderConfig
+    vision: SamConfig
+    compressor: tuple[int, int]
+    encoder: DecoderConfig
+    image_token: int
+    raw: str
+
+    def __post_init__(self) -> None:
+        if self.compressor[1] != self.encoder.width:
+            raise ConfigError(
+                f"downsample_channels: got {self.compressor}; expected to end in the encoder's {self.encoder.width}"
+            )
+
+    @property
+    def family(self) -> Family:
+        """The family that reads it."""
+        return FAMILY
+
+    @property
+    def newline(self) -> bool:
+        """Whether a learned vector stands behind each row of features."""
+        return False
+
+    def side_of(self, pixels: int, name: str) -> int:
+        """Returns the features along a side of an image, as if its queries were a square.
+
+        Raises:
+          InputError: a size at which there are not as many features as queries.
+        """
+        sides = {count: round(count**0.5) * SHRINK * self.vision.patch for count in (FEW, MANY)}
+        if pixels not in sides.values():
+            raise InputError(f"{name}: got {pixels} pixels a side; expected one of {sorted(sides.values())}")
+        return round(query_count((pixels // (SHRINK * self.vision.patch)) ** 2) ** 0.5)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
+
+
+class DeepseekOcr2Model(nnx.Module):
+    """Towers, projector and decoder with their parameters."""
+
+    def __init__(self, config: DeepseekOcr2Config, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.text.dtype)
+        self.visual, self.neck = SamEncoder(config.vision, rngs), SamNeck(config.vision, rngs)
+        self.downsampling = SamDownsampling(config.vision, rngs, config.compressor)
+        self.encoder = QueryEncoder(config.encoder, rngs)
+        self.projection = Linear(config.encoder.width, config.text.width, bias=True, rngs=rngs, dtype=dtype)
+        self.separator = nnx.Param(jnp.zeros((config.text.width,), dtype))
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def encode(self, pixel_values: Float[Array, "B C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features in the plan's order, n = 1; the plan has the tiles' pixels."""
+        views, tiles = self._queries(pixel_values), plan.get(TILES)
+        tiles = None if tiles is None else self._queries(tiles)
+        return pack_views(views, tiles, {SEPARATOR: self.separator[...]}, plan)
+
+    def _queries(self, pixel_values: Float[Array, "B C H W"]) -> Float[Array, "B Q D"]:
+        features = self.downsampling(self.neck(self.visual(pixel_values)[0]))
+        return self.projection(self.encoder(features.reshape(len(features), -1, features.shape[-1])))
+
+
+def read_ocr_text(raw: Mapping[str, Any], angles: str, regime: Regime) -> DecoderConfig:
+    """Reads the decoder: DeepSeek-V2's experts, Llama's attention.
+
+    Raises:
+      ConfigError: dense layers that are not the lowest, or keys that are not known.
+    """
+    raw = complete(raw, "deepseek_ocr2_text", "text_config")
+    kinds, layers = need(raw, "mlp_layer_types"), need(raw, "num_hidden_layers")
+    dense = kinds.count("dense")
+    if list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise ConfigError(f"mlp_layer_types: got {kinds!r:.80}; expected 'dense' below 'sparse' in {layers} layers")
+    heads, width = need(raw, "num_attention_heads"), need(raw, "hidden_size")
+    if raw["head_dim"] not in (None, width // heads):
+        raise ConfigError(f"head_dim: got {raw['head_dim']}; expected hidden_size / num_attention_heads")
+    experts = read_deepseek_experts({**raw, "first_k_dense_replace": dense}, "softmax") if dense < layers else None
+    return read_decoder(
+        raw,
+        read_rope(raw, width // heads, angles=angles, regime=regime),
+        attention_bias=raw["attention_bias"],
+        output_bias=raw["attention_bias"],
+        mlp_bias=raw["mlp_bias"],
+        experts=experts,
+    )
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcr2Config:
+    model = whole(raw, "deepseek_ocr2")
+    text = read_ocr_text(text_part(model, raw, ("deepseek_ocr2_text",)), angles, regime)
+    vision = vision_part(model, "deepseek_ocr2_vision")
+    high = vision["sam_config"] or {}
+    sam, middle = read_sam(high, text.dtype, "sam_config", "deepseek_ocr2_sam_vision_model"), (512, 896)
+    inner = {**(vision["encoder_config"] or {}), "model_type": "qwen2"}
+    inner = {key: value for key, value in inner.items() if key not in ("dtype", "torch_dtype")}
+    encoder = dataclasses.replace(read_qwen2(inner, angles), dtype=text.dtype, tied_embeddings=True)
+    first, second = high.get("downsample_channels") or middle
+    if encoder.window is not None:
+        raise ConfigError(f"encoder_config: got a sliding window of {encoder.window}; expected none")
+    sam = dataclasses.replace(sam, interpolate=True)
+    return DeepseekOcr2Config(text, sam, (first, second), encoder, need(model, "image_token_id"), freeze(raw))
+
+
+def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
+    # transformers writes the authors' names by default, and its own modules' where it is asked to.
+    own = "model.sam_model.pos_embed" in shapes
+    sam = "model.sam_model" if own else "model.vision_tower.sam_encoder"
+    first, second = ("net_2", "net_3") if own else ("proj.conv1", "proj.conv2")
+    encoder = "model.qwen2_model.model.model" if own else "model.vision_tower.vision_encoder"
+    few, many = (
+        f"model.qwen2_model.query_{size}" if own else f"model.vision_tower.query_{size}_resolution"
+        for size in (768, 1024)
+    )
+    text = "model." if own else "model.language_model."
+    layout = expert_layout(config.text, shapes, text, default="rows")
+    return [
+        *decoder_entries(config.text, prefix=text, fused_experts=layout),
+        *sam_encoder_entries(config.vision, sam, ("visual",), own),
+        *sam_neck_entries(config.vision, f"{sam}.neck", ("neck",), own),
+        *sam_downsampling_entries(f"{sam}.{first}", f"{sam}.{second}", ("downsampling",)),
+        *query_encoder_entries(config.encoder, f"{encoder}.", few, many, ("encoder",)),
+        *linear_entries("model.projector.layers" if own else "model.multi_modal_projector", ("projection",)),
+        TensorEntry("model.view_seperator" if own else "model.view_separator", ("separator",)),
+    ]
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_resize": True, "do_convert_rgb": True},
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=3,
+    size={"height": 1024, "width": 1024},
+    tile_size=768,
+    crop_to_patches=True,
+    min_patches=2,
+    max_patches=6,
+    background_color=GREY,
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=DeepseekOcr2Model,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_views, view_tokens, view_plan, view_fills),
+    ignore=(r".*\.rotary_emb\.inv_freq",),
+    model_type="deepseek_ocr2",
+    template=TEMPLATE,
+)

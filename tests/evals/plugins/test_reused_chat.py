@@ -1,0 +1,225 @@
+"""Other harnesses over reused KV: the answers of a whole prefill where reuse is exact, and the shapes that they call.
+
+lmms-eval needs torch, so its side is a double, written from the interface of lmms-eval 0.7.3.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from evals.plugins import ReusedChat, ReusedModel, ReusedProcessor
+from kvpatch_jax.errors import InputError
+from models import load
+from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from tests.goldens.load import GOLDENS, write_checkpoint
+
+STEPS = 6
+
+
+def picture(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (60, 60, 3), np.uint8)
+
+
+def asked(*contents, system: str | None = None) -> list[dict]:
+    entries = [
+        {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
+        for content in contents
+    ]
+    lead = [] if system is None else [{"role": "system", "content": system}]
+    return [*lead, {"role": "user", "content": entries}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny Qwen2.5-VL with its tokenizer and chat template."""
+    gold = json.loads((GOLDENS / "chat.json").read_text())["families"]["qwen2_5_vl"]
+    root = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("chat") / "model")
+    (root / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
+    (root / TEMPLATE_FILE).write_text(gold["template"])
+    (root / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
+    return root
+
+
+@pytest.fixture(scope="module")
+def backbone(directory):
+    return load(directory, dtype="float32")
+
+
+def whole(backbone, messages) -> tuple[int, ...]:
+    """What a prefill of the whole conversation generates greedily."""
+    tokens = backbone.embed(**backbone.chat(messages))
+    return tuple(int(token) for token in backbone.generate(tokens, STEPS)[0])
+
+
+def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
+    chat = ReusedChat(backbone, approximate=False)
+    first, second = picture(1), picture(2)
+    for system, contents in ((None, [first, second, "hello"]), ("look", [second, first, "hi"])):
+        messages = asked(*contents, system=system)
+        found = chat.answer(messages, steps=STEPS)
+        assert found.ids == whole(backbone, messages)
+        assert found.text == backbone.tokenizer.decode(list(found.ids), skip_special_tokens=False)
+    chat.close()
+
+
+def test_what_is_served_without_a_forward(backbone, tmp_path):
+    first, second, third = picture(1), picture(2), picture(3)
+    orders, prefilled = [(first, second, third), (third, first, second)] * 2, {}
+    for approximate in (True, False):
+        with kvp.ChunkStore(tmp_path / f"{approximate}") as store:
+            chat = ReusedChat(backbone, store, approximate=approximate)
+            counts = []
+            for order in orders:
+                found = chat.answer(asked(*order, "hello"), steps=1)
+                counts.append(found.prefilled / found.prompt_tokens)
+                former = chat._session(None).runtime.former
+                assert former is not None
+                former.flush()
+            chat.close()
+        prefilled[approximate] = counts
+    # The same images in the same order are there. Where approximation is allowed, so is one behind the same neighbour.
+    for counts in prefilled.values():
+        assert counts[0] > 0.5
+        assert counts[2:] == [0, 0]
+    assert prefilled[True][1] < prefilled[False][1]
+
+
+def test_a_stop_text_ends_an_answer_and_is_left_out(backbone):
+    chat = ReusedChat(backbone, approximate=False)
+    messages = asked(picture(1), "hello")
+    text = chat.answer(messages, steps=STEPS).text
+    found = chat.answer(messages, steps=STEPS, stop=["never", text[2:4]])
+    assert found.text == text[: text.find(text[2:4])]
+    chat.close()
+
+
+def test_the_call_that_transformers_code_makes(backbone):
+    messages = asked(picture(1), "hello")
+    processor, model = ReusedProcessor(backbone), ReusedModel(backbone, approximate=False)
+    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, add_generation_prompt=True)
+    out = model.generate(**inputs, max_new_tokens=STEPS, do_sample=False)
+    width = inputs["input_ids"].shape[1]
+    np.testing.assert_array_equal(out[:, :width], inputs["input_ids"])
+    assert tuple(out[0, width:]) == whole(backbone, messages)
+    (text,) = processor.batch_decode(out[:, width:])
+    assert text == backbone.tokenizer.decode(out[0, width:].tolist(), skip_special_tokens=True)
+
+    drawn = [model.generate(**inputs, max_new_tokens=STEPS, do_sample=True, temperature=5.0, seed=3) for _ in range(2)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert not np.array_equal(drawn[0], out)
+    model.chat.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], r"got roles \[\]; expected a user message"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "got roles"),
+        ([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}], "the last of which is no text"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}], "without its image"),
+        ([{"role": "user", "content": [{"type": "tool"}, {"type": "text", "text": "a"}]}], "content 0"),
+        ([{"role": "user", "content": 7}], "got content 7; expected a text"),
+    ],
+)
+def test_messages_of_another_form_are_refused(backbone, messages, message):
+    with pytest.raises(InputError, match=message):
+        ReusedChat(backbone).answer(messages)
+
+
+def test_an_address_in_place_of_an_image_is_refused(backbone):
+    messages = [
+        {"role": "user", "content": [{"type": "image", "url": "https://x.org/a.png"}, {"type": "text", "text": "a"}]}
+    ]
+    with pytest.raises(kvp.errors.KVPatchError, match=r"x\.org"):
+        ReusedChat(backbone).answer(messages)
+
+
+@pytest.fixture
+def lmms_eval(monkeypatch):
+    """A double of lmms-eval 0.7.3: its base class, and how it finds a plugin's model and runs it."""
+
+    class CacheHook:
+        def __init__(self):
+            self.kept = []
+
+        def add_partial(self, attr, req, res):
+            self.kept.append((attr, req, res))
+
+    class Model:
+        is_simple = True
+
+        def __init__(self):
+            self._rank, self._world_size, self.cache_hook, self.task_dict = 0, 1, CacheHook(), {}
+
+        @classmethod
+        def create_from_arg_string(cls, text, additional=None):
+            pairs = dict(pair.split("=", 1) for pair in text.split(","))
+            return cls(**pairs, **{name: value for name, value in (additional or {}).items() if value is not None})
+
+        def clean(self):
+            self.cleaned = True
+
+    modules = {name: types.ModuleType(name) for name in ("lmms_eval", "lmms_eval.api", "lmms_eval.api.model")}
+    vars(modules["lmms_eval.api.model"])["lmms"] = Model
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("LMMS_EVAL_PLUGINS", "evals.plugins.lmms")
+
+    def get_model(name: str):
+        plugin = os.environ["LMMS_EVAL_PLUGINS"]
+        # The command line looks for the tasks of every plugin first.
+        found = importlib.util.find_spec(f"{plugin}.tasks")
+        assert found is not None
+        assert found.submodule_search_locations
+        class_name = importlib.import_module(f"{plugin}.models").AVAILABLE_MODELS[name]
+        found = getattr(importlib.import_module(f"{plugin}.models.{name}"), class_name)
+        assert issubclass(found, Model)
+        assert found.is_simple
+        return found
+
+    yield get_model
+    sys.modules.pop("evals.plugins.lmms.models.kvpatch", None)
+
+
+class Request:
+    """An instance of lmms-eval: the six arguments of a simple model."""
+
+    def __init__(self, context, options, doc_to_visual, doc_id):
+        self.args = context, options, doc_to_visual, doc_id, "pages", "test"
+
+
+def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, directory, backbone, tmp_path):
+    image_module = pytest.importorskip("PIL.Image")
+    arguments = f"pretrained={directory},store={tmp_path / 'chunks'},dtype=float32,approximate=False"
+    model = lmms_eval("kvpatch").create_from_arg_string(arguments, {"batch_size": 1, "device": None})
+    documents = [{"page": picture(number), "question": f"hello{number % 2}"} for number in (1, 1, 2)]
+    model.task_dict = {"pages": {"test": documents}}
+    requests = [
+        Request(
+            "<image>" + document["question"],
+            {"max_new_tokens": STEPS, "temperature": 0, "until": ["\n\n"]},
+            lambda document: [image_module.fromarray(document["page"])],
+            number,
+        )
+        for number, document in enumerate(documents)
+    ]
+    answers = model.generate_until(requests)
+    expected = [whole(backbone, asked(document["page"], document["question"])) for document in documents]
+    assert answers == [backbone.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in expected]
+    assert [kept[2] for kept in model.cache_hook.kept] == answers
+    with pytest.raises(NotImplementedError, match="likelihoods"):
+        model.loglikelihood([])
+    model.clean()
+    assert model.cleaned
+
+
+def test_lmms_evals_absence_and_other_arguments_are_named(lmms_eval, directory):
+    with pytest.raises(InputError, match=r"model_args: got \['pretrainde'\]; expected pretrained"):
+        lmms_eval("kvpatch").create_from_arg_string(f"pretrained={directory},pretrainde=x")

@@ -1,0 +1,90 @@
+"""Shards as tasks of a local Ray cluster of two workers: the answers of one process, whatever happens to a worker."""
+
+import functools
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpatch_jax.batch import (
+    BatchItem,
+    answer_batch,
+    answer_batch_on_ray,
+    once_in_this_process,
+    read_answers,
+    run_shards,
+)
+from kvpatch_jax.errors import InputError, ShardError
+from kvpatch_jax.store import ChunkStore
+from models import load
+from tests.goldens.load import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers of one core each on this machine."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
+    yield ray
+    ray.shutdown()
+
+
+def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
+    model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    draw = np.random.default_rng(3)
+    first, second, page = (draw.integers(0, 256, (40, 40, 3), np.uint8) for _ in range(3))
+    fronts = [[first, page], [second, first], [first, second, page]]
+    items = [BatchItem(fronts[number % 3], [5, 6], f"q{number}", steps=2, stop=()) for number in range(6)]
+
+    # Defined in here, it travels by value: a worker cannot import a test.
+    def opening(model=model, root=tmp_path / "chunks"):
+        return load(model), ChunkStore(root)
+
+    alone = answer_batch(*opening(), items, out=tmp_path / "alone.jsonl", rank=2)
+    reports = answer_batch_on_ray(opening, items, out=tmp_path / "shared.jsonl", shards=3, rank=2)
+    assert [report.answered for report in reports] == [2, 2, 2]
+    assert alone.answered == 6
+    shared = read_answers(*(report.path for report in reports))
+    assert shared == read_answers(tmp_path / "alone.jsonl")
+    # What the batch before had stored was read by the workers.
+    assert sum(report.canonicals for report in reports) == 0
+
+
+def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_others(cluster, tmp_path):
+    def dies_once(folder: str, index: int, count: int) -> tuple[int, int]:
+        mark = Path(folder) / f"{index}"
+        if index == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        mark.touch()
+        return index, count
+
+    assert run_shards(functools.partial(dies_once, str(tmp_path)), 3) == [(0, 3), (1, 3), (2, 3)]
+
+    def refuses(folder: str, index: int, count: int) -> int:
+        (Path(folder) / f"done {index}").touch()
+        if index == 0:
+            raise ValueError("a page\nthat nobody has")
+        return index
+
+    with pytest.raises(ShardError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"):
+        run_shards(functools.partial(refuses, str(tmp_path)), 3)
+    assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1", "done 2"}
+
+
+def test_what_belongs_to_a_worker_is_made_once_in_it(cluster):
+    def counted(index: int, count: int) -> tuple[int, int]:
+        return os.getpid(), once_in_this_process(lambda: os.getpid() * 7)
+
+    for process, made in run_shards(counted, 4):
+        assert made == process * 7
+
+
+@pytest.mark.parametrize("count", [0, -1, True])
+def test_counts_that_are_none_are_refused(count):
+    with pytest.raises(InputError, match=f"got count {count!r}; expected a number of shards"):
+        run_shards(lambda index, count: index, count)
+    with pytest.raises(InputError, match=r"got shard \(0, 2\); expected `shards`"):
+        answer_batch_on_ray(lambda: pytest.fail("opened"), [], out="x", shards=1, shard=(0, 2))

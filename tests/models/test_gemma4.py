@@ -1,0 +1,263 @@
+"""Gemma 4 beside what all families share: videos, sounds, prompts of all three, budgets, refusals."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from kvpatch_jax import Audio, Video
+from kvpatch_jax.core import Buckets, to_engine
+from kvpatch_jax.errors import ConfigError, ImageError, InputError
+from models import load, save
+from models.families.registry import IMAGE_FAMILIES
+from models.inputs.gemma4_images import (
+    budget_size,
+    gemma4_image_settings,
+    mark_time,
+    process_gemma4,
+    process_gemma4_videos,
+    read_video_settings,
+)
+from models.inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
+from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.goldens.redraw import draw_frames, standard_values
+from tests.tolerances import assert_close_to_largest
+
+close = functools.partial(assert_close_to_largest, bar=2e-4)
+FAMILY = IMAGE_FAMILIES["Gemma4ForConditionalGeneration"]
+INPUTS = (
+    *("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "num_frames_per_video"),
+    *("input_features", "input_features_mask"),
+)
+IMAGE, VIDEO, START, END, AUDIO, AUDIO_START, AUDIO_END = 301, 302, 303, 304, 305, 306, 307
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return load(talking(write_checkpoint("gemma4", tmp_path_factory.mktemp("small"))), angles="float32")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return load(write_checkpoint("gemma4_moe", tmp_path_factory.mktemp("mixture")), angles="float32")
+
+
+def talking(directory):
+    """The checkpoint with the golden's tokenizer and chat template."""
+    chat = json.loads((GOLDENS / "gemma4" / "chat.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(chat["tokenizer"]))
+    (directory / "chat_template.jinja").write_text(chat["template"])
+    return directory
+
+
+def waves():
+    """The golden's sounds, computed again."""
+    found = []
+    for number, seconds in enumerate((0.93, 0.31)):
+        size = int(seconds * 16000)
+        times = np.arange(size) / 16000
+        noise = standard_values(f"gemma4 sound {number}", size)
+        found.append((0.3 * np.sin(2 * np.pi * (300 + 900 * times) * times) + 0.05 * noise).astype(np.float32))
+    return found
+
+
+def check(backbone, gold):
+    tokens = backbone.embed(gold["input_ids"][None], **{name: gold[name] for name in INPUTS if name in gold})
+    rows = gold["rows"]
+    close(tokens.embeddings[0, rows], gold["inputs_embeds"], "embeddings")
+    layers = backbone.layout.layers
+    out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)), logits="all")
+    for layer in range(layers):
+        close(out.hidden[layer + 1][0, rows], gold["hidden"][layer], f"hidden {layer}")
+    engine = to_engine(backbone.layout, out.kv, gold["position_ids"][None], 0)
+    for channel, value in engine.items():
+        close(value[:, 0, rows], gold[channel], channel)
+    close(out.logits[0, rows], gold["logits"], "logits")
+
+
+@pytest.mark.parametrize(
+    "case", ["audio", pytest.param("video", marks=pytest.mark.slow), pytest.param("mixed", marks=pytest.mark.slow)]
+)
+def test_sounds_and_videos_equal_transformers(small, case):
+    check(small, golden_arrays("gemma4", case))
+
+
+@pytest.mark.slow
+def test_frames_that_see_themselves_equal_transformers(mixture):
+    check(mixture, golden_arrays("gemma4_moe", "video"))
+
+
+def test_only_layers_that_slide_let_an_image_see_itself(mixture):
+    """Without what is ahead the full layer's input, and so everything, differs; of a causal model nothing is ahead."""
+    gold = golden_arrays("gemma4_moe", "one_image")
+    arrays = {name: gold[name] for name in INPUTS if name in gold}
+    tokens = mixture.embed(gold["input_ids"][None], **arrays)
+    pads = np.flatnonzero(gold["input_ids"] == IMAGE)
+    assert mixture.config.text.ahead_in_windows
+    assert np.asarray(tokens.ahead)[0, pads].tolist() == list(range(len(pads)))[::-1]
+    causal = mixture.prefill(tokens._replace(ahead=None), logits="all").logits
+    seen = mixture.prefill(tokens, logits="all").logits
+    assert np.abs(np.asarray(seen - causal)).max() > 1e-2 * np.abs(np.asarray(seen)).max()
+
+
+# ------------------------------------------------------------------------------------------------- host side
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
+def test_frames_become_transformers_pixels(family):
+    """torchvision's resize, rescaling and patches, bit for bit."""
+    gold, frames = golden_arrays(family, "video"), draw_frames("gemma4 video", 7, 24, 40)
+    found = process_gemma4_videos([Video(frames, rate=0.1, frames=2)], read_video_settings(GOLDENS / family))
+    for name in ("pixel_values_videos", "video_position_ids", "num_frames_per_video", "video_timestamps"):
+        np.testing.assert_array_equal(found[name], gold[name], name)
+
+
+def test_sounds_become_transformers_features():
+    """float64's last bits where NumPy's Fourier transforms differ, far below one part in a hundred thousand."""
+    gold = golden_arrays("gemma4", "audio")
+    settings = Gemma4MelConfig.from_directory(GOLDENS / "gemma4")
+    found = process_gemma4_sounds([Audio(wave, rate=16000) for wave in waves()], settings)
+    np.testing.assert_array_equal(found["input_features_mask"], gold["input_features_mask"].astype(bool))
+    assert found["input_features"].dtype == np.float32
+    assert np.abs(found["input_features"] - gold["input_features"]).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((20, 41), (20, 44)),  # 5·11 of 70 tokens of 4 pixels
+        ((4, 400), (4, 280)),  # as wide as all tokens in a row, at most
+        ((400, 5), (280, 4)),
+        ((2000, 2000), (32, 32)),
+    ],
+)
+def test_sizes_keep_to_the_budget(size, expected):
+    assert budget_size(size, 2, 2, 70) == expected
+
+
+def test_what_the_budget_has_no_room_for_is_refused():
+    with pytest.raises(ConfigError, match=r"max_soft_tokens: got 71; expected one of \(70, 140"):
+        budget_size((8, 8), 2, 2, 71)
+    settings = gemma4_image_settings(GOLDENS / "gemma4")
+    with pytest.raises(ImageError, match="expected sides within a ratio"):
+        process_gemma4([np.zeros((2, 900, 3), np.uint8)], settings)
+
+
+def test_times_of_frames():
+    assert [mark_time(seconds) for seconds in (0.0, 59.99, 60.0, 3725.5)] == ["00:00", "00:59", "01:00", "62:05"]
+
+
+# --------------------------------------------------------------------------------------------------- prompts
+
+
+def talk(small, **more):
+    """The golden's conversation as items."""
+    image = golden_arrays("gemma4", "one_image")["image.0"]
+    video = Video(draw_frames("gemma4 video", 7, 24, 40), rate=0.1, frames=2)
+    sound = Audio(waves()[1], rate=16000)
+    return ["Hear ", sound, " and see ", video, " and ", image, " now"]
+
+
+def test_a_prompt_of_all_media_is_the_processors(small):
+    said = json.loads((GOLDENS / "gemma4" / "media.json").read_text())
+    prompt = small.prepare(talk(small))
+    assert prompt["input_ids"][0].tolist() == said["input_ids"]
+    tokens = small.embed(**prompt)
+    assert tokens.embeddings.shape[:2] == prompt["input_ids"].shape
+    features = small.encode(**prompt)
+    np.testing.assert_array_equal(small.embed(**prompt, features=features).embeddings, tokens.embeddings)
+
+
+def test_a_chat_with_a_sound_and_a_video(small):
+    """What the template writes once becomes the processor's runs."""
+    _, sound, _, video, *_ = talk(small)
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+        "{{ part['text'] }}{% else %}<|{{ part['type'] }}|>{% endif %}{% endfor %}{% endfor %}"
+    )
+    object.__setattr__(small.chat_template, "source", template)
+    content = [{"type": "audio", "audio": sound}, {"type": "video", "video": video}, {"type": "text", "text": "?"}]
+    prompt = small.chat([{"role": "user", "content": content}])
+    expected = small.prepare([sound, video, "?"])
+    np.testing.assert_array_equal(prompt["input_ids"], expected["input_ids"])
+
+
+def test_buckets_change_nothing(small, tmp_path):
+    """Padded patches, frames and tokens count nowhere."""
+    prompt = small.prepare(talk(small))
+    other = load(save(small, tmp_path / "saved"), angles="float32", buckets=Buckets())
+    found = [np.asarray(model.prefill(model.embed(**prompt)).logits) for model in (small, other)]
+    close(found[1], found[0], "logits")
+    jax.tree.map(np.testing.assert_array_equal, small.parameters, other.parameters)
+    assert other.prepare(talk(small))["input_ids"].tolist() == prompt["input_ids"].tolist()
+
+
+def test_a_sound_is_encoded_as_if_it_were_alone(small):
+    gold = golden_arrays("gemma4", "audio")
+    counts = [int(mask[::2][::2].sum()) for mask in gold["input_features_mask"]]
+    ids = [[AUDIO_START, *[AUDIO] * count, AUDIO_END] for count in counts]
+    both = small.encode(
+        np.array([ids[0] + ids[1]]),
+        input_features=gold["input_features"],
+        input_features_mask=gold["input_features_mask"],
+    )
+    alone = small.encode(
+        np.array([ids[1]]),
+        input_features=gold["input_features"][1:],
+        input_features_mask=gold["input_features_mask"][1:],
+    )
+    close(both[:, counts[0] :], alone, "features")
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_a_release_does_not_hear_is_refused(mixture):
+    with pytest.raises(InputError, match="Gemma 4 without audio_config, which hears nothing"):
+        mixture.prepare([Audio(waves()[1], rate=16000)])
+
+
+def test_media_that_do_not_match_are_refused(small):
+    gold = golden_arrays("gemma4", "one_image")
+    ids, arrays = gold["input_ids"][None], {name: gold[name] for name in INPUTS if name in gold}
+    with pytest.raises(InputError, match="image_position_ids: got some that are no whole grid"):
+        small.embed(ids, **arrays | {"image_position_ids": np.minimum(arrays["image_position_ids"], 3)})
+    with pytest.raises(InputError, match=r"pixel_values: got shape \(1, 280, 12\) and places \(0,\)"):
+        small.embed(ids, pixel_values=arrays["pixel_values"])
+    gold = golden_arrays("gemma4", "audio")
+    sounds = {name: gold[name] for name in INPUTS if name in gold}
+    with pytest.raises(InputError, match="audio placeholders; expected"):
+        small.embed(gold["input_ids"][None, 6:], **sounds)
+    with pytest.raises(InputError, match="input_features, input_features_mask: got shapes"):
+        small.embed(gold["input_ids"][None], input_features=sounds["input_features"])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("vision_config", {"num_key_value_heads": 1}, "vision num_key_value_heads: got 1; expected 2"),
+        ("vision_config", {"head_dim": 10}, "vision head_dim: got 10; expected a multiple of 4"),
+        ("vision_config", {"attention_bias": True}, "attention_bias True, which is not built"),
+        ("vision_config", None, "got vision_config None; expected a table"),
+        ("audio_config", {"attention_context_right": 1}, "1 to the right; expected none to the right"),
+        ("audio_config", {"attention_chunk_size": 12}, "got chunks of 12, 5 to the left"),
+        ("audio_config", {"subsampling_conv_channels": [6, 4]}, "expected two numbers, the first a multiple of 4"),
+        ("audio_config", {"hidden_act": "tan"}, "audio activation: got 'tan'"),
+        ("text_config", {"use_bidirectional_attention": "all"}, "got 'all', which is not built"),
+        ("text_config", {"enable_moe_block": True}, "num_experts"),
+    ],
+)
+def test_configurations_that_are_not_built(part, change, message):
+    raw = json.loads((GOLDENS / "gemma4" / "config.json").read_text())
+    raw[part] = None if change is None else {**raw[part], **change}
+    with pytest.raises(ConfigError, match=message):
+        FAMILY.config(raw, "float32", None)
+
+
+def test_settings_of_sounds_that_are_not_built_are_refused(tmp_path):
+    (tmp_path / "processor_config.json").write_text(json.dumps({"feature_extractor": {"dither": 1e-5}}))
+    with pytest.raises(ConfigError, match="dither: got 1e-05, which is not built"):
+        Gemma4MelConfig.from_directory(tmp_path)
