@@ -56,8 +56,9 @@ def among(
     """Returns one layer's engine-frame KV with the tokens written among these keys, and what `written_into` takes.
 
     That is the tokens' own KV, and the context stays as it is: a loop over layers that each wrote into a stack would
-    copy it on a CPU. Only of layers that lie apart is it the layer itself, with the tokens in it: a step on a CPU then
-    writes where it lies, and no layer is copied to be read (a step of 8 layers of 4096 keys takes 0.6 of the time).
+    copy it on a CPU. Of layers that lie apart it is the layer itself with the tokens in it, written where it lies, and
+    none is copied to be read. (A step behind 4096 keys of 8 layers, 67 MB in float32, takes 13.8 ms of CPU time;
+    with the layers in a stack 23.5.)
     """
     rows, held, found, written = jnp.arange(keys.shape[0])[:, None], keys_of(context, channels, layer), {}, {}
     for name, value in held.items():

@@ -8,11 +8,11 @@ all that decodes), `continuing` (steps one after the other), `sampling`; `progra
 from .answering import Answering as Answering
 from .continuing import BLOCK as BLOCK
 from .generation import Generating as Generating
-from .loaded import LoadedModel as LoadedModel
+from .generation import pad_rows as pad_rows
 from .programs import Forward as Forward
+from .programs import LoadedModel as LoadedModel
 from .prompt import by_layer as by_layer
 from .prompt import take_tokens as take_tokens
-from .prompt_rows import pad_rows as pad_rows
 from .text_pieces import TextPieces as TextPieces
 from .traced import key_count as key_count
 from .writing import Writing as Writing

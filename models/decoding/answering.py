@@ -16,8 +16,8 @@ from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
 
-from .loaded import LoadedModel
-from .prompt_rows import check_stop
+from .generation import check_stop
+from .programs import LoadedModel
 from .sampling import draw_of
 from .text_pieces import pieces_of
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import Context, Output, Recomputed, Tokens
-from kvpatch_jax.core import KVLayout
+from kvpatch_jax.core import Buckets, KVLayout
 
 from ..decoder.sharding import auto_mesh, cache_shardings, split_mesh
 from ..decoder.stacks import unstacked
@@ -114,6 +115,29 @@ class Forward:
     def parameters(self) -> dict[str, Any]:
         """Parameters as nested dictionaries of arrays."""
         return nnx.to_pure_dict(self.state)
+
+
+class LoadedModel:
+    """What the parts of a backbone (`Encoding`, `Generating`, `Writing`, `Answering`) find in it.
+
+    Attributes:
+      config, layout, buckets, programs, stop_tokens: as in `ModelBackbone`.
+    """
+
+    config: Any
+    layout: KVLayout
+    buckets: Buckets | None
+    programs: Forward
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of `tokenizers`, or None."""
+        raise NotImplementedError
+
+    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
+        """Refuses positions (and as many more) that the rope does not serve."""
+        raise NotImplementedError
 
 
 def encode(model: TracedModel, state: Any, pixel_values: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:

@@ -1,7 +1,7 @@
 """Writing tokens into a cache, contiguous or in pages: `recompute`, `decode` and `attention` of a backbone."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,11 @@ from pallas_kernels.splice import check_slots
 from ..inputs.buckets import pad_slots, pad_tokens
 from ..inputs.masks import check_mask, check_mask_over
 from ..inputs.rows import logit_rows
-from .loaded import LoadedModel
+from .programs import LoadedModel
 from .traced import key_count
 
-
-class LayerRange(NamedTuple):
-    """Layers that a recompute runs, from `start_layer` to below `stop_layer`, and those whose residual it returns."""
-
-    start_layer: int = 0
-    stop_layer: int | None = None
-    hidden_at: tuple[int, ...] = ()
-
-
-WHOLE = LayerRange()
+ALL_LAYERS = {"start_layer": 0, "stop_layer": None, "hidden_at": ()}
+"""Of a step: what a recompute may choose."""
 
 
 class Writing(LoadedModel):
@@ -66,21 +58,14 @@ class Writing(LoadedModel):
                     f"keep: got {sets.shape}; expected one token set per layer ({self.layout.layers}), each inside the "
                     "one below"
                 )
-        part = LayerRange(start_layer, stop_layer, tuple(hidden_at))
-        if part != WHOLE:
-            self._check_part(part)
-        return self._write(tokens, cache, slots, keep, mask, logits, "recompute", part)
-
-    def _check_part(self, part: LayerRange) -> None:
-        """Refuses layers that the model lacks."""
-        layers = self.layout.layers
-        stop = layers if part.stop_layer is None else part.stop_layer
-        taps_fit = all(part.start_layer <= tap <= stop for tap in part.hidden_at)
-        if not 0 <= part.start_layer < stop <= layers or not taps_fit:
+        stop, top = self.layout.layers if stop_layer is None else stop_layer, self.layout.layers
+        if not 0 <= start_layer < stop <= top or any(not start_layer <= tap <= stop for tap in hidden_at):
             raise ShapeError(
-                f"recompute: got layers {part.start_layer} to {part.stop_layer} with residuals at {part.hidden_at}; "
-                f"expected a part of the layers 0 to {layers}, and residuals inside it"
+                f"recompute: got layers {start_layer} to {stop_layer} with residuals at {hidden_at}; expected a part "
+                f"of the layers 0 to {top}, and residuals inside it"
             )
+        layers = {"start_layer": start_layer, "stop_layer": stop_layer, "hidden_at": tuple(hidden_at)}
+        return self._write(tokens, cache, slots, keep, mask, logits, "recompute", layers)
 
     def attention(
         self,
@@ -120,7 +105,7 @@ class Writing(LoadedModel):
         logits: Logits = "last",
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
-        step = self._write(tokens, cache, slots, None, mask, logits, "decode")
+        step = self._write(tokens, cache, slots, None, mask, logits, "decode", ALL_LAYERS)
         return Step(step.logits, step.cache)
 
     def _write(
@@ -132,7 +117,7 @@ class Writing(LoadedModel):
         mask: Any,
         logits: Logits,
         what: str,
-        part: LayerRange = WHOLE,
+        layers: Mapping[str, Any],
     ) -> Recomputed:
         """Writes tokens into a cache, and reads the logits behind them.
 
@@ -148,7 +133,7 @@ class Writing(LoadedModel):
         length, buckets = tokens.embeddings.shape[1], self.buckets
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         # What leaves a lower layer is no input of the output head.
-        ends_below = part.stop_layer not in (None, self.layout.layers)
+        ends_below = layers["stop_layer"] not in (None, self.layout.layers)
         rows = jnp.zeros((len(slots), 0), jnp.int32) if ends_below else logit_rows(tokens, logits, what)
 
         if not isinstance(cache, Paged):
@@ -172,7 +157,7 @@ class Writing(LoadedModel):
                 written = keys, pad_slots(buckets, places, None, None, 0)[0]
 
         state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
-        step = program(state, tokens, held, pages, slots, written, keep, mask, rows, **part._asdict())
+        step = program(state, tokens, held, pages, slots, written, keep, mask, rows, **layers)
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
         after: Any = step.cache if pages is None else pages._replace(pool=step.cache)
         after = EngineKV(after) if isinstance(cache, EngineKV) else after

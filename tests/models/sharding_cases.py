@@ -177,7 +177,7 @@ def collectives(directory: Path) -> list[list[Any]]:
     channels = backbone.layout.channels
     cache = {each.name: jax.device_put(empty(each.heads, each.width), shardings[each.name]) for each in channels}
     calls = backbone.programs
-    program = calls.recompute.lower(calls.state, tokens, cache, jnp.array([[12]]), None, None, None).compile()
+    program = calls.recompute.lower(calls.state, tokens, cache, None, jnp.array([[12]]), *[None] * 4).compile()
     return exchanged(program.as_text() or "")
 
 
