@@ -33,7 +33,7 @@ from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import CLIP_NAMES, CONV2D, block_entries, norm_entries
 from . import namings
 from .authors import expect
-from .deepseek_ocr2 import GREY, SHRINK, TEMPLATE, read_ocr_text
+from .deepseek_ocr2 import GREY, SHRINK, TEMPLATE, read_channels, read_ocr_text
 from .family import Family, Shapes, Vision
 from .image_family import freeze, one_size, thaw
 from .view_packing import NEWLINE, SEPARATOR, pack_views, view_fills, view_plan, view_tokens
@@ -41,7 +41,7 @@ from .view_packing import NEWLINE, SEPARATOR, pack_views, view_fills, view_plan,
 ARCHITECTURE = "DeepseekOCRForCausalLM"
 CLIP, SAM = "clip-l-14-224", "sam_vit_b"
 """What `vision_config.width` calls the towers."""
-_SIZES = {
+TOWER_KEYS = {
     CLIP: {"heads", "image_size", "layers", "patch_size", "width"},
     SAM: {"downsample_channels", "global_attn_indexes", "heads", "layers", "width"},
 }
@@ -116,42 +116,59 @@ class DeepseekOcrModel(nnx.Module):
         return self.projection(jnp.concatenate([high, low.reshape(high.shape)], axis=-1))
 
 
-def _table(parts: Mapping[str, Any], name: str, known: set[str]) -> dict[str, Any]:
-    """Returns a tower's sizes.
+def read_authors(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the top level of an authors' `config.json`, checked and filled in, and its decoder's table as
+    transformers' DeepSeek-OCR-2 has it.
+
+    Raises:
+      ConfigError: a part that is missing, text keys that say two things, or keys that are not known.
+    """
+    model = {name: need(raw, name) for name in ("language_config", "vision_config", "projector_config")}
+    if not all(isinstance(part, Mapping) for part in model.values()):
+        raise ConfigError(f"config.json: got {model!r:.80}; expected three tables")
+    inner = model["language_config"]
+    # The authors' class reads the text's keys at the top; files have them in the part too.
+    for key in sorted(inner.keys() & raw.keys() - {"architectures", "auto_map", "model_type", "torch_dtype", "dtype"}):
+        if raw[key] != inner[key]:
+            raise ConfigError(f"language_config: got {key} {inner[key]!r}; expected {raw[key]!r}, as at the top")
+    model = complete(raw, "deepseek_ocr", drop=inner)
+    model["vision_config"] = complete(model["vision_config"], "deepseek_ocr_vision", "vision_config")
+    top = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
+    text = complete({**inner, **top}, "deepseek_ocr_text", "language_config")
+    text |= {name: need(text, name) for name in ("n_routed_experts", "topk_method", "moe_intermediate_size")}
+    dense, layers = text["first_k_dense_replace"], need(text, "num_hidden_layers")
+    kinds = ["dense"] * min(dense, layers) + ["sparse"] * max(layers - dense, 0)
+    unread = ("first_k_dense_replace", "moe_layer_freq", "scoring_func", "norm_topk_prob", "auto_map", "architectures")
+    text = {key: value for key, value in text.items() if key not in unread}
+    return model, text | {"mlp_layer_types": kinds, "model_type": "deepseek_ocr2_text"}
+
+
+def tower_table(parts: Any, name: str, known: set[str]) -> dict[str, Any]:
+    """Returns a tower's sizes from `vision_config.width`.
 
     Raises:
       ConfigError: no table, or a key that is not known.
     """
-    table = parts.get(name)
+    table = parts.get(name) if isinstance(parts, Mapping) else None
     if not isinstance(table, Mapping) or set(table) - known:
         raise ConfigError(f"vision_config: got {name} {table!r:.160}; expected a table of {sorted(known)}")
+    for key, value in table.items():
+        listed = key in ("downsample_channels", "global_attn_indexes")
+        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not (isinstance(value, list) if listed else whole):
+            raise ConfigError(
+                f"{name}: got {key} {value!r:.80}; expected {'a list' if listed else 'a positive whole number'}"
+            )
     return dict(table)
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcrConfig:
-    parts = {name: need(raw, name) for name in ("language_config", "vision_config", "projector_config")}
-    if not all(isinstance(part, Mapping) for part in parts.values()):
-        raise ConfigError(f"config.json: got {parts!r:.80}; expected three tables")
-    inner = parts["language_config"]
-    # The authors' class reads the text's keys at the top; files have them in the part too.
-    for key in inner.keys() & raw.keys() - {"architectures", "auto_map", "model_type", "torch_dtype", "dtype"}:
-        if raw[key] != inner[key]:
-            raise ConfigError(f"language_config: got {key} {inner[key]!r}; expected {raw[key]!r}, as at the top")
-    model = complete(raw, "deepseek_ocr", drop=inner)
-    top = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
-    text = complete({**inner, **top}, "deepseek_ocr_text", "language_config")
-    dense, layers = text.pop("first_k_dense_replace"), need(text, "num_hidden_layers")
-    text = {
-        key: value for key, value in text.items() if key not in ("moe_layer_freq", "scoring_func", "norm_topk_prob")
-    }
-    text |= {name: need(text, name) for name in ("n_routed_experts", "topk_method", "moe_intermediate_size")}
-    kinds = ["dense"] * min(dense, layers) + ["sparse"] * max(layers - dense, 0)
-    decoder = read_ocr_text({**text, "mlp_layer_types": kinds}, angles, regime)
-
-    vision = parts["vision_config"]
+    model, text = read_authors(raw)
+    decoder = read_ocr_text(text, angles, regime)
+    vision = model["vision_config"]
     expect(vision, "vision_config", model_name="deeplip_b_l")
     widths = need(vision, "width")
-    clip, sam = (_table(widths, name, known) for name, known in _SIZES.items())
+    clip, sam = (tower_table(widths, name, TOWER_KEYS[name]) for name in (CLIP, SAM))
     tower = SamConfig(
         depth=need(sam, "layers"),
         width=need(sam, "width"),
@@ -177,8 +194,8 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcrCon
         dtype=decoder.dtype,
     )
     glue = {"projector_type": "linear", "input_dim": 2 * second.width, "n_embed": decoder.width}
-    expect(parts["projector_config"], "projector_config", **glue)
-    channels = tuple(need(sam, "downsample_channels"))
+    expect(model["projector_config"], "projector_config", **glue)
+    channels = read_channels(need(sam, "downsample_channels"))
     return DeepseekOcrConfig(decoder, tower, channels, second, need(model, "image_token_id"), freeze(raw))
 
 

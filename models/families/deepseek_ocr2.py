@@ -140,6 +140,18 @@ def read_ocr_text(raw: Mapping[str, Any], angles: str, regime: Regime) -> Decode
     )
 
 
+def read_channels(value: Any) -> tuple[int, int]:
+    """Returns the channels of the compressor's two convolutions.
+
+    Raises:
+      ConfigError: other than two positive whole numbers.
+    """
+    pair = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(pair) != 2 or not all(isinstance(number, int) and number > 0 for number in pair):
+        raise ConfigError(f"downsample_channels: got {value!r:.80}; expected two positive whole numbers")
+    return pair[0], pair[1]
+
+
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcr2Config:
     model = whole(raw, "deepseek_ocr2")
     text = read_ocr_text(text_part(model, raw, ("deepseek_ocr2_text",)), angles, regime)
@@ -149,11 +161,11 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcr2Co
     inner = {**(vision["encoder_config"] or {}), "model_type": "qwen2"}
     inner = {key: value for key, value in inner.items() if key not in ("dtype", "torch_dtype")}
     encoder = dataclasses.replace(read_qwen2(inner, angles), dtype=text.dtype, tied_embeddings=True)
-    first, second = high.get("downsample_channels") or middle
+    channels = read_channels(high.get("downsample_channels") or middle)
     if encoder.window is not None:
         raise ConfigError(f"encoder_config: got a sliding window of {encoder.window}; expected none")
     sam = dataclasses.replace(sam, interpolate=True)
-    return DeepseekOcr2Config(text, sam, (first, second), encoder, need(model, "image_token_id"), freeze(raw))
+    return DeepseekOcr2Config(text, sam, channels, encoder, need(model, "image_token_id"), freeze(raw))
 
 
 def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
@@ -179,24 +191,26 @@ def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
     ]
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_convert_rgb": True},
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=3,
-    size={"height": 1024, "width": 1024},
-    tile_size=768,
-    crop_to_patches=True,
-    min_patches=2,
-    max_patches=6,
-    background_color=GREY,
-)
+_VIEWS: dict[str, Any] = {
+    "image_mean": HALVES,
+    "image_std": HALVES,
+    "resample": 3,
+    "size": {"height": 1024, "width": 1024},
+    "tile_size": 768,
+    "crop_to_patches": True,
+    "min_patches": 2,
+    "max_patches": 6,
+    "background_color": GREY,
+}
+DEFAULT_SETTINGS = PictureConfig.from_dict(_VIEWS)
+"""The class's, and those of the authors' `infer`."""
+read_settings = PictureConfig.reader(only={"do_resize": True, "do_convert_rgb": True}, **_VIEWS)
 FAMILY = Family(
     architecture=ARCHITECTURE,
     config=_read,
     module=DeepseekOcr2Model,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_views, view_tokens, view_plan, view_fills),
+    vision=Vision(read_settings, process_views, view_tokens, view_plan, view_fills),
     ignore=(r".*\.rotary_emb\.inv_freq",),
     model_type="deepseek_ocr2",
     template=TEMPLATE,

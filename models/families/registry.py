@@ -3,6 +3,7 @@
 from . import (
     deepseek_ocr,
     deepseek_ocr2,
+    deepseek_ocr2_release,
     deepseek_vl,
     deepseek_vl_hybrid,
     ernie4_5_vl,
@@ -58,6 +59,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
 FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES
 
 AUTHORS: dict[str, AuthorsFormat] = {
-    found.architecture: found for found in (internvl_chat.FORMAT, multi_modality.FORMAT, internlm2.FORMAT)
+    found.architecture: found
+    for found in (internvl_chat.FORMAT, multi_modality.FORMAT, internlm2.FORMAT, deepseek_ocr2_release.FORMAT)
 }
 """Authors' own formats of some of them, by their architecture's name."""

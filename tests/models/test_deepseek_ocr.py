@@ -20,10 +20,13 @@ from safetensors.numpy import load_file, save_file
 import models
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, InputError
+from models.families.family import abstract, parameters
+from models.families.registry import AUTHORS
 from models.families.view_packing import NEWLINE, SEPARATOR, place_view
 from models.inputs.chat import ChatTemplate
 from models.inputs.view_images import process_ocr, process_views
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.models.releases import RELEASES
 from tests.tolerances import assert_close_to_largest
 
 close = functools.partial(assert_close_to_largest, bar=2e-4)
@@ -268,3 +271,33 @@ def test_sizes_without_queries_are_refused(tmp_path: Path):
     ids = np.array([[5, *[301] * 145, 6]])
     with pytest.raises(InputError, match=r"got 40 pixels a side; expected one of \[48, 64\]"):
         second.embed(ids, pixel_values=np.zeros((1, 3, 40, 40), np.float32), num_local_patches=[0])
+
+
+def test_the_authors_configuration_is_transformers(tmp_path):
+    """The release's file names no size of its Qwen2 encoder, and another end of the compressor than it has."""
+    (release,) = [found for name, found in RELEASES.items() if name[0] == "deepseek-ai/DeepSeek-OCR-2"]
+    form = AUTHORS["DeepseekOCR2ForCausalLM"]
+    raw = form.config(release.config, tmp_path)
+    config = models.FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    encoder, sam = config.encoder, config.vision
+    assert (encoder.layers, encoder.width, encoder.heads, encoder.kv_heads) == (24, 896, 14, 2)
+    assert (encoder.intermediate, encoder.rope.theta, encoder.norm_epsilon) == (4864, 1e6, 1e-6)
+    assert config.compressor == (512, 896)
+    assert (sam.depth, sam.width, sam.image, sam.global_layers) == (12, 768, 1024, (2, 5, 8, 11))
+    assert (config.text.layers, config.text.experts.dense_layers, config.text.experts.shared) == (12, 1, 1792)
+    assert config.image_token == 128815
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(parameters(abstract(config)))} == {"bfloat16"}
+    assert form.settings(release.config, tmp_path)["tile_size"] == 768
+
+    # Every tensor of the authors' names is asked for, once the file is seen to have them.
+    asked = config.family.entries(config, {"model.sam_model.pos_embed": (1, 64, 64, 768)})
+    assert {"model.qwen2_model.query_768.weight", "model.qwen2_model.model.model.norm.weight"} <= {
+        entry.pattern for entry in asked
+    }
+
+
+def test_another_encoder_of_the_authors_is_refused(tmp_path):
+    (release,) = [found for name, found in RELEASES.items() if name[0] == "deepseek-ai/DeepSeek-OCR-2"]
+    vision = {**release.config["vision_config"], "model_name": "deepencoderv3"}
+    with pytest.raises(ConfigError, match="model_name 'deepencoderv3'; expected 'deepencoderv2'"):
+        AUTHORS["DeepseekOCR2ForCausalLM"].config({**release.config, "vision_config": vision}, tmp_path)

@@ -30,6 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         # What the model's own code does not read.
         **dict.fromkeys(words("candidate_resolutions global_view_pos tile_tag")),
     },
+    "deepseek_ocr_vision": dict.fromkeys(words("image_size mlp_ratio model_name width")),
     # Sizes that their classes have by default are in every file.
     "deepseek_ocr_text": {key: value for key, value in _V2.items() if key not in _LATENT}
     | dict.fromkeys(words("n_routed_experts n_shared_experts moe_intermediate_size topk_method"))
@@ -49,4 +50,4 @@ ONLY: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("kv_lora_rank", "q_lora_rank")),
     },
 }
-AUTHORS = {"deepseek_ocr", "deepseek_ocr_text"}
+AUTHORS = {"deepseek_ocr", "deepseek_ocr_text", "deepseek_ocr_vision"}
