@@ -89,8 +89,13 @@ def load(
         raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
-    if isinstance(ignore, str):
+    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
         raise ConfigError(f"load: got ignore {ignore!r:.80}; expected a list of keys")
+
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise ConfigError(f"load: got buckets {buckets!r:.80}; expected a Buckets, or None")
+    if progress is not None and not isinstance(progress, bool):
+        raise ConfigError(f"load: got progress {progress!r:.80}; expected True, False or None")
 
     # Last of the arguments, since they may be downloaded.
     root = resolve(directory, revision, "load", "a checkpoint's directory or GGUF file, or owner/name")
@@ -120,6 +125,11 @@ def load(
 
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
+    if config.text.dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(
+            f"{files.name}: got dtype {config.text.dtype!r:.80}; expected 'float32', 'bfloat16' or 'float16', or "
+            "load(…, dtype=)"
+        )
 
     # Under an adapter quantised weights stay float32, so that the sum is rounded once.
     source = files.source(config.text.dtype if adapter is None else "float32")

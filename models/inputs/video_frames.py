@@ -102,6 +102,12 @@ class VideoConfig:
                 if found.get(name) not in (None, value):
                     raise ConfigError(f"video {name}: got {found[name]!r}, which is not built; expected {value!r}")
 
+            for name in ("fps", "num_frames", "min_frames", "max_frames"):
+                value = found.get(name, 1)
+                kinds = (int, float) if name == "fps" else (int,)
+                if type(value) not in kinds or not 0 < value < math.inf:
+                    raise ConfigError(f"video {name}: got {value!r:.80}; expected a positive number")
+
             known = _PIXELS | _SAMPLING | names | set(defaults)
             options = defaults | {name: value for name, value in found.items() if name in known}
             pixels = ImageConfig.from_dict({name: value for name, value in options.items() if name in names})
