@@ -114,7 +114,8 @@ def load(
         if authors is None:
             settings = family.settings(root)
         else:
-            settings = {"image_config": authors.settings(files.config, root)}
+            video = authors.video(files.config, root)
+            settings = {"image_config": authors.settings(files.config, root), "video_config": video}
 
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
