@@ -89,8 +89,12 @@ def load(
         raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
-    if isinstance(ignore, str):
+    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
         raise ConfigError(f"load: got ignore {ignore!r:.80}; expected a list of keys")
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise ConfigError(f"load: got buckets {buckets!r:.80}; expected a Buckets, or None")
+    if progress is not None and not isinstance(progress, bool):
+        raise ConfigError(f"load: got progress {progress!r:.80}; expected True, False or None")
 
     # Last of the arguments, since they may be downloaded.
     root = resolve(directory, revision, "load", "a checkpoint's directory or GGUF file, or owner/name")
@@ -110,6 +114,11 @@ def load(
         config = dataclasses.replace(config, video_rule=video_rule)
     dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
+    if config.text.dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(
+            f"{files.name}: got dtype {config.text.dtype!r:.80}; expected 'float32', 'bfloat16' or 'float16', or "
+            "load(…, dtype=)"
+        )
 
     # Whether the output head is the embedding is settled by the file, before its parameters are counted.
     source = _open_source(files, name, config, adapter)
@@ -149,7 +158,8 @@ def _read_config(
 
     raw = authors.config(files.config, root)
     config = FAMILIES[raw["architectures"][0]].config(raw, angles, regime)
-    return config, raw, {"image_config": authors.settings(files.config, root)}
+    settings = {"image_config": authors.settings(files.config, root), "video_config": authors.video(files.config, root)}
+    return config, raw, settings
 
 
 def _open_source(files: Files, name: str, config: Any, adapter: Path | None) -> TensorSource:

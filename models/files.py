@@ -176,4 +176,8 @@ def _read_config(root: Path) -> dict[str, Any]:
             f"{str(root)!r}: got no such file; expected a Hugging Face checkpoint directory on this machine, or a "
             "repository of the Hugging Face hub: load('owner/name'), a str"
         )
-    return read_table(path, "a Hugging Face checkpoint directory")
+    if not root.is_dir():
+        raise ConfigError(f"{root}: got a file; expected its checkpoint directory, or a GGUF file (*.gguf)")
+    inside = sorted(root.glob("snapshots/*"))
+    cached = f": this is a repository in the hub's cache, whose files are in {inside[0]}" if inside else ""
+    return read_table(path, f"a Hugging Face checkpoint directory{cached}")

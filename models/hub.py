@@ -5,6 +5,7 @@ the login, the hub's address (`HF_ENDPOINT`), and downloads, which go on where t
 process ended, the files that were whole are kept.
 """
 
+import errno
 import json
 import os
 import re
@@ -39,12 +40,23 @@ def resolve(given: Any, revision: str | None, what: str, kind: str) -> Path:
       what: what messages call the argument. kind: what they expect.
 
     Raises:
-      ConfigError: no str or path, a revision of something that is no name of the hub, or as `snapshot`.
+      ConfigError: no str or path, one that may not be read, no revision, a revision of something that is no name of the
+        hub, or as `snapshot`.
       MissingExtraError: a name of the hub where `huggingface_hub` is not installed.
     """
     path = path_of(given, what, ConfigError, kind)
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        raise ConfigError(f"{what}: got revision {revision!r:.80}; expected a commit, tag or branch, or None")
+    try:
+        there = path.exists()
+        if there and path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"{what}: got {str(path)!r:.80}, which cannot be read ({error.strerror}); expected {kind}"
+        ) from error
     named = isinstance(given, str) and _NAME.fullmatch(given) and not given.endswith(".gguf")
-    if named and not path.exists():
+    if named and not there:
         return snapshot(given, revision)
     if revision is not None:
         raise ConfigError(
@@ -140,6 +152,7 @@ def _is_answer(hub: ModuleType, error: Exception) -> bool:
 def _refusal(hub: ModuleType, name: str, revision: str | None, error: Exception) -> HubError:
     """Returns what to tell of a request that failed."""
     errors, address = hub.errors, f"{hub.constants.ENDPOINT}/{name}"
+    at = "" if revision is None else f" at revision {revision!r:.80}"
     if isinstance(error, errors.GatedRepoError):
         return HubError(
             f"{name}: got a gated repository; expected access to it: accept its terms at {address}, and log in with "
@@ -154,7 +167,7 @@ def _refusal(hub: ModuleType, name: str, revision: str | None, error: Exception)
             "login` or HF_TOKEN"
         )
     return HubError(
-        f"{name!r}: got no directory of that name on this machine, nothing whole in the hub's cache "
+        f"{name!r}{at}: got no directory of that name on this machine, nothing whole in the hub's cache "
         f"({hub.constants.HF_HUB_CACHE}), and no answer from {hub.constants.ENDPOINT} ({_first_line(error)}); expected "
         "one of them. Of a download that was cut off, the files that were whole are kept"
     )

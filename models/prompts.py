@@ -270,7 +270,8 @@ class Prompts:
         """
         medium = {"image": self.family.vision, "video": self.family.video, "audio": self.family.audio}[sort]
         if medium is None:
-            raise InputError(f"{sort}s: got some for {self.family.architecture}, which takes none; expected text")
+            other = "its frames as images" if sort == "video" and self.family.vision is not None else "text"
+            raise InputError(f"{sort}s: got some for {self.family.architecture}, which takes none; expected {other}")
         if sort != "image" and self.settings.get(sort) is None:
             raise InputError(f"{sort}s: got some for a backbone without settings of them; expected {sort}_config")
         return medium

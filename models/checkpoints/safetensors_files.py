@@ -15,11 +15,13 @@ import numpy as np
 from kvpatch_jax.errors import WeightsError
 
 from .filling import fill
+from .json_table import LFS_POINTER
 from .source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors' own reader has it
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 _BITS = {name: 8 * dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
@@ -85,9 +87,16 @@ def _stored_tensors(root: Path) -> dict[str, _Stored]:
     if (root / SINGLE_FILE).is_file():
         return _header(root / SINGLE_FILE)
 
-    others = sorted(path.name for path in root.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    found = f"found {', '.join(others)}, which is not read" if others else "found no weights"
-    raise WeightsError(f"{root}: got {found}; expected {SINGLE_FILE} or {INDEX_FILE}")
+    for name in (INDEX_FILE, SINGLE_FILE):
+        if os.path.lexists(root / name):
+            raise WeightsError(f"{root / name}: got a broken link, or no plain file; expected a safetensors file there")
+    others = sorted(path.name for path in root.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    found = f"{shown}, which is not read" if others else "no weights"
+    raise WeightsError(
+        f"{root}: got {found}; expected {SINGLE_FILE}, or {INDEX_FILE} with its shards, as transformers' "
+        "save_pretrained writes them"
+    )
 
 
 def _sharded(root: Path) -> dict[str, _Stored]:
@@ -128,6 +137,8 @@ def _parsed(file: OpenFile) -> dict[str, _Stored]:
     """Raises ValueError for what safetensors' own reader refuses: unknown types, gaps, overlaps, bytes left over."""
     length = np.zeros(1, "<u8")
     file.read_into(length, 0)
+    if length.tobytes() == LFS_POINTER[:8]:
+        raise ValueError("a pointer of Git LFS: `git lfs pull` fetches the file itself")
     if not 2 <= length[0] <= min(_LONGEST_HEADER, file.size - 8):
         raise ValueError(f"header: got {length[0]} bytes in a file of {file.size}; expected a length that fits")
 

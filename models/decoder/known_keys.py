@@ -21,7 +21,7 @@ from kvpatch_jax.errors import ConfigError
 from .key_tables import AUTHORS
 from .key_tables import DEFAULTS as DEFAULTS
 from .key_tables import ONLY as ONLY
-from .key_tables.kinds import CHANGES, KIND, NULL, OFF
+from .key_tables.kinds import CHANGES, DEPTHS, KIND, MOST_LAYERS, NULL, OFF
 from .key_tables.kinds import INERT as INERT
 
 ALIASES = {
@@ -132,6 +132,8 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[s
                 )
         elif key in known:
             wanted = KIND.get(key)
+            if key in DEPTHS and isinstance(value, int) and value > MOST_LAYERS:
+                raise ConfigError(f"{place}: got {key} {_short(value)}; expected at most {MOST_LAYERS} layers")
             absent = value is None and key in NULL
             if wanted is not None and not absent and not _is(wanted, value):
                 raise ConfigError(f"{place}: got {key} {_short(value)}; expected {wanted}")

@@ -18,6 +18,9 @@ ALIASES = {
 }
 """Other names that files have for an architecture: the same function, under the same names of keys and tensors."""
 
+_SHOWN, _LONGEST_NAME = 8, 80
+"""How many names a message repeats, and how many characters of each."""
+
 
 def find_architecture(raw: Mapping[str, Any], path: str) -> str:
     """Returns the architecture of a configuration, one that is known: the first of its `architectures` that is, or what
@@ -36,6 +39,7 @@ def find_architecture(raw: Mapping[str, Any], path: str) -> str:
         if found in known:
             return found
 
-    near = difflib.get_close_matches(str(names[0]), known, n=1)
+    near = difflib.get_close_matches(str(names[0])[:_LONGEST_NAME], known, n=1)
     nearest = f"; the nearest is {near[0]!r}" if near else ""
-    raise ConfigError(f"{path}: got architectures {names}; expected one of {sorted(known)}{nearest}")
+    shown = [name if name is None else name[:_LONGEST_NAME] for name in names[:_SHOWN]]
+    raise ConfigError(f"{path}: got architectures {shown}; expected one of {sorted(known)}{nearest}")

@@ -21,6 +21,11 @@ def no_template(raw: Raw) -> None:
     return None
 
 
+def no_videos(raw: Raw, root: Path) -> None:
+    """Says that a format's authors publish no rule for videos."""
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class AuthorsFormat:
     """One such format.
@@ -30,6 +35,7 @@ class AuthorsFormat:
       config: (config.json, directory) → `config.json` of the family that it is read as, named in `architectures`.
       rules: (configuration, config.json) → what the tensors become.
       settings: (config.json, directory) → image settings.
+      video: (config.json, directory) → video settings; None where the authors publish no rule for videos.
       template: config.json → the authors' prompt format as `Family.template`; None where that is not known.
     """
 
@@ -39,6 +45,7 @@ class AuthorsFormat:
     rules: Callable[[Any, Raw], Sequence[Rule]]
     settings: Callable[[Raw, Path], Any]
     template: Callable[[Raw], str | None] = no_template
+    video: Callable[[Raw, Path], Any] = no_videos
 
     def merged(self, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
         """Returns a checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are

@@ -15,8 +15,9 @@ from ..checkpoints import WHOLE, Rule, read_table, split_rows
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import PictureConfig
-from ..inputs.qwen_images import CONFIG_FILE
+from ..inputs.qwen_images import CONFIG_FILE, ImageConfig
 from ..inputs.tokenizer_files import token_id
+from ..inputs.video_frames import VideoConfig
 from ..towers.common import QK_NORM_EPSILON
 from . import internlm2, internvl
 from .authors import AuthorsFormat, Raw, expect
@@ -146,10 +147,18 @@ def _settings(raw: Raw, root: Path) -> PictureConfig:
     return PictureConfig.from_dict(options | {name: given[name] for name in _IMAGENET if given.get(name)})
 
 
+def _video(raw: Raw, root: Path) -> VideoConfig:
+    """Returns the settings of `load_video` in the authors' model cards: each frame is an image of one tile."""
+    images = json.loads(_settings(raw, root).options)
+    options = {name: images[name] for name in ("size", "resample", *_IMAGENET)} | {"frames_as_images": True}
+    pixels = ImageConfig.from_dict({name: images[name] for name in ("resample", *_IMAGENET)})
+    return VideoConfig(pixels, json.dumps(options, sort_keys=True))
+
+
 def _template(raw: Raw) -> str | None:
     """Returns the conversation format that config.json names, images in front of a newline as in the authors' `chat`.
 
-    Several images are the authors' to name ("Image-1: …"): a message's texts do.
+    Several images are the authors' to name ("Image-1: …"): a message's texts do. Of a video the frames are named.
     """
     if raw.get("template") not in FORMATS:
         return None
@@ -163,10 +172,11 @@ def _template(raw: Raw) -> str | None:
         "{%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '\n' }}"
         "{%- if message['content'] is string -%}{{ message['content'] }}"
         "{%- else -%}{%- for part in message['content'] -%}"
-        f"{{{{ '{CONTEXT}\n' if part['type'] == 'image' else part['text'] }}}}"
+        f"{{{{ '{CONTEXT}\n' if part['type'] == 'image' else '<video>\n' if part['type'] == 'video' "
+        "else part['text'] }}"
         f"{{%- endfor -%}}{{%- endif -%}}{{{{ {end} }}}}{{%- endfor -%}}"
         "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
     )
 
 
-FORMAT = AuthorsFormat(ARCHITECTURE, "internvl_chat", _config, _rules, _settings, _template)
+FORMAT = AuthorsFormat(ARCHITECTURE, "internvl_chat", _config, _rules, _settings, _template, _video)

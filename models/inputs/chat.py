@@ -52,12 +52,18 @@ class ChatTemplate:
         none.
 
         Raises:
-          ConfigError: a file that is not JSON, or several templates of which none is the default.
+          ConfigError: a file that is not JSON or no text, no template in it, or several of which none is the default.
         """
         root = Path(directory)
         tokens = _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE))
-        if (root / TEMPLATE_FILE).is_file():
-            return cls((root / TEMPLATE_FILE).read_text(encoding="utf-8"), tokens, str(root / TEMPLATE_FILE))
+        if os.path.lexists(root / TEMPLATE_FILE):
+            try:
+                source = (root / TEMPLATE_FILE).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"{root / TEMPLATE_FILE}: got a file that is no text ({error}); expected a template in UTF-8"
+                ) from error
+            return cls(source, tokens, str(root / TEMPLATE_FILE))
 
         for name in _JSON_FILES:
             found = read_table(root / name).get("chat_template")
@@ -143,7 +149,15 @@ def _default(found: Any, path: Path) -> str:
     """Returns the template among those a file has: one text, or [{"name", "template"}]."""
     if isinstance(found, str):
         return found
-    named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
+    entries = found if isinstance(found, list) else [None]
+    named = {}
+    for entry in entries:
+        name, template = (entry.get(key) if isinstance(entry, Mapping) else None for key in ("name", "template"))
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise ConfigError(
+                f"{path}: got chat_template {found!r:.80}; expected a text, or a list of {{'name', 'template'}}"
+            )
+        named[name] = template
     if "default" not in named:
         raise ConfigError(f"{path}: got chat templates {sorted(named)}; expected one named 'default'")
     return named["default"]

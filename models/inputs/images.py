@@ -37,6 +37,10 @@ CLIP_MEAN, CLIP_STD = ImageConfig.image_mean, ImageConfig.image_std
 HALVES = (0.5, 0.5, 0.5)
 LONGEST_SIDE = 4096
 """SmolVLM's bound on any resized image."""
+_LONGEST = 1 << 14
+"""Pixels of the longest side that settings may ask for."""
+MOST_TILES = 256
+"""Tiles of one image that settings may ask for; releases ask for 40 at most."""
 KIMI_SIDE = 512
 """Patches per side that MoonViT's rotary table holds."""
 
@@ -70,11 +74,22 @@ class PictureConfig:
     def side(self, name: str = "size") -> int:
         """Returns a size given as a number, by its (equal) height and width, or by one edge."""
         value = self[name]
-        values = set(value.values()) if isinstance(value, Mapping) else {value}
-        values.discard(None)
-        if len(values) != 1:
-            raise ConfigError(f"{CONFIG_FILE}: got {name} {value!r}; expected one length")
-        return int(values.pop())
+        values = list(value.values()) if isinstance(value, Mapping) else [value]
+        values = [each for each in values if each is not None]
+        if not values or any(each != values[0] for each in values):
+            raise ConfigError(f"{CONFIG_FILE}: got {name} {value!r:.80}; expected one length")
+        return _pixels(values[0], name)
+
+    def tiles(self, name: str) -> int:
+        """Returns a number of tiles.
+
+        Raises:
+          ConfigError: it is none, or more than `MOST_TILES`.
+        """
+        value = self[name]
+        if type(value) is not int or not 1 <= value <= MOST_TILES:
+            raise ConfigError(f"{CONFIG_FILE}: got {name} {value!r:.80}; expected 1 to {MOST_TILES}")
+        return value
 
     @classmethod
     def reader(
@@ -127,6 +142,13 @@ class PictureConfig:
         path = Path(directory) / CONFIG_FILE
         path.write_text(json.dumps(json.loads(self.options), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return path
+
+
+def _pixels(value: Any, name: str) -> int:
+    """Returns a length of the settings. Raises ConfigError for none, or one that no image is resized to."""
+    if type(value) is not int or not 0 < value <= _LONGEST:
+        raise ConfigError(f"{CONFIG_FILE}: got {name} {value!r:.80}; expected one length, 1 to {_LONGEST} pixels")
+    return value
 
 
 def read_images(images: Sequence[ImageSource]) -> list[np.ndarray]:
@@ -198,7 +220,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
 def _both_sides(value: Any) -> tuple[int, int] | None:
     """Returns a size that is given as height and width; None of one that is not."""
     if isinstance(value, Mapping) and value.get("height") and value.get("width"):
-        return int(value["height"]), int(value["width"])
+        return _pixels(value["height"], "height"), _pixels(value["width"], "width")
     return None
 
 
@@ -340,8 +362,8 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
     side, out, counts = config.side(), [], []
     for image in read_images(images):
         rows, columns = 1, 1
-        if config["crop_to_patches"] and config["max_patches"] > 1:
-            rows, columns = tile_canvas(*_size(image), side, config["min_patches"], config["max_patches"])
+        if config["crop_to_patches"] and config.tiles("max_patches") > 1:
+            rows, columns = tile_canvas(*_size(image), side, config.tiles("min_patches"), config.tiles("max_patches"))
         tiles = cut(resize(image, rows * side, columns * side, config.pixels), side)
         # A single tile is the whole image already.
         tiles += [resize(image, side, side, config.pixels)] if len(tiles) > 1 else []
@@ -358,7 +380,7 @@ def process_phi3_v(images: Sequence[ImageSource], config: PictureConfig) -> dict
     """
     side, tiles, sizes = config.side("crop_size"), [], []
     for image in read_images(images):
-        whole = hd_transform(image, side, config["num_crops"], config.pixels)
+        whole = hd_transform(image, side, config.tiles("num_crops"), config.pixels)
         sizes.append(_size(whole))
         tiles.append(shrink(channels_first(whole, config), side))
         tiles += [channels_first(crop, config) for crop in cut(whole, side)]

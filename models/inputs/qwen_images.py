@@ -94,6 +94,8 @@ class ImageConfig:
         """
         known: dict[str, Any] = {name: fields[name] for name in (*_COUNTS, *_SWITCHES) if name in fields}
         size = fields.get("size") or {}
+        if not isinstance(size, Mapping):
+            raise ConfigError(f"size: got {size!r:.80}; expected a table of edges")
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             given = [value for value in (fields.get(name), size.get(name), size.get(edge)) if value is not None]
             known |= {name: given[0]} if given else {}

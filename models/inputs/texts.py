@@ -22,7 +22,7 @@ def read_tokenizer(root: Path) -> Any:
       ConfigError: a file that is no tokenizer.
     """
     path = root / TOKENIZER_FILE
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():  # a broken link is told
         return read_other_tokenizer(root)
     tokenizers = require("tokenizers", "tokenizers")
     try:

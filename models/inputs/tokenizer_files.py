@@ -68,10 +68,15 @@ def token_id(root: Path, token: str) -> int | None:
         table = read_table(root / name)
         found = table if name == "added_tokens.json" else {}
         # `tokenizer_config.json` keys them by id, `tokenizer.json` lists them.
-        for number, entry in (table.get("added_tokens_decoder") or {}).items():
-            found[str(entry.get("content"))] = int(number)
-        for entry in table.get("added_tokens") or ():
-            found[str(entry.get("content"))] = int(entry["id"])
+        try:
+            for number, entry in (table.get("added_tokens_decoder") or {}).items():
+                found[str(entry.get("content"))] = int(number)
+            for entry in table.get("added_tokens") or ():
+                found[str(entry.get("content"))] = int(entry["id"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{root / name}: got added tokens of another form ({error!r:.80}); expected each with an id and content"
+            ) from error
         if token in found:
             return int(found[token])
     return None

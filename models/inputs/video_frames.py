@@ -32,7 +32,7 @@ _PIXELS = {
 _PATCHES = {"patch_size", "merge_size", "temporal_patch_size"}
 _SAMPLING = {
     *("fps", "num_frames", "min_frames", "max_frames", "initial_shift", "video_sampling"),
-    *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type"),
+    *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type", "frames_as_images"),
 }
 FPS = 2.0
 """Frames sampled in a second where neither settings nor a caller say it: what the authors of Qwen-VL have."""
@@ -101,6 +101,12 @@ class VideoConfig:
             for name, value in (only or {}).items():
                 if found.get(name) not in (None, value):
                     raise ConfigError(f"video {name}: got {found[name]!r}, which is not built; expected {value!r}")
+
+            for name in ("fps", "num_frames", "min_frames", "max_frames"):
+                value = found.get(name, 1)
+                kinds = (int, float) if name == "fps" else (int,)
+                if type(value) not in kinds or not 0 < value < math.inf:
+                    raise ConfigError(f"video {name}: got {value!r:.80}; expected a positive number")
 
             known = _PIXELS | _SAMPLING | names | set(defaults)
             options = defaults | {name: value for name, value in found.items() if name in known}

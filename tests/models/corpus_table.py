@@ -76,7 +76,8 @@ def outcome(release: Release) -> str:
         return f"refused: {NOT_BUILT[release.architecture]} is not built"
     keys = ", ".join(f"`{key}`" for key in sorted(WARNED.get(release.name, ())))
     read = "read, from the fields that readers need" if release.partial else "read, as released"
-    seen = "bytes and tensor names" if "total_size" in release.index else "tensor names"
+    totals = {"total_size": "bytes and ", "total_parameters": "parameters and "}
+    seen = "".join(said for key, said in totals.items() if key in release.index) + "tensor names"
     read += f", with the {seen} of its index" if release.index else ""
     return f"{read}; warns of {keys}" if keys else read
 

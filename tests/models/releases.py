@@ -23,7 +23,8 @@ class Release:
     Attributes:
       name: on the hub. source: where its files were read. config: `config.json`.
       partial: whether keys of it are left out. preprocessor: `preprocessor_config.json`.
-      index: of `model.safetensors.index.json`: "names" of tensors that were seen, and "total_size" where known.
+      index: of `model.safetensors.index.json`: "names" of tensors that were seen, and "total_size" (bytes) or
+        "total_parameters" where known.
     """
 
     name: str

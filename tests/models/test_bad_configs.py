@@ -140,9 +140,10 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
 
 def test_a_directory_without_a_configuration(tmp_path):
     (tmp_path / "file").write_text("")
-    for place in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ConfigError, match=r"config\.json: got no such file"):
-            load(place)
+    with pytest.raises(ConfigError, match=r"config\.json: got no such file"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="file: got a file; expected its checkpoint directory, or a GGUF file"):
+        load(tmp_path / "file")
 
 
 SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]

@@ -12,7 +12,7 @@ import pytest
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 from models import FAMILIES, UnknownKeyWarning, load
-from models.checkpoints import Rule, flatten_params, translate
+from models.checkpoints import Rule, flatten_params, same, translate
 from models.checkpoints.planning import plan
 from models.families.architectures import find_architecture
 from models.families.family import abstract, parameters
@@ -115,18 +115,20 @@ def without_numbers(name: str) -> str:
 @pytest.mark.filterwarnings("ignore::models.UnknownKeyWarning")
 @pytest.mark.parametrize("release", INDEXED, ids=[release.name for release in INDEXED])
 def test_tensors_are_those_of_the_releases_index(release, tmp_path):
-    """Their bytes add up to the index's total, and every name that was seen in it is one that is read."""
+    """Their bytes, or parameters, add up to the index's total, and every name seen in it is one that is read."""
     config, rules = configuration(written(tmp_path, release))
     leaves = flatten_params(parameters(abstract(config)))
-    if "total_size" in release.index:
-        assert sum(leaf.size for leaf in leaves.values()) * 2 == release.index["total_size"]
+    count = sum(leaf.size for leaf in leaves.values())
+    assert release.index.get("total_size", 2 * count) == 2 * count
+    assert release.index.get("total_parameters", count) == count
 
     family = config.family
     asked = {without_numbers(tensor.name) for tensor in plan(family.entries(config, {}), leaves)}
+    namings = family.namings or (same("", ""),)
     for name in release.index["names"]:
         numbered = name.replace("#", "3")
         cut = [found.expand(new) for rule, news in rules if (found := re.fullmatch(rule, numbered)) for new in news]
-        ours = [translate(family.namings, family.knows(config), part) for part in cut or [numbered]]
+        ours = [translate(namings, family.knows(config), part) for part in cut or [numbered]]
         assert {without_numbers(str(part)) for part in ours} <= asked, name
 
 

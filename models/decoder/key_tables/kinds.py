@@ -82,6 +82,9 @@ _KINDS = {
 }
 KIND = {key: kind for kind, keys in _KINDS.items() for key in words(keys)}
 """By key: what its value may be."""
+DEPTHS = words("num_hidden_layers depth encoder_layers vt_num_hidden_layers")
+"""Keys that count layers, of which there are at most `MOST_LAYERS`: what is read goes through them one by one."""
+MOST_LAYERS = 1024
 NULL = words(
     """
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type

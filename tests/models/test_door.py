@@ -1,0 +1,272 @@
+"""What `load` says to what is no checkpoint, or a damaged one: a typed error of one line, soon and in little memory."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from kvpatch_jax import Video
+from kvpatch_jax.errors import ConfigError, KVPatchError, WeightsError
+from models import load
+from models.decoder.key_tables.kinds import MOST_LAYERS
+from tests.goldens.load import write_checkpoint
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+SECONDS = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    """Our own typed errors are what these tests see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny checkpoints by family. Read only."""
+    root = tmp_path_factory.mktemp("whole")
+    return {name: write_checkpoint(name, root / name) for name in ("internvl", "qwen2_5_vl")}
+
+
+@pytest.fixture
+def directory(checkpoints, tmp_path) -> Path:
+    """A copy of the tiny InternVL, to be damaged."""
+    return shutil.copytree(checkpoints["internvl"], tmp_path / "model")
+
+
+def refused(given: Any, message: str, error: type[KVPatchError] = ConfigError, **options: Any) -> None:
+    """Holds an error of `load` against what it is to say: one line, within two seconds of this process's time."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    with pytest.raises(error, match=message) as raised:
+        load(given, **options)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 2500
+    assert "expected" in str(raised.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < SECONDS
+
+
+def with_config(directory: Path, part: str | None = None, **change: Any) -> Path:
+    raw = json.loads((directory / CONFIG).read_text())
+    (raw if part is None else raw[part]).update(change)
+    (directory / CONFIG).write_text(json.dumps(raw))
+    return directory
+
+
+# --------------------------------------------------------------------------------------------------- what is no model
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_file_of_a_checkpoint_is_not_the_checkpoint(directory, name):
+    refused(directory / name, rf"{name}: got a file; expected its checkpoint directory, or a GGUF file")
+
+
+def test_a_repository_in_the_hubs_cache_is_told_where_its_files_are(directory, tmp_path):
+    root = tmp_path / "models--someone--tiny"
+    (root / "snapshots").mkdir(parents=True)
+    directory.rename(root / "snapshots" / "abc")
+    refused(root, r"a repository in the hub's cache, whose files are in .*/models--someone--tiny/snapshots/abc$")
+    assert load(root / "snapshots" / "abc").layout.layers == 3
+
+
+def test_a_name_that_no_file_has_is_a_configuration_error():
+    refused("x" * 5000, r"got 'x{79}, which cannot be read \(File name too long\); expected a checkpoint's directory")
+
+
+def test_a_directory_that_may_not_be_read_is_said_to_be(directory, monkeypatch):
+    """As others see it than the superuser, whom everything is open to."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    refused(directory, r"load: got '.*model', which cannot be read \(Permission denied\)")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": None}, "ignore None; expected a list of keys"),
+        ({"ignore": 3}, "ignore 3; expected a list of keys"),
+        ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys"),
+        ({"ignore": ["text_confg"]}, r"ignore 'text_confg', which .*config\.json does not have"),
+        ({"buckets": 64}, "buckets 64; expected a Buckets, or None"),
+        ({"progress": "yes"}, "progress 'yes'; expected True, False or None"),
+        ({"dtype": "float8"}, "dtype 'float8'; expected 'float32', 'bfloat16' or None"),
+        ({"revision": 3}, "revision 3; expected a commit, tag or branch, or None"),
+        ({"revision": ""}, "revision ''; expected a commit, tag or branch, or None"),
+    ],
+)
+def test_an_argument_that_is_none_is_refused(checkpoints, options, message):
+    refused(checkpoints["internvl"], f"load: got {message}", **options)
+
+
+# ------------------------------------------------------------------------------------------------- the configuration
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 29)
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a directory": (Path.mkdir, "a directory, pipe or device; expected a file"),
+    "a pipe": (pipe, "a directory, pipe or device; expected a file"),
+    "a device without an end": (lambda path: path.symlink_to("/dev/zero"), "a directory, pipe or device"),
+    "a link to itself": (lambda path: path.symlink_to(path), r"cannot be read \(Too many levels of symbolic links\)"),
+    "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a link to nothing; expected a Hugging Face"),
+    "a pointer": (lambda path: path.write_text(POINTER), "a pointer of Git LFS; .*`git lfs pull` fetches it"),
+    "UTF-16": (lambda path: path.write_text("{}", encoding="utf-16"), "that is not JSON"),
+    "too large": (sparse, "536870912 bytes; expected a file of at most"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_configuration_that_is_no_file_of_json(directory, kind):
+    make, message = FILES[kind]
+    (directory / CONFIG).unlink()
+    make(directory / CONFIG)
+    refused(directory, rf"config\.json: got .*{message}")
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+@pytest.mark.parametrize("layers", [MOST_LAYERS + 1, 10**9])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_counted(directory, part, layers):
+    """Reading goes through layers one by one: 10⁹ of them once took the machine's memory."""
+    message = f"num_hidden_layers {layers}; expected at most {MOST_LAYERS} layers"
+    refused(with_config(directory, part, num_hidden_layers=layers), message)
+
+
+def test_names_of_architectures_are_cut_in_the_message(directory):
+    refused(with_config(directory, architectures=["B" * 1000] * 1000), r"architectures \['B{80}'(, 'B{80}'){7}\]; exp")
+    refused(with_config(directory, architectures=["InternVLForConditionalGenration"]), "nearest is 'InternVLForCond")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", 3])
+def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(directory, dtype):
+    with_config(directory, dtype=dtype)
+    refused(directory, f"got dtype '{dtype}'; expected 'float32', 'bfloat16' or 'float16'")
+    assert load(directory, dtype="bfloat16").config.text.dtype == "bfloat16"
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pytorch_model.bin", "got pytorch_model.bin, which is not read"),
+        ("flax_model.msgpack", "got flax_model.msgpack, which is not read"),
+        ("weights.safetensors", "got weights.safetensors, which is not read"),
+        ("model-00001-of-00002.safetensors", "got model-00001-of-00002.safetensors, which is not read"),
+    ],
+)
+def test_weights_under_another_name_are_named(directory, name, message):
+    (directory / WEIGHTS).rename(directory / name)
+    refused(directory, f"{message}; expected model.safetensors, or .* save_pretrained writes them", WeightsError)
+
+
+WEIGHT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a pointer": (lambda path: path.write_text(POINTER), r"damaged .*\(a pointer of Git LFS: `git lfs pull` fetches"),
+    "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a broken link, or no plain file"),
+    "a link to itself": (lambda path: path.symlink_to(path), "a broken link, or no plain file"),
+    "a pipe": (pipe, "a broken link, or no plain file"),
+    "a directory": (Path.mkdir, "a broken link, or no plain file"),
+    "a header of petabytes": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "a length that fits"),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHT_FILES)
+def test_weights_that_are_no_file_of_safetensors(directory, kind):
+    make, message = WEIGHT_FILES[kind]
+    (directory / WEIGHTS).unlink()
+    make(directory / WEIGHTS)
+    refused(directory, rf"model\.safetensors: got .*{message}", WeightsError)
+
+
+def test_tensors_of_another_family_are_named(directory, checkpoints):
+    shutil.copy(checkpoints["qwen2_5_vl"] / WEIGHTS, directory / WEIGHTS)
+    refused(directory, r"got no tensor 'language_model\.model\.embed_tokens\.weight'; expected shape", WeightsError)
+
+
+# --------------------------------------------------------------------------------- templates, tokenizers and settings
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", b"\xff\xfe{{", "no text .*expected a template in UTF-8"),
+        ("chat_template.json", b'{"chat_template": 3}', "chat_template 3; expected a text, or a list"),
+        ("chat_template.json", b'{"chat_template": [{"name": "default"}]}', "expected a text, or a list"),
+        ("chat_template.json", b'{"chat_template": [3]}', "expected a text, or a list"),
+        ("chat_template.json", b'{"chat_template": [{"name": "a", "template": ""}]}', r"\['a'\]; expected one named"),
+        ("tokenizer.json", b"{}", "expected a tokenizer"),
+        ("generation_config.json", b"[]", "got a list; expected a table"),
+        ("video_preprocessor_config.json", b'{"fps": "two"}', "video fps: got 'two'; expected a positive number"),
+        ("video_preprocessor_config.json", b'{"num_frames": -8}', "video num_frames: got -8; expected a positive"),
+        ("preprocessor_config.json", b'{"image_mean": "x"}', r"image_mean: got \['x'"),
+    ],
+)
+def test_what_lies_beside_the_weights_is_read_or_named(directory, name, content, message):
+    (directory / name).write_bytes(content)
+    refused(directory, message)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_a_broken_link_is_not_as_if_there_was_no_file(directory, name):
+    """A hub's cache whose blobs were deleted: a model without its tokenizer would be another one."""
+    (directory / name).symlink_to("/nowhere")
+    refused(directory, re.escape(name))
+
+
+def test_a_qwens_size_that_is_no_table_is_refused(checkpoints, tmp_path):
+    directory = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "qwen")
+    (directory / "preprocessor_config.json").write_text('{"size": 3}')
+    refused(directory, "size: got 3; expected a table of edges")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"height": -4, "width": -4}}, "got size -4; expected one length, 1 to 16384 pixels"),
+        ({"size": 10**10}, "got size 10000000000; expected one length, 1 to 16384 pixels"),
+        ({"size": "448"}, "got size '448'; expected one length"),
+        ({"size": {"height": [4], "width": 4}}, "got size .*; expected one length"),
+        ({"size": {"shortest_edge": 3, "longest_edge": 4}}, "got size .*; expected one length"),
+        ({"max_patches": 10**9}, "got max_patches 1000000000; expected 1 to 256"),
+        ({"max_patches": "12"}, "got max_patches '12'; expected 1 to 256"),
+    ],
+)
+def test_settings_that_no_image_is_resized_to_are_refused_at_the_first_image(directory, settings, message):
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=f"preprocessor_config.json: {message}"):
+        load(directory).prepare([np.zeros((8, 8, 3), np.uint8)])
+
+
+def test_a_videos_size_is_one_length(directory):
+    (directory / "video_preprocessor_config.json").write_text('{"size": "448"}')
+    with pytest.raises(ConfigError, match="video size: got '448'; expected one length"):
+        load(directory).prepare([Video(np.zeros((4, 8, 8, 3), np.uint8), rate=2.0)])
+
+
+def test_added_tokens_of_another_form_are_refused(directory):
+    """Authors' releases of InternVL name the image's token there."""
+    with_config(directory, architectures=["InternVLChatModel"])
+    raw = json.loads((directory / CONFIG).read_text())
+    vision = {key: raw["vision_config"][key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")}
+    chat = {"architectures": ["InternVLChatModel"], "vision_config": vision | {"num_attention_heads": 2}}
+    chat |= {"llm_config": {"architectures": ["Qwen2ForCausalLM"]}, "ps_version": "v2"}
+    (directory / CONFIG).write_text(json.dumps(chat))
+    (directory / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": "<IMG_CONTEXT>"}}')
+    refused(directory, r"tokenizer_config\.json: got added tokens of another form")
