@@ -21,6 +21,7 @@ def checkpoint(tmp_path_factory):
         gold = json.loads((GOLDENS / "chat.json").read_text())["families"].get(family)
         for file in (GOLDENS / family / "chat.json", GOLDENS / "videos" / f"{family}.json"):
             gold = json.loads(file.read_text()) if gold is None and file.exists() else gold
+        assert gold is not None, family
         directory = write_checkpoint(family, tmp_path_factory.mktemp("measured") / family)
         (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
         (directory / TEMPLATE_FILE).write_text(gold["template"])
