@@ -370,9 +370,10 @@ def token_layer_bytes(layout: KVLayout, splice: SplicedCache) -> int:
 
 
 def input_bytes(splice: SplicedCache) -> int:
-    """Returns the bytes that one token is run from: its embedding, and what deeper layers add."""
+    """Returns the bytes that one token is run from: its embedding, and what layers take of it beside that."""
     deepstack = splice.tokens.deepstack
-    width = splice.tokens.embeddings.shape[-1] * (1 + (0 if deepstack is None else deepstack.shape[2]))
+    beside = 0 if deepstack is None else deepstack.shape[2] * deepstack.shape[3]
+    width = splice.tokens.embeddings.shape[-1] + beside
     return width * jnp.result_type(splice.tokens.embeddings).itemsize
 
 

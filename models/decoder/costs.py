@@ -8,8 +8,8 @@ from .config import DecoderConfig
 def forward_costs(config: DecoderConfig) -> ForwardCosts:
     """Counts the FLOPs of all matrix products of a decoder, layer by layer.
 
-    Norms, activations, rotations and softmax are not counted. Experts count as a token takes them, latent attention in
-    absorbed form, as it is computed.
+    Norms, activations, rotations and softmax are not counted. Experts count as a token takes them (one of a text, where
+    tokens of images have others), latent attention in absorbed form, as it is computed.
     """
     width, heads, latent, experts = config.width, config.heads, config.latent, config.experts
 
