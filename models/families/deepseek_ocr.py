@@ -74,6 +74,11 @@ class DeepseekOcrConfig:
         """Whether a learned vector stands behind each row of features."""
         return True
 
+    @property
+    def view_first(self) -> bool:
+        """Whether an image's view stands before its tiles."""
+        return False
+
     def side_of(self, pixels: int, name: str) -> int:
         """Returns the features along a side of an image.
 

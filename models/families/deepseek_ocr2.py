@@ -75,6 +75,11 @@ class DeepseekOcr2Config:
         """Whether a learned vector stands behind each row of features."""
         return False
 
+    @property
+    def view_first(self) -> bool:
+        """Whether an image's view stands before its tiles."""
+        return False
+
     def side_of(self, pixels: int, name: str) -> int:
         """Returns the features along a side of an image, as if its queries were a square.
 

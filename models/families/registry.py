@@ -5,6 +5,7 @@ from . import (
     deepseek_ocr2,
     deepseek_ocr2_release,
     deepseek_vl,
+    deepseek_vl2,
     deepseek_vl_hybrid,
     ernie4_5_vl,
     gemma3,
@@ -44,6 +45,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl_hybrid.FAMILY,
         deepseek_ocr.FAMILY,
         deepseek_ocr2.FAMILY,
+        deepseek_vl2.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
         minicpmv.FAMILIES[4.5],  # which reads the others too
@@ -60,6 +62,12 @@ FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY
 
 AUTHORS: dict[str, AuthorsFormat] = {
     found.architecture: found
-    for found in (internvl_chat.FORMAT, multi_modality.FORMAT, internlm2.FORMAT, deepseek_ocr2_release.FORMAT)
+    for found in (
+        internvl_chat.FORMAT,
+        multi_modality.FORMAT,
+        internlm2.FORMAT,
+        deepseek_ocr2_release.FORMAT,
+        deepseek_vl2.FORMAT,
+    )
 }
 """Authors' own formats of some of them, by their architecture's name."""

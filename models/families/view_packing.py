@@ -1,4 +1,5 @@
-"""How DeepSeek-OCR and DeepSeek-OCR-2 put an image together: its tiles, then the view of the whole, then a separator.
+"""How DeepSeek-OCR and DeepSeek-OCR-2 put an image together: its tiles, then the view of the whole, then a separator;
+and DeepSeek-VL2: the view, a separator, then the tiles.
 
 A prompt's features are rows of two arrays, views [n,E,D] and tiles [t,F,D]; a plan says for each placeholder which row
 it takes, or which learned vector.
@@ -20,13 +21,16 @@ NEWLINE, SEPARATOR = 1, 2
 """In the plan's "kinds": learned vectors; 0 is a feature."""
 
 
-def place_view(view: int, tile: int, grid: tuple[int, int], newline: bool) -> Int32[np.ndarray, "4 E"]:
+def place_view(
+    view: int, tile: int, grid: tuple[int, int], newline: bool, view_first: bool = False
+) -> Int32[np.ndarray, "4 E"]:
     """Returns one image's tokens: of each the view (0), the tile in raster order, the place in either, and the kind;
     -1 for a view or tile that it is not of.
 
     Args:
       view, tile: features along a side of them. grid: rows and columns of tiles, (0, 0) for none.
       newline: a learned vector stands behind each row of features.
+      view_first: view, separator, tiles; else tiles, view, separator.
     """
     rows, columns = grid
     parts = []
@@ -43,7 +47,11 @@ def place_view(view: int, tile: int, grid: tuple[int, int], newline: bool) -> In
             ends = np.array([-1, -1, 0, NEWLINE])[:, None, None]
             table = np.concatenate([table, np.broadcast_to(ends, (4, table.shape[1], 1))], axis=2)
         parts.append(table.reshape(4, -1))
-    return np.concatenate([*parts, np.array([[-1], [-1], [0], [SEPARATOR]])], axis=1).astype(np.int32)
+    parts.append(np.array([[-1], [-1], [0], [SEPARATOR]]))
+    if view_first:
+        *tiles, whole, end = parts
+        parts = [whole, end, *tiles]
+    return np.concatenate(parts, axis=1).astype(np.int32)
 
 
 def grids_of(arrays: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -64,7 +72,9 @@ def grids_of(arrays: Mapping[str, Any]) -> list[tuple[int, int]]:
 def view_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
     """Returns the placeholders of one image."""
     sides = _sides(config, arrays)
-    return [config.image_token] * place_view(*sides, grids_of(arrays)[index], config.newline).shape[1]
+    return [config.image_token] * place_view(*sides, grids_of(arrays)[index], config.newline, config.view_first).shape[
+        1
+    ]
 
 
 def view_plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -83,7 +93,7 @@ def view_plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> 
 
     sides, parts, first = _sides(config, arrays), [], 0
     for number, (rows, columns) in enumerate(grids):
-        own = place_view(*sides, (rows, columns), config.newline)
+        own = place_view(*sides, (rows, columns), config.newline, config.view_first)
         own[0] = np.where(own[0] < 0, len(grids), number)
         own[1] = np.where(own[1] < 0, count, own[1] + first)
         parts.append(own)

@@ -76,8 +76,9 @@ def save_rows(family: str, case: str, arrays: dict, keep: np.ndarray) -> None:
     rows = np.array([0, length // 2, length - 1], np.int32)
     out = arrays | {"logits": arrays["logits"][rows], "rows": rows, "embedded": keep}
     out["inputs_embeds"] = arrays["inputs_embeds"][keep]
-    for name in ("hidden", "k", "v", "k_phase_free"):
-        out[name] = arrays[name][:, rows]
+    for name in ("hidden", "k", "v", "ckv", "kpe", "k_phase_free"):
+        if name in arrays:
+            out[name] = arrays[name][:, rows]
     np.savez_compressed(HERE / family / f"{case}.npz", **out)
 
 

@@ -100,7 +100,6 @@ NAMES = {
 CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
 
 NOT_BUILT = {
-    "deepseek_vl_v2": "DeepSeek-VL2",
     "MiniCPMV4_6ForConditionalGeneration": "MiniCPM-V-4.6 (layers without KV)",
     "Phi4MultimodalForCausalLM": "Phi-4-multimodal",
     "Idefics3ForConditionalGeneration": "Idefics3",

@@ -29,6 +29,7 @@ FAMILIES = [
             "deepseek_vl",
             "deepseek_vl_hybrid",
             "deepseek_ocr2",
+            "deepseek_vl2",
             "internvl",
             "internvl_6b",
             "phi3_v",
@@ -49,6 +50,7 @@ FAMILIES = [
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 INPUTS += ("high_res_pixel_values", "tgt_sizes", "image_position_ids", "pixel_values_local", "num_local_patches")
+INPUTS += ("tile_grids",)
 DELTAS = (1, 37, 1000, 100_000)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import (
     deepseek_ocr,
+    deepseek_vl2,
     ernie,
     gemma,
     glm_vl,
@@ -36,6 +37,7 @@ MODULES = (
     minicpm,
     ernie,
     deepseek_ocr,
+    deepseek_vl2,
 )
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: table for module in MODULES for kind, table in module.DEFAULTS.items()}

@@ -1,0 +1,275 @@
+"""DeepSeek-VL2 (tiny, small, base): SigLIP over an image's view and tiles, 2×2 features through two maps, experts with
+latent attention, or (tiny) with multi-head attention.
+
+Source: DeepSeek's `modeling_deepseek_vl_v2.py`, `siglip_vit.py`, `modeling_deepseek.py` and
+`processing_deepseek_vl_v2.py`; transformers has no such class.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import WHOLE, Rule, TensorEntry, read_table
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
+from ..decoder.hf_config import Regime, need, read_decoder, read_deepseek_experts, read_latent, read_rope
+from ..decoder.key_tables.deepseek_vl2 import LATENT
+from ..decoder.known_keys import complete
+from ..decoder.weights import decoder_entries, expert_layout, fused_entries
+from ..inputs.images import HALVES, PictureConfig
+from ..inputs.qwen_images import CONFIG_FILE
+from ..inputs.tokenizer_files import token_id
+from ..inputs.view_images import TILES, process_vl2
+from ..towers.projectors import Projector
+from ..towers.vit import ViT, ViTConfig
+from ..towers.weights import CONV2D, block_entries, norm_entries, projector_entries
+from .authors import AuthorsFormat, Raw
+from .family import Family, Shapes, Vision
+from .image_family import freeze, one_size, thaw
+from .view_packing import NEWLINE, SEPARATOR, grids_of, pack_views, view_fills, view_plan, view_tokens
+
+ARCHITECTURE = "DeepseekVLV2ForCausalLM"
+MODEL_TYPE = "deepseek_vl_v2"
+PLACEHOLDER = "<image>"
+PROCESSOR_FILE = "processor_config.json"
+_TIMM = {
+    "attention_norm": "norm1",
+    "mlp_norm": "norm2",
+    "output": "attn.proj",
+    "mlp.inner": "mlp.fc1",
+    "mlp.outer": "mlp.fc2",
+}
+"""Our block's names to timm's."""
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{%- for message in messages -%}"
+    "{%- set said = namespace(text='') -%}"
+    "{%- if message['content'] is string -%}{%- set said.text = message['content'] -%}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- set said.text = said.text + ('<image>\n' if part['type'] == 'image' else part['text']) -%}"
+    "{%- endfor -%}{%- endif -%}"
+    "{%- if message['role'] == 'system' and loop.first -%}{{ said.text | trim }}"
+    "{%- elif message['role'] == 'user' -%}{{ '<|User|>: ' + said.text | trim + '\n\n<|Assistant|>:' }}"
+    "{%- elif message['role'] == 'assistant' -%}{{ said.text | trim + eos_token }}"
+    "{%- else -%}{{ raise_exception('no role ' + message['role'] + ' here') }}{%- endif -%}"
+    "{%- endfor -%}"
+)
+"""The format "deepseek" of `conversation.py`, as `format_messages_v2` puts it: a question ends where its answer begins.
+An image is written as in the authors' examples, on the end of a line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekVL2Config:
+    """The whole backbone; `raw` is config.json as it was read.
+
+    Attributes:
+      fold: features along the side of the square that becomes one. inner: width between the projector's maps.
+    """
+
+    text: DecoderConfig
+    vision: ViTConfig
+    fold: int
+    inner: int
+    image_token: int
+    raw: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.image_token < self.text.vocabulary:
+            raise ConfigError(
+                f"image_token_id: got {self.image_token}; expected one of {self.text.vocabulary} tokens, in "
+                f"config.json or as {PLACEHOLDER!r} in the tokenizer's files"
+            )
+
+    @property
+    def family(self) -> Family:
+        """The family that reads it."""
+        return FAMILY
+
+    @property
+    def newline(self) -> bool:
+        """Whether a learned vector stands behind each row of features."""
+        return True
+
+    @property
+    def view_first(self) -> bool:
+        """Whether an image's view stands before its tiles."""
+        return True
+
+    def side_of(self, pixels: int, name: str) -> int:
+        """Returns the features along a side of an image.
+
+        Raises:
+          InputError: another size than the tower's positions are for.
+        """
+        if pixels != self.vision.image:
+            raise InputError(f"{name}: got {pixels} pixels a side; expected {self.vision.image}")
+        return -(-self.vision.side // self.fold)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
+
+
+class DeepseekVL2Model(nnx.Module):
+    """Tower, projector, learned vectors and decoder with their parameters."""
+
+    def __init__(self, config: DeepseekVL2Config, rngs: nnx.Rngs):
+        dtype, width = jnp.dtype(config.text.dtype), config.text.width
+        self.visual = ViT(config.vision, rngs)
+        self.projector = Projector(
+            config.vision.width * config.fold**2, config.inner, width, rngs=rngs, activation="gelu", dtype=dtype
+        )
+        self.newline, self.separator = (nnx.Param(jnp.zeros((width,), dtype)) for _ in range(2))
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def encode(self, pixel_values: Float[Array, "B C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features in the plan's order, n = 1; the plan has the tiles' pixels."""
+        views, fold = len(pixel_values), self.config.fold
+        features = self.visual(jnp.concatenate([pixel_values, plan[TILES].astype(pixel_values.dtype)]))
+        side = self.config.vision.side
+        square = features.reshape(len(features), side, side, -1)
+        # Odd sides get zeros at the end; of a square the channel is the slowest, as torch's `unfold` has it.
+        more = -side % fold
+        square = jnp.pad(square, ((0, 0), (0, more), (0, more), (0, 0)))
+        folded = self.projector(rearrange(square, "B (h y) (w x) D -> B (h w) (D y x)", y=fold, x=fold))
+        learned = {NEWLINE: self.newline[...], SEPARATOR: self.separator[...]}
+        return pack_views(folded[:views], folded[views:], learned, plan)
+
+
+def _read_text(raw: Raw, angles: str, regime: Regime) -> DecoderConfig:
+    """Reads the decoder: DeepSeek-V2's or -V3's experts, with V3's latent attention or Llama's."""
+    latent = raw.get("use_mla", True)
+    if not latent:
+        raw = {key: value for key, value in raw.items() if key not in LATENT}
+    raw = complete(raw, "deepseek_vl_v2_text", "language_config")
+    bias, heads = raw["attention_bias"], need(raw, "num_attention_heads")
+    if raw["n_routed_experts"]:
+        need(raw, "topk_method")
+    switches: dict[str, Any] = {
+        "attention_bias": bias,
+        "output_bias": bias,
+        "experts": read_deepseek_experts(raw, need(raw, "scoring_func")),
+    }
+    if not latent:
+        rope = read_rope(raw, need(raw, "hidden_size") // heads, angles=angles, regime=regime)
+        return read_decoder(raw, rope, **switches)
+    # Pairs are read side by side and cached in halves, as V3 does.
+    rope = read_rope(raw, need(raw, "qk_rope_head_dim"), angles=angles, regime=regime, cached="half")
+    switches |= {"attention": "mla", "kv_heads": heads, "latent": read_latent(raw, rope, reads_pairs=True)}
+    return read_decoder(raw, rope, **switches)
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekVL2Config:
+    model = complete(raw, MODEL_TYPE)
+    top = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
+    text = _read_text({**need(model, "language_config"), **top}, angles, regime)
+    vision = complete(need(model, "vision_config"), "deepseek_vl_v2_vision", "vision_config")
+    glue = complete(need(model, "projector_config"), "deepseek_vl_v2_projector", "projector_config")
+    tower = ViTConfig(
+        depth=need(vision, "layers"),
+        width=need(vision, "width"),
+        heads=need(vision, "heads"),
+        intermediate=int(need(vision, "width") * need(vision, "mlp_ratio")),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        activation="gelu_pytorch_tanh",
+        norm_epsilon=1e-6,
+        final_norm="applied",
+        dtype=text.dtype,
+    )
+    for name, width in (("input_dim", tower.width), ("n_embed", text.width)):
+        if glue[name] != width:
+            raise ConfigError(f"projector_config: got {name} {glue[name]!r}; expected {width}")
+    hidden, fold = text.width * need(glue, "mlp_ratio"), need(glue, "downsample_ratio")
+    return DeepseekVL2Config(text, tower, fold, hidden, need(model, "image_token_id"), freeze(raw))
+
+
+def _entries(config: DeepseekVL2Config, shapes: Shapes) -> list[TensorEntry]:
+    tower, text, place, blocks = config.vision, "language.model.", ("visual",), "vision.blocks.{layer}"
+    shape = (tower.width, tower.channels, tower.patch, tower.patch)
+    patches, thirds = "vision.patch_embed.proj", dict.fromkeys(("query", "key", "value"), tower.width)
+    layout = expert_layout(config.text, shapes, text)
+    return [
+        *decoder_entries(config.text, prefix=text, head="language.lm_head", fused_experts=layout),
+        TensorEntry(f"{patches}.weight", (*place, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
+        TensorEntry(f"{patches}.bias", (*place, "patch_embedding", "bias")),
+        TensorEntry("vision.pos_embed", (*place, "position_embedding"), file_shape=(1, tower.tokens, tower.width)),
+        *block_entries(blocks, (*place, "blocks"), _TIMM),
+        *fused_entries(f"{blocks}.attn.qkv", (*place, "blocks"), thirds, bias=True),
+        *norm_entries("vision.norm", (*place, "final_norm")),
+        *projector_entries("projector.layers.0", "projector.layers.2"),
+        TensorEntry("image_newline", ("newline",)),
+        TensorEntry("view_seperator", ("separator",)),
+    ]
+
+
+def _plan(config: DeepseekVL2Config, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Plans views and tiles, of which each image has some."""
+    if arrays.get("pixel_values") is not None and not all(rows * columns for rows, columns in grids_of(arrays)):
+        raise InputError(f"tiles: got {grids_of(arrays)}; expected at least one row and column for each image")
+    return view_plan(config, input_ids, arrays)
+
+
+def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
+    """Reads a directory's image settings: from the authors' `processor_config.json`, or where there are some from
+    `preprocessor_config.json`; resolutions that neither has from `config.json`.
+
+    Raises:
+      ConfigError: resolutions that are no multiples of the first one's width, or none.
+    """
+    root = Path(directory)
+    given = read_table(root / CONFIG_FILE) or read_table(root / PROCESSOR_FILE)
+    name = "candidate_resolutions"
+    points = given.get(name) or read_table(root / "config.json").get(name)
+    pairs = [pair if isinstance(pair, list | tuple) else () for pair in points] if isinstance(points, list) else []
+    if not pairs or not all(len(pair) == 2 and all(type(side) is int and side > 0 for side in pair) for pair in pairs):
+        raise ConfigError(f"{name}: got {points!r:.80}; expected pairs of widths and heights")
+    side = pairs[0][0]
+    if any(edge % side for pair in pairs for edge in pair):
+        raise ConfigError(f"{name}: got {points!r:.80}; expected multiples of {side}")
+
+    options = {"image_mean": HALVES, "image_std": HALVES, "resample": 3, "do_normalize": given.get("normalize", True)}
+    options |= {key: value for key, value in given.items() if value is not None}
+    # Cut off and not rounded, as the authors take the mean colour.
+    grey = [int(value * 255) for value in options["image_mean"]]
+    size = {"height": side, "width": side}
+    return PictureConfig.from_dict(options | {name: points, "size": size, "background_color": grey})
+
+
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=DeepseekVL2Model,
+    entries=_entries,
+    vision=Vision(_settings, process_vl2, view_tokens, _plan, view_fills),
+    # The authors' forward leaves the pooling head out.
+    ignore=(r".*\.rotary_emb\.inv_freq", r"vision\.attn_pool\..*"),
+    model_type=MODEL_TYPE,
+    template=TEMPLATE,
+)
+
+
+def _config(raw: Raw, root: Path) -> dict[str, Any]:
+    """Names the placeholder, which only the tokenizer's files do."""
+    found = token_id(root, PLACEHOLDER) if raw.get("image_token_id") is None else None
+    return {**raw, "architectures": [ARCHITECTURE], **({} if found is None else {"image_token_id": found})}
+
+
+def _rules(config: Any, raw: Raw) -> Sequence[Rule]:
+    return [(r"(.*)", {r"\1": WHOLE})]
+
+
+FORMAT = AuthorsFormat(
+    ARCHITECTURE, MODEL_TYPE, _config, _rules, lambda raw, root: _settings(root), lambda raw: TEMPLATE
+)
