@@ -267,11 +267,16 @@ def test_prompts_are_the_authors():
 # ------------------------------------------------------------------------------------------- configurations
 
 
-def test_the_release_is_read_as_published(tmp_path):
-    """tiny: sizes of its published configuration, and those its authors' classes have by default."""
-    (release,) = [found for name, found in RELEASES.items() if name[0] == "deepseek-ai/deepseek-vl2-tiny"]
-    raw = AUTHORS[ARCHITECTURE].config(release.config, tmp_path)
-    config = models.FAMILIES[ARCHITECTURE].config(raw, "exact", None)
+def release_of(name: str, directory: Path) -> Any:
+    """A release's configuration, read without its tokenizer."""
+    (release,) = [found for key, found in RELEASES.items() if key[0] == f"deepseek-ai/{name}"]
+    raw = AUTHORS[ARCHITECTURE].config(release.config, directory)
+    return models.FAMILIES[ARCHITECTURE].config(raw, "exact", None)
+
+
+def test_tiny_is_read_as_published(tmp_path):
+    """Sizes of its published configuration, and those its authors' classes have by default."""
+    config = release_of("deepseek-vl2-tiny", tmp_path)
     tower, text = config.vision, config.text
     assert (tower.depth, tower.width, tower.heads, tower.intermediate) == (27, 1152, 16, 4304)
     assert (tower.image, tower.patch, tower.activation) == (384, 14, "gelu_pytorch_tanh")
@@ -280,9 +285,29 @@ def test_the_release_is_read_as_published(tmp_path):
     assert (text.experts.experts, text.experts.chosen, text.experts.shared) == (64, 6, 1792)
     assert (text.experts.dense_layers, text.experts.router, text.latent) == (1, "softmax", None)
     assert config.image_token == 128815
-    counts = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parameters(abstract(config)))]
-    assert 3.3e9 < sum(counts) < 3.5e9
-    assert {leaf.dtype for leaf in jax.tree.leaves(parameters(abstract(config)))} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads", "router", "scaling"),
+    [("deepseek-vl2-small", 27, 16, "softmax", 1.0), ("deepseek-vl2", 30, 32, "sigmoid", 2.0)],
+)
+def test_the_larger_releases_have_latent_attention(name, layers, heads, router, scaling, tmp_path):
+    """base's file leaves out how many layers and heads it has, and both what the parts of a head are."""
+    text = release_of(name, tmp_path).text
+    latent, experts = text.latent, text.experts
+    assert (text.layers, text.heads, text.attention) == (layers, heads, "mla")
+    assert (latent.latent, latent.query_rank, latent.rope_dim, latent.plain_dim) == (512, None, 64, 128)
+    assert (experts.router, experts.scaling, experts.renormalise) == (router, scaling, router == "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("deepseek-vl2-tiny", 3), ("deepseek-vl2-small", 16), ("deepseek-vl2", 27)]
+)
+def test_releases_have_the_published_sizes(name, billions, tmp_path):
+    """Parameters in whole billions, as the authors' paper has them."""
+    leaves = jax.tree.leaves(parameters(abstract(release_of(name, tmp_path))))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) // 10**9 == billions
+    assert jnp.dtype("bfloat16") in {leaf.dtype for leaf in leaves}
 
 
 def test_classes_hold_what_files_leave_out():

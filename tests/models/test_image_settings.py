@@ -66,6 +66,7 @@ def test_a_step_that_cannot_be_left_out_is_refused(architecture, option, tmp_pat
 @pytest.mark.parametrize("architecture", PLAIN)
 def test_no_images_and_slivers_are_refused(architecture, tmp_path, unchecked):
     vision, sizes = vision_of(architecture), {"size": 16, "crop_size": 16, "image_grid_pinpoints": [[16, 32]]}
+    sizes |= {"candidate_resolutions": [[16, 32]]}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(sizes))
     settings = vision.settings(tmp_path)
     with pytest.raises(InputError, match="images: got none; expected at least one"):
