@@ -198,15 +198,19 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekVL2Con
 def _entries(config: DeepseekVL2Config, shapes: Shapes) -> list[TensorEntry]:
     tower, text, place, blocks = config.vision, "language.model.", ("visual",), "vision.blocks.{layer}"
     shape = (tower.width, tower.channels, tower.patch, tower.patch)
-    patches, thirds = "vision.patch_embed.proj", dict.fromkeys(("query", "key", "value"), tower.width)
-    layout = expert_layout(config.text, shapes, text)
+    patches, layout = "vision.patch_embed.proj", expert_layout(config.text, shapes, text)
     return [
         *decoder_entries(config.text, prefix=text, head="language.lm_head", fused_experts=layout),
         TensorEntry(f"{patches}.weight", (*place, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
         TensorEntry(f"{patches}.bias", (*place, "patch_embedding", "bias")),
         TensorEntry("vision.pos_embed", (*place, "position_embedding"), file_shape=(1, tower.tokens, tower.width)),
         *block_entries(blocks, (*place, "blocks"), _TIMM),
-        *fused_entries(f"{blocks}.attn.qkv", (*place, "blocks"), thirds, bias=True),
+        *fused_entries(
+            f"{blocks}.attn.qkv",
+            (*place, "blocks"),
+            dict.fromkeys(("query", "key", "value"), tower.width),
+            bias=True,
+        ),
         *norm_entries("vision.norm", (*place, "final_norm")),
         *projector_entries("projector.layers.0", "projector.layers.2"),
         TensorEntry("image_newline", ("newline",)),
@@ -232,7 +236,9 @@ def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
     given = read_table(root / CONFIG_FILE) or read_table(root / PROCESSOR_FILE)
     name = "candidate_resolutions"
     points = given.get(name) or read_table(root / "config.json").get(name)
-    pairs = [pair if isinstance(pair, list | tuple) else () for pair in points] if isinstance(points, list) else []
+    pairs: list[Any] = (
+        [pair if isinstance(pair, list | tuple) else () for pair in points] if isinstance(points, list) else []
+    )
     if not pairs or not all(len(pair) == 2 and all(type(side) is int and side > 0 for side in pair) for pair in pairs):
         raise ConfigError(f"{name}: got {points!r:.80}; expected pairs of widths and heights")
     side = pairs[0][0]

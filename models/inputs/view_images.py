@@ -57,8 +57,8 @@ def process_vl2(images: Sequence[ImageSource], config: PictureConfig) -> dict[st
     points = [(height, width) for width, height in config["candidate_resolutions"]]
     for image in read_images(images):
         views.append(_padded(image, (side, side), config, True))
-        most = len(images) <= MOST_TILED
-        rows, columns = best_resolution(*image.shape[:2], points) if most else (side, side)
+        height, width = image.shape[:2]
+        rows, columns = best_resolution(height, width, points) if len(images) <= MOST_TILED else (side, side)
         tiles += cut(_padded(image, (rows, columns), config, True), side)
         grids.append((rows // side, columns // side))
     pixels = {"pixel_values": views, TILES: tiles}
