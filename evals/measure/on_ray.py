@@ -36,7 +36,7 @@ def measure_on_ray(
       InputError: resources that are no table. ShardError: shards that failed more often than they are tried again.
     """
     task = functools.partial(_measure_shard, request, out.resolve())
-    occupied = _resources(resources)
+    occupied = occupied_resources(resources)
     with _progress(prepared, out):
         run_shards(task, shards, address=None if address == LOCAL else address, resources=occupied)
     found = check_out(out, json.loads(json.dumps(prepared.described.config)))
@@ -50,7 +50,7 @@ def _measure_shard(request: MeasureRequest, out: Path, index: int, count: int) -
     run_shard(prepared.described, out, Shard(index, count), pace, patience=60.0)
 
 
-def _resources(text: str | None) -> Mapping[str, Any]:
+def occupied_resources(text: str | None) -> Mapping[str, Any]:
     try:
         found = json.loads(text or "{}")
     except json.JSONDecodeError:

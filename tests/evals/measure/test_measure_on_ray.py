@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.measure.on_ray import _resources
+from evals.measure.on_ray import occupied_resources
 from kvpatch_jax.errors import InputError
 from tests.evals.measure.test_measure_program import ROOT, WRITTEN, program, ran
 
@@ -65,4 +65,4 @@ def test_workers_and_drivers_that_are_killed_leave_the_files_of_one_process(chec
 @pytest.mark.parametrize("text", ["{", "[1]", "7"])
 def test_resources_that_are_no_table_are_refused(text):
     with pytest.raises(InputError, match=r"--ray_resources: got .*; expected JSON such as"):
-        _resources(text)
+        occupied_resources(text)
