@@ -22,6 +22,7 @@ class MeasureRequest:
 
     Attributes:
       model, data: where they are. format: of the data, None where the file says it.
+      media, text_characters, frames, keep: how the data is read, as `data_files.ReadOptions` says.
       arms: patterns. limit, seed: of a sample of the items. frame: around pieces and question.
       answer_tokens: a number, "rule" or "answer". max_tokens: of a prompt; None: the model's own.
       dtype: as `models.load` takes it.
@@ -31,6 +32,10 @@ class MeasureRequest:
     model: str
     data: str
     format: str | None
+    media: str | None
+    text_characters: int
+    frames: int | None
+    keep: int | None
     arms: tuple[str, ...]
     limit: int
     seed: int
@@ -65,14 +70,23 @@ def prepare(request: MeasureRequest) -> PreparedMeasurement:
     Raises:
       InputError: data that cannot be read, or that this model cannot be asked. What `models.load` raises.
     """
-    data = formats.read(Path(request.data), request.format)
+    data = formats.read(
+        Path(request.data),
+        request.format,
+        media=None if request.media is None else Path(request.media),
+        text_characters=request.text_characters,
+        frames=request.frames,
+        keep=request.keep,
+    )
     model = str(ROOT / request.model) if (ROOT / request.model / "config.json").exists() else request.model
     backbone = load(model, dtype=request.dtype, buckets=Buckets())
     frame = frame_of(backbone, request.frame, request.again)
-    asked, refusals = speakable(backbone, frame, data)
+    # What is not in the sample is not looked at.
+    sample = dataclasses.replace(data, items=sampled(data.items, request.limit, request.seed))
+    asked, refusals = speakable(backbone, frame, sample)
     arms, unserved = chosen_arms(request.arms, backbone.layout)
 
-    contexts = contexts_of(sampled(asked, request.limit, request.seed))
+    contexts = contexts_of(asked)
     most = request.max_tokens or longest_prompt(model)
     measurement = Measurement(backbone, frame, arms, most, request.answer_tokens)
     steps = max(measurement.steps(item) for context in contexts for item in context.items)
