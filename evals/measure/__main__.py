@@ -4,14 +4,14 @@
 
 Reads items (contexts in pieces, and questions behind them), caches every piece alone, serves it in every arm behind the
 others, and scores the answers by the data's own rule and by their distance from re-prefill. Says how long that takes
-before it starts. The same command resumes after a kill; `--shard=0/4` … `--shard=3/4` share the work, on one folder.
+before it starts. The same command resumes after a kill; `--shard=0/4` … `--shard=3/4` share the work, on one folder;
+so do the tasks of a Ray cluster (`--ray=auto`).
 """
 
 from . import startup_message as startup_message  # isort: split
 
 from .. import extra as extra  # isort: split
 
-import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -19,19 +19,18 @@ from pathlib import Path
 from absl import app, flags
 
 from kvpatch_jax.errors import InputError
-from models import Buckets, load
 
 from ..command_line import begin_program, errors_as_one_line
 from ..console import in_words
 from ..results.parts import ExpectedPace
-from ..trained import ROOT
 from . import formats
-from .arms import chosen_arms, help_text
-from .frame import FRAMES, frame_of, speakable
-from .plan import Shard, contexts_of, estimate, longest_prompt, sampled
+from .arms import help_text
+from .frame import FRAMES
+from .on_ray import measure_on_ray
+from .plan import Shard
+from .preparation import MeasureRequest, prepare
 from .report import write_results
 from .shards import check_out, run_shard
-from .suite import Measurement, dataset
 
 _MODEL = flags.DEFINE_string(
     "model", None, "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model"
@@ -60,6 +59,9 @@ _ANSWER = flags.DEFINE_string(
 _MOST = flags.DEFINE_integer(
     "max_tokens", None, "of a prompt: longer ones are left out; by default what config.json says", lower_bound=1
 )
+_RAY = flags.DEFINE_string("ray", None, "measure on the Ray cluster of this address; local: one on this machine")
+_RAY_SHARDS = flags.DEFINE_integer("ray_shards", 8, "tasks of a cluster, a few for each worker", lower_bound=1)
+_RAY_RESOURCES = flags.DEFINE_string("ray_resources", None, 'what a task occupies: {"num_cpus": 4}, {"num_gpus": 1}')
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "as models.load takes it")
 
 
@@ -80,42 +82,40 @@ def _measure() -> None:
     again = shlex.join(["python", "-m", "evals.measure", *sys.argv[1:]])
     if not _MODEL.value or not _DATA.value:
         raise InputError(f"--model, --data: got {_MODEL.value!r}, {_DATA.value!r}; expected both; see --help")
-    shard, answer_tokens, out = _shard(_SHARD.value), _answer_tokens(_ANSWER.value), Path(_OUT.value)
-    data = formats.read(
-        Path(_DATA.value),
-        _FORMAT.value,
-        media=None if _MEDIA.value is None else Path(_MEDIA.value),
+    shard, out = _shard(_SHARD.value), Path(_OUT.value)
+    if _RAY.value and shard.count > 1:
+        raise InputError(f"--shard: got {_SHARD.value} with --ray; expected one of them")
+    request = MeasureRequest(
+        model=_anywhere(_MODEL.value),
+        data=_anywhere(_DATA.value),
+        format=_FORMAT.value,
+        media=None if _MEDIA.value is None else _anywhere(_MEDIA.value),
         text_characters=_CHARACTERS.value,
         frames=_FRAMES.value,
         keep=_KEEP.value,
+        arms=tuple(_ARMS.value),
+        limit=_LIMIT.value,
+        seed=_SEED.value,
+        frame=_FRAME.value,
+        answer_tokens=_answer_tokens(_ANSWER.value),
+        max_tokens=_MOST.value,
+        dtype=_DTYPE.value,
+        again=again,
     )
-    model = str(ROOT / _MODEL.value) if (ROOT / _MODEL.value / "config.json").exists() else _MODEL.value
-    backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
-    frame = frame_of(backbone, _FRAME.value, again)
-    # What is not in the sample is not looked at.
-    sample = dataclasses.replace(data, items=sampled(data.items, _LIMIT.value, _SEED.value))
-    asked, refusals = speakable(backbone, frame, sample)
-    arms, unserved = chosen_arms(_ARMS.value, backbone.layout)
-    most = _MOST.value or longest_prompt(model)
-
-    contexts = contexts_of(asked)
-    measurement = Measurement(backbone, frame, arms, most, answer_tokens)
-    settings = {"model": Path(model).name, "dtype": _DTYPE.value, "limit": _LIMIT.value, "seed": _SEED.value}
-    steps = max(measurement.steps(item) for context in contexts for item in context.items)
-    expected = estimate(backbone, frame, contexts, arms, steps)
-    described = dataset(measurement, data, contexts, expected, settings)
+    prepared = prepare(request)
+    contexts, expected = prepared.contexts, prepared.expected
     # A folder of another measurement is refused before anything is measured.
-    done = check_out(out, described.config)
+    done = check_out(out, prepared.described.config)
 
     pieces = sum(len(context.pieces) for context in contexts)
     items = sum(len(context.items) for context in contexts)
-    left_out = [*data.refusals, *refusals]
+    data = prepared.data
     print(f"{data.source.name} ({data.format}): {items} items behind {len(contexts)} contexts of {pieces} pieces")
     print(f"pieces: {data.chunk_rule}")
-    print(f"arms: {', '.join(arm.name for arm in arms)}")
-    for arm in unserved:
+    print(f"arms: {', '.join(arm.name for arm in prepared.arms)}")
+    for arm in prepared.unserved:
         print(f"left out: arm {arm.name}: it serves layers of one kind alone, and this model has several")
-    for refusal in left_out:
+    for refusal in prepared.left_out:
         print(f"left out: {refusal.where}: {refusal.reason}")
     share = f", of which this shard does every {shard.count}th" if shard.count > 1 else ""
     finished = f"; {len(done)} of {len(contexts)} contexts are finished" if done else ""
@@ -125,15 +125,23 @@ def _measure() -> None:
         flush=True,
     )
 
-    # The estimate counts as much as a tenth of the work: the first contexts compile.
-    pace = ExpectedPace(expected.tokens_per_second, 0.1 * sum(expected.tokens))
-    parts = run_shard(described, out, shard, pace)
+    if _RAY.value:
+        parts = measure_on_ray(request, prepared, out, _RAY.value, _RAY_SHARDS.value, _RAY_RESOURCES.value)
+    else:
+        # The estimate counts as much as a tenth of the work: the first contexts compile.
+        pace = ExpectedPace(expected.tokens_per_second, 0.1 * sum(expected.tokens))
+        parts = run_shard(prepared.described, out, shard, pace)
     if len(parts) < len(contexts):
         print(f"{len(parts)} of {len(contexts)} contexts are finished: the last shard to finish writes the report")
         return
-    unserved_names = [arm.name for arm in unserved]
-    print(write_results(described, parts, out, left_out, unserved_names))
+    unserved = [arm.name for arm in prepared.unserved]
+    print(write_results(prepared.described, parts, out, prepared.left_out, unserved))
     print(f"results: {out / 'results.json'}; answers: {out / 'answers.jsonl'}; report: {out / 'report.html'}")
+
+
+def _anywhere(path: str) -> str:
+    """Returns a file's whole path, for processes that run elsewhere; a name that is no file stays."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _shard(text: str) -> Shard:

@@ -7,6 +7,7 @@ report do not depend on shards or kills.
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,13 @@ def check_out(out: Path, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     return found
 
 
-def run_shard(dataset: RecordedDataset, out: Path, shard: Shard, pace: ExpectedPace) -> list[dict[str, Any]]:
+def run_shard(
+    dataset: RecordedDataset, out: Path, shard: Shard, pace: ExpectedPace, patience: float = 0.0
+) -> list[dict[str, Any]]:
     """Measures a shard's parts that no file in the folder has; returns all parts that are finished, of every shard.
+
+    Args:
+      patience: seconds to wait for another process that has this shard, as one does that is being stopped.
 
     Raises:
       InputError: the folder has parts of another configuration, or another process measures this shard.
@@ -43,7 +49,7 @@ def run_shard(dataset: RecordedDataset, out: Path, shard: Shard, pace: ExpectedP
     config = json.loads(json.dumps(dataset.config))
     finished, own = check_out(out, config), dataset.parts[shard.index :: shard.count]
     file = out / shard.file
-    with _alone(file):
+    with _alone(file, patience):
         # What another way of sharding has measured is not measured again.
         in_file = {part["part"] for part in read_parts(file, config)}
         missing = [part for part in own if part.name not in finished or part.name in in_file]
@@ -54,16 +60,22 @@ def run_shard(dataset: RecordedDataset, out: Path, shard: Shard, pace: ExpectedP
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def _alone(file: Path, patience: float) -> Iterator[None]:
     """Keeps other processes from a shard's file, where the system has such locks; a lock ends with its process."""
+    deadline = time.monotonic() + patience
     with (file.parent / f".{file.name}.lock").open("w") as lock:
         with contextlib.suppress(ImportError):
             import fcntl
 
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(
-                    f"--out: got {file}, which another process is writing; expected another --shard, or one process"
-                ) from None
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() >= deadline:
+                        raise InputError(
+                            f"--out: got {file}, which another process is writing; expected another --shard, or one "
+                            "process"
+                        ) from None
+                time.sleep(0.5)
         yield

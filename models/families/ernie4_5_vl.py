@@ -11,7 +11,7 @@ draw each frame's time into its pixels, in the letters of a font file, which is 
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,14 @@ def read_ernie_rope(text: Raw, angles: str, regime: Regime) -> Rope:
     return rope
 
 
+def _pair(value: Any, end: str) -> Sequence[int]:
+    """Returns where the experts of texts and of images begin or end."""
+    numbers = value if isinstance(value, list | tuple) else ()
+    if not numbers or not all(isinstance(number, int) for number in numbers):
+        raise ConfigError(f"moe_layer_{end}_index: got {value!r:.80}; expected one for texts and one for images")
+    return numbers
+
+
 def _read_experts(text: Raw, image_tokens: tuple[int, ...]) -> ExpertConfig:
     """Reads both sets of experts.
 
@@ -112,10 +120,13 @@ def _read_experts(text: Raw, image_tokens: tuple[int, ...]) -> ExpertConfig:
     dense = sum(kind == "dense" for kind in kinds)
     if list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise ConfigError(f"mlp_layer_types: got {kinds!s:.80}; expected 'dense' layers, and {layers} in all")
-    if len(inner) != 2:
+    if not isinstance(inner, list | tuple) or len(inner) != 2:
         raise ConfigError(f"moe_intermediate_size: got {inner!r:.80}; expected one for texts and one for images")
 
-    router: dict[str, Any] = {"experts": need(text, "moe_num_experts"), "chosen": need(text, "moe_k")}
+    experts = need(text, "moe_num_experts")
+    if isinstance(experts, list | tuple):
+        raise ConfigError(f"moe_num_experts: got {experts!r:.80}; expected a number, of texts and as many of images")
+    router: dict[str, Any] = {"experts": experts, "chosen": need(text, "moe_k")}
     router |= {"router": "softmax", "renormalise": True, "corrected": True}
     return ExpertConfig(
         **router,
@@ -169,10 +180,10 @@ def as_nested(raw: Raw) -> dict[str, Any]:
     model = complete(raw, AUTHORS)
     tower = complete(need(model, "vision_config"), "DFNRope_vision_transformer", "vision_config")
     experts = need(model, "moe_num_experts")
-    if len(experts) != 2 or experts[0] != experts[1]:
+    if not isinstance(experts, list | tuple) or len(experts) != 2 or experts[0] != experts[1]:
         raise ConfigError(f"moe_num_experts: got {experts!r:.80}; expected two equal numbers, of texts and of images")
     layers, every = need(model, "num_hidden_layers"), model["moe_layer_interval"]
-    first, last = (need(model, f"moe_layer_{end}_index") for end in ("start", "end"))
+    first, last = (_pair(need(model, f"moe_layer_{end}_index"), end) for end in ("start", "end"))
     sparse = [(layer + 1) % every == 0 and min(first) <= layer <= max(last) for layer in range(layers)]
 
     time = model["freq_allocation"]

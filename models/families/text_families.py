@@ -178,13 +178,18 @@ def read_ernie_moe(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfi
             f"config.json: got moe_layer_interval {raw['moe_layer_interval']}, moe_layer_end_index {last}; expected "
             "experts in every layer from moe_layer_start_index on"
         )
+    number, inner = need(raw, "moe_num_experts"), need(raw, "moe_intermediate_size")
+    if isinstance(number, list | tuple) or isinstance(inner, list | tuple):
+        raise ConfigError(
+            f"moe_num_experts, moe_intermediate_size: got {number!r:.40}, {inner!r:.40}; expected two numbers"
+        )
     experts = ExpertConfig(
-        experts=need(raw, "moe_num_experts"),
+        experts=number,
         chosen=need(raw, "moe_k"),
-        intermediate=raw["moe_intermediate_size"],
+        intermediate=inner,
         router="softmax",
         renormalise=True,
-        shared=raw["moe_intermediate_size"] * (raw["moe_num_shared_experts"] or 0),
+        shared=inner * (raw["moe_num_shared_experts"] or 0),
         dense_layers=first,
         corrected=True,
     )

@@ -87,7 +87,7 @@ def test_a_name_that_no_file_has_is_a_configuration_error():
 def test_a_directory_that_may_not_be_read_is_said_to_be(directory, monkeypatch):
     """As others see it than the superuser, whom everything is open to."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    refused(directory, r"load: got '.*model', which cannot be read \(Permission denied\)")
+    refused(directory, r"load: got '.*, which cannot be read \(Permission denied\)")
 
 
 @pytest.mark.parametrize(

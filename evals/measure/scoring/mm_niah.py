@@ -6,38 +6,12 @@ import re
 from typing import Any
 
 from ..items import Item
+from .spans import NUMBER_WORDS
 
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _COMMA_IN_NUMBER = re.compile(r"\d,\d")
 _LONE_PERIOD = re.compile(r"\.(?!\d)")
-_NUMBERS = {
-    word: str(number)
-    for number, word in enumerate(
-        [
-            "zero",
-            "one",
-            "two",
-            "three",
-            "four",
-            "five",
-            "six",
-            "seven",
-            "eight",
-            "nine",
-            "ten",
-            "eleven",
-            "twelve",
-            "thirteen",
-            "fourteen",
-            "fifteen",
-            "sixteen",
-            "seventeen",
-            "eighteen",
-            "nineteen",
-            "twenty",
-        ]
-    )
-} | {
+_NUMBERS = {word: str(number) for number, word in enumerate([*NUMBER_WORDS, "twenty"])} | {
     word: str(10 * number)
     for number, word in enumerate(["thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 3)
 }

@@ -8,7 +8,7 @@ from ..items import Item
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NUMBERS = [
+NUMBER_WORDS = [
     "zero",
     "one",
     "two",
@@ -92,7 +92,7 @@ def _slidevqa_words(text: str, question: str) -> list[str]:
     text = _ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION))
     if text.startswith(("yes", "no")):
         text = text.split()[0]
-    return [str(_NUMBERS.index(word)) if word in _NUMBERS else word for word in text.split()]
+    return [str(NUMBER_WORDS.index(word)) if word in NUMBER_WORDS else word for word in text.split()]
 
 
 def _asked(item: Item) -> str:

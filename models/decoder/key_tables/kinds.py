@@ -45,13 +45,14 @@ _KINDS = {
         encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
         output_dim conv_chunksize downsample_hidden_size global_head_dim num_global_key_value_heads
         vocab_size_per_layer_input output_channels mlp_dim moe_k im_patch_id moe_layer_interval freq_allocation
+        attention_context_left attention_chunk_size top_k_experts
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
         image_start_token_id image_end_token_id video_start_token_id video_end_token_id boi_token_index
         eoi_token_index audio_token_id audio_token_index video_token_index audio_start_token_id audio_end_token_id
-        hidden_size_per_layer_input num_kv_shared_layers moe_num_shared_experts
+        hidden_size_per_layer_input num_kv_shared_layers moe_num_shared_experts attention_context_right
     """,
     "a positive number": """
         rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
@@ -69,7 +70,7 @@ _KINDS = {
     """,
     "a list": """
         layer_types layers_block_type mlp_only_layers fullatt_block_indexes deepstack_visual_indexes
-        image_grid_pinpoints global_attn_indexes mlp_layer_types downsample_channels
+        image_grid_pinpoints global_attn_indexes mlp_layer_types downsample_channels subsampling_conv_channels
     """,
     "a table": """
         rope_scaling rope_parameters text_config language_config vision_config linear_attn_config audio_config
@@ -93,7 +94,7 @@ NULL = words(
     vision_end_token_id max_window_layers mm_hidden_size text_hidden_size sliding_window_pattern
     final_logit_softcapping rope_local_base_freq num_local_experts audio_end_token_id num_global_key_value_heads
     per_layer_config hidden_size_per_layer_input mlp_dim high_res_vision_config mlp_layer_types moe_intermediate_size
-    moe_num_shared_experts num_experts audio_config downsample_channels sam_config encoder_config
+    moe_num_shared_experts num_experts top_k_experts audio_config downsample_channels sam_config encoder_config
     """
 )
 """Keys whose null has a meaning of its own."""
