@@ -6,6 +6,7 @@ Source: DeepSeek's `modeling_deepseek_vl_v2.py`, `siglip_vit.py`, `modeling_deep
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -170,17 +171,33 @@ def _read_text(raw: Raw, angles: str, regime: Regime) -> DecoderConfig:
     return read_decoder(raw, rope, **switches)
 
 
+def _sizes(table: Raw, place: str, *names: str) -> list[int]:
+    """Returns sizes of a table.
+
+    Raises:
+      ConfigError: one that is no positive whole number.
+    """
+    for name in names:
+        if type(table[name]) is not int or table[name] < 1:
+            raise ConfigError(f"{place}: got {name} {table[name]!r:.80}; expected a positive whole number")
+    return [table[name] for name in names]
+
+
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekVL2Config:
     model = complete(raw, MODEL_TYPE)
     top = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
     text = _read_text({**need(model, "language_config"), **top}, angles, regime)
     vision = complete(need(model, "vision_config"), "deepseek_vl_v2_vision", "vision_config")
     glue = complete(need(model, "projector_config"), "deepseek_vl_v2_projector", "projector_config")
+    depth, width, heads = _sizes(vision, "vision_config", "layers", "width", "heads")
+    ratio = vision["mlp_ratio"]
+    if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
+        raise ConfigError(f"vision_config: got mlp_ratio {ratio!r:.80}; expected a positive number")
     tower = ViTConfig(
-        depth=need(vision, "layers"),
-        width=need(vision, "width"),
-        heads=need(vision, "heads"),
-        intermediate=int(need(vision, "width") * need(vision, "mlp_ratio")),
+        depth=depth,
+        width=width,
+        heads=heads,
+        intermediate=int(width * ratio),
         image=one_size(vision, "image_size"),
         patch=one_size(vision, "patch_size"),
         activation="gelu_pytorch_tanh",
@@ -191,8 +208,8 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekVL2Con
     for name, width in (("input_dim", tower.width), ("n_embed", text.width)):
         if glue[name] != width:
             raise ConfigError(f"projector_config: got {name} {glue[name]!r}; expected {width}")
-    hidden, fold = text.width * need(glue, "mlp_ratio"), need(glue, "downsample_ratio")
-    return DeepseekVL2Config(text, tower, fold, hidden, need(model, "image_token_id"), freeze(raw))
+    times, fold = _sizes(glue, "projector_config", "mlp_ratio", "downsample_ratio")
+    return DeepseekVL2Config(text, tower, fold, times * text.width, need(model, "image_token_id"), freeze(raw))
 
 
 def _entries(config: DeepseekVL2Config, shapes: Shapes) -> list[TensorEntry]:
