@@ -14,6 +14,7 @@ import numpy as np
 
 from kvpatch_jax import Text
 from kvpatch_jax.errors import KVPatchError
+from kvpatch_jax.utils import strict_json
 from models import ModelBackbone
 
 from .arms import MeasureArm
@@ -173,8 +174,6 @@ def _pace(backbone: ModelBackbone, prompt: dict | None) -> float:
 
 def longest_prompt(model: str) -> int | None:
     """Reads how many tokens a checkpoint was made for, from its config.json; None where that does not say."""
-    from kvpatch_jax.utils import strict_json
-
     path = Path(model) / "config.json"
     if not path.is_file():
         return None

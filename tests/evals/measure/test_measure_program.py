@@ -20,6 +20,7 @@ from evals.measure.suite import Measurement, dataset, records_of
 from evals.results.parts import ExpectedPace
 from kvpatch_jax.errors import InputError
 from models import Buckets, load
+from tests.evals import make_measure_fixtures as fixtures
 
 ROOT = Path(__file__).parents[3]
 WRITTEN = ("answers.jsonl", "results.json", "table.md", "report.html", "figures/pareto.png")
@@ -185,7 +186,10 @@ def test_ten_kills_and_one_two_and_five_shards_leave_the_same_files(checkpoint, 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "family",
-    ["gemma3", "glm4v", "internvl", "llava", "llava_next", "mistral3", "qwen2_5_omni", "smolvlm", "deepseek_vl"],
+    [
+        *("deepseek_vl", "gemma3", "glm4v", "internvl", "kimi_vl", "llava", "llava_next", "mistral3", "qwen2_5_omni"),
+        *("qwen3_vl", "smolvlm"),
+    ],
 )
 def test_every_family_gives_a_report_of_ten_items(checkpoint, data, tmp_path, family):
     flags = ["--frame=plain"] if family == "gemma3" else []
@@ -195,3 +199,16 @@ def test_every_family_gives_a_report_of_ten_items(checkpoint, data, tmp_path, fa
     counts = {row["n"] for row in results["rows"] if row["metric"] == "kl.all"}
     assert counts == {10}
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", fixtures.WRITERS)
+def test_ten_items_of_every_format_give_a_report(checkpoint, tmp_path, name):
+    source = fixtures.WRITERS[name](tmp_path / "data")
+    code, _, error = ran(checkpoint("qwen2_5_vl"), source, tmp_path / "out", "--limit=10")
+    assert code == 0, error
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["config"]["format"] == name
+    assert {row["n"] for row in results["rows"] if row["metric"] == "kl.all"} == {10}
+    assert not results["left_out"]
