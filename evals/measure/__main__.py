@@ -23,6 +23,7 @@ from models import Buckets, load
 
 from ..command_line import begin_program, errors_as_one_line
 from ..console import in_words
+from ..reading.asked import READING, load_asked_reader
 from ..results.parts import ExpectedPace
 from ..trained import ROOT
 from . import formats
@@ -34,7 +35,8 @@ from .shards import check_out, run_shard
 from .suite import Measurement, dataset
 
 _MODEL = flags.DEFINE_string(
-    "model", None, "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model"
+    "model", None, "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model; reading: "
+    "SmolLM2 with the shipped tower that reads rendered pages",
 )
 _DATA = flags.DEFINE_string("data", None, "a file or folder of the data set")
 _FORMAT = flags.DEFINE_string("format", None, "of the data, where the file does not say: --format=help lists them")
@@ -90,7 +92,10 @@ def _measure() -> None:
         keep=_KEEP.value,
     )
     model = str(ROOT / _MODEL.value) if (ROOT / _MODEL.value / "config.json").exists() else _MODEL.value
-    backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
+    if model == READING:
+        backbone = load_asked_reader(Buckets())
+    else:
+        backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
     frame = frame_of(backbone, _FRAME.value, again)
     # What is not in the sample is not looked at.
     sample = dataclasses.replace(data, items=sampled(data.items, _LIMIT.value, _SEED.value))
