@@ -35,7 +35,9 @@ from .shards import check_out, run_shard
 from .suite import Measurement, dataset
 
 _MODEL = flags.DEFINE_string(
-    "model", None, "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model; reading: "
+    "model",
+    None,
+    "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model; reading: "
     "SmolLM2 with the shipped tower that reads rendered pages",
 )
 _DATA = flags.DEFINE_string("data", None, "a file or folder of the data set")

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +9,11 @@ from typing import Any, NamedTuple
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.utils.strict_json import object_of
 
+from ...runner import RunSizes
 from .. import formats
 from ..exports import ExportedQuestion, write_file, write_jsonl, write_mm_niah, write_slidevqa
 from ..formats.cua_trace import OMITTED
 from ..report import ANSWERS
-from ...runner import RunSizes
 from .own_tasks import ARMS, TASKS, exported
 
 ABOUT, DATA, MODEL, MEASURED = "about.json", "data", "model", "measured"
@@ -49,7 +48,10 @@ def write_trace(folder: Path, questions: Sequence[ExportedQuestion]) -> Path:
         goal = {"type": "text", "text": question.question}
         gone = [{"type": "text", "text": OMITTED}] * len(images)
         said = {"role": "assistant", "content": question.answers[0]}
-        for messages in ([{"role": "user", "content": [*images, goal]}], [{"role": "user", "content": [*gone, goal]}, said]):
+        for messages in (
+            [{"role": "user", "content": [*images, goal]}],
+            [{"role": "user", "content": [*gone, goal]}, said],
+        ):
             record = {"session_id": question.id, "messages": messages, "tools": [], "output_length": 1}
             lines.append(json.dumps(record) + "\n")
     return write_file(folder / "traces.jsonl", "".join(lines).encode())

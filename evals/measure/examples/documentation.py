@@ -84,9 +84,7 @@ def places(document: Sequence[str], page: int, context: str, kinds: Sequence[str
     return made
 
 
-def questions(
-    contexts: int, count: int, page: int, kinds: Sequence[str] = TEXT_KINDS
-) -> list[list[ExportedQuestion]]:
+def questions(contexts: int, count: int, page: int, kinds: Sequence[str] = TEXT_KINDS) -> list[list[ExportedQuestion]]:
     """Draws contexts of `count` documents with the questions behind each, as many of one kind as of another.
 
     Args:
@@ -135,9 +133,7 @@ def behind_the_next(contexts: Sequence[Sequence[ExportedQuestion]]) -> list[Expo
     return moved
 
 
-def rendered(
-    reader: PageReadingModel, contexts: Sequence[Sequence[ExportedQuestion]]
-) -> list[list[ExportedQuestion]]:
+def rendered(reader: PageReadingModel, contexts: Sequence[Sequence[ExportedQuestion]]) -> list[list[ExportedQuestion]]:
     """Draws every page as an image, in unseen faces by turns, a face a context; its last line is filled with newlines.
 
     Raises:
