@@ -14,7 +14,7 @@ from .. import formats
 from ..exports import ExportedQuestion, write_file, write_jsonl, write_mm_niah, write_slidevqa
 from ..formats.cua_trace import OMITTED
 from ..report import ANSWERS
-from .own_tasks import ARMS, TASKS, exported
+from .own_tasks import ARMS, TASKS, exported, rows_of_run
 
 ABOUT, DATA, MODEL, MEASURED = "about.json", "data", "model", "measured"
 """In the folder of a comparison: what was exported, the data, the model, and what `evals.measure` writes."""
@@ -125,7 +125,7 @@ def compared(out: Path) -> list[ComparedNumber]:
             columns.setdefault((kind, answer["arm"], metric), []).append(answer[field])
 
     task, found = TASKS[about["task"]], []
-    rows = {(row["arm"], row["metric"]): row for row in task.rows(task.path(about["model"]), sizes)}
+    rows = {(row["arm"], row["metric"]): row for row in rows_of_run(task, task.path(about["model"]), sizes)}
     for kind in dict.fromkeys(about["kinds"]):
         for arm, other in ARMS.items():
             for metric in METRICS:

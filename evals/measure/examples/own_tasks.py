@@ -17,8 +17,9 @@ from jaxtyping import UInt8
 
 from models import ModelBackbone, load
 
-from ... import runner, small_task
+from ... import small_task
 from ...arms.reused_page import joined
+from ...datasets import PageReader
 from ...probes.comparison import read_arms
 from ...probes.results_table import ResultsTable
 from ...results.rows import Row
@@ -47,12 +48,12 @@ class OwnTask(NamedTuple):
     Attributes:
       path: finds an instance by name.
       questions: of one batch of contexts, by model, seed and the batch's number and size; without ids.
-      rows: that `evals.run` makes of the same contexts and `ARMS`.
+      reader: of `evals.run`, of the same contexts and questions.
     """
 
     path: Callable[[str], Path]
     questions: Callable[[ModelBackbone, int, int, int], Iterator[ExportedQuestion]]
-    rows: Callable[[Path, RunSizes], list[Row]]
+    reader: Callable[[ModelBackbone, int, int, int], PageReader]
 
 
 def exported(task: OwnTask, path: Path, sizes: RunSizes) -> list[ExportedQuestion]:
@@ -62,6 +63,18 @@ def exported(task: OwnTask, path: Path, sizes: RunSizes) -> list[ExportedQuestio
         for question in task.questions(backbone, sizes.seed, number, sizes.batch):
             made.append(dataclasses.replace(question, id=str(len(made))))
     return made
+
+
+def rows_of_run(task: OwnTask, path: Path, sizes: RunSizes) -> list[Row]:
+    """Measures `ARMS` as `evals.run` does: accuracy and KL by kind of question, of its first probe."""
+    backbone, table = load(path, dtype="float32"), ResultsTable(path.name, metrics=("accuracy", "kl"))
+    for number in range(-(-sizes.contexts // sizes.batch)):
+        reader = task.reader(backbone, sizes.seed, number, sizes.batch)
+        answers, probe = read_arms(table, reader, list(ARMS.values())), reader.probes[0]
+        items = table.items(probe)
+        items.kinds = reader.kinds
+        items.add(reader.asked(probe), number * sizes.batch + np.arange(sizes.batch), answers[probe])
+    return table.rows()
 
 
 def _encoded(pixels: UInt8[np.ndarray, "H W 3"]) -> bytes:
@@ -98,9 +111,8 @@ def _sheets_questions(backbone: ModelBackbone, seed: int, number: int, batch: in
                 yield ExportedQuestion("", group, pieces, " ".join(words), (names[answers[-1]],), kind)
 
 
-def _sheets_rows(path: Path, sizes: RunSizes) -> list[Row]:
-    backbone = load(path, dtype="float32")
-    return runner.measure(backbone, path.name, sizes, SHEETS_DATASET, _SHEETS, list(ARMS.values()))
+def _sheets_reader(backbone: ModelBackbone, seed: int, number: int, batch: int) -> PageReader:
+    return SHEETS_DATASET.reader(backbone, _SHEETS, seed, number, batch)
 
 
 # -------------------------------------------------------------------------------------------------- small task
@@ -121,24 +133,17 @@ def _small_questions(backbone: ModelBackbone, seed: int, number: int, batch: int
             yield ExportedQuestion("", group, pieces, f"{ask} {argument}", (answer,), kind)
 
 
-def _small_rows(path: Path, sizes: RunSizes) -> list[Row]:
-    backbone, table = load(path, dtype="float32"), ResultsTable(path.name, metrics=("accuracy", "kl"))
-    for number in range(-(-sizes.contexts // sizes.batch)):
-        with tempfile.TemporaryDirectory() as images:
-            scene, rng = scenes.scene_at(backbone, sizes.seed, number, Path(images), sizes.batch)
-        page = scenes.reused_page(scene)
-        # The legends are reused as well, as chunks in front of the page.
-        page.front = joined([page.placed(place=place) for place in range(CHUNKS)])
-        reader = SceneReader(scene, small_task.ask(scene.contexts, rng, QUESTIONS), page)
-        answers = read_arms(table, reader, list(ARMS.values()))
-        probe = reader.probes[0]
-        clusters = number * sizes.batch + np.arange(sizes.batch)
-        table.items(probe).add(reader.asked(probe), clusters, answers[probe])
-    return table.rows()
+def _small_reader(backbone: ModelBackbone, seed: int, number: int, batch: int) -> PageReader:
+    with tempfile.TemporaryDirectory() as images:
+        scene, rng = scenes.scene_at(backbone, seed, number, Path(images), batch)
+    page = scenes.reused_page(scene)
+    # The legends are reused as well, as chunks in front of the page.
+    page.front = joined([page.placed(place=place) for place in range(CHUNKS)])
+    return SceneReader(scene, small_task.ask(scene.contexts, rng, QUESTIONS), page)
 
 
 TASKS = {
-    "sheets": OwnTask(lambda name: SHEETS_DATASET.instances(name)[0], _sheets_questions, _sheets_rows),
-    "small": OwnTask(shipped, _small_questions, _small_rows),
+    "sheets": OwnTask(lambda name: SHEETS_DATASET.instances(name)[0], _sheets_questions, _sheets_reader),
+    "small": OwnTask(shipped, _small_questions, _small_reader),
 }
 """Tasks of `evals.run --task`, by name."""
