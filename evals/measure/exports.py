@@ -7,6 +7,7 @@ Every writer takes a folder and questions or episodes, makes the release's layou
 import base64
 import dataclasses
 import gzip
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,11 +95,13 @@ def write_jsonl(folder: Path, questions: Sequence[ExportedQuestion], name: str =
     records = []
     for question in questions:
         pieces = []
-        for number, piece in enumerate(question.pieces):
+        for piece in question.pieces:
             if isinstance(piece, str):
                 pieces.append({"text": piece})
             else:
-                image = write_file(folder / "images" / f"{question.id}_{number}.png", piece)
+                # Named by its content, so that questions about the same images share a context.
+                name_of = hashlib.blake2b(piece, digest_size=16).hexdigest()
+                image = write_file(folder / "images" / f"{name_of}.png", piece)
                 pieces.append({"image": image.name})
         record = {"id": question.id, "cluster": question.group, "kind": question.kind, "pieces": pieces}
         record |= {"question": question.question, "answer": list(question.answers)}
