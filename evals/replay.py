@@ -33,7 +33,7 @@ from .small_task import VOCABULARY
 from .task_language import check_language
 from .traces import KINDS, STEPS, generate, load_trace
 from .traces.figures import draw
-from .traces.replay_run import RANK, out_of, rank_table, replay, table
+from .traces.replay_run import RANK, out_of, rank_table, replay, table, winners
 from .trained import MAIN, shipped, shipped_names
 
 _TRACE = flags.DEFINE_string("trace", None, "a trace to replay, in place of drawing one")
@@ -92,7 +92,15 @@ def main(arguments: list[str]) -> None:
 
         found["model"] = Path(_MODEL.value).name
         out_of(out, trace.kind).write_text(json.dumps(found) + "\n")
-        print(aligned_table(*table(found)), "", aligned_table(*rank_table(found)), "", sep="\n", flush=True)
+        print(
+            winners(found),
+            aligned_table(*table(found)),
+            "",
+            aligned_table(*rank_table(found)),
+            "",
+            sep="\n",
+            flush=True,
+        )
 
     write_pages(out)
 
@@ -125,7 +133,7 @@ def write_pages(out: Path) -> None:
 
     parts = []
     for kind, found in results.items():
-        parts += [f"## {kind}", markdown_table(*table(found)), markdown_table(*rank_table(found))]
+        parts += [f"## {kind}", winners(found), markdown_table(*table(found)), markdown_table(*rank_table(found))]
     (out / "replay.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     figures = draw(results, out)
     print(f"{out / 'replay.md'}, {', '.join(path.name for path in figures)}")

@@ -15,7 +15,7 @@ from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 from models import ModelBackbone
 
-from ..bench.loop_workload import text_tokens
+from ..bench.loop_workload import length_of, text_tokens
 
 
 class TraceConfig(NamedTuple):
@@ -78,6 +78,10 @@ class TraceContents:
         content = content_key(event)
         tokens = self.pieces[content]
         return Entry.of_tokens(event.chunk, tokens, content, kind=event.kind, order_free=event.order_free)
+
+    def asked(self, event: Event) -> int:
+        """Returns the tokens of a question."""
+        return length_of(self.questions[event.text or ""])
 
 
 @dataclasses.dataclass(frozen=True)
