@@ -32,6 +32,7 @@ from .revisits.suite import run as run_revisits
 from .small_task import VOCABULARY
 from .task_language import check_language
 from .traces import KINDS, STEPS, generate, load_trace
+from .traces.cheapest import run as run_cheapest
 from .traces.figures import draw
 from .traces.replay_run import RANK, out_of, rank_table, replay, table, winners
 from .trained import MAIN, shipped, shipped_names
@@ -43,6 +44,9 @@ _OUT = flags.DEFINE_string("out", "out/replay", "folder for traces, images, resu
 _SEED = flags.DEFINE_integer("seed", 0, "of what is drawn")
 _STEPS = flags.DEFINE_integer("steps", STEPS, "questions of a drawn trace", lower_bound=1)
 _RANK = flags.DEFINE_integer("rank", RANK, "of the patches", lower_bound=1)
+_CHEAPEST = flags.DEFINE_bool(
+    "cheapest", False, "price both imported formats by formulas: which way is the cheapest at each step"
+)
 _REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; all flags below are of it, and --out")
 _MODELS = flags.DEFINE_list("models", ["all"], "shipped instances, sheets/NAME, documents/NAME, smollm2; or all")
 _WINDOWS = flags.DEFINE_list("windows", ["all"], f"some of {', '.join(map(str, sorted(FULL.main)))}; or all")
@@ -58,6 +62,11 @@ def main(arguments: list[str]) -> None:
 
     quiet_backends()
     out = Path(_OUT.value)
+    if _CHEAPEST.value:
+        with errors_as_one_line():
+            make_out(out)
+            print(run_cheapest(out))
+        return
     if _REVISITS.value:
         use_compilation_cache()
         with errors_as_one_line():

@@ -19,11 +19,14 @@ class HoldingRule(NamedTuple):
         nothing leaves.
       texts: whether texts stay then.
       placeholder: a text that takes the place of each chunk that leaves; None: nothing does.
+      once: whether a piece that comes back while it is still shown stays in its place, as in a session; a prompt has
+        it once more.
     """
 
     high: int | None
     texts: bool = False
     placeholder: Entry | None = None
+    once: bool = False
 
 
 @dataclasses.dataclass
@@ -42,18 +45,24 @@ class HeldPrompt:
     def show(self, wanted: Sequence[Entry]) -> tuple[Entry, ...]:
         """Returns the prompt that shows a window's pieces, which from now on is the session's.
 
-        What enters follows all that is shown; a piece that comes back, or whose place changes, enters once more.
+        What enters follows all that is shown; unless a piece is shown once, what comes back or changes places enters
+        again.
         """
-        # Greedily in order: as many of the wanted pieces as are shown in this order.
         pieces, stays, at, entering = list(self.pieces), set[int](), 0, 0
-        for entry in wanted:
-            place = next((place for place in range(at, len(pieces)) if pieces[place] == entry), None)
-            if place is None:
-                break
-            stays.add(place)
-            at, entering = place + 1, entering + 1
-        pieces += wanted[entering:]
-        stays |= set(range(len(self.pieces), len(pieces)))
+        if self.rule.once:
+            shown, needed = {entry.id for entry in self.pieces}, {entry.id for entry in wanted}
+            pieces += [entry for entry in wanted if entry.id not in shown]
+            stays = {place for place, entry in enumerate(pieces) if entry.id in needed}
+        else:
+            # Greedily in order: as many of the wanted pieces as are shown in this order.
+            for entry in wanted:
+                place = next((place for place in range(at, len(pieces)) if pieces[place].id == entry.id), None)
+                if place is None:
+                    break
+                stays.add(place)
+                at, entering = place + 1, entering + 1
+            pieces += wanted[entering:]
+            stays |= set(range(len(self.pieces), len(pieces)))
 
         chunks = sum(entry.kind == "chunk" for entry in pieces)
         if self.rule.high is not None and chunks > self.rule.high:

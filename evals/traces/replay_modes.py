@@ -328,10 +328,9 @@ class WindowReplay:
             step = self._step(logits, before, prefilled(window, edits) + length_of(question))
             if self.held is None:
                 return step
-            prompt = join_pieces(
-                [*((entry.id, self.contents.pieces[entry.content or ""]) for entry in shown), ("?", question)]
-            )
-            return step._replace(own=np.asarray(self.backbone.prefill(prompt[1]).logits)[0, -1])
+            pieces = [(entry.id, self.contents.pieces[entry.content or ""]) for entry in shown]
+            prompt = join_pieces([*pieces, ("question", question)])[1]
+            return step._replace(own=np.asarray(self.backbone.prefill(prompt).logits)[0, -1])
 
         if isinstance(moment, TracedFork):
             window, edits = self._served(moment.session, moment.pieces)

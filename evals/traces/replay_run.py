@@ -158,7 +158,7 @@ def replay(
         if name == PLANNED and planned.survivors == "prefilled":
             mode = HeldReplay(padded, contents, HoldingRule(planned.high))
         elif name == PLANNED:
-            mode = WindowReplay(padded, contents, config, policies[WINDOW], HoldingRule(planned.high))
+            mode = WindowReplay(padded, contents, config, policies[WINDOW], HoldingRule(planned.high, once=True))
         elif name in policies:
             mode = WindowReplay(padded, contents, config, policies[name])
         elif name in rules:
