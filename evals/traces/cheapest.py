@@ -140,9 +140,9 @@ def figure(records: Sequence[Record], path: Path) -> None:
                 bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
             axis.set_xticks(range(len(own)), [str(record["window"]) for record in own])
             axis.set_title(f"{trace}\n{shape}", fontsize=8)
+            axis.set_xlabel("chunks in the window", fontsize=8)
     axes[0][0].set_ylabel("% of steps, exact ways")
     axes[1][0].set_ylabel("% of steps, all ways")
-    drawn.supxlabel("chunks in the window", fontsize=9)
     handles, labels = axes[1][0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7)
     drawn.savefig(path, dpi=90)
