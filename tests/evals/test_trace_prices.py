@@ -71,7 +71,7 @@ def test_what_comes_back_enters_a_prompt_again_and_stays_in_a_window():
     a, b = chunk("a"), chunk("b")
     for once, expected in ((False, "a b a"), (True, "a b")):
         held = HeldPrompt(HoldingRule(None, once=once))
-        for window in ([a], [b], [a]):
+        for window in ([a], [a, b], [b, a]):
             found = held.show(window)
         assert names(found) == expected
 
@@ -127,6 +127,7 @@ def test_costs_of_shapes_are_those_of_their_caches():
     assert (latent.kv_bytes, latent.turning_bytes, latent.rotary) == (27 * 576 * 2, 27 * 64 * 2, 27 * 64)
 
 
+@pytest.mark.slow
 def test_200_steps_of_both_formats_are_priced_in_every_way(tmp_path):
     records = cheapest(imported(tmp_path), windows=(2,))
     assert [(record["trace"], record["steps"]) for record in records] == [("computer use", 200)] * 3 + [
