@@ -1,9 +1,12 @@
 """Replays traces of agents' windows in every way of serving them: `python -m evals.replay --kind=all --out=out/replay`.
 
 A trace is drawn (`--kind`), or was recorded (`--trace=FILE`, as `kvpatch_jax.session.Recorder` writes it). It is
-answered by re-prefill, behind a prefix cache, by a window without patches, with patches at the first meeting and when
-all was met before, and blind. Printed are forwards, FLOPs, bytes of KV, programs compiled, KL and flips against what
-the window promises; `--out` gets them as JSON and Markdown, with figures.
+answered by re-prefill, behind a prefix cache (also with batched eviction, and with placeholders and all texts kept), by a
+window without patches, as planned, with patches at the first meeting and when all was met before, and blind. Printed
+are which way is the cheapest, then forwards, tokens computed, FLOPs, bytes of KV, programs compiled, KL and flips
+against what the window promises; `--out` gets them as JSON and Markdown, with figures.
+
+`--cheapest` prices 200 steps of two public trace formats in every way by formulas, and runs no model.
 
 `--revisits` replays sessions over a store instead, on all models: agents that go back to what they have seen, start
 again, come in another order, or fork. Parts are kept; the same command resumes after them, and
