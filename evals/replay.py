@@ -1,9 +1,12 @@
 """Replays traces of agents' windows in every way of serving them: `python -m evals.replay --kind=all --out=out/replay`.
 
 A trace is drawn (`--kind`), or was recorded (`--trace=FILE`, as `kvpatch_jax.session.Recorder` writes it). It is
-answered by re-prefill, behind a prefix cache, by a window without patches, with patches at the first meeting and when
-all was met before, and blind. Printed are forwards, FLOPs, bytes of KV, programs compiled, KL and flips against what
-the window promises; `--out` gets them as JSON and Markdown, with figures.
+answered by re-prefill, behind a prefix cache (also with batched eviction, and with placeholders and all texts kept),
+by a window without patches, as planned, with patches at the first meeting and when all was met before, and blind.
+Printed are which way is the cheapest, then forwards, tokens computed, FLOPs, bytes of KV, programs compiled,
+KL and flips against what the window promises; `--out` gets them as JSON and Markdown, with figures.
+
+`--cheapest` prices 200 steps of two public trace formats in every way by formulas, and runs no model.
 
 `--revisits` replays sessions over a store instead, on all models: agents that go back to what they have seen, start
 again, come in another order, or fork. Parts are kept; the same command resumes after them, and
@@ -32,8 +35,9 @@ from .revisits.suite import run as run_revisits
 from .small_task import VOCABULARY
 from .task_language import check_language
 from .traces import KINDS, STEPS, generate, load_trace
+from .traces.cheapest import run as run_cheapest
 from .traces.figures import draw
-from .traces.replay_run import RANK, out_of, rank_table, replay, table
+from .traces.replay_run import RANK, out_of, rank_table, replay, table, winners
 from .trained import MAIN, shipped, shipped_names
 
 _TRACE = flags.DEFINE_string("trace", None, "a trace to replay, in place of drawing one")
@@ -43,6 +47,9 @@ _OUT = flags.DEFINE_string("out", "out/replay", "folder for traces, images, resu
 _SEED = flags.DEFINE_integer("seed", 0, "of what is drawn")
 _STEPS = flags.DEFINE_integer("steps", STEPS, "questions of a drawn trace", lower_bound=1)
 _RANK = flags.DEFINE_integer("rank", RANK, "of the patches", lower_bound=1)
+_CHEAPEST = flags.DEFINE_bool(
+    "cheapest", False, "price both imported formats by formulas: which way is the cheapest at each step"
+)
 _REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; all flags below are of it, and --out")
 _MODELS = flags.DEFINE_list("models", ["all"], "shipped instances, sheets/NAME, documents/NAME, smollm2; or all")
 _WINDOWS = flags.DEFINE_list("windows", ["all"], f"some of {', '.join(map(str, sorted(FULL.main)))}; or all")
@@ -58,6 +65,11 @@ def main(arguments: list[str]) -> None:
 
     quiet_backends()
     out = Path(_OUT.value)
+    if _CHEAPEST.value:
+        with errors_as_one_line():
+            make_out(out)
+            print(run_cheapest(out))
+        return
     if _REVISITS.value:
         use_compilation_cache()
         with errors_as_one_line():
@@ -92,7 +104,15 @@ def main(arguments: list[str]) -> None:
 
         found["model"] = Path(_MODEL.value).name
         out_of(out, trace.kind).write_text(json.dumps(found) + "\n")
-        print(aligned_table(*table(found)), "", aligned_table(*rank_table(found)), "", sep="\n", flush=True)
+        print(
+            winners(found),
+            aligned_table(*table(found)),
+            "",
+            aligned_table(*rank_table(found)),
+            "",
+            sep="\n",
+            flush=True,
+        )
 
     write_pages(out)
 
@@ -125,7 +145,7 @@ def write_pages(out: Path) -> None:
 
     parts = []
     for kind, found in results.items():
-        parts += [f"## {kind}", markdown_table(*table(found)), markdown_table(*rank_table(found))]
+        parts += [f"## {kind}", winners(found), markdown_table(*table(found)), markdown_table(*rank_table(found))]
     (out / "replay.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     figures = draw(results, out)
     print(f"{out / 'replay.md'}, {', '.join(path.name for path in figures)}")

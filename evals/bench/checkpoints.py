@@ -113,12 +113,50 @@ SEVEN_BILLION = qwen2_config(
 """The shape of Qwen2.5-VL-7B's text decoder."""
 
 
+KIMI_VL = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 800000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+"""The shape of Kimi-VL-A3B's text decoder: a mixture of experts over latent attention."""
+
+
 def shape_costs(name: str, raw: Mapping[str, Any]) -> Costs:
-    """Computes the costs of a Qwen2 of this `config.json`, in bfloat16; no model is made."""
-    text = FAMILIES["Qwen2ForCausalLM"].config(raw, "exact", None).text
-    kv_bytes = text.layout.bytes_per_token("bfloat16")
-    # Keys, which rotate, are half of the KV; two bytes a number.
-    return Costs(name, text.layers, kv_bytes, kv_bytes // 2, kv_bytes // 4, forward_costs(text))
+    """Computes the costs of a text decoder of this `config.json`, in bfloat16; no model is made."""
+    text = FAMILIES[raw["architectures"][0]].config(raw, "exact", None).text
+    layout = text.layout
+    rotating = [channel for channel in layout.channels if channel.rotates]
+    depths = {channel.name: layout.depth(channel.name) for channel in rotating}
+    # Two bytes a number.
+    turning = 2 * sum(depths[channel.name] * channel.features for channel in rotating)
+    rotary = sum(depths[channel.name] * channel.heads * channel.rotary for channel in rotating)
+    return Costs(name, text.layers, layout.bytes_per_token("bfloat16"), turning, rotary, forward_costs(text))
 
 
 def tiny_config(architecture: str) -> dict[str, Any]:

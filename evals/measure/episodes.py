@@ -68,6 +68,16 @@ def gone(count: int, keep: int | None) -> tuple[int, ...]:
     return () if keep is None else tuple(range(max(0, count - keep)))
 
 
+def next_action(episode: Episode) -> str:
+    """Returns the question of every step: what the next action is."""
+    return f"Goal: {episode.goal}\n{episode.instruction}\nNext action:"
+
+
+def action_text(number: int, response: str) -> str:
+    """Returns an answer as the prompts after it show it; numbers count from 1."""
+    return f"Action {number}: {response}\n"
+
+
 def step_items(episode: Episode) -> list[Item]:
     """Returns each step as an item: the prompt of that step, the question being the next action.
 
@@ -89,14 +99,14 @@ def step_items(episode: Episode) -> list[Item]:
             if before.observation:
                 pieces.append(Piece(Text(f"{before.observation}\n"), f"observation {earlier + 1}"))
             if earlier < number and before.response:
-                pieces.append(Piece(Text(f"Action {earlier + 1}: {before.response}\n"), f"action {earlier + 1}"))
+                pieces.append(Piece(Text(action_text(earlier + 1, before.response)), f"action {earlier + 1}"))
 
         items.append(
             Item(
                 id=f"{episode.id}/{number}",
                 cluster=episode.id,
                 pieces=tuple(pieces),
-                question=f"Goal: {episode.goal}\n{episode.instruction}\nNext action:",
+                question=next_action(episode),
                 answers=(step.response,),
                 kind=episode.kind,
                 rule=episode.rule,

@@ -9,14 +9,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .replay_run import AGAIN, BLIND, FIRST, PREFILL, PREFIX, WINDOW
+from .replay_run import AGAIN, BATCHED, BLIND, FIRST, PLACEHOLDER, PLANNED, PREFILL, PREFIX, WINDOW
 
 matplotlib.use("Agg")
 Results = Mapping[str, Mapping[str, Any]]
 STYLES = {
     PREFILL: ("black", "-"),
     PREFIX: ("grey", "--"),
+    BATCHED: ("tab:purple", "-"),
+    PLACEHOLDER: ("tab:brown", "--"),
     WINDOW: ("tab:blue", "-"),
+    PLANNED: ("tab:cyan", (0, (2, 2))),
     FIRST: ("tab:orange", (0, (4, 3))),
     AGAIN: ("tab:green", "-"),
     BLIND: ("tab:red", ":"),

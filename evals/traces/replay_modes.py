@@ -23,15 +23,18 @@ from kvpatch_jax.window import (
     PagedExecutor,
     PatchNote,
     PlacedPiece,
+    Prefill,
+    Recompute,
     ServingChoice,
     Window,
     arrange,
 )
 from models import ModelBackbone
 
-from ..bench.loop_workload import join_pieces
+from ..bench.loop_workload import join_pieces, length_of
 from ..bench.window_loop import PrefixCache, canonical_of
 from ..oracles import HostExecutor
+from .held_prompts import HeldPrompt, HoldingRule
 from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion
 
 PAGE = 16
@@ -40,12 +43,17 @@ Policy = Literal["prefill", "patch", "blind"]
 
 
 class ReplayStep(NamedTuple):
-    """Answer to one question, with its forwards, its FLOPs, and the bytes of KV read and written."""
+    """Answer to one question, with its forwards, its FLOPs, the bytes of KV read and written, and tokens computed.
+
+    `own` are the logits of a re-prefill of what the mode itself showed, where that is not the trace's window.
+    """
 
     logits: Float[np.ndarray, " V"]
     forwards: int
     flops: int
     bytes: int
+    tokens: int
+    own: Float[np.ndarray, " V"] | None = None
 
 
 # -------------------------------------------------------------------------------------------------------- prompts
@@ -71,13 +79,18 @@ class PromptReplay:
 
     def prompt(self, question: TracedQuestion) -> tuple[list[tuple[str, int]], Tokens]:
         """Returns what identifies each token of a prompt, and the tokens at their positions."""
-        pieces = [(entry.content or "", self.contents.pieces[entry.content or ""]) for entry in question.pieces]
+        shown = self.shown(question)
+        pieces = [(entry.content or "", self.contents.pieces[entry.content or ""]) for entry in shown]
         return join_pieces([*pieces, (f"question {question.text}", self.contents.questions[question.text])])
+
+    def shown(self, question: TracedQuestion) -> Sequence[Entry]:
+        """Returns the pieces of a prompt: those of the trace's window."""
+        return question.pieces
 
     def step(self, logits: Any, tokens: int, preceding: int) -> ReplayStep:
         """Returns the answer of one forward with one token's logits."""
         cost = self.costs.prefill(tokens, preceding, logits=1)
-        return ReplayStep(np.asarray(logits)[0, -1], 1, cost["flops"], cost["bytes"])
+        return ReplayStep(np.asarray(logits)[0, -1], 1, cost["flops"], cost["bytes"], tokens)
 
 
 class CachedPrompt(NamedTuple):
@@ -113,6 +126,53 @@ class PrefixReplay(PromptReplay):
         host = {name: np.asarray(value) for name, value in kv.items()}
         self.prompts.append(CachedPrompt(keys, host, np.asarray(prompt.positions)))
         return self.step(output.logits, len(keys) - hit, hit)
+
+
+class HeldPrompts:
+    """The prompt of each session under a rule, followed moment by moment."""
+
+    def __init__(self, rule: HoldingRule):
+        """Starts without sessions."""
+        self.rule = rule
+        self._sessions: dict[str, HeldPrompt] = {}
+
+    def see(self, moment: Moment) -> None:
+        """Follows forks and ends."""
+        if isinstance(moment, TracedFork):
+            parent = self._sessions.get(moment.session, HeldPrompt(self.rule))
+            parent.show(moment.pieces)
+            self._sessions[moment.branch] = parent.branch()
+        elif isinstance(moment, TracedClose):
+            self._sessions.pop(moment.session, None)
+
+    def show(self, session: str, wanted: Sequence[Entry]) -> tuple[Entry, ...]:
+        """Returns what a session shows for a window's pieces."""
+        return self._sessions.setdefault(session, HeldPrompt(self.rule)).show(wanted)
+
+
+class HeldReplay(PrefixReplay):
+    """Replay behind a prefix cache by an agent that lets pieces leave under a rule: exact for what it shows."""
+
+    def __init__(self, backbone: ModelBackbone, contents: TraceContents, rule: HoldingRule):
+        """Starts with an empty cache and without sessions."""
+        super().__init__(backbone, contents)
+        self.held = HeldPrompts(rule)
+        self._shown: Sequence[Entry] = ()
+
+    def see(self, moment: Moment) -> ReplayStep | None:
+        """Answers a question; follows forks and ends, which cost nothing."""
+        self.held.see(moment)
+        return super().see(moment)
+
+    def ask(self, question: TracedQuestion) -> ReplayStep:
+        """Prefills what no earlier prompt began with, and off the count all that is shown, to compare with."""
+        self._shown = self.held.show(question.session, question.pieces)
+        step = super().ask(question)
+        return step._replace(own=np.asarray(self.backbone.prefill(self.prompt(question)[1]).logits)[0, -1])
+
+    def shown(self, question: TracedQuestion) -> Sequence[Entry]:
+        """Returns the pieces of a prompt: those of the window, and what has not left yet."""
+        return self._shown
 
 
 # -------------------------------------------------------------------------------------------------------- patches
@@ -198,6 +258,12 @@ def _prefill_key(entry: Entry, antecedent: Antecedent) -> tuple[str, str]:
 # -------------------------------------------------------------------------------------------------------- windows
 
 
+def prefilled(window: Window, edits: Edits) -> int:
+    """Counts the tokens of a window's pieces that edits compute."""
+    computed = [edit.id for edit in edits if isinstance(edit, Prefill | Recompute)]
+    return sum(window.piece(id).entry.tokens for id in computed)
+
+
 @dataclasses.dataclass(frozen=True)
 class WindowPolicy:
     """How windows serve pieces that come in, return or move.
@@ -229,9 +295,17 @@ class WindowReplay:
       hits, misses: pieces behind others that a patch served, and that lacked one.
     """
 
-    def __init__(self, backbone: ModelBackbone, contents: TraceContents, config: TraceConfig, policy: WindowPolicy):
-        """Starts without windows."""
-        self.contents, self.config, self.policy = contents, config, policy
+    def __init__(
+        self,
+        backbone: ModelBackbone,
+        contents: TraceContents,
+        config: TraceConfig,
+        policy: WindowPolicy,
+        rule: HoldingRule | None = None,
+    ):
+        """Starts without windows. Under a rule they show what has not left yet, too."""
+        self.backbone, self.contents, self.config, self.policy = backbone, contents, config, policy
+        self.held = None if rule is None else HeldPrompts(rule)
         self.costs = Costs.of(backbone, np.float32)
         self.executor = HostExecutor(backbone) if policy.host else PagedExecutor(backbone, PAGES, PAGE, "float32")
         if policy.patches is not None and policy.learn:
@@ -243,21 +317,29 @@ class WindowReplay:
     def see(self, moment: Moment) -> ReplayStep | None:
         """Answers a question, brings a window up to date and forks it, or releases it."""
         before = self.executor.ledger
+        if self.held is not None:
+            self.held.see(moment)
         if isinstance(moment, TracedQuestion):
-            window, edits = self._served(moment.session, moment.pieces)
+            shown = moment.pieces if self.held is None else self.held.show(moment.session, moment.pieces)
+            window, edits = self._served(moment.session, shown)
             question = self.contents.questions[moment.text]
             logits = np.asarray(self.executor.ask(window, edits, question))[0, -1]
             self.windows[moment.session] = window
-            return self._step(logits, before)
+            step = self._step(logits, before, prefilled(window, edits) + length_of(question))
+            if self.held is None:
+                return step
+            pieces = [(entry.id, self.contents.pieces[entry.content or ""]) for entry in shown]
+            prompt = join_pieces([*pieces, ("question", question)])[1]
+            return step._replace(own=np.asarray(self.backbone.prefill(prompt).logits)[0, -1])
 
         if isinstance(moment, TracedFork):
             window, edits = self._served(moment.session, moment.pieces)
             self.executor.run(window, edits)
-            self.windows[moment.session] = window
+            self.windows[moment.session], tokens = window, prefilled(window, edits)
             branch, edits = window.fork(moment.branch.replace("/", "-"))
             self.executor.run(branch, edits)
             self.windows[moment.branch] = branch
-            return self._step(np.zeros(0, np.float32), before)
+            return self._step(np.zeros(0, np.float32), before, tokens)
 
         assert isinstance(moment, TracedClose)
         closed = self.windows.pop(moment.session, None)
@@ -265,11 +347,13 @@ class WindowReplay:
             self.executor.release(closed.branch)
         return None
 
-    def _step(self, logits: np.ndarray, before: Any) -> ReplayStep:
+    def _step(self, logits: np.ndarray, before: Any, tokens: int) -> ReplayStep:
         spent = self.executor.ledger - before
         # A forward over a piece counts as two launches: itself, and the one that writes its KV.
         forwards = (spent.of("Prefill").launches + spent.of("Recompute").launches) // 2
-        return ReplayStep(logits, forwards + spent.of("question").launches, spent.total.flops, spent.total.bytes)
+        return ReplayStep(
+            logits, forwards + spent.of("question").launches, spent.total.flops, spent.total.bytes, tokens
+        )
 
     def _served(self, session: str, wanted: Sequence[Entry]) -> tuple[Window, Edits]:
         """Returns a session's window with these pieces, and the edits that lead there."""

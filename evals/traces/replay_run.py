@@ -2,15 +2,17 @@
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
 
+from kvpatch_jax.plan import EvictionPolicy, LoopSizes, compare_policies
 from kvpatch_jax.traces import Trace
-from kvpatch_jax.window import Costs
+from kvpatch_jax.window import Costs, Entry
 from models import ModelBackbone
 
 from ..bench.loop_workload import with_buckets
@@ -18,16 +20,43 @@ from ..bench.window_loop import divergence
 from ..compilation import Compilations
 from ..results import intervals
 from ..results.environment import environment
-from .replay_modes import PrefixReplay, PromptReplay, ReplayPatches, ReplayStep, WindowPolicy, WindowReplay
-from .window_tracker import Moment, TraceConfig, TraceContents, TracedQuestion, config_of, moments
+from .held_prompts import HoldingRule
+from .replay_modes import (
+    HeldReplay,
+    PrefixReplay,
+    PromptReplay,
+    ReplayPatches,
+    ReplayStep,
+    WindowPolicy,
+    WindowReplay,
+)
+from .window_tracker import (
+    Moment,
+    TraceConfig,
+    TraceContents,
+    TracedQuestion,
+    TraceSizes,
+    config_of,
+    drawn_tokens,
+    moments,
+)
 
 RANKS = (1, 2, 4, 8, 16, 32)
 RANK = 16
 PREFILL, PREFIX, WINDOW = "re-prefill", "prefix cache", "window"
 FIRST, AGAIN, BLIND = "patches, first time", "patches, met before", "blind"
-MODES = (PREFILL, PREFIX, WINDOW, FIRST, AGAIN, BLIND)
+BATCHED, PLACEHOLDER, PLANNED = "batched eviction", "placeholders, texts kept", "as planned"
+MODES = (PREFILL, PREFIX, BATCHED, PLACEHOLDER, WINDOW, PLANNED, FIRST, AGAIN, BLIND)
+PLACEHOLDER_TOKENS = 3
+"""Of the text that takes the place of a screenshot that left."""
+LEFT = Entry("left", "[left]", PLACEHOLDER_TOKENS, PLACEHOLDER_TOKENS, "text")
+"""The placeholder, whose tokens are drawn by its name."""
+EXACT = 1e-6
+"""Nats; a mode with a smaller KL to its own window's re-prefill is exact."""
 ROUNDING = 1e-9
 """Nats; a smaller KL is shown without its interval."""
+Field = Literal["forwards", "flops", "bytes", "tokens"]
+FIELDS: tuple[Field, ...] = get_args(Field)
 Record = dict[str, Any]
 
 
@@ -52,7 +81,7 @@ class ReplayResult:
     steps: list[ReplayStep]
     compiled: int = 0
 
-    def total(self, field: Literal["forwards", "flops", "bytes"]) -> int:
+    def total(self, field: Field) -> int:
         """Returns a sum over all questions."""
         return sum(getattr(step, field) for step in self.steps)
 
@@ -75,7 +104,7 @@ def replay_mode(mode: ReplayMode, seen: Sequence[Moment], compilations: Compilat
             continue
         pending.steps.append(step)
         if isinstance(moment, TracedQuestion):
-            totals = {field: pending.total(field) for field in ("forwards", "flops", "bytes")}
+            totals = {field: pending.total(field) for field in FIELDS}
             steps.append(step._replace(**totals))
             pending = ReplayResult([])
 
@@ -121,10 +150,19 @@ def replay(
     # Modes run in order, because AGAIN meets what FIRST left in `patches`. Each is made when its turn comes, because a
     # pool takes memory.
     results, counts, formed = dict[str, ReplayResult](), dict[str, Record](), Record()
+    contents.pieces[LEFT.content or ""] = drawn_tokens(padded, LEFT.content or "", LEFT.tokens)
+    planned = planned_policy(seen, contents, Costs.of(padded, np.float32), config.promise)
+    rules = holding_rules(seen)
 
     for name in MODES:
-        if name in policies:
+        if name == PLANNED and planned.survivors == "prefilled":
+            mode = HeldReplay(padded, contents, HoldingRule(planned.high))
+        elif name == PLANNED:
+            mode = WindowReplay(padded, contents, config, policies[WINDOW], HoldingRule(planned.high, once=True))
+        elif name in policies:
             mode = WindowReplay(padded, contents, config, policies[name])
+        elif name in rules:
+            mode = HeldReplay(padded, contents, rules[name])
         else:
             mode = PromptReplay(padded, contents) if name == PREFILL else PrefixReplay(padded, contents)
 
@@ -157,6 +195,7 @@ def replay(
         "rank": rank,
         "asks": len(forget.steps),
         "window": window_sizes(seen),
+        "planned": planned.name,
         "ways": {name: summary(result, promised, forget) | counts[name] for name, result in results.items()},
         "ranks": rows,
         "stock": formed,
@@ -171,7 +210,7 @@ def replay(
 
 def summary(result: ReplayResult, promised: ReplayResult, forget: ReplayResult) -> Record:
     """Returns a mode's sums, its numbers question by question, and KL and flips against both references."""
-    row: Record = {field: result.total(field) for field in ("forwards", "flops", "bytes")}
+    row: Record = {field: result.total(field) for field in FIELDS}
     row["compiled"] = result.compiled
     for prefix, reference in (("", promised), ("forget_", forget)):
         kls, flips = [], []
@@ -183,10 +222,47 @@ def summary(result: ReplayResult, promised: ReplayResult, forget: ReplayResult) 
         row |= {f"{prefix}kl": interval.value, f"{prefix}kl_low": interval.low, f"{prefix}kl_high": interval.high}
         row |= {f"{prefix}flips": statistics.fmean(flips), f"{prefix}kls": kls}
 
+    # What a mode showed: the trace's window, or that and what has not left yet.
+    own = [divergence(step.own, step.logits)[0] for step in result.steps if step.own is not None]
+    row["own_kl"] = statistics.fmean(own) if own else row["forget_kl"]
+
     row["each"] = {}
-    for field in ("forwards", "flops", "bytes"):
+    for field in FIELDS:
         row["each"][field] = [getattr(step, field) for step in result.steps]
     return row
+
+
+def holding_rules(seen: Sequence[Moment]) -> dict[str, HoldingRule]:
+    """Returns the rules of agents without this library: what leaves does so once twice as many chunks are shown."""
+    high = 2 * most_chunks(seen)
+    return {BATCHED: HoldingRule(high), PLACEHOLDER: HoldingRule(high, texts=True, placeholder=LEFT)}
+
+
+def most_chunks(seen: Sequence[Moment]) -> int:
+    """Returns the largest number of chunks that a question's window shows; 1 at least."""
+    asked = [moment for moment in seen if isinstance(moment, TracedQuestion)]
+    return max([1, *(sum(entry.kind == "chunk" for entry in moment.pieces) for moment in asked)])
+
+
+def planned_policy(
+    seen: Sequence[Moment], contents: TraceContents | TraceSizes, costs: Costs, promise: Any
+) -> EvictionPolicy:
+    """Returns how a session with `CheapestKeep` keeps such windows, from as many chunks to twice as many.
+
+    Its choice is by mean sizes; it may be to evict in batches, as agents do without this library.
+    """
+    asked = [moment for moment in seen if isinstance(moment, TracedQuestion)]
+    chunks, texts = list[int](), list[int]()
+    for entry in dict.fromkeys(entry for moment in asked for entry in moment.pieces):
+        (chunks if entry.kind == "chunk" else texts).append(entry.tokens)
+    low = most_chunks(seen)
+    sizes = LoopSizes(
+        chunk=round(statistics.fmean(chunks or [1])),
+        text=sum(texts) // max(len(chunks), 1),
+        asked=round(statistics.fmean([contents.asked(moment.event) for moment in asked] or [1])),
+    )
+    compared = compare_policies(sizes, low, 2 * low, costs=costs, promise=promise, never=False)
+    return compared.cheapest.policy
 
 
 def window_sizes(seen: Sequence[Moment]) -> Record:
@@ -218,12 +294,30 @@ def unpinned(trace: Trace, padded: ModelBackbone, contents: TraceContents) -> Re
 
 def table(record: Record) -> tuple[tuple[str, ...], list[list[str]]]:
     """Returns what every mode took: the head and the lines of a table."""
-    head = ("way", "forwards", "GFLOP", "MB of KV", "programs", "KL to what is promised", "flips", "KL to re-prefill")
+    head = ("way", "forwards", "tokens", "GFLOP", "MB of KV", "programs", "KL to what is promised", "flips")
+    head = (*head, "KL to re-prefill", "KL to its own window's")
     lines = []
     for name, row in record["ways"].items():
-        costs = [str(row["forwards"]), f"{row['flops'] / 1e9:.2f}", f"{row['bytes'] / 1e6:.0f}", str(row["compiled"])]
-        lines.append([name, *costs, _format_kl(row), f"{100 * row['flips']:.0f} %", f"{row['forget_kl']:.2g}"])
+        name = f"{name}: {record['planned']}" if name == PLANNED else name
+        costs = [str(row["forwards"]), str(row["tokens"]), f"{row['flops'] / 1e9:.2f}", f"{row['bytes'] / 1e6:.0f}"]
+        kls = [_format_kl(row), f"{100 * row['flips']:.0f} %", f"{row['forget_kl']:.2g}", f"{row['own_kl']:.2g}"]
+        lines.append([name, *costs, str(row["compiled"]), *kls])
     return head, lines
+
+
+def winners(record: Record) -> str:
+    """Says which mode takes the fewest FLOPs, of those that compute every answer as a re-prefill of what they show
+    does, and of all; and which share of the questions each mode is the cheapest at."""
+    exact = [name for name, row in record["ways"].items() if row["own_kl"] < EXACT]
+    parts = []
+    for title, names in (("exact", exact), ("all", list(record["ways"]))):
+        # Of equal modes the classic one counts, which comes first.
+        each = np.array([record["ways"][name]["each"]["flops"] for name in names])
+        shares = Counter(names[place] for place in each.argmin(axis=0))
+        best = min(names, key=lambda name: record["ways"][name]["flops"])
+        questions = ", ".join(f"{name} {100 * count / record['asks']:.0f} %" for name, count in shares.most_common())
+        parts.append(f"fewest FLOPs of {title} ways: {best}; cheapest at the questions: {questions}")
+    return "\n".join(parts)
 
 
 def rank_table(record: Record) -> tuple[tuple[str, ...], list[list[str]]]:

@@ -1,15 +1,21 @@
 """Windows of a trace, followed event by event: the pieces of each session in order, and what was asked."""
 
 import dataclasses
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpatch_jax.backbone import Tokens
+import numpy as np
+
+from kvpatch_jax import Text
+from kvpatch_jax.backbone import ForwardCosts, Tokens
 from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 from models import ModelBackbone
+
+from ..bench.loop_workload import length_of, text_tokens
 
 
 class TraceConfig(NamedTuple):
@@ -35,19 +41,34 @@ class TraceContents:
     def of(cls, trace: Trace, backbone: ModelBackbone) -> "TraceContents":
         """Embeds what a trace shows. The tower's work is in no mode's figures, because all modes need it alike.
 
+        Of a piece or question whose length alone is known, tokens are drawn by a seed of its name.
+
         Raises:
-          TraceError: a piece without payload and text. ImageError, InputError: what the backbone cannot read.
+          TraceError: a piece without payload, text and tokens. ImageError, InputError: what the backbone cannot read.
         """
         pieces: dict[str, Tokens] = {}
         questions: dict[str, Tokens] = {}
         for event in trace:
             if event.op == "ask" and event.text is not None and event.text not in questions:
-                questions[event.text] = backbone.embed(**backbone.prepare([event.text]))
+                known = event.tokens is None
+                questions[event.text] = (
+                    backbone.embed(**backbone.prepare([event.text]))
+                    if known
+                    else drawn_tokens(backbone, event.text, event.tokens or 1)
+                )
             if event.op in ("add", "replace") and content_key(event) not in pieces:
-                inputs: list[Any] = list(trace.payloads(event)) or [event.text]
-                if inputs == [None]:
-                    raise TraceError(f"replay: got {event.chunk!r:.80} without payload and text; expected one of them")
-                pieces[content_key(event)] = backbone.embed(**backbone.prepare(inputs))
+                inputs: list[Any] = list(trace.payloads(event))
+                if not inputs and event.text is not None:
+                    # As a session, which tells a text from a file's name.
+                    inputs = [Text(event.text)]
+                if inputs:
+                    pieces[content_key(event)] = backbone.embed(**backbone.prepare(inputs))
+                elif event.tokens is not None:
+                    pieces[content_key(event)] = drawn_tokens(backbone, content_key(event), event.tokens)
+                else:
+                    raise TraceError(
+                        f"replay: got {event.chunk!r:.80} without payload, text and tokens; expected one of them"
+                    )
 
         return cls(pieces, questions)
 
@@ -57,6 +78,66 @@ class TraceContents:
         content = content_key(event)
         tokens = self.pieces[content]
         return Entry.of_tokens(event.chunk, tokens, content, kind=event.kind, order_free=event.order_free)
+
+    def asked(self, event: Event) -> int:
+        """Returns the tokens of a question."""
+        return length_of(self.questions[event.text or ""])
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceSizes:
+    """Numbers of tokens of everything that a trace shows and asks, in place of its tokens.
+
+    Attributes:
+      pieces, questions: as of `TraceContents`.
+    """
+
+    pieces: dict[str, tuple[int, int]]
+    questions: dict[str, int]
+
+    @classmethod
+    def of(cls, trace: Trace, count: Callable[[Event], int] | None = None) -> "TraceSizes":
+        """Reads the numbers that a trace states, and counts the others.
+
+        Args:
+          count: counts the tokens of a piece or question. None: the trace states all.
+
+        Raises:
+          TraceError: a number that is neither stated nor counted.
+        """
+        pieces, questions = dict[str, tuple[int, int]](), dict[str, int]()
+        for place, event in enumerate(trace):
+            if event.op not in ("add", "replace", "ask"):
+                continue
+            tokens = event.tokens if event.tokens is not None or count is None else count(event)
+            if tokens is None:
+                raise TraceError(
+                    f"event {place}: got {event.op!r} of {event.chunk or event.text!r:.80} without tokens; expected "
+                    "their number, or a function that counts them"
+                )
+            if event.op == "ask":
+                questions[event.text or ""] = tokens
+            else:
+                pieces[content_key(event)] = tokens, event.span or tokens
+        return cls(pieces, questions)
+
+    def entry(self, event: Event) -> Entry:
+        """Returns the entry that an event places."""
+        content = content_key(event)
+        return Entry(event.chunk or "", content, *self.pieces[content], event.kind, event.order_free)
+
+    def asked(self, event: Event) -> int:
+        """Returns the tokens of a question."""
+        return self.questions[event.text or ""]
+
+
+def drawn_tokens(backbone: ModelBackbone, name: str, count: int) -> Tokens:
+    """Draws text tokens by a seed of a name, which stands for a content that nobody knows."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+    # Ids that every vocabulary has, and that are no placeholder of an image.
+    most = min(backbone.config.text.vocabulary, 290)
+    ids = np.random.default_rng(seed).integers(3, most, (1, count)).astype(np.int32)
+    return text_tokens(backbone, ids)
 
 
 def content_key(event: Event) -> str:
@@ -72,13 +153,18 @@ class TracedQuestion:
       number: from 0.
       session: which asks.
       pieces: of its window, from the front.
-      text: of the question.
+      event: that asks.
     """
 
     number: int
     session: str
     pieces: tuple[Entry, ...]
-    text: str
+    event: Event
+
+    @property
+    def text(self) -> str:
+        """The question."""
+        return self.event.text or ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +183,8 @@ class TracedClose:
     session: str
 
 
+NO_COSTS = Costs("0" * 64, 1, 0, 0, 0, ForwardCosts((0,), (0,), (0,), 0))
+"""Of windows that are followed and not served."""
 Moment = TracedQuestion | TracedFork | TracedClose
 
 
@@ -112,7 +200,7 @@ def config_of(trace: Trace) -> TraceConfig:
     return TraceConfig(promise, lead)
 
 
-def moments(trace: Trace, contents: TraceContents, costs: Costs) -> Iterator[Moment]:
+def moments(trace: Trace, contents: TraceContents | TraceSizes, costs: Costs) -> Iterator[Moment]:
     """Follows the windows of a trace, and yields what whoever serves them has to do.
 
     Only the outcome of what happens between two questions is yielded: a server is free to do less.
@@ -126,7 +214,7 @@ def moments(trace: Trace, contents: TraceContents, costs: Costs) -> Iterator[Mom
         window = windows.get(event.session, empty)
         pieces = tuple(piece.entry for piece in window.pieces)
         if event.op == "ask" and event.text is not None:
-            yield TracedQuestion(number, event.session, pieces, event.text)
+            yield TracedQuestion(number, event.session, pieces, event)
             number += 1
         elif event.op == "fork" and event.branch is not None:
             windows[event.branch] = window

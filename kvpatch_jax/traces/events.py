@@ -15,7 +15,7 @@ OPS: tuple[str, ...] = get_args(Op)
 _PLACED = frozenset({"chunk", "content", "tokens", "span", "kind", "order_free", "payload", "text", "keep"})
 _FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "add": (frozenset({"chunk"}), _PLACED),
-    "ask": (frozenset({"text"}), frozenset({"text", "steps"})),
+    "ask": (frozenset({"text"}), frozenset({"text", "steps", "tokens"})),
     "slide": (frozenset({"keep"}), frozenset({"keep"})),
     "recall": (frozenset({"chunk"}), frozenset({"chunk", "keep"})),
     "reorder": (frozenset({"order"}), frozenset({"order"})),
@@ -43,7 +43,8 @@ class Event:
         evicted chunk; "reorder" order-free chunks; "fork" a branch; "replace" a piece by another; "evict" one; "close".
       chunk: id of the piece that is added, recalled or evicted, or that takes another's place.
       content: digest of what it shows; None if unknown.
-      tokens, span: of the piece, for the backbone that it was recorded with; None if unknown.
+      tokens, span: of the piece, for the backbone that it was recorded with; None if unknown. A question has `tokens`
+        where only its length is known: its `text` is then a name, and the same name asks the same.
       kind: "chunk" or "text".
       order_free: whether the chunk's place has no meaning.
       payload: files of the content, relative to the trace's folder, with forward slashes: one for an image, several for

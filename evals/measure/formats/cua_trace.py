@@ -27,7 +27,7 @@ OMITTED = "[Image omitted by context cleaning]"
 """The text in place of a screenshot that has left."""
 
 _OBSERVES = ("user", "tool")
-_INSTRUCTION = 'Answer with the next tool call as JSON: {"arguments": {…}, "name": …}.'
+INSTRUCTION = 'Answer with the next tool call as JSON: {"arguments": {…}, "name": …}.'
 
 
 def _read(records: Iterable[Record], files: DataFolder) -> Iterator[Episode | Refusal]:
@@ -138,7 +138,7 @@ def _episode(history: list[Record], part: int, files: DataFolder) -> Episode:
         steps=tuple(steps),
         rule="tool_call",
         kind="",
-        instruction=_INSTRUCTION,
+        instruction=INSTRUCTION,
         system=_texts([message for message in opening if message["role"] == "system"], ("system",)),
     )
 
