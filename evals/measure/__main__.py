@@ -22,7 +22,6 @@ from kvpatch_jax.errors import InputError
 
 from ..command_line import begin_program, errors_as_one_line
 from ..console import in_words
-from ..reading.asked import READING, load_asked_reader
 from ..results.parts import ExpectedPace
 from . import formats
 from .arms import help_text
@@ -108,24 +107,6 @@ def _measure() -> None:
     )
     prepared = prepare(request)
     contexts, expected = prepared.contexts, prepared.expected
-    model = str(ROOT / _MODEL.value) if (ROOT / _MODEL.value / "config.json").exists() else _MODEL.value
-    if model == READING:
-        backbone = load_asked_reader(Buckets())
-    else:
-        backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
-    frame = frame_of(backbone, _FRAME.value, again)
-    # What is not in the sample is not looked at.
-    sample = dataclasses.replace(data, items=sampled(data.items, _LIMIT.value, _SEED.value))
-    asked, refusals = speakable(backbone, frame, sample)
-    arms, unserved = chosen_arms(_ARMS.value, backbone.layout)
-    most = _MOST.value or longest_prompt(model)
-
-    contexts = contexts_of(asked)
-    measurement = Measurement(backbone, frame, arms, most, answer_tokens)
-    settings = {"model": Path(model).name, "dtype": _DTYPE.value, "limit": _LIMIT.value, "seed": _SEED.value}
-    steps = max(measurement.steps(item) for context in contexts for item in context.items)
-    expected = estimate(backbone, frame, contexts, arms, steps)
-    described = dataset(measurement, data, contexts, expected, settings)
     # A folder of another measurement is refused before anything is measured.
     done = check_out(out, prepared.described.config)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from models import Buckets, load
 
 from ..datasets import RecordedDataset
+from ..reading.asked import READING, load_asked_reader
 from ..trained import ROOT
 from . import formats
 from .arms import MeasureArm, chosen_arms
@@ -79,7 +80,10 @@ def prepare(request: MeasureRequest) -> PreparedMeasurement:
         keep=request.keep,
     )
     model = str(ROOT / request.model) if (ROOT / request.model / "config.json").exists() else request.model
-    backbone = load(model, dtype=request.dtype, buckets=Buckets())
+    if model == READING:
+        backbone = load_asked_reader(Buckets())
+    else:
+        backbone = load(model, dtype=request.dtype, buckets=Buckets())
     frame = frame_of(backbone, request.frame, request.again)
     # What is not in the sample is not looked at.
     sample = dataclasses.replace(data, items=sampled(data.items, request.limit, request.seed))
