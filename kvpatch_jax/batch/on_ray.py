@@ -7,6 +7,7 @@ retries; what belongs to a worker, such as a model, is made once in it.
 import functools
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -56,8 +57,11 @@ def run_shards[T](
         raise InputError(f"run_shards: got count {count!r:.80}; expected a number of shards, 1 or more")
     ray = require("ray", "ray", "ray")
     if not ray.is_initialized():
-        # Workers print for themselves; what they say is otherwise repeated here by every one of them.
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+        with warnings.catch_warnings():
+            # jax warns of a process that forks. Ray's do nothing but become other programs.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            # Workers print for themselves; what they say is otherwise repeated here by every one of them.
+            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
 
     # A task's own errors are final, except those of files: a shared folder may be away for a moment.
     options = {"num_cpus": 1, **(resources or {}), "max_retries": retries, "retry_exceptions": [OSError]}

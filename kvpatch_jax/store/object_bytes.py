@@ -129,13 +129,17 @@ def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str = "bfloat16
     return ObjectBytes(header.size, header.size, 1, header.start > PAGE)
 
 
+UNLIKE = ("num_global_key_value_heads", "global_head_dim", "num_kv_shared_layers")
+"""Fields of models whose layers keep KV of unlike sizes."""
+
+
 def layout_of_config(config: Mapping[str, Any]) -> KVLayout:
     """Returns the layout of the KV of a model, from its `config.json`, by the fields that all families share.
 
     For sizes only: the frequencies are not those of the model.
 
     Raises:
-      ConfigError: the configuration does not say how large its KV are.
+      ConfigError: the configuration does not say how large its KV are, or its layers keep KV of unlike sizes (Gemma 4).
     """
     text: Any = config
     for name in ("thinker_config", "text_config", "language_config", "llm_config"):
@@ -148,6 +152,13 @@ def layout_of_config(config: Mapping[str, Any]) -> KVLayout:
                     raise ConfigError(f"config.{name}: got {text[name]!r:.80}; expected a whole number above 0")
                 return text[name]
         raise ConfigError(f"config: got no {names[0]}; expected one, as the text model of a config.json has it")
+
+    for name in UNLIKE:
+        if text.get(name):
+            raise ConfigError(
+                f"config.{name}: got {text[name]!r:.80}, layers whose KV differ in size; expected layers of one kind: "
+                "load the model, and take its layout"
+            )
 
     layers = number("num_hidden_layers")
     if text.get("kv_lora_rank") is not None:

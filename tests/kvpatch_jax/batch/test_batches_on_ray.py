@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ from tests.goldens.load import write_checkpoint
 def cluster():
     """Two workers of one core each on this machine."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # as `run_shards` starts one
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
     yield ray
     ray.shutdown()
 

@@ -54,7 +54,11 @@ def test_layouts_of_released_configurations_have_the_models_bytes():
         config = fields["config"]
         try:
             layout = layout_of_config(config)
-        except ConfigError:  # llava's say only how they differ from defaults
+        except ConfigError as error:
+            if "layers whose KV differ in size" in str(error):
+                assert not FAMILIES[config["architectures"][0]].config(config, "exact", None).text.layout.uniform
+                continue
+            # llava's say only how they differ from defaults
             assert "num_attention_heads" not in json.dumps(config["text_config"])
             continue
         known += 1
