@@ -75,6 +75,11 @@ def test_every_parameter_of_every_family_has_a_place(family):
     matrices = {"query", "key", "value", "output", "up", "gate", "embedding", "head"}
     matrices |= {"inner", "outer", "merger_in", "merger_out"}
     for path, spec in specs.items():
+        if family == "deepseek_vl2" and path[:2] == ("visual", "blocks") and "mlp" in path:
+            assert (
+                shapes[path].shape[-1] % 2 or shapes[path].shape[-2] % 2
+            )  # its tiny MLPs, of an odd width, stay whole
+            continue
         if matrices & set(path) and path[-1] in ("kernel", "embedding", "gate", "up"):
             assert list(spec).count("tensor") == 1, path
             assert shapes[path].shape[list(spec).index("tensor")] % 2 == 0, path

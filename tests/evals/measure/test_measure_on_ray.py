@@ -26,7 +26,6 @@ def workers() -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds workers in /proc")
 def test_workers_and_drivers_that_are_killed_leave_the_files_of_one_process(checkpoint, data, tmp_path):
     pytest.importorskip("ray")

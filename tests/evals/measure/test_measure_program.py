@@ -141,7 +141,6 @@ def test_words_that_a_vocabulary_lacks_are_refused(loaded, data):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_ten_kills_and_one_two_and_five_shards_leave_the_same_files(checkpoint, data, tmp_path):
     """SIGKILL as soon as the file of parts has one line more, ten times; another model changes nothing."""
     model = checkpoint("qwen2_5_vl")
@@ -183,7 +182,6 @@ def test_ten_kills_and_one_two_and_five_shards_leave_the_same_files(checkpoint, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "family",
     [
@@ -202,7 +200,6 @@ def test_every_family_gives_a_report_of_ten_items(checkpoint, data, tmp_path, fa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", fixtures.WRITERS)
 def test_ten_items_of_every_format_give_a_report(checkpoint, tmp_path, name):
     source = fixtures.WRITERS[name](tmp_path / "data")
