@@ -34,7 +34,7 @@ class PromptPiece(NamedTuple):
     """
 
     items: list[Any]
-    keys: list[Hashable]
+    keys: Sequence[Hashable]
     tokens: Tokens
     span: int
 

@@ -29,6 +29,11 @@ def released(tmp_path_factory):
     return exports.write_gui_odyssey(tmp_path_factory.mktemp("episodes"), made)
 
 
+def read(folder, number):
+    """An episode, with a short instruction: the question of the format is longer than the window."""
+    return dataclasses.replace(formats.read_episodes(folder).episodes[number], instruction="Act.")
+
+
 @pytest.fixture(scope="module")
 def replay(loaded):
     """`replay(keep)`: of the tiny model, with short answers."""
@@ -39,7 +44,7 @@ def replay(loaded):
 @pytest.fixture(scope="module")
 def records(replay, released):
     """Of the first episode, by way."""
-    episode = formats.read_episodes(released).episodes[0]
+    episode = read(released, 0)
     found = list(replay().records(episode))
     return {way: [record for record in found if record["way"] == way] for way in WAYS}
 
@@ -82,16 +87,18 @@ def test_a_prefix_cache_answers_as_re_prefill(records):
 @pytest.mark.usefixtures("highest_precision")
 def test_a_session_is_exact_until_something_has_left(records, replay, released):
     assert max(record["kl_first"] for record in records[SESSION][:KEEP]) < 1e-5
-    episode = formats.read_episodes(released).episodes[1]
-    kept = [record for record in replay(8).records(episode) if record["way"] == SESSION]
-    assert len(kept) == 4
+    episode = read(released, 0)
+    # As many steps as stay; the same shapes as "never drop" has compiled.
+    short = dataclasses.replace(episode, steps=episode.steps[:3])
+    kept = [record for record in replay(3).records(short) if record["way"] == SESSION]
+    assert len(kept) == 3
     assert max(record["kl_first"] for record in kept) < 1e-5
     assert all(record["agrees"] for record in kept)
 
 
 @pytest.mark.usefixtures("highest_precision")
 def test_tokens_are_those_of_the_prompts_as_written_down(records, replay, released):
-    episode = formats.read_episodes(released).episodes[0]
+    episode = read(released, 0)
     caches = {way: PrefixCache() for way in (PREFIX, DROP, NEVER)}
     before = None
     for number, prompts in enumerate(windows(replay(), episode, KEEP)):
@@ -127,7 +134,9 @@ def test_a_resumed_run_leaves_the_same_files_and_a_broken_screenshot_ends_its_ep
     broken = tmp_path / "data" / "screenshots" / "0_2.png"
     broken.write_bytes(broken.read_bytes()[:60])
 
-    planned = planned_replay(replay(), formats.read_episodes(tmp_path / "data"), 0, {"model": "tiny"})
+    data = formats.read_episodes(tmp_path / "data")
+    data = dataclasses.replace(data, episodes=[read(tmp_path / "data", number) for number in range(2)])
+    planned = planned_replay(replay(), data, 0, {"model": "tiny"})
     for out in ("whole", "cut"):
         if out == "cut":
             (tmp_path / out).mkdir()
@@ -145,13 +154,13 @@ def test_a_resumed_run_leaves_the_same_files_and_a_broken_screenshot_ends_its_ep
     assert capsys.readouterr().out.count("left out from step 3 on: ") == 1
     assert "left out from step 3 on" in (tmp_path / "cut" / "table.md").read_text()
 
-    other = planned_replay(replay(1), formats.read_episodes(tmp_path / "data"), 0, {"model": "tiny"})
+    other = planned_replay(replay(1), data, 0, {"model": "tiny"})
     with pytest.raises(InputError, match="parts of another keep"):
         measure_parts(tmp_path / "cut" / "parts.jsonl", other.config, other.parts)
 
 
 def test_what_the_model_is_too_short_for_is_said_of_the_way_or_ends_the_episode(replay, released, records):
-    episode = formats.read_episodes(released).episodes[0]
+    episode = read(released, 0)
     most = max(own["tokens"] for own in records[REFERENCE]) + 3
     short = list(dataclasses.replace(replay(), most=most).records(episode))
     failed = [(own["way"], own["step"]) for own in short if "failed" in own]
