@@ -84,6 +84,7 @@ def test_a_prefix_cache_answers_as_re_prefill(records):
     assert [own["kl_first"] < 1e-9 for own in records[NEVER]] == [True, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highest_precision")
 def test_a_session_is_exact_until_something_has_left(records, replay, released):
     assert max(record["kl_first"] for record in records[SESSION][:KEEP]) < 1e-5
@@ -96,6 +97,7 @@ def test_a_session_is_exact_until_something_has_left(records, replay, released):
     assert all(record["agrees"] for record in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highest_precision")
 def test_tokens_are_those_of_the_prompts_as_written_down(records, replay, released):
     episode = read(released, 0)
@@ -122,6 +124,7 @@ def _question(episode):
     return f"Goal: {episode.goal}\n{episode.instruction}\nNext action:"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highest_precision")
 def test_a_resumed_run_leaves_the_same_files_and_a_broken_screenshot_ends_its_episode(
     replay, released, tmp_path, capsys
@@ -159,6 +162,7 @@ def test_a_resumed_run_leaves_the_same_files_and_a_broken_screenshot_ends_its_ep
         measure_parts(tmp_path / "cut" / "parts.jsonl", other.config, other.parts)
 
 
+@pytest.mark.slow
 def test_what_the_model_is_too_short_for_is_said_of_the_way_or_ends_the_episode(replay, released, records):
     episode = read(released, 0)
     most = max(own["tokens"] for own in records[REFERENCE]) + 3
