@@ -315,7 +315,7 @@ class Decoder(nnx.Module):
         gather = self._gathering(step, (of_source(cached), kept, of_source(front)), row)
         return gather(tokens, _turn(tokens, step.rope, step.tables))[0]
 
-    def _by_channel(self, pieces: list[KV], hidden: Array) -> KV:
+    def _by_channel(self, pieces: list[Any], hidden: Array) -> dict[str, Any]:
         """Joins the KV of runs of layers, channel by channel; of one that no layer keeps, an array of no layers."""
         if self.config.layout.uniform:
             return _join(pieces)

@@ -5,14 +5,14 @@ A contiguous cache [L,B,S,K,H] is a pool whose page b is row b, with all of its 
 Axis letters: B batch, T tokens, S keys, n tokens whose logits are wanted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.backbone import KV, Context, LayerAttention, Recomputed, Tokens
+from kvpatch_jax.backbone import KV, LayerAttention, Recomputed, Tokens
 from kvpatch_jax.core import KVLayout, Paged
 
 from ..attention import Mask
@@ -30,7 +30,7 @@ def write_tokens(
     decoder: Decoder,
     layout: KVLayout,
     tokens: Tokens,
-    context: Context,
+    context: Mapping[str, Any] | Paged,
     keys: Int[Array, "B T"],
     slots: Int[Array, "B T"] | None,
     mask: Any,
