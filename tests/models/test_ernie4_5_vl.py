@@ -255,6 +255,7 @@ def test_a_session_answers_as_the_whole_prompt(backbone):
     assert len(behind.ask(question, steps=5).ids) == 5
 
 
+@pytest.mark.slow
 def test_a_batch_answers_as_the_whole_prompt(backbone, tmp_path):
     items = [
         {"front": [IMAGES[0]], "question": [5, 9, 12], "steps": 4},

@@ -71,6 +71,7 @@ def windows(replay, episode, keep):
         said.append([("id", token) for token in backbone.ids(f"Action {number + 1}: {step.response}\n")])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highest_precision")
 def test_a_prefix_cache_answers_as_re_prefill(records):
     assert [len(own) for own in records.values()] == [4] * len(WAYS)
