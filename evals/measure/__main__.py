@@ -22,12 +22,11 @@ from kvpatch_jax.errors import InputError
 
 from ..command_line import begin_program, errors_as_one_line
 from ..console import in_words
-from ..results.parts import ExpectedPace
 from . import formats
 from .arms import help_text
 from .frame import FRAMES
 from .on_ray import measure_on_ray
-from .plan import Shard
+from .plan import WorkShard
 from .preparation import MeasureRequest, prepare
 from .report import write_results
 from .shards import check_out, run_shard
@@ -131,9 +130,7 @@ def _measure() -> None:
     if _RAY.value:
         parts = measure_on_ray(request, prepared, out, _RAY.value, _RAY_SHARDS.value, _RAY_RESOURCES.value)
     else:
-        # The estimate counts as much as a tenth of the work: the first contexts compile.
-        pace = ExpectedPace(expected.tokens_per_second, 0.1 * sum(expected.tokens))
-        parts = run_shard(prepared.described, out, shard, pace)
+        parts = run_shard(prepared.described, out, shard, prepared.pace)
     if len(parts) < len(contexts):
         print(f"{len(parts)} of {len(contexts)} contexts are finished: the last shard to finish writes the report")
         return
@@ -147,11 +144,11 @@ def _anywhere(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def _shard(text: str) -> Shard:
+def _shard(text: str) -> WorkShard:
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise InputError(f"--shard: got {text!r}; expected its number from 0 and how many there are, such as 0/4")
-    return Shard(int(index), int(count))
+    return WorkShard(int(index), int(count))
 
 
 def _answer_tokens(text: str) -> int | str:

@@ -34,7 +34,7 @@ class ArmAnswer(NamedTuple):
     first: int
 
 
-class QuestionReader:
+class AnswerReader:
     """Asks one question over caches of one context.
 
     Attributes:

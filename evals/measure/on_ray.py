@@ -11,8 +11,7 @@ from typing import Any
 from kvpatch_jax.batch import once_in_this_process, run_shards
 from kvpatch_jax.errors import InputError
 
-from ..results.parts import ExpectedPace
-from .plan import Shard
+from .plan import WorkShard
 from .preparation import MeasureRequest, PreparedMeasurement, prepare
 from .shards import check_out, run_shard
 
@@ -39,18 +38,18 @@ def measure_on_ray(
     occupied = occupied_resources(resources)
     with _progress(prepared, out):
         run_shards(task, shards, address=None if address == LOCAL else address, resources=occupied)
-    found = check_out(out, json.loads(json.dumps(prepared.described.config)))
+    found = check_out(out, prepared.described.config)
     return [found[part.name] for part in prepared.described.parts]
 
 
 def _measure_shard(request: MeasureRequest, out: Path, index: int, count: int) -> None:
     prepared = once_in_this_process(functools.partial(prepare, request))
-    pace = ExpectedPace(prepared.expected.tokens_per_second, 0.1 * sum(prepared.expected.tokens))
     # The worker of a run that was killed may still be ending.
-    run_shard(prepared.described, out, Shard(index, count), pace, patience=60.0)
+    run_shard(prepared.described, out, WorkShard(index, count), prepared.pace, patience=60.0)
 
 
 def occupied_resources(text: str | None) -> Mapping[str, Any]:
+    """Reads what a task occupies. Raises InputError for what is no table in JSON."""
     try:
         found = json.loads(text or "{}")
     except json.JSONDecodeError:
@@ -63,12 +62,12 @@ def occupied_resources(text: str | None) -> Mapping[str, Any]:
 @contextmanager
 def _progress(prepared: PreparedMeasurement, out: Path, seconds: float = 5.0) -> Iterator[None]:
     """Prints how many parts are finished, while workers measure them."""
-    config, ended, total = json.loads(json.dumps(prepared.described.config)), threading.Event(), len(prepared.contexts)
+    ended, total = threading.Event(), len(prepared.contexts)
 
     def watch() -> None:
         last = -1
         while not ended.wait(seconds):
-            done = len(check_out(out, config))
+            done = len(check_out(out, prepared.described.config))
             if done != last:
                 print(f"{done} of {total} contexts are finished", flush=True)
             last = done

@@ -14,7 +14,7 @@ DPI = 144
 """Dots per inch that MMLongBench-Doc's pages are drawn at."""
 
 
-class Documents:
+class DocumentPages:
     """Documents by name, each as its pages; a document that many questions share is looked at once.
 
     Args:

@@ -46,7 +46,7 @@ class PlannedContext(NamedTuple):
     items: tuple[Item, ...]
 
 
-class Shard(NamedTuple):
+class WorkShard(NamedTuple):
     """A share of the parts: every `count`-th from `index` on."""
 
     index: int = 0
@@ -93,7 +93,7 @@ def content_key(content: PieceContent) -> str:
     return f"{type(content).__name__} {content}"
 
 
-class Estimate(NamedTuple):
+class WorkEstimate(NamedTuple):
     """What a plan takes.
 
     Attributes:
@@ -120,7 +120,7 @@ def estimate(
     contexts: Sequence[PlannedContext],
     arms: Sequence[MeasureArm],
     steps: int,
-) -> Estimate:
+) -> WorkEstimate:
     """Estimates forwards, time and memory from the tokens of a few contexts and the time of one piece's forward."""
     served = [arm for arm in arms if not arm.exact]
     sizes = dict[str, list[int]](image=[], text=[])
@@ -157,7 +157,7 @@ def estimate(
     numbers = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backbone.parameters))
     cache = longest * backbone.layout.bytes_per_token(np.float32)
     logits = 2 * QUESTIONS * steps * backbone.config.text.vocabulary * 4
-    return Estimate(forwards, tuple(tokens), _pace(backbone, probe), numbers + CACHES * cache + logits)
+    return WorkEstimate(forwards, tuple(tokens), _pace(backbone, probe), numbers + CACHES * cache + logits)
 
 
 def _pace(backbone: ModelBackbone, prompt: dict | None) -> float:

@@ -4,17 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from models import Buckets, load
+from models import Buckets, ModelBackbone, load
 
 from ..datasets import RecordedDataset
 from ..reading.asked import READING, load_asked_reader
+from ..results.parts import ExpectedPace
 from ..trained import ROOT
 from . import formats
 from .arms import MeasureArm, chosen_arms
 from .frame import frame_of, speakable
 from .items import ItemSet, Refusal
-from .plan import Estimate, PlannedContext, contexts_of, estimate, longest_prompt, sampled
-from .suite import Measurement, dataset
+from .plan import PlannedContext, WorkEstimate, contexts_of, estimate, longest_prompt, sampled
+from .suite import MeasureSetup, dataset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,25 @@ class PreparedMeasurement:
     arms: Sequence[MeasureArm]
     unserved: Sequence[MeasureArm]
     contexts: Sequence[PlannedContext]
-    expected: Estimate
+    expected: WorkEstimate
     described: RecordedDataset
+
+    @property
+    def pace(self) -> ExpectedPace:
+        """How fast parts are expected; the estimate counts as much as a tenth of the work: the first ones compile."""
+        return ExpectedPace(self.expected.tokens_per_second, 0.1 * sum(self.expected.tokens))
+
+
+def load_asked(name: str, dtype: str) -> tuple[str, ModelBackbone]:
+    """Loads the model that a command names; returns where it is, too.
+
+    Args:
+      name: a shipped instance, "reading", or what `models.load` takes.
+    """
+    model = str(ROOT / name) if (ROOT / name / "config.json").exists() else name
+    if model == READING:
+        return model, load_asked_reader(Buckets())
+    return model, load(model, dtype=dtype, buckets=Buckets())
 
 
 def prepare(request: MeasureRequest) -> PreparedMeasurement:
@@ -79,11 +97,7 @@ def prepare(request: MeasureRequest) -> PreparedMeasurement:
         frames=request.frames,
         keep=request.keep,
     )
-    model = str(ROOT / request.model) if (ROOT / request.model / "config.json").exists() else request.model
-    if model == READING:
-        backbone = load_asked_reader(Buckets())
-    else:
-        backbone = load(model, dtype=request.dtype, buckets=Buckets())
+    model, backbone = load_asked(request.model, request.dtype)
     frame = frame_of(backbone, request.frame, request.again)
     # What is not in the sample is not looked at.
     sample = dataclasses.replace(data, items=sampled(data.items, request.limit, request.seed))
@@ -92,7 +106,7 @@ def prepare(request: MeasureRequest) -> PreparedMeasurement:
 
     contexts = contexts_of(asked)
     most = request.max_tokens or longest_prompt(model)
-    measurement = Measurement(backbone, frame, arms, most, request.answer_tokens)
+    measurement = MeasureSetup(backbone, frame, arms, most, request.answer_tokens)
     steps = max(measurement.steps(item) for context in contexts for item in context.items)
     expected = estimate(backbone, frame, contexts, arms, steps)
     settings = {"model": Path(model).name, "dtype": request.dtype, "limit": request.limit, "seed": request.seed}

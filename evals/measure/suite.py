@@ -15,12 +15,12 @@ from models import ModelBackbone
 from ..datasets import RecordedDataset
 from ..results.parts import PlannedPart
 from . import scoring
-from .answers import ArmAnswer, QuestionReader
+from .answers import AnswerReader, ArmAnswer
 from .arms import MeasureArm, context_shares
 from .contexts import MeasuredContext
 from .frame import PromptFrame
 from .items import Item, ItemSet
-from .plan import Estimate, PlannedContext
+from .plan import PlannedContext, WorkEstimate
 from .rows import rows_of
 
 Record = dict[str, Any]
@@ -30,7 +30,7 @@ DIGITS = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
+class MeasureSetup:
     """What every part is measured with.
 
     Attributes:
@@ -57,10 +57,10 @@ class Measurement:
 
 
 def dataset(
-    measurement: Measurement,
+    measurement: MeasureSetup,
     data: ItemSet,
     contexts: Sequence[PlannedContext],
-    estimated: Estimate,
+    estimated: WorkEstimate,
     settings: Mapping[str, Any],
 ) -> RecordedDataset:
     """Describes the parts of a measurement and all that they depend on.
@@ -89,11 +89,11 @@ def dataset(
     return RecordedDataset(config, planned, functools.partial(rows_of, model=settings["model"]), PACKAGES)
 
 
-def _measure(measurement: Measurement, context: PlannedContext, _: Any) -> Iterator[Record]:
+def _measure(measurement: MeasureSetup, context: PlannedContext, _: Any) -> Iterator[Record]:
     return records_of(measurement, context)
 
 
-def records_of(measurement: Measurement, planned: PlannedContext) -> Iterator[Record]:
+def records_of(measurement: MeasureSetup, planned: PlannedContext) -> Iterator[Record]:
     """Measures one context: a record for each of its items."""
     try:
         context = MeasuredContext(measurement.backbone, measurement.frame, planned.pieces, measurement.most)
@@ -103,7 +103,7 @@ def records_of(measurement: Measurement, planned: PlannedContext) -> Iterator[Re
         return
 
     # One arm at a time serves all questions, so that one cache is in memory.
-    readers, records = list[tuple[Item, QuestionReader]](), dict[str, Record]()
+    readers, records = list[tuple[Item, AnswerReader]](), dict[str, Record]()
     for item in planned.items:
         try:
             readers.append((item, _reader(measurement, context, item)))
@@ -128,7 +128,7 @@ def records_of(measurement: Measurement, planned: PlannedContext) -> Iterator[Re
     yield from records.values()
 
 
-def _reader(measurement: Measurement, context: MeasuredContext, item: Item) -> QuestionReader:
+def _reader(measurement: MeasureSetup, context: MeasuredContext, item: Item) -> AnswerReader:
     """Reads re-prefill's answer to an item.
 
     Raises:
@@ -142,10 +142,10 @@ def _reader(measurement: Measurement, context: MeasuredContext, item: Item) -> Q
             f"item: got {whole} tokens with question and answer; expected at most {measurement.most}, which the model "
             "serves"
         )
-    return QuestionReader(context, question, steps)
+    return AnswerReader(context, question, steps)
 
 
-def _described(item: Item, context: MeasuredContext, reader: QuestionReader) -> Record:
+def _described(item: Item, context: MeasuredContext, reader: AnswerReader) -> Record:
     return {
         "item": item.id,
         "cluster": item.cluster,
@@ -162,7 +162,7 @@ def _described(item: Item, context: MeasuredContext, reader: QuestionReader) -> 
     }
 
 
-def _scored(item: Item, reader: QuestionReader, answer: ArmAnswer) -> Record:
+def _scored(item: Item, reader: AnswerReader, answer: ArmAnswer) -> Record:
     said = reader.text(answer.ids)
     return {
         "said": said,

@@ -1,8 +1,9 @@
 """A file of finished parts, one JSON line each after a line with what they are parts of; runs resume from it."""
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,35 @@ def read_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _whole_lines(kept: bytes, config: Mapping[str, Any]) -> bytes:
     """Returns the lines that were not cut off, or the first one of a new file."""
     return kept[: kept.rfind(b"\n") + 1] or (json.dumps({"config": config}) + "\n").encode()
+
+
+@contextlib.contextmanager
+def alone(file: Path, patience: float = 0.0) -> Iterator[None]:
+    """Keeps other processes from a file of parts, where the system has such locks; a lock ends with its process.
+
+    Args:
+      patience: seconds to wait for another process that has the file.
+
+    Raises:
+      InputError: another process still has it.
+    """
+    deadline = time.monotonic() + patience
+    with (file.parent / f".{file.name}.lock").open("w") as lock:
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() >= deadline:
+                        raise InputError(
+                            f"--out: got {file}, which another process is writing; expected another --shard, or one "
+                            "process"
+                        ) from None
+                time.sleep(0.5)
+        yield
 
 
 def add_part(file: Path, part: Mapping[str, Any]) -> None:

@@ -141,18 +141,21 @@ class LoadedModel:
 
 
 def encode(model: TracedModel, state: Any, pixel_values: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+    """Runs the tower over patches."""
     return nnx.merge(model.graph, state).encode(pixel_values, plan)
 
 
 def encode_audio(
     model: TracedModel, state: Any, input_features: Array, plan: Mapping[str, Array]
 ) -> Float[Array, "n E D"]:
+    """Runs the audio tower over log-mel features."""
     return nnx.merge(model.graph, state).encode_audio(input_features, plan)
 
 
 def embed(
     model: TracedModel, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep _"] | None]:
+    """Embeds token ids, with features where the placeholders stand."""
     return embed_tokens(model.decoder(state), input_ids, features, model.pads)
 
 
@@ -179,6 +182,7 @@ def prefill(
 def router_load(
     model: TracedModel, state: Any, tokens: Tokens, context: Context | None, mask: Any, counted: Bool[Array, "B T"]
 ) -> Int[Array, "L E"]:
+    """Counts how many of the counted tokens choose each expert, by layer."""
     decoder = model.decoder(state)
     run = decoder.run(
         tokens.embeddings,

@@ -22,7 +22,7 @@ from kvpatch_jax.errors import ImageError, InputError
 
 from ..data_files import DataFolder
 from ..items import Item, Piece, Refusal
-from ..pages import Documents
+from ..pages import DocumentPages
 from ..records import Record
 from .reader import Reader, each, has
 
@@ -31,7 +31,7 @@ _FORMATS = ("Str", "Int", "Float", "List", "None")
 
 
 def _mmlongbench(records: Iterable[Record], files: DataFolder) -> Iterator[Item | Refusal]:
-    documents = Documents(files, "doc_id")
+    documents = DocumentPages(files, "doc_id")
     for number, record in enumerate(records):
         try:
             # Questions have no ids: a place in the file is one.
@@ -40,7 +40,7 @@ def _mmlongbench(records: Iterable[Record], files: DataFolder) -> Iterator[Item 
             yield Refusal(record.where, str(error))
 
 
-def _mmlongbench_item(record: Record, documents: Documents, number: int) -> Item:
+def _mmlongbench_item(record: Record, documents: DocumentPages, number: int) -> Item:
     answer_format = record.text("answer_format")
     if answer_format not in _FORMATS:
         raise InputError(f"answer_format: got {answer_format!r:.40}; expected Str, Int, Float, List or None")
@@ -70,7 +70,7 @@ def _mmlongbench_item(record: Record, documents: Documents, number: int) -> Item
 
 
 def _slidevqa(records: Iterable[Record], files: DataFolder) -> Iterator[Item | Refusal]:
-    decks = Documents(files, "deck_name")
+    decks = DocumentPages(files, "deck_name")
     for record in records:
         try:
             columns = _numbered(record, "page")

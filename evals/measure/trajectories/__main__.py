@@ -18,15 +18,15 @@ from pathlib import Path
 from absl import app, flags
 
 from kvpatch_jax.errors import InputError
-from models import Buckets, load
 
 from ...command_line import begin_program, errors_as_one_line
-from ...results.parts import finished_parts, measure_parts
-from ...trained import ROOT
+from ...results.parts import alone, finished_parts, make_out, measure_parts
 from .. import formats
+from ..episodes import EpisodeSet
 from ..frame import FRAMES, frame_of
 from ..plan import longest_prompt
-from .plan import planned_replay
+from ..preparation import load_asked
+from .plan import PlannedReplay, planned_replay
 from .replayed import EpisodeReplay
 from .report import write_steps
 
@@ -62,13 +62,18 @@ def _replay() -> None:
     # Data is read before a model is loaded: the one takes seconds, the other minutes.
     media = None if _MEDIA.value is None else Path(_MEDIA.value)
     episodes = formats.read_episodes(Path(_DATA.value), _FORMAT.value, media=media)
-    shipped = ROOT / _MODEL.value
-    model = str(shipped) if (shipped / "config.json").exists() else _MODEL.value
-    backbone = load(model, dtype=_DTYPE.value, buckets=Buckets())
+    model, backbone = load_asked(_MODEL.value, _DTYPE.value)
     frame = frame_of(backbone, _FRAME.value, again)
     replay = EpisodeReplay(backbone, frame, _KEEP.value, longest_prompt(model), _ANSWER.value)
     planned = planned_replay(replay, episodes, _LIMIT.value, {"model": Path(model).name, "dtype": _DTYPE.value})
 
+    make_out(out)
+    with alone(out / "parts.jsonl"):
+        _write(episodes, planned, out)
+
+
+def _write(episodes: EpisodeSet, planned: PlannedReplay, out: Path) -> None:
+    """Measures the episodes that are missing and writes what all of them leave."""
     done = finished_parts(out / "parts.jsonl", planned.config)
     steps = sum(len(episode.steps) for episode in planned.episodes)
     print(f"{episodes.source.name} ({episodes.format}): {len(planned.episodes)} episodes of {steps} steps")

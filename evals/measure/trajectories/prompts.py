@@ -24,7 +24,7 @@ PREFIX_BLOCK = 16
 """Tokens of a block of a prefix cache, as engines have it."""
 
 
-class PromptPiece(NamedTuple):
+class StepPiece(NamedTuple):
     """A part of a prompt.
 
     Attributes:
@@ -53,12 +53,12 @@ class StepAnswer(NamedTuple):
     tokens: int
 
 
-def text_piece(backbone: ModelBackbone, ids: Sequence[int]) -> PromptPiece:
+def text_piece(backbone: ModelBackbone, ids: Sequence[int]) -> StepPiece:
     """Embeds token ids. Raises InputError where there are none."""
     return _piece(backbone, [list(ids)], list(ids))
 
 
-def image_piece(backbone: ModelBackbone, items: list[Any], content: str) -> PromptPiece:
+def image_piece(backbone: ModelBackbone, items: list[Any], content: str) -> StepPiece:
     """Embeds an image, with the token ids behind it. Raises what the backbone raises.
 
     Args:
@@ -67,12 +67,12 @@ def image_piece(backbone: ModelBackbone, items: list[Any], content: str) -> Prom
     return _piece(backbone, items, content)
 
 
-def _piece(backbone: ModelBackbone, items: list[Any], known: Any) -> PromptPiece:
+def _piece(backbone: ModelBackbone, items: list[Any], known: Any) -> StepPiece:
     found = embedded(backbone, items)
     tokens = on_host(found.tokens).take(0, found.length)
     # The tokens of all images have the same ids: a content and a number tell them apart.
     keys = [(known, number) for number in range(found.length)] if isinstance(known, str) else known
-    return PromptPiece(items, keys, tokens, found.span)
+    return StepPiece(items, keys, tokens, found.span)
 
 
 class _Block(NamedTuple):
@@ -82,7 +82,7 @@ class _Block(NamedTuple):
     behind: "dict[tuple[Hashable, ...], _Block]"
 
 
-class PromptReader:
+class StepReader:
     """Reads the prompts of one episode.
 
     Args:
@@ -96,7 +96,7 @@ class PromptReader:
         self._buckets = backbone.buckets or Buckets()
         self._begun: dict[tuple[Hashable, ...], _Block] = {}
 
-    def answer(self, pieces: Sequence[PromptPiece], steps: int) -> StepAnswer:
+    def answer(self, pieces: Sequence[StepPiece], steps: int) -> StepAnswer:
         """Answers greedily behind pieces, of which the last is the question.
 
         Raises:

@@ -25,7 +25,7 @@ from ..data_files import ReadOptions
 from ..episodes import Episode, action_text, next_action, step_items
 from ..frame import PromptFrame
 from ..items import Item, Piece, StoredImage
-from .prompts import PromptPiece, PromptReader, StepAnswer, image_piece, text_piece
+from .prompts import StepAnswer, StepPiece, StepReader, image_piece, text_piece
 
 SESSION, REFERENCE, PREFIX, DROP, NEVER = "session", "re-prefill", "prefix cache", "drop old screenshots", "never drop"
 WAYS = (REFERENCE, PREFIX, SESSION, DROP, NEVER)
@@ -105,8 +105,8 @@ class _Window:
         self._replay, backbone = replay, replay.backbone
         lead = episode.system or f"Goal: {episode.goal}\n"
         first = text_piece(backbone, [*replay.frame.front, *backbone.ids(lead)])
-        self._history: list[tuple[PromptPiece, bool]] = [(first, False)]
-        self._readers = {way: PromptReader(backbone, way != REFERENCE, replay.most) for way in WAYS if way != SESSION}
+        self._history: list[tuple[StepPiece, bool]] = [(first, False)]
+        self._readers = {way: StepReader(backbone, way != REFERENCE, replay.most) for way in WAYS if way != SESSION}
         self._session = Session(backbone, keep=replay.keep, lead=[*first.items], largest_image=LARGEST_IMAGE)
         # What the session's names stand for.
         self._named = dict.fromkeys(self._session.ids, first)
@@ -133,7 +133,7 @@ class _Window:
         """Appends a text. Raises InputError for one that the tokenizer does not know."""
         self._add(text_piece(self._replay.backbone, self._replay.backbone.ids(text)), screenshot=False)
 
-    def _add(self, piece: PromptPiece, screenshot: bool) -> None:
+    def _add(self, piece: StepPiece, screenshot: bool) -> None:
         [*items] = piece.items
         name = self._session.add(items if len(items) > 1 else items[0])
         self._named[name] = piece
@@ -168,7 +168,7 @@ class _Window:
         tokens, self._counted = computed - self._counted + len(asked), computed
         return StepAnswer(ids, first[0], tokens)
 
-    def _dropped(self) -> list[PromptPiece]:
+    def _dropped(self) -> list[StepPiece]:
         """Returns the newest `keep` screenshots among all texts."""
         places = [place for place, (_, screenshot) in enumerate(self._history) if screenshot]
         left = set(places[: -self._replay.keep])

@@ -7,7 +7,7 @@ import pytest
 
 from evals.datasets import RecordedDataset
 from evals.measure.items import Item, Piece
-from evals.measure.plan import QUESTIONS, Shard, contexts_of, longest_prompt, sampled
+from evals.measure.plan import QUESTIONS, WorkShard, contexts_of, longest_prompt, sampled
 from evals.measure.rows import records_in, rows_of
 from evals.measure.shards import run_shard
 from evals.results.parts import ExpectedPace, PlannedPart
@@ -42,9 +42,9 @@ def test_a_sample_is_the_seeds_and_in_the_datas_order():
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_shards_share_all_parts(count):
     parts = contexts_of([item(number, f"Page {number}.") for number in range(7)])
-    shared = [part.name for index in range(count) for part in Shard(index, count).of(parts)]
+    shared = [part.name for index in range(count) for part in WorkShard(index, count).of(parts)]
     assert sorted(shared) == sorted(part.name for part in parts)
-    assert len({Shard(index, count).file for index in range(count)}) == count
+    assert len({WorkShard(index, count).file for index in range(count)}) == count
 
 
 def counting_dataset(measured, **config):
@@ -62,35 +62,34 @@ def test_shards_resume_after_lines_that_were_cut_off_and_after_other_shardings(t
     """Whoever measured a part, it is measured once, but for one whose line was cut off; all see the same records."""
     measured = []
     dataset = counting_dataset(measured)
-    assert len(run_shard(dataset, tmp_path, Shard(0, 2), PACE)) == 5
-    file = tmp_path / Shard(0, 2).file
+    assert len(run_shard(dataset, tmp_path, WorkShard(0, 2), PACE)) == 5
+    file = tmp_path / WorkShard(0, 2).file
     file.write_bytes(file.read_bytes()[:-3])
 
-    assert len(run_shard(dataset, tmp_path, Shard(1, 2), PACE)) == 9
-    finished = run_shard(dataset, tmp_path, Shard(0, 1), PACE)
+    assert len(run_shard(dataset, tmp_path, WorkShard(1, 2), PACE)) == 9
+    finished = run_shard(dataset, tmp_path, WorkShard(0, 1), PACE)
     assert sorted(measured) == sorted([*range(10), 8])
     assert [record["number"] for record in records_in(finished)] == list(range(10))
 
 
 def test_another_measurements_folder_is_refused_and_left_as_it_is(tmp_path):
-    run_shard(counting_dataset([]), tmp_path, Shard(1, 2), PACE)
+    run_shard(counting_dataset([]), tmp_path, WorkShard(1, 2), PACE)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(
         InputError, match=r"--out: got .*parts-00001-of-00002\.jsonl, which holds parts of another seed"
     ):
-        run_shard(counting_dataset([], seed=1), tmp_path, Shard(0, 2), PACE)
+        run_shard(counting_dataset([], seed=1), tmp_path, WorkShard(0, 2), PACE)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_two_processes_on_one_shard_are_refused(tmp_path):
     def measure(_):
         with pytest.raises(InputError, match="which another process is writing"):
-            run_shard(counting_dataset([]), tmp_path, Shard(), PACE)
+            run_shard(counting_dataset([]), tmp_path, WorkShard(), PACE)
         yield {}
 
-    run_shard(
-        RecordedDataset({"model": "m"}, [PlannedPart("0: q", measure, 1)], lambda _: [], ()), tmp_path, Shard(), PACE
-    )
+    dataset = RecordedDataset({"model": "m"}, [PlannedPart("0: q", measure, 1)], lambda _: [], ())
+    run_shard(dataset, tmp_path, WorkShard(), PACE)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 from evals.measure import formats
 from evals.measure.arms import chosen_arms
 from evals.measure.frame import frame_of, speakable
-from evals.measure.plan import Shard, contexts_of, estimate
+from evals.measure.plan import WorkShard, contexts_of, estimate
 from evals.measure.report import write_results
 from evals.measure.shards import run_shard
-from evals.measure.suite import Measurement, dataset, records_of
+from evals.measure.suite import MeasureSetup, dataset, records_of
 from evals.results.parts import ExpectedPace
 from kvpatch_jax.errors import InputError
 from models import Buckets, load
@@ -42,7 +42,7 @@ def planned(backbone, data, patterns=("patch.rank=8", "prefix_cache"), most=None
     """A measurement and its parts, in this process."""
     frame, read = frame_of(backbone, "chat", "again"), formats.read(data)
     arms, _ = chosen_arms(patterns, backbone.layout)
-    measurement = Measurement(backbone, frame, arms, most, 3)
+    measurement = MeasureSetup(backbone, frame, arms, most, 3)
     asked, refused = speakable(backbone, frame, read)
     assert not refused
     contexts = contexts_of(asked)
@@ -62,7 +62,7 @@ def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(loaded, data,
 
     measurement, contexts, described = planned(loaded("qwen2_5_vl"), broken / data.name)
     pace = ExpectedPace(1000.0, 10.0)
-    for out, shards in (("one", [Shard()]), ("two", [Shard(1, 2), Shard(0, 2)]), ("cut", [Shard()])):
+    for out, shards in (("one", [WorkShard()]), ("two", [WorkShard(1, 2), WorkShard(0, 2)]), ("cut", [WorkShard()])):
         (tmp_path / out).mkdir()
         if out == "cut":
             lines = (tmp_path / "one" / "parts.jsonl").read_bytes()
@@ -94,7 +94,7 @@ def test_an_item_that_the_model_is_too_short_for_is_left_out(loaded, data, capsy
     """A context that fits is asked; one whose question and answer do not fit any more is not."""
     measurement, contexts, _ = planned(loaded("qwen2_5_vl"), data)
     tokens = next(records_of(measurement, contexts[0]))["tokens"]
-    short = Measurement(measurement.backbone, measurement.frame, measurement.arms, tokens, 3)
+    short = MeasureSetup(measurement.backbone, measurement.frame, measurement.arms, tokens, 3)
     records = list(records_of(short, contexts[0]))
     assert all(f"expected at most {tokens}, which the model serves" in record["refused"] for record in records)
     assert capsys.readouterr().out.count("left out: questions.jsonl:1: ") == 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evals.measure.answers import QuestionReader
+from evals.measure.answers import AnswerReader
 from evals.measure.arms import all_arms, chosen_arms, context_shares
 from evals.measure.contexts import MeasuredContext
 from evals.measure.frame import frame_of
@@ -35,7 +35,7 @@ def asked(backbone, pieces, frame="chat", steps=6):
     """A context and one question behind it."""
     framed = frame_of(backbone, frame, "again")
     context = MeasuredContext(backbone, framed, pieces, None)
-    return context, QuestionReader(context, framed.question_ids(backbone, QUESTION), steps)
+    return context, AnswerReader(context, framed.question_ids(backbone, QUESTION), steps)
 
 
 def whole_prompt(backbone, count):

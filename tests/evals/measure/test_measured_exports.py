@@ -12,7 +12,7 @@ from evals.measure.arms import chosen_arms
 from evals.measure.frame import frame_of, speakable
 from evals.measure.plan import contexts_of
 from evals.measure.rows import rows_of
-from evals.measure.suite import Measurement, records_of
+from evals.measure.suite import MeasureSetup, records_of
 from evals.probes.comparison import read_arms
 from evals.probes.results_table import ResultsTable
 from evals.results.rows import Rows
@@ -93,7 +93,7 @@ def test_an_exported_task_gives_the_runners_numbers_to_three_digits(path, expect
     asked, refused = speakable(backbone, frame, data)
     assert not refused
     arms, _ = chosen_arms([*ARMS], backbone.layout)
-    measurement = Measurement(backbone, frame, arms, None, "answer")
+    measurement = MeasureSetup(backbone, frame, arms, None, "answer")
     finished = []
     for part in contexts_of(asked):
         finished.append({"part": part.name, "records": list(records_of(measurement, part))})
