@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
-from kvpatch_jax.core import layout, ops
+from kvpatch_jax.core import ops, rotation
 from kvpatch_jax.pool import pool
 
 from .benchmark import Row, measured_row
@@ -104,7 +104,12 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[Row]:
         return arrays
 
     # With the programs replaced, what is left of a call is its checks.
-    programs = ((ops, "jitted_apply"), (layout, "jitted_rotate"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
+    programs = (
+        (ops, "jitted_apply"),
+        (rotation, "jitted_rotate"),
+        (rotation, "jitted_relocate"),
+        (pool, "jitted_splice"),
+    )
 
     with contextlib.ExitStack() as stack:
         for module, name in programs:

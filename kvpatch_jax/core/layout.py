@@ -1,5 +1,8 @@
 """Layout of a backbone's KV: its channels, their widths, which carry rotary phase, and rotation between three frames.
 
+Layers with attention keep *rows*, one per token. Layers with linear attention keep a *transition* of the tokens, a map
+of constant size (`transitions`), whose parts are channels too: they have a fixed number of rows, and no phase.
+
 Frames: *phase-free* (keys before RoPE, after bias and qk-norm: what is stored and patched), *local* (rotated to
 positions relative to the chunk's start) and *engine* (rotated to positions in the sequence). Frames differ only in
 the channels that rotate. Kamera §3, "one mechanism for MLA, GQA and MHA".
@@ -13,19 +16,22 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Num
+from jaxtyping import Int, Num
 
-from ..errors import DtypeError, LayoutError, PositionError, ShapeError
+from ..errors import DtypeError, LayoutError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
-from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .frames import Frame as Frame
-from .rope import POSITION_LIMIT, Angles, Rope, check_positions, relocation_tables, rope_tables, rotate
+from .rope import Angles, Rope
 
 AnyArray = jax.Array | np.ndarray
 KV = Mapping[str, Any]
 """{channel: array}, or a `PackedArray`."""
 Positions = Num[AnyArray, "..."]
 Start = Int[AnyArray, "..."] | int | np.integer | tuple[int, ...]
+
+
+PARTS = ("map", "state", "tail")
+"""Names of the channels that make up a transition: M, B, and what the causal convolution in front reads next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Channel:
     Attributes:
       rope: what rotates it, where that is another than the layout's; None: the layout's.
       layers: the decoder's layers that keep it, ascending; None: all. Its arrays have one entry for each of these.
+      rows: of a transition's part, which is called one of `PARTS`: rows of vectors that it has, however many tokens
+        there are. Its arrays are [L, ..., rows, K, H], the same in every frame. None: one row per token.
     """
 
     name: str
@@ -43,6 +51,7 @@ class Channel:
     rotary: int = 0
     rope: Rope | None = None
     layers: tuple[int, ...] | None = None
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         whole = all(is_whole(number, 0) for number in (self.heads, self.width, self.rotary))
@@ -60,10 +69,16 @@ class Channel:
                 raise LayoutError(
                     f"channel {self.name!r}: got layers {self.layers!r:.80}; expected whole numbers, ascending, or None"
                 )
+        part = self.name in PARTS
+        if part != (self.rows is not None) or (part and (not is_whole(self.rows, 1) or self.rotary)):
+            raise LayoutError(
+                f"channel {self.name!r}: got rows {self.rows!r:.80}, rotary {self.rotary}; expected parts of a "
+                f"transition, {', '.join(PARTS)}, to have a number of rows and no phase, and others to have none"
+            )
 
     @property
     def features(self) -> int:
-        """Numbers per token and layer, F = K·H."""
+        """Numbers per row (a token's, or one of a transition's part) and layer, F = K·H."""
         return self.heads * self.width
 
     @property
@@ -78,6 +93,8 @@ class KVLayout:
 
     Layers may be of unlike kinds: a channel may live on some of them alone, and turn by a rope of its own. All ropes
     have the same position axes, and positions are checked with the layout's. `uniform` says that none of this is so.
+    Channels with a row per token come first; behind them, in hybrid models, the parts of a transition
+    (`with_transitions`).
 
     Raises:
       LayoutError: channels that do not fit the layers or their rope.
@@ -108,6 +125,31 @@ class KVLayout:
                     f"expected the rope's {rope.head_width} and {rope.dim}"
                 )
             self._check_kind(channel)
+        self._check_transition()
+
+    def _check_transition(self) -> None:
+        """Refuses parts of a transition that do not make one up, or stand before the rows."""
+        parts = {channel.name: channel for channel in self.channels if channel.rows is not None}
+        if not parts:
+            return
+
+        rows = len(self.channels) - len(parts)
+        named = self.names[rows:]
+        if not rows or set(named) != set(parts) or named not in (PARTS, PARTS[:2]):
+            raise LayoutError(
+                f"layout: got channels {list(self.names)}; expected those with a row per token, then "
+                f"{', '.join(PARTS)} of a transition (no tail where there is no convolution)"
+            )
+        map_, state = parts["map"], parts["state"]
+        shapes = ((state.rows, state.rows), (state.rows, 1), (1, 1))
+        if map_.heads != state.heads or (map_.rows, map_.width) not in shapes:
+            raise LayoutError(
+                f"layout: got a map of {map_.rows} rows, {map_.heads} heads and width {map_.width} with a state of "
+                f"{state.rows} rows and {state.heads} heads; expected as many heads, and one of {shapes}: a matrix, a "
+                "decay per row, or one decay"
+            )
+        if len({channel.layers for channel in parts.values()}) > 1:
+            raise LayoutError(f"layout: got parts of a transition on unlike layers; expected {map_.layers} for all")
 
     def _check_kind(self, channel: Channel) -> None:
         """Refuses a channel's own rope or layers that are not of this layout, or say nothing."""
@@ -149,6 +191,52 @@ class KVLayout:
           LayoutError: a rope whose dim is not `rope_dim`.
         """
         return cls("mla", layers, (Channel("ckv", 1, latent), Channel("kpe", 1, rope_dim, rope.dim)), rope)
+
+    def with_transitions(
+        self,
+        layers: Sequence[int],
+        heads: int,
+        key_width: int,
+        value_width: int,
+        *,
+        decay: Literal["matrix", "row", "scalar"] = "matrix",
+        tail: tuple[int, int] | None = None,
+    ) -> "KVLayout":
+        """Returns this layout with linear attention on some layers, which keep a transition and no rows.
+
+        Args:
+          layers: that have linear attention; this layout's channels are kept by the others.
+          heads, key_width, value_width: of the state S: [key_width, value_width] per head.
+          decay: form of the map: a matrix (gated delta rules), a decay per row of S, or one decay (Mamba-2).
+          tail: tokens that the convolution reads behind, and its width; None: there is no convolution.
+
+        Raises:
+          LayoutError: no layer is left for the rows, or a channel says which layers keep it already.
+        """
+        linear = tuple(sorted(set(layers)))
+        others = tuple(layer for layer in range(self.layers) if layer not in linear)
+        if not linear or not others or linear[-1] >= self.layers or not self.uniform:
+            raise LayoutError(
+                f"layout: got linear attention on layers {linear} of {self.layers}; expected some of them, not all, of "
+                "a layout whose channels are on every layer"
+            )
+        shape = {"matrix": (key_width, key_width), "row": (key_width, 1), "scalar": (1, 1)}[decay]
+        channels = [dataclasses.replace(channel, layers=others) for channel in self.channels]
+        channels.append(Channel("map", heads, shape[1], layers=linear, rows=shape[0]))
+        channels.append(Channel("state", heads, value_width, layers=linear, rows=key_width))
+        if tail is not None:
+            channels.append(Channel("tail", 1, tail[1], layers=linear, rows=tail[0]))
+        return dataclasses.replace(self, channels=tuple(channels))
+
+    @functools.cached_property
+    def parts(self) -> tuple[Channel, ...]:
+        """Channels that make up a transition: map, state and tail of hybrid models; none of others."""
+        return tuple(channel for channel in self.channels if channel.rows is not None)
+
+    @functools.cached_property
+    def token_channels(self) -> tuple[Channel, ...]:
+        """Channels with a row per token."""
+        return tuple(channel for channel in self.channels if channel.rows is None)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -227,15 +315,22 @@ class KVLayout:
 
     @functools.cached_property
     def numbers(self) -> int:
-        """Numbers per token, all layers and channels."""
-        return sum(self.depth(channel.name) * channel.features for channel in self.channels)
+        """Numbers per token, all layers and channels with a row per token."""
+        return sum(self.depth(channel.name) * channel.features for channel in self.token_channels)
+
+    @functools.cached_property
+    def transition_numbers(self) -> int:
+        """Numbers of a transition, all layers and parts, whatever the number of tokens; 0 where there is none."""
+        return sum(self.depth(channel.name) * (channel.rows or 0) * channel.features for channel in self.parts)
 
     def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
-        """Counts the bytes that one token takes, all layers and channels."""
+        """Counts the bytes that one token takes, all layers and channels; a transition comes on top, once per chunk."""
         return self.numbers * jnp.dtype(dtype).itemsize
 
     def check(self, kv: KV, what: str = "kv") -> None:
         """Checks that a kv pytree is {channel: float [L, ..., T, K, H]} of this layout, L the channel's layers.
+
+        The parts of a transition have their rows in place of T.
 
         Raises:
           LayoutError: the channels differ. ShapeError: a shape differs. DtypeError: a dtype is not floating-point.
@@ -244,7 +339,7 @@ class KVLayout:
         if set(kv) != set(self.names):
             raise LayoutError(f"{what}: got channels {sorted(kv)}; expected {sorted(self.names)}")
 
-        # Batch and token axes, which all channels share.
+        # Batch and token axes, which all channels share; a transition's parts have no tokens.
         middle = None
         for channel in self.channels:
             value = kv[channel.name]
@@ -254,11 +349,21 @@ class KVLayout:
                 raise DtypeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
             shape, depth = value.shape, self.layers if channel.layers is None else len(channel.layers)
-            if len(shape) < 4 or shape[0] != depth or shape[-2:] != (channel.heads, channel.width):
+            rows = channel.rows
+            fits = len(shape) >= 4 and shape[0] == depth and shape[-2:] == (channel.heads, channel.width)
+            if not fits or (rows is not None and shape[-3] != rows):
                 raise ShapeError(
-                    f"{what}[{channel.name!r}]: got shape {shape}; expected [{depth}, ..., T, {channel.heads}, "
-                    f"{channel.width}]"
+                    f"{what}[{channel.name!r}]: got shape {shape}; expected [{depth}, ..., "
+                    f"{'T' if rows is None else rows}, {channel.heads}, {channel.width}]"
                 )
+            # The rows of tokens come first, so their axes are known.
+            if rows is not None:
+                if shape[1:-3] != (middle or ())[:-1]:
+                    raise ShapeError(
+                        f"{what}[{channel.name!r}]: got shape {shape}; expected {(middle or ())[:-1]} between layers "
+                        "and rows"
+                    )
+                continue
             if middle is not None and shape[1:-2] != middle:
                 raise ShapeError(
                     f"{what}[{channel.name!r}]: got shape {shape}; expected {middle} between layers and heads"
@@ -284,194 +389,3 @@ def check_uniform(layout: KVLayout, what: str) -> None:
 @functools.cache
 def _is_floating(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def as_start(
-    rope: Rope, start: Start, batch: tuple[int, ...] | None = None, what: str = "start"
-) -> Int[AnyArray, "..."]:
-    """Converts a start to an int32 array: a scalar, or [..., A] with sections (a scalar is broadcast over axes).
-
-    Args:
-      batch: shape of a batch: one start for all of it, or one for each; () for a single sequence. None: any leading
-        axes, for callers that compare them with the KV's.
-      what: begins the message about a start of another shape.
-
-    Raises:
-      PositionError: the start is not an integer, is too large, or does not have one entry per axis; another number of
-      starts than the batch has.
-    """
-    if not isinstance(start, jax.Array):
-        array = np.asarray(start)
-        whole = array.dtype.kind in "iu"
-        if not whole or max(-int(array.min(initial=0)), int(array.max(initial=0))) >= POSITION_LIMIT:
-            raise PositionError(f"start: got {start!r}; expected integers below 2**30 in magnitude")
-        start = array.astype(np.int32)
-    elif not jnp.issubdtype(start.dtype, jnp.integer):
-        raise PositionError(f"start: got dtype {start.dtype}; expected int32")
-    elif start.dtype != jnp.int32:
-        # Conversion to int32 would wrap larger numbers.
-        check_positions(rope, start, np.zeros((), np.int32))
-
-    one = () if rope.axes is None else (rope.axes,)
-    if rope.axes is not None and start.ndim == 0:
-        start = (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, one)
-    if rope.axes is not None and start.shape[-1] != rope.axes:
-        raise PositionError(f"start: got shape {start.shape}; expected a scalar or [..., {rope.axes}]")
-
-    # Other leading axes would broadcast over tokens or layers.
-    if batch is not None and start.shape not in (one, (*batch, *one)):
-        several = f", or the same for each of {batch[0]} chunks" if batch else ""
-        raise PositionError(
-            f"{what}: got start of shape {start.shape}; expected a scalar, or one per axis of the rope{several}"
-        )
-    return start.astype(jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "back"))
-def jitted_rotate(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
-    """Rotates the channels that carry phase; one program per layout and shape, so that rounding is the same."""
-    tables = {rope: rope_tables(rope, local, start) for rope in layout.ropes}
-
-    def turn(rope: Rope, value: Array) -> Array:
-        (cos, sin), scale = tables[rope], rope.attention_scaling
-        # The inverse turns the other way, and takes the attention scaling out again.
-        if back:
-            sin, scale = -sin, 1.0 / scale
-        return rotate(value, cos, sin, rope.cached, scale)
-
-    return {name: turn(layout.rope_of(name), value) for name, value in kv.items()}
-
-
-@functools.partial(jax.jit, static_argnames=("layout",))
-def jitted_relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
-    """Rotates the channels that carry phase once, from old to new positions; compiled once per layout and shape."""
-    tables = {rope: relocation_tables(rope, old, new) for rope in layout.ropes}
-    turned = {}
-    for name, value in kv.items():
-        rope = layout.rope_of(name)
-        turned[name] = rotate(value, *tables[rope], rope.cached)
-    return turned
-
-
-def arrays_of(kv: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns arrays by channel, such as KV or a pool, as a plain dictionary of jax arrays; packed ones are decoded."""
-    # `jnp.asarray` takes 30 µs to return a jax array unchanged.
-    return {name: value if isinstance(value, jax.Array) else jnp.asarray(value) for name, value in kv.items()}
-
-
-def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
-    """Rotates keys as `to_engine` (with `back`, `to_phase_free`) without checks; `start` comes from `as_start`."""
-    return _rotate_channels(layout, kv, jitted_rotate, local, start, back)
-
-
-def _rotate_channels(
-    layout: KVLayout, kv: KV, program: Callable[..., dict[str, Array]], *arguments: Any
-) -> dict[str, Array]:
-    """Returns all channels in the layout's order, those that carry rotary phase as a jitted program rotates them."""
-    # Only the channels that rotate enter the program; the others are returned as they are, without a copy.
-    arrays = arrays_of({name: kv[name] for name in layout.names})
-    rotating = {channel.name: arrays[channel.name] for channel in layout.channels if channel.rotates}
-    return arrays | program(layout, rotating, *arguments)
-
-
-def _checked_rotation(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
-    """Does what `rotate_kv` does, after checking its arguments as `to_engine` says."""
-    expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `chunk.layout`", LayoutError)
-    layout.check(kv)
-    start = as_start(layout.rope, start)
-    if not hasattr(local, "shape"):
-        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
-
-    # kv is [L, ..., T, K, H]. Positions or starts of another number would broadcast over tokens or layers.
-    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
-    batch, tokens = shape[1:-3], shape[-3]
-    places = local.shape if axes is None else local.shape[:-1]
-    if not places or places[-1] != tokens:
-        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
-
-    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
-        if len(found) > len(batch):
-            raise PositionError(f"{what}: got shape {found}; expected one for each of {batch} sequences, or for all")
-
-    check_positions(layout.rope, local, start)
-    return rotate_kv(layout, kv, local, start, back)
-
-
-def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
-    """Rotates phase-free keys to the engine frame: R(start + local), times the rope's attention scaling.
-
-    Args:
-      layout: static.
-      kv: {channel: [L, ..., T, K, H]}, phase-free.
-      local: positions relative to start, [..., T] or [..., T, A].
-      start: int32, a scalar or one per axis; traced under jit.
-
-    Returns:
-      {channel: [L, ..., T, K, H]} of the same shapes and dtypes; channels without phase are returned unchanged.
-
-    Raises:
-      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: an argument does not match the layout.
-      FrameError: the keys are rotated already.
-    """
-    expect_frame(kv, "to_engine", "phase_free")
-    return EngineKV(_checked_rotation(layout, kv, local, start, False))
-
-
-def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
-    """Rotates phase-free keys to the local frame: `to_engine` at start 0. Queries rotated by R(−start) can read it."""
-    return LocalKV(to_engine(layout, kv, local, 0))
-
-
-def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> PhaseFreeKV:
-    """Removes the rotation of engine-frame keys (at start 0: of local-frame keys); the inverse of `to_engine`.
-
-    The result has kv's dtype. Keys that an engine cached in bfloat16 are therefore rounded here, and again when they
-    are placed. Convert them to float32 first to get them back bit by bit (`pool.RAGGED.splice` takes such chunks).
-
-    Raises:
-      As `to_engine`. FrameError: the keys are phase-free already.
-    """
-    expect_frame(kv, "to_phase_free", "engine", "local")
-    return PhaseFreeKV(_checked_rotation(layout, kv, local, start, True))
-
-
-def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
-    """Moves engine-frame keys from `old` to `new` in one rotation, for caches that another engine computed.
-
-    Args:
-      layout: its rope should have that engine's `angles`.
-      kv: {channel: [L, ..., T, K, H]}, keys already rotated.
-      old, new: a start (a scalar, or one per axis: [A]) or full positions ([..., T], or [..., T, A] with sections).
-        Two starts rotate every token by the same angles. Axes may move by different offsets.
-
-    Returns:
-      kv of the same shapes and dtypes. No attention scaling is applied, because the keys already carry it.
-
-    Raises:
-      PositionError: a position is not finite, or is 2³⁰ or more. FrameError: the keys are phase-free. Otherwise as
-      `to_engine`.
-    """
-    expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
-    expect_frame(kv, "relocate", "engine", "local")
-    layout.check(kv)
-    old, new = _side(layout.rope, old), _side(layout.rope, new)
-    return EngineKV(_rotate_channels(layout, kv, jitted_relocate, old, new))
-
-
-def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
-    """Checks a start or full positions and returns them as `relocation_tables` takes them."""
-    array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    if array.dtype.kind not in "iuf" or not array.size:
-        raise PositionError(
-            f"relocate: got positions {positions!r:.80}; expected numbers, a start or one for each token"
-        )
-
-    check_positions(rope, array, np.zeros((), np.int32))
-    array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
-    # A start gets a token axis of length 1, over which the tables broadcast.
-    if rope.axes is None:
-        return array[None] if array.ndim == 0 else array
-    if array.ndim > 1:
-        return array
-    numbers = np if isinstance(array, np.ndarray) else jnp
-    return numbers.broadcast_to(array, (rope.axes,))[None, :]

@@ -1,4 +1,4 @@
-"""Patch operators on plain arrays: deficit, factorise, apply, accumulate. They can be jitted, vmapped, differentiated.
+"""Patch operators on plain arrays: deficit, factorise, apply, accumulate. They jit, vmap and differentiate.
 
 Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens. Factors of a channel are
 (u, v) — joint over heads u [L, ..., T, M], v [L, ..., M, F]; per head u [L, ..., K, T, M], v [L, ..., K, M, H] — or one
@@ -23,9 +23,10 @@ from pallas_kernels import factorise, rotate_patch
 from pallas_kernels.factorise import merge as merge_factors
 
 from .encoding import GROUP, PackedArray, pack, unpack
-from .layout import KVLayout, to_engine
+from .layout import PARTS, KVLayout
 from .rope import rope_tables
 from .rope import rotate as rotate
+from .rotation import to_engine
 
 Heads = Literal["joint", "separate"]
 PatchFrame = Literal["phase_free", "engine"]
@@ -165,9 +166,11 @@ def deficit(
     """
     delta = {}
     for name in base:
-        # In float32, because the difference of two close 16-bit numbers has few bits left.
+        # The difference of two close 16-bit numbers has few bits left.
         value = conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32)
-        delta[name] = value if length is None else jnp.where(token_mask(value, length, -3), value, 0.0)
+        # Parts of a transition have no padding.
+        own = None if name in PARTS else length
+        delta[name] = value if own is None else jnp.where(token_mask(value, own, -3), value, 0.0)
     return delta
 
 
@@ -221,17 +224,14 @@ def factorise_deficit(
             factors[name] = stored(u, plan.dtype, -2), stored(part, plan.dtype, -1)
         return factors
 
-    # Each channel draws a random matrix of its own.
+    # Each channel draws its own random matrix.
     for index, (name, rank) in enumerate(low_rank):
         channel_key = jax.random.fold_in(key, index)
-        if plan.heads == "separate":
-            matrix = jnp.swapaxes(delta[name], -3, -2)
-            u, v = _factorise_masked(matrix, rank, plan, channel_key, length, True)
-        else:
-            u, v = _factorise_masked(flatten_heads(delta[name]), rank, plan, channel_key, length, False)
+        own, apart = None if name in PARTS else length, plan.heads == "separate"
+        matrix = jnp.swapaxes(delta[name], -3, -2) if apart else flatten_heads(delta[name])
+        u, v = _factorise_masked(matrix, rank, plan, channel_key, own, apart)
         # One scale per direction where the dtype has 8 bits: along tokens in u, along features in v.
         factors[name] = stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
-
     return factors
 
 

@@ -1,6 +1,7 @@
 """Contexts in a paged pool: page tables, and masks of the slots that hold a sequence's keys.
 
 A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the engine frame; slot = page · O + offset.
+It has the channels with a row per token; a hybrid model's transitions are constant in size and travel beside it.
 `Paged` lists the pages of some sequences. A backbone reads them in place and, when decoding, writes them in place.
 
 Axis letters: B sequences, N pages of a table, T tokens.
@@ -43,15 +44,24 @@ class Paged(NamedTuple):
       seen: bool [B,N·O], which keys belong to the row; unused slots and slots of other owners do not.
       places: int32 [B,N·O], index of each such key among its row's tokens, for layers with sliding-window attention;
         None: in the table's order.
+      transition: of a hybrid model, what its linear layers keep of each row's tokens, composed in their order:
+        {part: [L,B,R,K,W]}; None of other models.
     """
 
     pool: Pool
     table: Int[AnyArray, "B N"]
     seen: Bool[AnyArray, "B S"]
     places: Int[AnyArray, "B S"] | None = None
+    transition: Mapping[str, AnyArray] | None = None
 
     @classmethod
-    def of(cls, pool: Pool, slots: Rows, buckets: Buckets | None = DEFAULT) -> "Paged":
+    def of(
+        cls,
+        pool: Pool,
+        slots: Rows,
+        buckets: Buckets | None = DEFAULT,
+        transition: Mapping[str, AnyArray] | None = None,
+    ) -> "Paged":
         """Builds the page tables of sequences from their slots.
 
         Args:
@@ -60,6 +70,7 @@ class Paged(NamedTuple):
             Slots may be in any order, and chunks may share pages.
           buckets: sizes that the number of keys is rounded up to, so that a growing context compiles few programs;
             None: no rounding.
+          transition: of a hybrid model, that of each row's tokens.
 
         Raises:
           KernelSlotError: a slot is out of range, or appears twice in a row. ShapeError: there are no rows of slots.
@@ -89,7 +100,7 @@ class Paged(NamedTuple):
             seen[number, keys] = True
             places[number, keys] = np.arange(len(row))
 
-        return cls(pool, table, seen, places)
+        return cls(pool, table, seen, places, transition)
 
     @property
     def page_size(self) -> int:
@@ -137,7 +148,7 @@ class Paged(NamedTuple):
         padding = ((0, 0), (0, more * self.page_size))
         seen = np.pad(np.asarray(self.seen), padding)
         places = None if self.places is None else np.pad(np.asarray(self.places), padding)
-        return Paged(self.pool, table, seen, places)
+        return self._replace(table=table, seen=seen, places=places)
 
     def written(self, slots: Int[AnyArray, "B T"]) -> tuple["Paged", tuple[Int[AnyArray, "B T"], Int[AnyArray, "B T"]]]:
         """Marks tokens as written to `slots`.
@@ -162,7 +173,7 @@ class Paged(NamedTuple):
         token_places = numbers.where(seen[rows, keys], places[rows, keys], appended).astype(np.int32)
 
         seen, places = _put(seen, (rows, keys), True), _put(places, (rows, keys), token_places)
-        return Paged(self.pool, self.table, seen[:, :-1], places[:, :-1]), (keys, token_places)
+        return self._replace(seen=seen[:, :-1], places=places[:, :-1]), (keys, token_places)
 
 
 def _numbers(*arrays: AnyArray) -> Any:
@@ -219,7 +230,7 @@ def _padded_page_count(count: int, page_size: int, buckets: Buckets | None) -> i
 
 def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
     """Removes the pool's padding of each channel: [..., H'] → [..., H]."""
-    return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.channels}
+    return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.token_channels}
 
 
 def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[int, int]:
@@ -233,11 +244,12 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
       a value is not a floating-point array of NumPy or jax. PoolError: the pool was donated.
     """
     check_held(pool)
-    if set(pool) != set(layout.names):
-        raise LayoutError(f"pool: got channels {sorted(pool)}; expected {sorted(layout.names)}")
+    names = [channel.name for channel in layout.token_channels]
+    if set(pool) != set(names):
+        raise LayoutError(f"pool: got channels {sorted(pool)}; expected {sorted(names)}")
 
     paging = None
-    for channel in layout.channels:
+    for channel in layout.token_channels:
         value = pool[channel.name]
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
@@ -304,6 +316,8 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
             raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
+    check_transition(layout, context.transition, (rows,), f"{what}.transition")
+
     # The pages themselves are known only outside a trace.
     if isinstance(context.table, Tracer):
         return
@@ -321,6 +335,30 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.size:
             raise PoolError(f"{what}: got page {int(twice[0])} named twice in row {number}; expected it once")
+
+
+def check_transition(
+    layout: KVLayout, transition: Mapping[str, AnyArray] | None, batch: tuple[int, ...], what: str
+) -> None:
+    """Checks that a transition has the layout's parts, {part: float [L, *batch, R, K, W]}; None where that has none.
+
+    Raises:
+      LayoutError: the parts differ, or a layout without a transition has one. ShapeError: a shape differs. DtypeError:
+      a dtype is not floating-point.
+    """
+    if not isinstance(transition, Mapping | None) or set(transition or ()) != {part.name for part in layout.parts}:
+        found = sorted(transition) if isinstance(transition, Mapping) else transition
+        raise LayoutError(f"{what}: got {found!r:.80}; expected {[part.name for part in layout.parts] or None}")
+    for part in layout.parts:
+        value = (transition or {})[part.name]
+        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise DtypeError(
+                f"{what}[{part.name!r}]: got {getattr(value, 'dtype', type(value).__name__)}; expected a "
+                "floating-point array"
+            )
+        expected = (layout.depth(part.name), *batch, part.rows, part.heads, part.width)
+        if value.shape != expected:
+            raise ShapeError(f"{what}[{part.name!r}]: got shape {value.shape}; expected {expected}")
 
 
 def padded_slots(slots: Slots, total: int) -> tuple[Int[np.ndarray, " N"], np.int32]:
