@@ -78,5 +78,6 @@ from .transitions import dropped as dropped
 from .transitions import fold as fold
 from .transitions import identity as identity
 from .transitions import map_bound as map_bound
+from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of
 from .transitions import truncated_map as truncated_map

@@ -34,6 +34,11 @@ def transition_of(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
     return {name: jnp.asarray(kv[name]) for name in PARTS if name in kv}
 
 
+def token_rows(kv: Mapping[str, Any]) -> Any:
+    """Returns one of KV's arrays that has a row per token: its shape tells how many there are."""
+    return next(value for name, value in kv.items() if name not in PARTS)
+
+
 def through_map(
     map_: Float[Array, "*batch R K W"], state: Float[Array, "*batch J K V"]
 ) -> Float[Array, "*batch J K V"]:
