@@ -2,7 +2,7 @@
 
 The oracles are NumPy's decomposition and differences in float64.
 """
-# pyright: reportArgumentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
 import dataclasses
 

@@ -1,5 +1,6 @@
 """Canonicals and patches of hybrid models in a store: under their own shapes and dtypes, and with hostile headers."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalIterable=false, reportOperatorIssue=false
 
 import dataclasses
 import json
