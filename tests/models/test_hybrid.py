@@ -251,10 +251,12 @@ def test_what_linear_attention_cannot_do_is_refused(backbone, tokens, whole):
 def test_chunks_of_a_layer_compose_in_any_order():
     """Given what its own tokens bring, a chunk's transition applies behind any other: exactly, whatever the order."""
     layer = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0))
-    layer.decay_rate[...] = jnp.full(4, -4.0)
+    layer.decay_rate[...] = jnp.full(4, -7.0)
     rng = np.random.default_rng(0)
-    chunks = [jnp.asarray(rng.normal(size=(1, length, 16)), jnp.float32) for length in (70, 5, 33)]
-    alone = [layer(chunk)[1] for chunk in chunks]
+    chunks = [jnp.asarray(rng.normal(size=(1, 70, 16)), jnp.float32) for _ in range(3)]
+    graph, state = nnx.split(layer)
+    run = jax.jit(lambda chunk, held: nnx.merge(graph, state)(chunk, held, composed=held is not None)[1])
+    alone = [run(chunk, None) for chunk in chunks]
     shapes = {name: value.shape for name, value in alone[0].items()}
     nothing = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     nothing["map"] = nothing["map"] + jnp.eye(8)[:, None]
@@ -262,11 +264,11 @@ def test_chunks_of_a_layer_compose_in_any_order():
         held = nothing
         for number in order:
             # The convolution starts anew with each chunk, as it does where a chunk is made alone.
-            held = layer(chunks[number], {**held, "tail": nothing["tail"]}, composed=True)[1]
+            held = run(chunks[number], {**held, "tail": nothing["tail"]})
         folded = fold([alone[number] for number in order])
         for part in ("map", "state", "tail"):
             close(folded[part], held[part], f"{part} in order {order}")
-    assert np.abs(np.asarray(held["map"])).max() > 1e-2
+    assert np.abs(np.asarray(held["map"])).max() > 1e-3
 
 
 def test_fused_projections_are_those_of_key_heads():
