@@ -120,6 +120,7 @@ def test_equals_transformers(family, case, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.parameters, backbone.parameters)
 
 
+@pytest.mark.slow
 def test_released_configuration_is_the_same_model(directory, backbone, tmp_path):
     """Tensors of multi-token prediction are passed over."""
     for family in CASES:
@@ -128,7 +129,7 @@ def test_released_configuration_is_the_same_model(directory, backbone, tmp_path)
         assert load(released, angles="float32").config.text == ours
 
 
-@pytest.mark.parametrize("cut", [70, 2])
+@pytest.mark.parametrize("cut", [70, pytest.param(2, marks=SLOW)])
 def test_two_prefills_equal_one(backbone, tokens, whole, cut):
     """The second reads state and tail of the first: also where that is shorter than the convolution reads."""
     first, second = tokens.take(0, cut), tokens.take(cut, 90)
@@ -139,6 +140,7 @@ def test_two_prefills_equal_one(backbone, tokens, whole, cut):
     close_kv(composed, transition_of(whole.kv), "composed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [32, 45])
 def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
     found = backbone.prefill(tokens, logits="all", chunk=chunk, hidden_at=(1, 4))
@@ -151,6 +153,7 @@ def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
     close_kv(behind.kv, backbone.prefill(cut, context).kv, "stretches behind a context")
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(directory, tokens, whole):
     """Of a prompt and of the context in front of it, padded to buckets, and of rows of unequal lengths."""
     backbone = load(directory, angles="float32", buckets=Buckets(smallest=64))
@@ -168,6 +171,7 @@ def test_padding_changes_nothing(directory, tokens, whole):
     assert np.array_equal(made[1], backbone.generate(short, 6)[0])
 
 
+@pytest.mark.slow
 def test_mask_of_padding_leaves_it_out(backbone, tokens, whole):
     """Padding in front and in the middle, which a mask hides; a mask that hides anything else is refused."""
     places = np.r_[3:33, 40:100]
@@ -185,6 +189,7 @@ def test_mask_of_padding_leaves_it_out(backbone, tokens, whole):
         backbone.prefill(Tokens(jnp.asarray(rows), positions), mask=window)
 
 
+@pytest.mark.slow
 def test_decoding_one_by_one_equals_prefill(backbone, tokens, whole):
     """The cache comes back with the transition of all its tokens, the map too."""
     first = tokens.take(0, 84)
@@ -210,6 +215,7 @@ def paged(backbone, held, length, buckets=None):
     return Paged.of(pool, order[None, :length], buckets, transition_of(held)), order[None, length:]
 
 
+@pytest.mark.slow
 def test_pages_equal_contiguous(backbone, tokens, whole):
     """A prefill, tokens that are made and steps: the transition travels beside the pool."""
     first = tokens.take(0, 84)
@@ -244,11 +250,13 @@ def test_what_linear_attention_cannot_do_is_refused(backbone, tokens, whole):
 
 def test_chunks_of_a_layer_compose_in_any_order():
     """Given what its own tokens bring, a chunk's transition applies behind any other: exactly, whatever the order."""
-    layer = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    layer.decay_rate[...] = jnp.full(4, -4.0)
+    layer = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0))
+    layer.decay_rate[...] = jnp.full(4, -7.0)
     rng = np.random.default_rng(0)
-    chunks = [jnp.asarray(rng.normal(size=(1, length, 16)), jnp.float32) for length in (70, 5, 33)]
-    alone = [layer(chunk)[1] for chunk in chunks]
+    chunks = [jnp.asarray(rng.normal(size=(1, 70, 16)), jnp.float32) for _ in range(3)]
+    graph, state = nnx.split(layer)
+    run = jax.jit(lambda chunk, held: nnx.merge(graph, state)(chunk, held, composed=held is not None)[1])
+    alone = [run(chunk, None) for chunk in chunks]
     shapes = {name: value.shape for name, value in alone[0].items()}
     nothing = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     nothing["map"] = nothing["map"] + jnp.eye(8)[:, None]
@@ -256,19 +264,17 @@ def test_chunks_of_a_layer_compose_in_any_order():
         held = nothing
         for number in order:
             # The convolution starts anew with each chunk, as it does where a chunk is made alone.
-            held = layer(chunks[number], {**held, "tail": nothing["tail"]}, composed=True)[1]
+            held = run(chunks[number], {**held, "tail": nothing["tail"]})
         folded = fold([alone[number] for number in order])
         for part in ("map", "state", "tail"):
             close(folded[part], held[part], f"{part} in order {order}")
-    assert np.abs(np.asarray(held["map"])).max() > 1e-2
+    assert np.abs(np.asarray(held["map"])).max() > 1e-3
 
 
 def test_fused_projections_are_those_of_key_heads():
     """Qwen3-Next's map of query, key, value and gate, key head by key head, is Qwen3.5's four in another order."""
-    plain = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    fused = LinearAttention(
-        LinearConfig(2, 4, 8, 12, fused=True), 16, epsilon=1e-6, rngs=nnx.Rngs(1), dtype=jnp.float32
-    )
+    plain = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0))
+    fused = LinearAttention(LinearConfig(2, 4, 8, 12, fused=True), 16, epsilon=1e-6, rngs=nnx.Rngs(1))
     columns, rates = [], []
     for head in range(2):
         columns += [getattr(plain, part).kernel[...][:, 8 * head : 8 * head + 8] for part in ("query", "key")]
