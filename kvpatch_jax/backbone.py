@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from .core import AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame
+from .core import AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, token_rows
 from .errors import InputError, LayoutError, PositionError, ShapeError
 
 KV = Mapping[str, Array]
@@ -398,7 +398,7 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
       PositionError: a row starts at position 0; the message names it.
     """
     paged = isinstance(context, Paged)
-    size = context.key_count if paged else next(iter(context.values())).shape[2]
+    size = context.key_count if paged else token_rows(context).shape[2]
     if size == 0 or isinstance(tokens.positions, Tracer) or (paged and isinstance(context.seen, Tracer)):
         return
 

@@ -42,7 +42,7 @@ from .inputs.buckets import (
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
-from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over
+from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over, counted_tokens
 from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
@@ -365,9 +365,10 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         check_chunk(chunk, mask, key_count(context), tokens.ahead)
         self._check_regime(tokens.positions)
         length, rows = tokens.embeddings.shape[1], logit_rows(tokens, logits, "prefill")
+        filled = self._filled(tokens, context, mask, "prefill")
         tokens, context, mask = self._pad_read(tokens, context, mask)
         how = {"start_layer": start_layer, "hidden_at": tuple(hidden_at), "chunk": chunk}
-        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, filled, **how)
         out = cut_output(out, length, every=rows is None)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
@@ -438,12 +439,25 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         check_behind(tokens, context, mask, what)
         return in_pages(self.config.text.window, context) if isinstance(context, Paged) else dict(context)
 
+    def _filled(self, tokens: Tokens, context: Context | None, mask: Any, what: str) -> Any:
+        """Returns which of the tokens, padded to their bucket, layers with linear attention run over; None for all, and
+        of models without such layers.
+        """
+        if not self.layout.parts or (mask is None and self.buckets is None):
+            return None
+        rows, length, _ = tokens.embeddings.shape
+        filled = np.ones((rows, length), bool) if mask is None else counted_tokens(mask, key_count(context), what)
+        filled = jnp.broadcast_to(filled, (rows, length))
+        size = length if self.buckets is None else self.buckets.round_up(length)
+        return jnp.pad(filled, ((0, 0), (0, size - length)))
+
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
-    ) -> tuple[Tokens, Context | None, Any]:
+    ) -> tuple[Tokens, Context | None, Any, Any]:
         context = self._check_read(tokens, context, mask, "generate")
         self._check_regime(tokens.positions, max(steps - 1, 0))
-        return self._pad_read(tokens, context, mask)
+        filled = None if mask is None else self._filled(tokens, context, mask, "generate")
+        return *self._pad_read(tokens, context, mask), filled
 
     def _pad_read(self, tokens: Tokens, context: Context | None, mask: Any) -> tuple[Tokens, Context | None, Any]:
         """Returns what prefill and generate take, padded to its buckets (as it is without buckets)."""

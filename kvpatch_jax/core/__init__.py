@@ -24,6 +24,8 @@ from .layout import KVLayout as KVLayout
 from .layout import Positions as Positions
 from .layout import Start as Start
 from .layout import check_uniform as check_uniform
+from .linear_attention import RuleOutput as RuleOutput
+from .linear_attention import delta_rule as delta_rule
 from .ops import ChannelFactors as ChannelFactors
 from .ops import Factors as Factors
 from .ops import FormPlan as FormPlan
@@ -70,4 +72,5 @@ from .rotation import to_phase_free as to_phase_free
 from .scaling import Scaling as Scaling
 from .transitions import compose as compose
 from .transitions import fold as fold
+from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of

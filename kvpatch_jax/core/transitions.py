@@ -10,6 +10,7 @@ so the state behind chunks in any order is a few small products of their own map
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ Transition = Mapping[str, AnyArray]
 def transition_of(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
     """Returns the parts of a transition among KV's channels; {} where a model has none."""
     return {name: jnp.asarray(kv[name]) for name in PARTS if name in kv}
+
+
+def token_rows(kv: Mapping[str, Any]) -> Any:
+    """Returns one of KV's arrays that has a row per token: its shape tells how many there are."""
+    return next(value for name, value in kv.items() if name not in PARTS)
 
 
 def through_map(

@@ -21,7 +21,7 @@ from kvpatch_jax.backbone import (
     check_cached,
     check_tokens,
 )
-from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of
+from kvpatch_jax.core import DEFAULT, PARTS, EngineKV, Paged, arrays_of, transition_of
 from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
@@ -159,7 +159,11 @@ class Writing(LoadedModel):
         state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
         step = program(state, tokens, held, pages, slots, written, keep, mask, rows, **layers)
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
-        after: Any = step.cache if pages is None else pages._replace(pool=step.cache)
+        after: Any = step.cache
+        if pages is not None:
+            transition = transition_of(step.cache) or None
+            pool = {name: value for name, value in step.cache.items() if name not in PARTS}
+            after = pages._replace(pool=pool, transition=transition)
         after = EngineKV(after) if isinstance(cache, EngineKV) else after
         hidden = {layer: residual[:, :length] for layer, residual in step.hidden.items()}
         return Recomputed(step.logits if rows is not None else step.logits[:, :length], after, hidden)
@@ -167,5 +171,6 @@ class Writing(LoadedModel):
 
 def in_pages(window: int | None, context: Paged) -> Paged:
     """Returns a paged context as one kind of pytree: jax arrays by channel, and places only where layers slide."""
-    pool = arrays_of(context.pool)
-    return Paged(pool, context.table, context.seen, None if window is None else context.places_of_keys())
+    pool, places = arrays_of(context.pool), None if window is None else context.places_of_keys()
+    transition = None if context.transition is None else arrays_of(context.transition)
+    return Paged(pool, context.table, context.seen, places, transition)
