@@ -245,11 +245,11 @@ def check_repairable(layout: KVLayout) -> None:
       LayoutError: a hybrid model's, or layers of unlike kinds.
     """
     if layout.parts:
+        layers = list(layout.layers_of(layout.parts[0].name))
         raise LayoutError(
-            f"repair: got a hybrid model's layout, with {layout.parts[0].name!r} on layers "
-            f"{list(layout.layers_of(layout.parts[0].name))}; expected layers with a row per token, because the state of "
-            "linear attention keeps nothing of single tokens (windows and `apply_patch` serve hybrid models by whole "
-            "pieces)"
+            f"repair: got a hybrid model's layout, with linear attention on layers {layers}; expected layers with a row "
+            "per token, because a state keeps nothing of single tokens (windows and `apply_patch` serve hybrid models "
+            "by whole pieces)"
         )
     check_uniform(layout, "repair")
 
