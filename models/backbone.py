@@ -373,11 +373,16 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         out = cut_output(out, length, every=rows is None)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
-    def prefill_padded(self, tokens: Tokens, context: Context | None = None, logits: Logits = "last") -> Output:
+    def prefill_padded(
+        self, tokens: Tokens, context: Context | None = None, logits: Logits = "last", length: int | None = None
+    ) -> Output:
         """Runs tokens that have all the padding they are to have: as `prefill`, but as many run as are given.
 
         What stands behind the tokens that count is seen by none of them, and its KV comes back too. Contexts are padded
         as ever.
+
+        Args:
+          length: how many count, the first ones: what a transition is of. None: all.
         """
         context = self._check_read(tokens, context, None, "prefill_padded")
         self._check_regime(tokens.positions)
@@ -390,7 +395,10 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
             context = pad_context(self.buckets, context)
 
         how: dict[str, Any] = {"start_layer": 0, "hidden_at": (), "chunk": None}
-        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
+        filled, shape = None, tokens.embeddings.shape[:2]
+        if self.layout.parts and length is not None:
+            filled = np.broadcast_to(np.arange(shape[1]) < length, shape)
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, filled, **how)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
     def router_load(
