@@ -247,7 +247,7 @@ def check_repairable(layout: KVLayout) -> None:
     if layout.parts:
         layers = list(layout.layers_of(layout.parts[0].name))
         raise LayoutError(
-            f"repair: got a hybrid model's layout, with linear attention on layers {layers}; expected layers with a row "
+            f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
             "per token, because a state keeps nothing of single tokens (windows and `apply_patch` serve hybrid models "
             "by whole pieces)"
         )
