@@ -8,9 +8,10 @@ from .config import DecoderConfig, LinearConfig
 def forward_costs(config: DecoderConfig) -> ForwardCosts:
     """Counts the FLOPs of all matrix products of a decoder, layer by layer.
 
-    Norms, activations, rotations, convolutions and softmax are not counted. Linear attention costs the same at every
-    token, and nothing by pairs: its rule counts as it is written, for state and map, not by blocks. Experts count as a token takes them (one of a text, where
-    tokens of images have others), latent attention in absorbed form, as it is computed.
+    Norms, activations, rotations, convolutions and softmax are not counted. Experts count as a token takes them (one of
+    a text, where tokens of images have others), latent attention in absorbed form, as it is computed. Linear attention
+    costs the same at every token, and nothing by pairs: its rule counts as it is written, for state and map, not by
+    blocks.
     """
     width, heads, latent, experts = config.width, config.heads, config.latent, config.experts
 

@@ -18,6 +18,8 @@ from tests.tolerances import assert_close_to_largest
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
 close = functools.partial(assert_close_to_largest, bar=2e-5)
+"""Of our forwards among each other; of transformers', whose sums have another order, `near`."""
+near = functools.partial(assert_close_to_largest, bar=2e-4)
 SLOW = pytest.mark.slow
 CASES = {
     "qwen3_5": ("one_image", "text", "two_images", "video"),
@@ -81,17 +83,17 @@ def test_equals_transformers(family, case, tmp_path):
     backbone, gold = load(write_checkpoint(family, tmp_path / "a"), angles="float32"), golden_arrays(family, case)
     tokens = backbone.embed(gold["input_ids"][None], **{name: gold[name] for name in INPUTS if name in gold})
     assert np.array_equal(np.asarray(tokens.positions)[0], gold["position_ids"])
-    close(tokens.embeddings[0, gold["embedded"]], gold["inputs_embeds"], "embeddings")
+    near(tokens.embeddings[0, gold["embedded"]], gold["inputs_embeds"], "embeddings")
     layers, rows = backbone.layout.layers, gold["rows"]
     out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)), logits="all")
     for layer in range(layers):
-        close(out.hidden[layer + 1][0, rows], gold["hidden"][layer], f"hidden {layer}")
+        near(out.hidden[layer + 1][0, rows], gold["hidden"][layer], f"hidden {layer}")
     held = engine(backbone, out, tokens)
     for name in ("k", "v", "state", "tail"):
         value = held[name][:, 0]
-        close(value if name in PARTS else value[:, rows], gold[name], name)
-    close(out.kv["k"][:, 0, rows], gold["k_phase_free"], "phase-free keys")
-    close(out.logits[0, rows], gold["logits"], "logits")
+        near(value if name in PARTS else value[:, rows], gold[name], name)
+    near(out.kv["k"][:, 0, rows], gold["k_phase_free"], "phase-free keys")
+    near(out.logits[0, rows], gold["logits"], "logits")
 
     if "decode_tokens" in gold:
         assert np.array_equal(backbone.generate(tokens, len(gold["decode_tokens"]))[0], gold["decode_tokens"])
@@ -100,7 +102,7 @@ def test_equals_transformers(family, case, tmp_path):
             place = np.full((1, 1, *np.shape(tokens.positions)[2:]), gold["decode_positions"][step])
             one = backbone.embed(np.array([[token]]), position_ids=place)
             done = backbone.decode(one, cache, np.array([[length + step]]))
-            close(done.logits[0], gold["decode_logits"][step][None], f"decoded {step}")
+            near(done.logits[0], gold["decode_logits"][step][None], f"decoded {step}")
             cache = done.cache
 
     again = load(save(backbone, tmp_path / "b"), angles="float32")
