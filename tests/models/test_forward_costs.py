@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import models
+from evals.bench.hybrid_shapes import HYBRIDS, config_of
 from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
 from kvpatch_jax.utils.traced_flops import traced_flops
@@ -38,9 +38,9 @@ MORE = (
 
 def fewer_layers(name: str, layers: int) -> Any:
     """Configuration of a released model with as many language layers."""
-    raw = RELEASED[name].config
-    config = models.FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers))
+    config = config_of(HYBRIDS[name] if name in HYBRIDS else RELEASED[name].config)
+    fewer = {"kind_of": config.text.kind_of[:layers]} if config.text.kinds else {}
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers, **fewer))
 
 
 def program(name: str, tokens: int, behind: int, layers: int):
@@ -51,10 +51,10 @@ def program(name: str, tokens: int, behind: int, layers: int):
     text, layout = config.text, config.text.layout
     axes = () if text.rope.axes is None else (text.rope.axes,)
     prompt = Tokens(spec((1, tokens, text.width), jnp.bfloat16), spec((1, tokens, *axes), jnp.int32))
-    context = {
-        channel.name: spec((layout.layers, 1, behind, channel.heads, channel.width), jnp.bfloat16)
-        for channel in layout.channels
-    }
+    context = {}
+    for channel in layout.channels:
+        rows = behind if channel.rows is None else channel.rows
+        context[channel.name] = spec((layout.depth(channel.name), 1, rows, channel.heads, channel.width), jnp.bfloat16)
 
     def run(state: Any, prompt: Tokens, context: Any, rows: Any) -> Any:
         with using("dense"):
@@ -82,6 +82,13 @@ def test_flops_are_those_of_the_products(name):
 
 def test_flops_of_latent_attention_alone_are_those_of_the_products():
     check_products("moonshotai/Kimi-VL-A3B-Instruct", 300, 50, layers=1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", pytest.param("Qwen3.5-35B-A3B", marks=pytest.mark.slow)])
+def test_flops_of_linear_attention_are_those_of_the_products(name):
+    check_products(name, 1024, 128, layers=4)
+    costs = forward_costs(fewer_layers(name, 4).text)
+    assert [bool(pair) for pair in costs.pair] == [False, False, False, True]
 
 
 @pytest.mark.slow
