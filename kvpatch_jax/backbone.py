@@ -234,6 +234,7 @@ class Backbone(Protocol):
         hidden_at: tuple[int, ...] = (),
         logits: Logits = "last",
         chunk: int | None = None,
+        lengths: Int[AnyArray, " B"] | None = None,
     ) -> Output:
         """Runs the decoder over tokens that follow an engine-frame context.
 
@@ -244,6 +245,8 @@ class Backbone(Protocol):
           hidden_at: layers whose entering residual is returned.
           logits: tokens whose logits are returned.
           chunk: tokens run at a time, which bounds memory; the result is the same within rounding. None: all.
+          lengths: how many of each row's tokens count, the first ones: of padding behind them the layers of a hybrid
+            model with linear attention leave nothing in its transition. None: all, or those that a mask leaves.
 
         Raises:
           FrameError: the context is in another frame. PositionError: tokens start at position 0 after a context

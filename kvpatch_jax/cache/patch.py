@@ -360,6 +360,9 @@ def patch_digest(patch: Patch) -> str:
     # `examine` takes tokens on the second axis of every array; the longest one bounds them all.
     leaves = {}
     for name, factors in patch.factors.items():
+        if isinstance(factors, RaggedFactors):
+            # As a store has them, whatever they are held in.
+            factors = dataclasses.replace(factors, rows=np.asarray(factors.rows, np.int32))
         leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
     tokens = max((leaf.shape[1] for leaf in leaves.values()), default=0)
     found = examine(leaves, tokens)[0]

@@ -343,8 +343,8 @@ class KVLayout:
         """
         if self.parts:
             raise LayoutError(
-                f"layout: got KV with a transition to cut to tokens {begin} to {end}; expected rows alone: these tokens "
-                "have a transition of their own, which a forward over them gives"
+                f"layout: got KV with a transition to cut to tokens {begin} to {end}; expected rows alone: these "
+                "tokens have a transition of their own, which a forward over them gives"
             )
         return {name: value[..., begin:end, :, :] for name, value in kv.items()}
 

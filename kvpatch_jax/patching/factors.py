@@ -117,7 +117,8 @@ def choose_ranks(
 def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None, rank: Any = None) -> str:
     """Returns the name of the dtype of a patch's factors; int2 to int7 are packed in groups.
 
-    None is that of the chunk's rows, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave less error.
+    None is that of the chunk's rows, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave
+    less error.
     """
     if dtype is None and isinstance(rank, ByteBudget):
         return "int4"

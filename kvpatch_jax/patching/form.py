@@ -102,9 +102,9 @@ def form_patch(
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
       rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). Of a hybrid model
         {"rows": M, "transition": N} names all channels of a kind, either or both. At most min(T, F), of a transition's
-        part min(R, F): a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for each layer and
-        channel, so that the patch holds most of the deficit within these bytes; of one chunk, joint heads in the
-        phase-free frame, from exact directions whatever `method` says.
+        part min(R, F): a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for
+        each layer and channel, so that the patch holds most of the deficit within these bytes; of one chunk, joint
+        heads in the phase-free frame, from exact directions whatever `method` says.
       antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids
         and chunks mean that each was served exactly.
       options: fields of `FormOptions`: heads, method, key, layers, shared_left, dense, frame, start, angles, dtype,

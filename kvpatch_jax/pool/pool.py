@@ -148,11 +148,9 @@ def jitted_splice(
         return splice_packed(layout, pool, slots, kv, arguments, length)  # pyright: ignore[reportArgumentType]
 
     spliced = {}
-    for name, own in arguments.items():
-        if name not in pool:
-            continue
+    for name in pool:
         how = {"layout": layout.rope_of(name).cached, "length": length}
-        spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **own)  # pyright: ignore[reportArgumentType]
+        spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **arguments[name])  # pyright: ignore
     return spliced
 
 

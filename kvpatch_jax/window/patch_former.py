@@ -14,7 +14,7 @@ from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, Chunk, Patch, brief, patch_digest
 from ..core import PARTS, AnyArray
 from ..errors import InputError, PatchMismatchError
-from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
+from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens, rank_by_channel
 from ..utils.background import JobQueue
 from .canonical_encoding import AUTO, CanonicalEncoding
 from .costs import Ledger
@@ -381,9 +381,9 @@ class PatchFormer:
             return False
 
         # Of each channel, at most as many directions as it has can be asked for.
-        wanted = {}
+        wanted, ranks = {}, rank_by_channel(self.backbone.layout, self.rank or 0, "former")
         for channel in self.backbone.layout.channels:
-            rank = self.rank.get(channel.name, 0) if isinstance(self.rank, Mapping) else self.rank or 0
+            rank = ranks[channel.name]
             wanted[channel.name] = min(rank, job.length if channel.rows is None else channel.rows, channel.features)
 
         entry, backbone = job.entry, self.backbone

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone, Tokens
-from ..core import Buckets, KVEncoding, Paged, as_start, encode_kv
+from ..core import PART_DTYPE, Buckets, KVEncoding, Paged, as_start, encode_kv
 from . import programs
 from .edit_run import packed
 from .padding import bucket, padded_tokens
@@ -77,11 +77,8 @@ class Precompiler:
         for sample in asked:
             self._prefill(backbone.prefill, sample, steps)
 
-        # Windows of any number of pieces: of 1, 2, 4, …, each of a token or more.
-        count = 1
-        while self._pool.layout.parts and count < 2 * min(self._keys, MOST_PIECES):
-            programs.compose_transitions((self._pool.unit,) * count, np.zeros(count, np.int32))
-            count *= 2
+        if self._pool.layout.parts and pieces:
+            self._make_transitions(pieces[0].embeddings.dtype, ranks)
 
         # Runs of rotations and copies have any number of tokens up to that of the window.
         for count in sorted({bucket(self._pool.buckets, number) for number in range(1, self._keys + 1)}):
@@ -110,7 +107,11 @@ class Precompiler:
         # As a prefill returns it, [L,1,T,K,H]; as a chunk has it; and with factors.
         inputs: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
         bases: list[Any] = [kv]
-        bases += [encode_kv(layout, kv, KVEncoding.of(word)) for word in self._encodings if word is not None]
+        unit = pool.unit if layout.parts else {}
+        for word in self._encodings:
+            if word is not None:
+                encoded = encode_kv(layout, {**kv, **unit}, KVEncoding.of(word))
+                bases.append({name: encoded[name] for name in kv})
         if spliced:
             inputs += [(base, {}) for base in bases]
         for rank in ranks:
@@ -126,17 +127,37 @@ class Precompiler:
         for vectors, factors in inputs:
             pool.vectors = programs.write_piece(layout, pool.vectors, destination, vectors, factors)
 
-        # Parts as a prefill returns them, as a chunk has them, and with factors.
-        unit, patches = pool.unit if layout.parts else {}, list[Any]()
-        for rank in ranks if unit else ():
-            shapes = {channel.name: (layout.depth(channel.name), channel) for channel in layout.parts}
-            patches.append({})
-            for name, (layers, channel) in shapes.items():
-                u = jnp.zeros((layers, channel.rows or 0, rank), dtype)
-                patches[-1][name] = u, jnp.zeros((layers, rank, channel.features), dtype)
-        for parts in ({name: value[:, None] for name, value in unit.items()}, unit) if unit else ():
-            for factors in ({}, *patches):
-                programs.make_transition(layout, parts, factors)
+    def _make_transitions(self, dtype: Any, ranks: Sequence[int]) -> None:
+        """Runs the launches that make the transition of a piece, prefilled, bare and patched at each rank, and compose
+        those of windows.
+        """
+        pool, layout = self._pool, self._pool.layout
+        unit, patches = pool.unit, [dict[str, Any]() for _ in ranks]
+        for rank, patch in zip(ranks, patches, strict=True):
+            for part in layout.parts:
+                layers, rows, features = layout.depth(part.name), part.rows or 0, part.features
+                own = min(rank, rows, features)
+                u, v = jnp.zeros((layers, rows, own), dtype), jnp.zeros((layers, own, features), dtype)
+                # As patches are formed: dense where factors would take as many numbers.
+                smaller = own * (rows + features) < rows * features
+                patch[part.name] = (u, v) if smaller else jnp.zeros((layers, rows, part.heads, part.width), dtype)
+
+        # As a prefill returns it, [L,1,R,K,W]; as a chunk has it, and as an encoded one.
+        forward = {name: value.astype(dtype) if name == "tail" else value for name, value in unit.items()}
+        inputs: list[tuple[Any, Any]] = []
+        for base in (forward, {name: value.astype(PART_DTYPE) for name, value in unit.items()}):
+            inputs += [(base, patch) for patch in ({}, *patches)]
+            if not any(self._encodings):
+                break
+        programs.make_transition(layout, {name: value[:, None] for name, value in forward.items()}, {})
+        for parts, patch in inputs:
+            programs.make_transition(layout, parts, patch)
+
+        # Windows of any number of pieces: of 1, 2, 4, …, each of a token or more.
+        count = 1
+        while count < 2 * min(self._keys, MOST_PIECES):
+            programs.compose_transitions((unit,) * count, np.zeros(count, np.int32))
+            count *= 2
 
     def _rotate_and_copy(self, size: int) -> None:
         """Runs the launches that rotate, copy and read so many slots."""

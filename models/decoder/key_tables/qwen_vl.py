@@ -106,12 +106,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 # A gate of the linear layers' norm that the classes of transformers do not read, and no deepstack.
-_QWEN3_5 = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
+_QWEN3_5 = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+}
 ONLY: dict[str, dict[str, Any]] = {
     "qwen3_5": {"language_model_only": False},
     "qwen3_5_moe": {"language_model_only": False},
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5 | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3_5_moe_text": _QWEN3_5 | {"norm_topk_prob": True, "decoder_sparse_step": 1},
     "qwen3_5_vision": {"deepstack_visual_indexes": []},
     "qwen2_vl_text": {"attention_bias": True},
     "qwen2_5_vl_text": {"attention_bias": True},

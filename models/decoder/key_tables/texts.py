@@ -102,6 +102,7 @@ ONLY: dict[str, dict[str, Any]] = {
     "llama": {"qk_layer_norms": False, "use_resampler": False, "rope_interleaved": False},
     "mistral": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"attention_bias": True},
+    "qwen3_next": {"use_sliding_window": False, "attn_output_gate": True},
     # Qwen3-Coder's files say of Qwen2-MoE's switches that they are not used, and of its norms that they are.
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_experts_intermediate_size": 0},
     "phi3": {

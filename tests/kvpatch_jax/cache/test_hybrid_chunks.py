@@ -33,12 +33,14 @@ def test_tokens_and_batch_are_those_of_the_rows(name: str):
 def test_padding_leaves_the_transition_and_the_content():
     chunk = chunk_of(length=2, rows=jnp.bfloat16)
     padded = chunk.pad(11)
-    assert padded.tokens == 11 and padded.content == chunk.content
+    assert padded.tokens == 11
+    assert padded.content == chunk.content
     for name in PARTS:
         assert padded.kv[name] is chunk.kv[name]
     # As computed from the arrays again, not only as carried over.
     again = dataclasses.replace(padded, kv=dict(padded.kv))
-    assert again.content == chunk.content and (again.kv["k"][:, 2:] == chunk.pad(11).kv["k"][:, 2:]).all()
+    assert again.content == chunk.content
+    assert (again.kv["k"][:, 2:] == chunk.pad(11).kv["k"][:, 2:]).all()
 
 
 def test_content_is_of_every_number_of_the_transition():
@@ -52,7 +54,8 @@ def test_content_is_of_every_number_of_the_transition():
     other = {key: value.copy() for key, value in kv.items()}
     other["k"][:, 2:] += 1
     assert dataclasses.replace(chunk_of(length=2), kv=other, content=None).content == content
-    assert examine(kv, 2)[1] and not examine(kv | {"tail": kv["tail"] * np.nan}, 2)[1]
+    assert examine(kv, 2)[1]
+    assert not examine(kv | {"tail": kv["tail"] * np.nan}, 2)[1]
 
 
 def test_what_is_no_chunk_of_the_layout_is_refused(unchecked):
@@ -61,7 +64,7 @@ def test_what_is_no_chunk_of_the_layout_is_refused(unchecked):
     def made(kv, layout=LAYOUT, **fields):
         return Chunk(kv, local, TOKENS, TOKENS, "page", layout, "backbone", **fields)
 
-    with pytest.raises(LayoutError, match="got channels .* expected"):
+    with pytest.raises(LayoutError, match="got channels"):
         made({name: value for name, value in kv.items() if name != "tail"})
     with pytest.raises(LayoutError, match="got channels"):
         made(kv, PLAIN)
@@ -93,7 +96,8 @@ def test_what_is_no_chunk_of_the_layout_is_refused(unchecked):
 def test_few_bits_pack_the_rows_and_round_the_transition():
     chunk = chunk_of(length=5)
     few = encode_chunk(chunk, "k4v4")
-    assert few.content == chunk.content and few.nbytes == KVEncoding.of("k4v4").nbytes(LAYOUT, TOKENS)
+    assert few.content == chunk.content
+    assert few.nbytes == KVEncoding.of("k4v4").nbytes(LAYOUT, TOKENS)
     for name, value in few.kv.items():
         assert isinstance(value, PackedArray) == (name not in PARTS)
         own = np.asarray(jnp.asarray(value), np.float32)
@@ -106,7 +110,8 @@ def test_few_bits_pack_the_rows_and_round_the_transition():
     for name in "kv":
         assert (np.asarray(few.kv[name]) == np.asarray(encode_chunk(plain, "k4v4").kv[name])).all()
     padded = few.pad(9)
-    assert padded.tokens == 9 and padded.kv["state"] is few.kv["state"]
+    assert padded.tokens == 9
+    assert padded.kv["state"] is few.kv["state"]
     placed = apply_patch(Placed(few, start=3))
     for name in PARTS:
         assert (np.asarray(placed[name]) == np.asarray(few.kv[name])).all()
@@ -220,7 +225,8 @@ def test_conditioned_units_have_the_transition_of_their_own_tokens():
             mixed = x[t - 2] + 2 * x[t - 1] + x[t]
             own = 0.9 * own + np.outer(mixed, mixed)
         assert np.abs(np.asarray(kv["state"][0, :, 0]) - own).max() <= 1e-5 * np.abs(own).max()
-        assert np.allclose(kv["map"], 0.9 ** (end - begin)) and np.allclose(kv["tail"][0, :, 0], x[end - 2 : end])
+        assert np.allclose(kv["map"], 0.9 ** (end - begin))
+        assert np.allclose(kv["tail"][0, :, 0], x[end - 2 : end])
     # Rows of the batch, as they came; the chunk of the first unit alone differs from the unit behind the lead.
     both = Tokens(jnp.concatenate([model.embed(["a"]).embeddings] * 2), np.zeros((2, 3), np.int32) + np.arange(3))
     assert conditioned(model, [both, both])[1]["state"].shape == (1, 2, 4, 1, 4)
