@@ -85,10 +85,22 @@ def test_flops_of_latent_attention_alone_are_those_of_the_products():
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", pytest.param("Qwen3.5-35B-A3B", marks=pytest.mark.slow)])
-def test_flops_of_linear_attention_are_those_of_the_products(name):
-    check_products(name, 1024, 128, layers=4)
-    costs = forward_costs(fewer_layers(name, 4).text)
+def test_flops_of_linear_attention_are_those_of_the_products_but_for_blocks(name):
+    """The rule counts as it is written; in blocks it multiplies more, as often as its WY form has products."""
+    tokens, behind, block = 256, 128, 64
+    text, run, arguments = program(name, tokens, behind, layers=4)
+    costs, linear = forward_costs(text), text.kinds[1].linear
     assert [bool(pair) for pair in costs.pair] == [False, False, False, True]
+    keys, values = linear.key_width, linear.value_width
+    # Two rows of scores; the inverse, pair by pair of blocks; what it solves for; what is read of the block.
+    inverse = sum(2 * (1 << level) ** 3 * (block // (2 << level)) for level in range(block.bit_length() - 1))
+    blocks = 2 * block**2 * keys + inverse + block**2 * (keys + values) + block**2 * values
+    # The state of these tokens alone is written beside that behind all, and both are read to be written.
+    states = 2 * keys * values
+    extra = linear.value_heads * (blocks // block + states)
+    expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
+    with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
+        assert traced_flops(run, *arguments) == expected + 3 * 2 * extra * tokens
 
 
 @pytest.mark.slow
