@@ -131,7 +131,7 @@ def _judged(row: Row) -> Row:
 
 
 def _sum(steps: Sequence[Mapping[str, Any]], way: str, unit: str) -> float:
-    return sum(step[way][unit] for step in steps)
+    return float(sum(step[way][unit] for step in steps))
 
 
 def counted_rows(loop: Mapping[str, Any], window: int = LOOP.window) -> list[Row]:
