@@ -28,6 +28,8 @@ CHEAPER_BAR = 3.0
 """Least ratio of re-prefill to ours, over the loop."""
 NEW_BAR = 1.1
 """Most of ours over prefilling what is new, at `COUNTED` sizes."""
+FURTHER, FURTHER_BAR = "prefill: temporaries of a further token over its rows", 2.0
+"""An array of queries by keys would take twenty times a token's rows, behind `hybrid_sizes.KEYS` others."""
 EXACT_BAR = 1e-4
 """Most KL while the window grows, in nats."""
 COUNTED = (256, 1280)
@@ -164,10 +166,9 @@ def size_rows(prefills: Sequence[Mapping[str, int]], compositions: Sequence[Mapp
         rows.append(measured_row("prefill: TFLOPs", [each["flops"] / 1e12], part=part))
     if len(prefills) > 1:
         first, last = prefills[0], prefills[-1]
-        growth = (last["temporaries"] / first["temporaries"]) / (last["tokens"] / first["tokens"])
-        rows.append(
-            measured_row("prefill: growth of temporaries over that of tokens", [growth], at_most=1.1, part=MODEL)
-        )
+        further = (last["temporaries"] - first["temporaries"]) / (last["tokens"] - first["tokens"])
+        over = further / decoder_of(MODEL).layout.bytes_per_token()
+        rows.append(measured_row(FURTHER, [over], at_most=FURTHER_BAR, part=MODEL))
     for each in compositions:
         part = f"{MODEL}, {each['transitions']} transitions"
         rows.append(measured_row("composing: GFLOPs", [each["flops"] / 1e9], part=part))

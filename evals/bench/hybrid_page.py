@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGE, KEPT = Path("docs/experiments/hybrid-costs.md"), Path("docs/hybrid-costs.json")
 SHOWN = (64, 256, 1280, 4096, 16384)
 """Tokens of the chunks in the table."""
+MODELS = ("Qwen3.5-2B", "Qwen3.5-9B", "Qwen3.5-35B-A3B")
+"""Whose chunks the table has: those of 0.8B and 4B are as those of 2B and 9B."""
 MIB, GIB = 2**20, 2**30
 
 
@@ -87,6 +89,8 @@ def bytes_table(result: Mapping[str, Any]) -> str:
     """Formats the bytes of chunks by length and form, and of the full-attention models beside."""
     lines = []
     for row in result["bytes"]:
+        if row["model"] not in MODELS:
+            continue
         places = [row["lengths"].index(length) for length in SHOWN]
         for form, chunks in row["chunk_bytes"].items():
             even = f"{row['even_length'][form]}" if form in FORMS and "beside" in row else ""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.bench import hybrid, hybrid_bytes, hybrid_sizes
+from evals.bench import hybrid, hybrid_bytes, hybrid_page, hybrid_sizes
 from evals.bench.checkpoints import GOLDENS
 from evals.bench.hybrid_loop import (
     VARIANTS,
@@ -119,6 +119,19 @@ def test_compositions_are_counted_product_by_product():
     matrices, tail = 4 * 18 * 16 * 2 * 128**2, 4 * 18 * 3 * 3 * 16 * 128
     assert two["arguments"] == 3 * matrices + tail
     assert two["results"] >= matrices + tail
+
+
+def test_the_page_shows_the_run_that_is_kept_and_what_follows_from_layouts():
+    root = hybrid_page.ROOT
+    kept = json.loads((root / hybrid_page.KEPT).read_text(encoding="utf-8"))
+    page = (root / hybrid_page.PAGE).read_text(encoding="utf-8")
+    for mark, text in hybrid_page.sections(kept).items():
+        assert f"<!-- {mark} -->\n\n{text}\n\n<!-- /{mark} -->" in page, mark
+    # What needs no run is as the code has it now.
+    assert kept["bytes"] == hybrid_bytes.describe_bytes()
+    assert kept["counted"] == hybrid.counted_loops()
+    assert kept["rows"] == json.loads(json.dumps(hybrid.rows_of(kept)))
+    assert all(row["passed"] for row in kept["rows"] if "passed" in row)
 
 
 def test_rows_judge_the_whole_loop(tmp_path):
