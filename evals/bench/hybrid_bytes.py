@@ -45,9 +45,9 @@ def describe_bytes(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
     """Describes the chunks of every hybrid.
 
     Returns:
-      For each {"model", "row_bytes" of a token, "transition_bytes" by form, "chunk_bytes" by form and length; and with a
-      full-attention model "beside": its name, its "beside_row_bytes", and by form the "even_length" from which a chunk
-      of the hybrid is the smaller one}.
+      For each {"model", "row_bytes" of a token, "transition_bytes" by form, "lengths", "chunk_bytes" by form;
+      and with a full-attention model "beside": its name, its "beside_row_bytes", and by form the "even_length" from
+      which a chunk of the hybrid is the smaller one}.
     """
     rows = []
     for name in HYBRIDS:
@@ -55,7 +55,10 @@ def describe_bytes(lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
         row_bytes, transitions = layout.bytes_per_token(), transition_bytes(layout)
         chunks = {form: [row_bytes * length + own for length in lengths] for form, own in transitions.items()}
         row: dict[str, Any] = {"model": name, "row_bytes": row_bytes, "transition_bytes": transitions}
-        row |= {"lengths": list(lengths), "chunk_bytes": {"rows alone": [row_bytes * each for each in lengths], **chunks}}
+        row |= {
+            "lengths": list(lengths),
+            "chunk_bytes": {"rows alone": [row_bytes * each for each in lengths], **chunks},
+        }
         if name in BESIDE:
             beside = decoder_of(BESIDE[name]).layout.bytes_per_token()
             even = {form: math.ceil(own / (beside - row_bytes)) for form, own in transitions.items()}

@@ -76,7 +76,7 @@ def shape_of(layers: int) -> dict[str, Any]:
 
 
 class SnapshotCache:
-    """Chunk ends at which an engine has the state of what stands in front: whole prefixes of windows, by their names."""
+    """Chunk ends at which an engine has the state of what stands in front: prefixes of windows, by their names."""
 
     def __init__(self) -> None:
         """Holds nothing yet, and evicts nothing."""
@@ -98,7 +98,9 @@ def counted_flops(forward: ForwardCosts, layout: KVLayout, sizes: LoopSizes) -> 
     """
     image, question, lead = sizes.image_tokens, sizes.question_tokens, sizes.lead_tokens
     composing = composing_flops(layout)
-    rotation = ROTATION * sum(layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels)
+    rotation = ROTATION * sum(
+        layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels
+    )
     cache, flops = SnapshotCache(), {way: list[int]() for way in (*WAYS, "bar")}
 
     for number in range(sizes.images):
@@ -210,6 +212,7 @@ class HybridPrompts:
     def run(self, ids: Sequence[str], number: int, behind_lead: bool = False) -> LoopStep:
         """Prefills the images of these ids and the question, with the lead or behind its KV and state."""
         workload = self.workload
+        assert workload.lead is not None
         pieces = [("lead", workload.lead)]
         pieces += [(id, workload.images[int(id.split()[-1])]) for id in ids]
         pieces.append(("question", workload.questions[number]))
@@ -237,8 +240,9 @@ def measure_hybrid_loop(workload: LoopWorkload, sizes: LoopSizes) -> Part:
       {"steps": per step {way: {"seconds", "flops"}, "kl": of ours to re-prefill, "flip"}, "variants": likewise by name,
       "counted": FLOPs by `counted_flops`}.
     """
-    prompts, counted = HybridPrompts(workload), counted_flops(
-        workload.plain.forward_costs, workload.plain.layout, sizes
+    prompts, counted = (
+        HybridPrompts(workload),
+        counted_flops(workload.plain.forward_costs, workload.plain.layout, sizes),
     )
     ids = [f"image {number}" for number in range(len(workload.images))]
     steps: list[Part] = []

@@ -15,7 +15,7 @@ from models.families.family import abstract, placeholders, with_dtype
 from .hybrid_shapes import HYBRIDS, config_of
 
 MODEL = "Qwen3.5-9B"
-CHUNK, KEYS, LENGTHS = 256, 10240, (1280, 2560, 5120)
+CHUNK, KEYS, LENGTHS = 256, 10240, (1280, 5120)
 """Tokens run at a time, tokens of the context, and tokens of the prompts."""
 COMPOSED = (8, 32)
 """Transitions that are composed."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.bench import hybrid, hybrid_bytes, hybrid_sizes
+from evals.bench import hybrid, hybrid_bytes, hybrid_page, hybrid_sizes
 from evals.bench.checkpoints import GOLDENS
 from evals.bench.hybrid_loop import (
     VARIANTS,
@@ -19,7 +19,7 @@ from evals.bench.hybrid_loop import (
 )
 from evals.bench.hybrid_shapes import decoder_of
 
-SIZES = LoopSizes(images=4, window=2, image_tokens=8, question_tokens=4, lead_tokens=4)
+SIZES = LoopSizes(images=4, window=3, image_tokens=8, question_tokens=4, lead_tokens=4)
 RAW = json.loads((GOLDENS / "qwen3_5" / "config.json").read_text())
 
 
@@ -29,6 +29,7 @@ def loop() -> dict[str, Any]:
     return measure_hybrid_loop(workload, SIZES) | {"costs": workload.plain.forward_costs}
 
 
+@pytest.mark.slow
 def test_what_ran_is_what_is_counted(loop: dict[str, Any]):
     for way, flops in loop["counted"].items():
         if way != "bar":
@@ -58,6 +59,7 @@ def test_counts_are_those_of_forwards_and_compositions():
     assert found["window"] == [new[0] + compose, new[1] + 2 * compose, new[2] + 3 * compose + rotate]
 
 
+@pytest.mark.slow
 def test_a_growing_window_answers_as_a_prefill_does(loop: dict[str, Any]):
     assert max(step["kl"] for step in loop["steps"][: SIZES.window]) < 1e-9
     assert set(loop["variants"]) == set(VARIANTS)
@@ -100,12 +102,36 @@ def test_bytes_of_a_chunk_are_rows_and_a_constant():
     assert nine["beside_row_bytes"] == 2 * 2 * 36 * 8 * 128
 
 
+@pytest.mark.slow
+def test_prefills_behind_a_composed_context_are_described():
+    short, long = hybrid_sizes.describe_prefills(RAW, (16, 32), keys=48, chunk=8)
+    assert short["flops"] < long["flops"] < 2.5 * short["flops"]
+    assert 0 < short["temporaries"] <= long["temporaries"]
+    assert long["scores"] == 4 * 4 * 32 * 80
+
+
 def test_compositions_are_counted_product_by_product():
     layout = decoder_of("Qwen3.5-0.8B").layout
     one, two = hybrid_sizes.describe_compositions(layout, (2, 3))
     assert one["flops"] == 18 * 16 * 2 * 128**2 * 256
     assert two["flops"] == 2 * one["flops"]
-    assert two["arguments"] == 3 * layout.transition_bytes()
+    # Of full chunks the last tail alone is read.
+    matrices, tail = 4 * 18 * 16 * 2 * 128**2, 4 * 18 * 3 * 3 * 16 * 128
+    assert two["arguments"] == 3 * matrices + tail
+    assert two["results"] >= matrices + tail
+
+
+def test_the_page_shows_the_run_that_is_kept_and_what_follows_from_layouts():
+    root = hybrid_page.ROOT
+    kept = json.loads((root / hybrid_page.KEPT).read_text(encoding="utf-8"))
+    page = (root / hybrid_page.PAGE).read_text(encoding="utf-8")
+    for mark, text in hybrid_page.sections(kept).items():
+        assert f"<!-- {mark} -->\n\n{text}\n\n<!-- /{mark} -->" in page, mark
+    # What needs no run is as the code has it now.
+    assert kept["bytes"] == hybrid_bytes.describe_bytes()
+    assert kept["counted"] == hybrid.counted_loops()
+    assert kept["rows"] == json.loads(json.dumps(hybrid.rows_of(kept)))
+    assert all(row["passed"] for row in kept["rows"] if "passed" in row)
 
 
 def test_rows_judge_the_whole_loop(tmp_path):
@@ -124,7 +150,7 @@ def test_rows_judge_the_whole_loop(tmp_path):
     assert rows["sliding: time of re-prefill over ours"]["value"] == 5.5
     assert rows["reordered: FLOPs over running what is new"]["value"] == pytest.approx(1.25)
     result = {"config": {"window": 1, "backbone": "tiny"}, "loop": loop, "prefills": [], "compositions": []}
-    result |= {"counted": hybrid.counted_loops(LoopSizes()), "bytes": hybrid_bytes.describe_bytes()}
+    result |= {"counted": hybrid.counted_loops(), "bytes": hybrid_bytes.describe_bytes()}
     result["rows"] = hybrid.rows_of(result)
     hybrid.BENCHMARK.write(result, tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
