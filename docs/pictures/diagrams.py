@@ -176,8 +176,52 @@ def slide() -> str:
     return page(604, 52 + height * len(STEPS) + 24 + 29 * len(MEANINGS), parts, title)
 
 
+PIECES = (("A", GREEN, 0), ("B", BLUE, 80), ("C", AMBER, 160))
+"""Three chunks of a window, each with its colour and the phase at which its first key stands."""
+
+
+def transitions() -> str:
+    """Draws what each kind of layer does with chunks: rows that rotate and stand side by side, maps that compose."""
+    parts = [
+        text(14, 32, "attention layers", 19, INK, weight="bold"),
+        text(14, 56, "rows per token: rotate each to its place, then side by side", 16, SOFT),
+    ]
+    for place, (name, colour, phase) in enumerate(PIECES):
+        x = 14 + 192 * place
+        parts += [box(x, 72, 182, 74, colour), text(x + 12, 102, name, 20, colour, weight="bold")]
+        for token in range(3):
+            centre, angle = x + 60 + 42 * token, math.radians(phase + 24 * token)
+            tip = (centre + 13 * math.sin(angle), 108 - 13 * math.cos(angle))
+            parts += [
+                f'<circle cx="{centre}" cy="108" r="16" fill="{PAPER}" stroke="{colour}" stroke-width="2"/>',
+                f'<line x1="{centre}" y1="108" x2="{tip[0]:.1f}" y2="{tip[1]:.1f}" stroke="{colour}" '
+                'stroke-width="2.5"/>',
+            ]
+    parts += [
+        text(14, 196, "linear-attention layers", 19, INK, weight="bold"),
+        text(14, 220, "one map per chunk, without a position: compose them in order", 16, SOFT),
+        box(14, 240, 60, 74, SOFT, GREY),
+        text(44, 283, "S = 0", 16, SOFT, "middle", mono=True),
+    ]
+    for place, (name, colour, _) in enumerate(PIECES):
+        x = 104 + 156 * place
+        parts += [
+            arrow([(x - 28, 277), (x - 3, 277)], SOFT),
+            box(x, 240, 126, 74, colour),
+            text(x + 63, 270, name, 20, colour, "middle", "bold"),
+            text(x + 63, 298, "map·S + state", 14, colour, "middle", mono=True),
+        ]
+    parts += [
+        arrow([(104 + 2 * 156 + 128, 277), (576, 277)], SOFT),
+        text(14, 354, "another order, or without A: the same maps, composed again", 16, INK),
+        text(14, 380, "what B absorbed from A is missing: a patch of rows, map and state", 16, INK),
+    ]
+    return page(590, 398, parts, "Rows of chunks rotate to their places; transitions of chunks compose in their order")
+
+
 if __name__ == "__main__":
     folder = Path(__file__).parent
     (folder / "frames.svg").write_text(frames(), encoding="utf-8")
     (folder / "slide.svg").write_text(slide(), encoding="utf-8")
+    (folder / "transitions.svg").write_text(transitions(), encoding="utf-8")
     (folder / "store_paths.svg").write_text(store_paths(), encoding="utf-8")

@@ -18,6 +18,8 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   sessions           many agents at once: adding an image and asking, tokens per second
   prompt_reuse       MPIC and VLCache: FLOPs and seconds to the first token, beside what they replace
   parallel_prefill   chunk-parallel prefill beside ring attention on four host devices: seconds, bytes, FLOPs
+  hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states, bytes of a
+                     chunk by its length, programs at 9B's shape
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:
@@ -46,6 +48,7 @@ from . import (
     costs,
     encoded,
     fetch,
+    hybrid,
     kernels,
     mesh_sizes,
     needs,
@@ -71,6 +74,7 @@ BENCHMARKS = {
         calls.BENCHMARK,
         costs.BENCHMARK,
         fetch.BENCHMARK,
+        hybrid.BENCHMARK,
         kernels.BENCHMARK,
         mesh_sizes.BENCHMARK,
         needs.BENCHMARK,
@@ -136,6 +140,8 @@ flags.DEFINE_bool(
     False,
     "costs, prompt_reuse: counts CPU seconds, where others use the machine too; pin the program to one core.",
 )
+flags.DEFINE_integer("layers", 4, "hybrid: layers of the model that is run, a multiple of four.", lower_bound=4)
+flags.DEFINE_integer("image-tokens", 256, "hybrid: tokens of an image of the loop that is run.", lower_bound=4)
 flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: at least seven.")
 flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
 

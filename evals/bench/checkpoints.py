@@ -202,6 +202,9 @@ def random_backbone(raw: Mapping[str, Any], seed: int = 0) -> ModelBackbone:
             values = 0.2 * values
         elif name in ("kernel", "gate", "up", "down", "embedding"):
             values = values * np.float32(1 / math.sqrt(shape[-1 if name == "embedding" else -2]))
+        elif name == "decay_rate":
+            # Heads of linear attention forget within one to a thousand tokens.
+            values = 2 * values - 3.5
         else:
             values = 0.5 * values
         return jnp.asarray(values)

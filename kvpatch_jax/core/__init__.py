@@ -4,6 +4,7 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 """
 
 from .buckets import Buckets as Buckets
+from .encoding import PART_DTYPE as PART_DTYPE
 from .encoding import KVEncoding as KVEncoding
 from .encoding import PackedArray as PackedArray
 from .encoding import encode_kv as encode_kv
@@ -24,6 +25,8 @@ from .layout import KVLayout as KVLayout
 from .layout import Positions as Positions
 from .layout import Start as Start
 from .layout import check_uniform as check_uniform
+from .linear_attention import RuleOutput as RuleOutput
+from .linear_attention import delta_rule as delta_rule
 from .ops import ChannelFactors as ChannelFactors
 from .ops import Factors as Factors
 from .ops import FormPlan as FormPlan
@@ -68,6 +71,14 @@ from .rotation import to_engine as to_engine
 from .rotation import to_local as to_local
 from .rotation import to_phase_free as to_phase_free
 from .scaling import Scaling as Scaling
+from .transitions import TruncatedMap as TruncatedMap
+from .transitions import check_parts as check_parts
 from .transitions import compose as compose
+from .transitions import compose_all as compose_all
+from .transitions import dropped as dropped
 from .transitions import fold as fold
+from .transitions import identity as identity
+from .transitions import map_bound as map_bound
+from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of
+from .transitions import truncated_map as truncated_map

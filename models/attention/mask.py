@@ -130,6 +130,22 @@ class Mask:
             allowed=cut(self.allowed, 2),
         )
 
+    def padded(self, queries: int, extra: int) -> "Mask":
+        """Returns the mask with so many more queries behind, and as many keys, which none of the others sees."""
+        if not extra:
+            return self
+        fills = {"query_places": 0, "ahead": 0, "query_segments": 0, "key_places": NOWHERE, "key_segments": -1}
+        grown = {}
+        for name, fill in fills.items():
+            array = getattr(self, name)
+            if array is not None:
+                grown[name] = jnp.pad(jnp.asarray(array), ((0, 0), (0, extra)), constant_values=fill)
+        if self.allowed is not None:
+            grown["allowed"] = jnp.pad(jnp.asarray(self.allowed), ((0, 0), (0, 0), (0, extra), (0, extra)))
+        if not self.causal and self.allowed is None:
+            raise ShapeError(f"mask: got one of {queries} queries that hides nothing; expected a causal one, or bools")
+        return dataclasses.replace(self, **grown)
+
     def take_rows(self, start: Any, rows: int) -> "Mask":
         """Returns the mask of rows start … start+rows-1 of the batch; `start` may be traced."""
 

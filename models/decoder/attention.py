@@ -14,6 +14,7 @@ U width of a head's position-free part, W width of a head's value.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -48,7 +49,9 @@ class GroupedAttention(nnx.Module):
         def kv(wanted):
             return Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype) if wanted else None
 
-        self.query = Linear(width, heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        # With a gate a head's query and its gate lie side by side.
+        queries = heads * head_dim * (2 if config.attention_gate else 1)
+        self.query = Linear(width, queries, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
         self.key, self.value = kv(keeps), kv(keeps and not kind.keys_are_values)
         self.output = Linear(heads * head_dim, width, bias=config.output_bias, rngs=rngs, lead=lead, dtype=dtype)
         norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
@@ -56,11 +59,11 @@ class GroupedAttention(nnx.Module):
         self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
         self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm and keeps else None
         self.value_norm = RMSNorm(head_dim, **{**norm, "weight": "none"}) if config.value_norm and keeps else None
-        self.head_dim = head_dim
+        self.head_dim, self.gated = head_dim, config.attention_gate
         self.scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Returns queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position.
+        """Returns queries {"turning": [B,T,N,H]} (and {"gate"}, alike) and KV {"k", "v": [B,T,K,H]}, without position.
 
         A layer that reads another's KV has none of its own: {}.
         """
@@ -69,21 +72,25 @@ class GroupedAttention(nnx.Module):
             return linear(x).reshape(*x.shape[:2], -1, self.head_dim)
 
         # The norm on each head comes before the rotation, so phase-free keys have it.
-        query = heads(self.query)
+        query, gate = heads(self.query), {}
+        if self.gated:
+            query, own = query[:, :, 0::2], query[:, :, 1::2]
+            gate = {"gate": own}
         query = query if self.query_norm is None else self.query_norm(query)
         if self.key is None:
-            return {"turning": query}, {}
+            return {"turning": query, **gate}, {}
         key = heads(self.key)
         value = key if self.value is None else heads(self.value)
         key = key if self.key_norm is None else self.key_norm(key)
         value = value if self.value_norm is None else self.value_norm(value)
-        return {"turning": query}, {"k": key, "v": value}
+        return {"turning": query, **gate}, {"k": key, "v": value}
 
     def mix(
         self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask, attend: Attend = attention
     ) -> Float[Array, "B T D"]:
         """Attends with rotated queries over engine-frame KV, and projects out."""
         mixed = attend(query["turning"], kv["k"], kv["v"], mask, scale=self.scale)
+        mixed = mixed * jax.nn.sigmoid(query["gate"]) if self.gated else mixed
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
     def compared(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> LayerAttention:

@@ -30,12 +30,15 @@ def behind(cached: Mapping[str, Array] | None, _: KV, turned: KV) -> tuple[KV, N
 
 
 def keys_of(context: Mapping[str, Any] | Paged, channels: Mapping[str, Channel], layer: Any) -> KV:
-    """Returns what a context holds of one layer, [B,S,K,H] by channel, contiguous, as layers apart or in pages.
+    """Returns what a context holds of one layer, [B,S,K,H] by channel, contiguous, as layers apart or in pages; of one
+    with linear attention the parts of its transition, [B,R,K,W].
 
     `layer` counts along the channels, which are named as the result's entries are to be.
     """
     if isinstance(context, Paged):
-        return read_pages(context, channels, layer)
+        if all(channel.rows is None for channel in channels.values()):
+            return read_pages(context, channels, layer)
+        context = {name: jnp.asarray(part) for name, part in (context.transition or {}).items()}
     found = {}
     for name, channel in channels.items():
         whole = context[channel.name]
@@ -97,7 +100,7 @@ def written_into(
     """Returns a pool [L,P,O,K,H] with what `among` gave of these layers at its slots, in one scatter for all of them.
 
     A slot is page · O + offset, one past the last is nowhere. Padding of the pool's width becomes zero. Layers that lie
-    apart take the place of those that were there.
+    apart take the place of those that were there, and so do the parts of a transition, which know of no slots.
     """
     after = dict(pool)
     for name, new in written.items():
@@ -106,6 +109,11 @@ def written_into(
             continue
         if isinstance(whole, tuple):
             after[name] = (*whole[: rows[0]], *new, *whole[rows[-1] + 1 :])
+            continue
+
+        if layout.channel(name).rows is not None:
+            new = new.astype(whole.dtype)
+            after[name] = new if len(rows) == len(whole) else whole.at[np.asarray(rows)].set(new)
             continue
 
         _, pages, size, _, width = whole.shape
@@ -144,7 +152,7 @@ def read_pages(paged: Paged, channels: Mapping[str, Channel], layer: Int[Array, 
 
 def read_all_pages(paged: Paged, layout: KVLayout) -> KV:
     """Returns what a table's pages hold of every layer, {channel: [L,B,N·O,K,H]}, as `read_pages` does of one."""
-    found: KV = {}
-    for channel in layout.channels:
+    found: KV = {name: jnp.asarray(part) for name, part in (paged.transition or {}).items()}
+    for channel in layout.token_channels:
         found |= read_pages(paged, {channel.name: channel}, jnp.arange(layout.depth(channel.name)))
     return found

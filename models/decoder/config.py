@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
-from kvpatch_jax.core import Channel, KVLayout, Rope
+from kvpatch_jax.core import PARTS, Channel, KVLayout, Rope
 from kvpatch_jax.errors import ConfigError
 
 from .layers import ACTIVATIONS
@@ -58,6 +58,7 @@ class ExpertConfig:
         their own (Ernie-4.5-VL); None where all tokens choose among the same. image_tokens: the ids of such tokens.
       beside: they stand beside an ordinary MLP, with norms of their own, and the router has a norm and a factor for
         each expert (Gemma 4).
+      shared_gate: what the shared MLP gives is multiplied by the sigmoid of a number per token (Qwen3-Next, Qwen3.5).
     """
 
     experts: int
@@ -74,6 +75,7 @@ class ExpertConfig:
     images: "ExpertConfig | None" = None
     image_tokens: tuple[int, ...] = ()
     beside: bool = False
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.router not in ("softmax", "sigmoid"):
@@ -91,6 +93,41 @@ class ExpertConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearConfig:
+    """Sizes of linear attention by the gated delta rule: what a layer keeps is a transition, not a row per token.
+
+    Attributes:
+      key_heads, value_heads: a key head serves as many value heads as there are to each, neighbours of one another.
+      key_width, value_width: of a head; the state is [key_width, value_width] for each value head.
+      convolution: tokens that the causal convolution in front reads, its own included.
+      fused: query, key, value and gate are one map, key head by key head, and so are the two rates (Qwen3-Next).
+
+    Raises:
+      ConfigError: sizes that do not fit.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    convolution: int = 4
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads or self.convolution < 2:
+            raise ConfigError(
+                f"linear attention: got {self.key_heads} key heads, {self.value_heads} value heads, a convolution over "
+                f"{self.convolution} tokens; expected a multiple of the key heads, and at least 2 tokens"
+            )
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """What the convolution reads of a token, in this order: all heads of query, key and value."""
+        keys = self.key_heads * self.key_width
+        return {"query": keys, "key": keys, "value": self.value_heads * self.value_width}
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerKind:
     """What tells layers of one decoder from its others.
 
@@ -101,6 +138,8 @@ class LayerKind:
       reads: they keep no KV, and read that of the last layer below with channels of this name that keeps its own.
       keys_are_values: their values are their keys' projection, before its norm.
       intermediate: width inside their MLP; None: the decoder's.
+      linear: they have linear attention of these sizes, and none of the fields before `intermediate` but the name says
+        anything of them; None: attention.
     """
 
     name: str
@@ -111,10 +150,13 @@ class LayerKind:
     reads: bool = False
     keys_are_values: bool = False
     intermediate: int | None = None
+    linear: LinearConfig | None = None
 
     @property
     def channels(self) -> dict[str, str]:
-        """What grouped attention calls keys and values, and the channels of the layout that these layers keep."""
+        """What attention calls what it keeps, and the channels of the layout that these layers keep."""
+        if self.linear is not None:
+            return {part: part for part in PARTS}
         suffix = f"_{self.name}" if self.name else ""
         return {part: f"{part}{suffix}" for part in ("k", "v")}
 
@@ -146,6 +188,7 @@ class DecoderConfig:
     tokens in whose place features stand have that of the token `blank`. With `ahead_in_windows` tokens that see some
     behind their own (`Tokens.ahead`) do so in layers that slide alone.
     `embedding_scale` multiplies token embeddings, rounded to their dtype.
+    `attention_gate` multiplies each head's output by the sigmoid of a second query (Qwen3-Next).
     `attention_scale` multiplies scores in place of head_dim^-0.5. `logit_cap` c bounds logits softly: c·tanh(x/c).
 
     Raises:
@@ -184,6 +227,7 @@ class DecoderConfig:
     blank: int = 0
     ahead_in_windows: bool = False
     embedding_scale: float | None = None
+    attention_gate: bool = False
     attention_scale: float | None = None
     logit_cap: float | None = None
 
@@ -211,7 +255,13 @@ class DecoderConfig:
         """Refuses kinds that do not fit the decoder, and takes windows from them."""
         number, windows = len(self.kinds), [kind.window for kind in self.kinds if kind.window is not None]
         window = max(windows, default=None)
-        experts = self.experts is not None and not self.experts.beside
+        linear = [kind for kind in self.kinds if kind.linear is not None]
+        experts = self.experts is not None and not (self.experts.beside or (linear and not self.experts.dense_layers))
+        if len(linear) > 1 or len(linear) == number or (linear and number > 2):
+            raise ConfigError(
+                f"kinds of layers: got {len(linear)} of {number} with linear attention; expected one, beside one with "
+                "attention"
+            )
         if self.latent is not None or experts or self.window not in (None, window):
             raise ConfigError("kinds of layers: got latent attention, experts or a window beside them; expected none")
         if len(self.kind_of) != self.layers or sorted(set(self.kind_of)) != list(range(number)):
@@ -289,13 +339,23 @@ class DecoderConfig:
     @property
     def layout(self) -> KVLayout:
         """The KV layout that follows from this configuration."""
-        if len({(kind.name, kind.rope) for kind in self.layer_kinds}) > 1 or any(kind.reads for kind in self.kinds):
+        linear = tuple(layer for layer, kind in enumerate(self.layer_kinds) if kind.linear is not None)
+        unlike = len({(kind.name, kind.rope) for kind in self.layer_kinds}) > 1 or any(
+            kind.reads for kind in self.kinds
+        )
+        if unlike and not linear:
             return self._unlike_layout()
         if self.latent is not None:
             return KVLayout.mla(self.layers, self.latent.latent, self.latent.rope_dim, rope=self.rope)
         make = KVLayout.mha if self.heads == self.kv_heads else KVLayout.gqa
         heads = {"heads": self.heads} if self.heads == self.kv_heads else {"kv_heads": self.kv_heads}
-        return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
+        rows = make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
+        if not linear:
+            return rows
+        own = self.layer_kinds[linear[0]].linear
+        assert own is not None
+        tail = (own.convolution - 1, sum(own.widths.values()))
+        return rows.with_transitions(linear, own.value_heads, own.key_width, own.value_width, tail=tail)
 
     def _unlike_layout(self) -> KVLayout:
         """Returns the layout of layers of unlike kinds: channels of each kind, on its layers."""
@@ -325,7 +385,7 @@ class DecoderConfig:
         """Stacks of layers whose parameters have one shape: dense layers below experts are one of their own."""
         forms: dict[tuple, list[int]] = {}
         for layer, kind in enumerate(self.layer_kinds if self.kinds else ()):
-            form = (kind.reads, kind.head_dim, kind.kv_heads, kind.keys_are_values, kind.intermediate)
+            form = (kind.reads, kind.head_dim, kind.kv_heads, kind.keys_are_values, kind.intermediate, kind.linear)
             forms.setdefault(form, []).append(layer)
         if len(forms) > 1:
             return tuple(LayerStack(f"layers_{number}", tuple(own)) for number, own in enumerate(forms.values()))

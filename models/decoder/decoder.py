@@ -21,14 +21,16 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import LayerAttention
-from kvpatch_jax.core import Channel, Paged, Rope, rope_tables, rotate
+from kvpatch_jax.core import Channel, Paged, Rope, compose, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
 
 from ..attention import Mask, as_mask, attention
-from .attention import Attend, GroupedAttention, LatentAttention
+from .attention import Attend
 from .cached import KV, among, behind, keys_of, lies_apart
-from .config import DecoderConfig, LayerKind
-from .layers import ACTIVATIONS, TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
+from .config import DecoderConfig
+from .decoder_layer import DecoderLayer
+from .layers import ACTIVATIONS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal, product
+from .linear_attention import LinearAttention
 from .moe import ExpertParam, Experts
 from .stacks import layers_to_scan
 
@@ -36,56 +38,13 @@ TURNING = ("k", "kpe")
 """Channels that carry rotary phase."""
 
 
-class DecoderLayer(nnx.Module):
-    """One layer, or with `lead=(L,)` a stack of layers to scan over."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        rngs: nnx.Rngs,
-        lead: tuple[int, ...] = (),
-        dense: bool = True,
-        kind: LayerKind | None = None,
-    ):
-        kind = config.layer_kinds[0] if kind is None else kind
-        dtype = jnp.dtype(config.dtype)
-        norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
-        norm |= {"weight": config.norm_weight}
-        mlp: dict[str, Any] = {"rngs": rngs, "activation": config.activation, "lead": lead, "dtype": dtype}
-        self.input_norm = RMSNorm(config.width, **norm)
-        attention = GroupedAttention if config.latent is None else LatentAttention
-        self.attention = attention(config, rngs, lead, dtype, kind)
-        self.mlp_norm = RMSNorm(config.width, **norm)
-
-        mixture = None if dense else config.experts
-        if mixture is None or mixture.beside:
-            self.mlp = GatedMLP(config.width, kind.intermediate or config.intermediate, bias=config.mlp_bias, **mlp)
-        else:
-            self.mlp = Experts(mixture, config.width, **mlp)
-        beside = mixture if mixture is not None and mixture.beside else None
-        self.experts = Experts(beside, config.width, **mlp, epsilon=config.norm_epsilon) if beside else None
-        self.experts_norm = RMSNorm(config.width, **norm) if beside else None
-        self.experts_post_norm = RMSNorm(config.width, **norm) if beside else None
-        self.mlp_inner_norm = RMSNorm(config.width, **norm) if beside else None
-
-        self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
-        self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
-        self.scale = nnx.Param(jnp.ones((*lead, 1), dtype)) if config.layer_scale else None
-        # What the layer takes of each token beside the residual: gated by it, and added to it.
-        linear: dict[str, Any] = {"bias": False, "rngs": rngs, "lead": lead, "dtype": dtype}
-        inner = config.per_layer
-        self.token_gate = None if inner is None else Linear(config.width, inner, **linear)
-        self.token_output = None if inner is None else Linear(inner, config.width, **linear)
-        self.token_norm = None if inner is None else RMSNorm(config.width, **norm)
-        self.activation = config.activation
-
-
 class LayerState(NamedTuple):
     """What a run over some layers leaves behind.
 
     hidden [B,T,D]: the residual after the last layer run. kv: phase-free KV of the tokens, per channel
-    [L,B,T,K,H] over the layers run. written: their engine-frame KV, alike, where `slots` are given: what
-    `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
+    [L,B,T,K,H] over the layers run, and the transition of these tokens alone, [L,B,R,K,W] by part (of no layers where
+    `slots` are given: the composed one is `written`). written: their engine-frame KV, alike, where `slots` are given:
+    what `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
     int32 [L,E] over the layers run that have experts (those of images behind those of texts, where these differ); None
     where nothing is counted or there are none.
@@ -103,13 +62,15 @@ class LayerState(NamedTuple):
 class Earlier(NamedTuple):
     """A prompt's tokens of which a run is one stretch: those in front of it are read, whatever stands at the others.
 
-    kv: phase-free KV, per channel [L,B,P,K,H] over all layers of the decoder. positions: of all P tokens. start: index
-    of the run's first token, may be traced.
+    kv: phase-free KV, per channel [L,B,P,K,H] over all layers of the decoder, and the transition of the tokens in front
+    alone. positions: of all P tokens. start: index of the run's first token, may be traced. count: how many of those in
+    front are no padding, int32 [B], for layers with linear attention.
     """
 
     kv: Mapping[str, Array]
     positions: Array
     start: Array
+    count: Array | None = None
 
 
 class _Step(NamedTuple):
@@ -124,6 +85,8 @@ class _Step(NamedTuple):
     observe: Callable[[LayerAttention], Any] | None = None  # in the layers whose attention is asked for
     shared: KV | None = None  # engine-frame KV of the layer that these ones read, with its context
     attend: Attend = attention  # how queries attend over keys
+    filled: Array | None = None  # which tokens are no padding, for layers with linear attention
+    front_count: Array | None = None  # how many are in front of the run, where it is a stretch of a prompt
 
 
 class Decoder(nnx.Module):
@@ -207,6 +170,7 @@ class Decoder(nnx.Module):
         hidden_at: tuple[int, ...] = (),
         deepstack: Float[Array, "n B T _"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
+        filled: Bool[Array, "B T"] | None = None,
         observed: tuple[int, ...] = (),
         observe: Callable[[LayerAttention], Any] | None = None,
         attend: Attend = attention,
@@ -230,6 +194,7 @@ class Decoder(nnx.Module):
             decoder that `takes_tokens`, what each layer takes of the tokens (`of_tokens`). Without it none is of an
             image.
           counted: the tokens whose experts are counted (not padding); None counts none.
+          filled: the tokens that are no padding, for layers with linear attention, which know of no mask; None: all.
           observed: layers, ascending, whose attention `observe` reduces.
           attend: how queries attend over keys, in every layer; where keys lie over a mesh, another than `attention`.
 
@@ -254,7 +219,8 @@ class Decoder(nnx.Module):
         for rope in dict.fromkeys(kind.rope for kind in config.layer_kinds[start_layer:stop] or config.layer_kinds[:1]):
             tables = rope_tables(rope, positions)
             whole = None if earlier is None else (*rope_tables(rope, earlier.positions), earlier.start)
-            steps[rope] = _Step(rope, tables, mask, slots, counted, whole, {}, looked_up, attend=attend)
+            steps[rope] = _Step(rope, tables, mask, slots, counted, whole, {}, looked_up, attend=attend, filled=filled)
+            steps[rope] = steps[rope]._replace(front_count=None if earlier is None else earlier.count)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         front, edges = None if earlier is None else earlier.kv, (config.dense_layers, deep)
@@ -283,7 +249,8 @@ class Decoder(nnx.Module):
             pieces.append({channels[name].name: value for name, value in kv.items()})
             owns.append({channels[name].name: value for name, value in (written or {}).items()})
             source = written if lies_apart(looked_up) else kv
-            latest |= {} if kind.reads else {kind.name: {name: value[-1] for name, value in source.items()}}
+            own_rows = not kind.reads and kind.linear is None
+            latest |= {} if not own_rows else {kind.name: {name: value[-1] for name, value in source.items()}}
             seen += [found] if first in observed else []
             loads += [] if load is None else [load]
             if last in hidden_at:
@@ -322,7 +289,8 @@ class Decoder(nnx.Module):
         joined = {}
         for channel in self.config.layout.channels:
             own = [piece[channel.name] for piece in pieces if channel.name in piece]
-            none = jnp.zeros((0, *hidden.shape[:2], channel.heads, channel.width), hidden.dtype)
+            rows = hidden.shape[1] if channel.rows is None else channel.rows
+            none = jnp.zeros((0, hidden.shape[0], rows, channel.heads, channel.width), hidden.dtype)
             joined[channel.name] = _join(own) if own else none
         return joined
 
@@ -339,7 +307,13 @@ class Decoder(nnx.Module):
         def body(hidden: Array, at: tuple[Any, Any, Any], experts: Any = experts, step: Any = step, own: bool = False):
             state, ((cached, front), (kept, added)), layer = at
             # Where the layer's KV lies along its channels; as far from its number in all of the run.
-            gather = self._gathering(step, (cached, kept, front), layer + above if above else layer)
+            row = layer + above if above else layer
+            linear = self.config.layer_kinds[first].linear is not None
+            gather: Any
+            if linear:
+                gather = self._transition_before(step, cached, front, row)
+            else:
+                gather = self._gathering(step, (cached, kept, front), row)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
             own_input = added if self.config.takes_tokens else None
@@ -393,6 +367,16 @@ class Decoder(nnx.Module):
             return functools.partial(self._behind_earlier, cached, front, step)
         return functools.partial(behind, cached)
 
+    def _transition_before(self, step: _Step, cached: KV | None, front: KV | None, row: Any) -> KV | None:
+        """Returns the transition of what is in front of a layer's tokens: its context, and the prompt's tokens before
+        the run's; None where nothing is.
+        """
+        if step.context is not None:
+            cached = keys_of(step.context, step.channels, row)
+        if cached is None or front is None:
+            return front if cached is None else cached
+        return compose(cached, front, step.front_count)
+
     def _layer(
         self,
         layer: Any,
@@ -400,22 +384,29 @@ class Decoder(nnx.Module):
         hidden: Array,
         own_input: Array | None,
         step: _Step,
-        gather: Callable[[KV, KV], tuple[KV, Any]],
+        gather: Any,
     ):
         """Runs one layer; returns its residual, and the tokens' phase-free KV, the experts' load, what was observed of
         its attention, and what is to be written.
-        """
-        query, kv = layer.attention.project(layer.input_norm(hidden))
 
-        # Keys leave the layer phase-free, and are attended over in the engine frame.
-        turned = _turn({**kv, "query": query["turning"]}, step.rope, step.tables)
-        turning = turned.pop("query")
-        keys, written = gather(kv, turned)
-        query = {**query, "turning": turning}
-        mixed = layer.attention.mix(query, keys, step.mask, step.attend)
-        seen = None
-        if step.observe is not None:
-            seen = step.observe(layer.attention.compared(query, keys, step.mask))
+        `gather` is as `_gathering` gives it; of linear attention the transition in front.
+        """
+        seen, normed = None, layer.input_norm(hidden)
+        if isinstance(layer.attention, LinearAttention):
+            composed = step.slots is not None
+            mixed, transition = layer.attention(normed, gather, step.filled, composed)
+            kv, written = ({}, transition) if composed else (transition, None)
+        else:
+            query, kv = layer.attention.project(normed)
+
+            # Keys leave the layer phase-free, and are attended over in the engine frame.
+            turned = _turn({**kv, "query": query["turning"]}, step.rope, step.tables)
+            turning = turned.pop("query")
+            keys, written = gather(kv, turned)
+            query = {**query, "turning": turning}
+            mixed = layer.attention.mix(query, keys, step.mask, step.attend)
+            if step.observe is not None:
+                seen = step.observe(layer.attention.compared(query, keys, step.mask))
         # GLM-4-0414 norms what attention and MLP add as well.
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)

@@ -214,8 +214,8 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     )
 
 
-def check_layer_kinds(raw: Raw) -> None:
-    """Refuses a configuration with layers that keep no KV.
+def check_layer_kinds(raw: Raw, others: tuple[str, ...] = ()) -> None:
+    """Refuses a configuration with layers that keep no KV, but for the kinds `others`.
 
     Raises:
       ConfigError: it names the first such layer and its kind, or a list that is not as long as there are layers.
@@ -223,8 +223,9 @@ def check_layer_kinds(raw: Raw) -> None:
     for key in ("layer_types", "layers_block_type"):
         kinds = raw.get(key) or ()
         for layer, kind in enumerate(kinds):
-            if kind not in (*_WITH_KV, "attention"):
-                raise ConfigError(f"layer {layer}: got {kind!r}, which keeps no KV; expected one of {_WITH_KV}")
+            if kind not in (*_WITH_KV, "attention", *others):
+                expected = (*_WITH_KV, *others)
+                raise ConfigError(f"layer {layer}: got {kind!r}, which keeps no KV; expected one of {expected}")
         if kinds and len(kinds) != need(raw, "num_hidden_layers"):
             raise ConfigError(
                 f"{key}: got {len(kinds)} layers; expected num_hidden_layers = {raw['num_hidden_layers']}"
@@ -270,7 +271,8 @@ def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:
     Raises:
       ConfigError: a key that is missing, or a value that no decoder is built for.
     """
-    check_layer_kinds(raw)
+    linear = any(kind.linear is not None for kind in switches.get("kinds", ()))
+    check_layer_kinds(raw, ("linear_attention",) if linear else ())
     heads, width = need(raw, "num_attention_heads"), need(raw, "hidden_size")
     shared = {
         "vocabulary": need(raw, "vocab_size"),

@@ -83,6 +83,7 @@ class Experts(nnx.Module):
         self.up = ExpertParam(normal(rngs, into, width**-0.5, dtype))
         self.down = ExpertParam(normal(rngs, out, config.intermediate**-0.5, dtype))
         self.shared = GatedMLP(width, config.shared, activation=activation, **linear) if config.shared else None
+        self.shared_gate = Linear(width, 1, **linear) if config.shared_gate else None
         own: dict[str, Any] = {"rngs": rngs, "activation": activation, "lead": lead, "dtype": dtype}
         self.images = None if config.images is None else Experts(config.images, width, **own)
         norm = {"epsilon": epsilon, "lead": lead, "dtype": dtype}
@@ -145,7 +146,10 @@ class Experts(nnx.Module):
         mixed = mixed.astype(x.dtype).reshape(x.shape)
         if image is not None and self.images is not None:
             mixed = mixed + self.images(x, layer, implementation, ~image)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        if self.shared is None:
+            return mixed
+        shared = self.shared(x)
+        return mixed + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared)
 
     def _mix(
         self,

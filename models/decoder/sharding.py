@@ -7,6 +7,8 @@ the MLP's (with experts, also the router's scores, which the compiler spreads an
 attention share (the latent's way down, its norm, and the caches `ckv` and `kpe`) is replicated, as are norms, routers
 and the residual.
 
+Linear attention lies over its key heads, each with its value heads, over all devices; its maps and states too.
+
 Where the devices are a multiple of the KV heads, `split_mesh` splits the axis in two: a group of devices per KV head,
 each of which holds that one head's projections and cache, and within a group its query heads.
 
@@ -31,6 +33,7 @@ from .mesh_axes import COPIES, TENSOR, device_count, dividing_axes, tensor_axes
 MESH_AXES = {
     "heads": (TENSOR, COPIES),
     "kv_heads": (TENSOR,),
+    "linear_heads": (TENSOR, COPIES),
     "intermediate": (TENSOR, COPIES),
     "shared": (TENSOR, COPIES),
     "experts": (TENSOR, COPIES),
@@ -71,6 +74,22 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "attention.down.bias": ("latent",),
     "attention.latent_norm.weight": ("latent",),
     "attention.up.kernel": ("latent", "heads"),
+    # Linear attention: heads are its key heads, each with its value heads.
+    "linear.query.kernel": ("width", "linear_heads"),
+    "linear.key.kernel": ("width", "linear_heads"),
+    "linear.value.kernel": ("width", "linear_heads"),
+    "linear.gate.kernel": ("width", "linear_heads"),
+    "linear.strength.kernel": ("width", "linear_heads"),
+    "linear.decay.kernel": ("width", "linear_heads"),
+    "linear.inputs.kernel": ("width", "linear_heads"),
+    "linear.rates.kernel": ("width", "linear_heads"),
+    "linear.query_taps": ("linear_heads", "taps"),
+    "linear.key_taps": ("linear_heads", "taps"),
+    "linear.value_taps": ("linear_heads", "taps"),
+    "linear.decay_rate": ("linear_heads",),
+    "linear.decay_bias": ("linear_heads",),
+    "linear.norm.weight": ("head_dim",),
+    "linear.output.kernel": ("linear_heads", "width"),
     # Gated MLP.
     "mlp.gate.kernel": ("width", "intermediate"),
     "mlp.gate.bias": ("intermediate",),
@@ -89,11 +108,14 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "mlp.images.gate": ("experts", "width", "expert_width"),
     "mlp.images.up": ("experts", "width", "expert_width"),
     "mlp.images.down": ("experts", "expert_width", "width"),
+    "mlp.shared_gate.kernel": ("width", "choice"),
     "mlp.shared.gate.kernel": ("width", "shared"),
     "mlp.shared.up.kernel": ("width", "shared"),
     "mlp.shared.down.kernel": ("shared", "width"),
 }
-"""Decoder parameter → its axes. Parameters of a stack of layers have an axis of layers before these."""
+"""Decoder parameter → its axes. Parameters of a stack of layers have an axis of layers before these. What is called
+`linear` here is the `attention` of layers with linear attention.
+"""
 
 _INTO, _OUT_OF = ("width", "tower_width"), ("tower_width", "width")
 TOWER_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -120,7 +142,8 @@ def split_mesh[M: Mesh | AbstractMesh](mesh: M, layout: KVLayout) -> M:
       ConfigError: a mesh without the axis "tensor", or with a number of devices on it that neither divides the KV heads
         nor is a multiple of them. LayoutError: layers of unlike kinds.
     """
-    check_uniform(layout, "mesh")
+    if not layout.parts:
+        check_uniform(layout, "mesh")
     count, heads = _devices(mesh), layout.channels[0].heads
     if layout.kind == "mla" or COPIES in mesh.axis_names or heads % count == 0:
         return mesh
@@ -174,12 +197,15 @@ def partition_specs(
         decoder that the table does not know.
     """
     mesh, experts = split_mesh(mesh, config.layout), config.experts
+    kinds = {name: config.layer_kinds[layers[0]] for name, layers in config.stacks}
+    linear = {name: kind.linear for name, kind in kinds.items() if kind.linear is not None}
 
     # Whole pieces of each logical axis: heads and experts are not cut.
     sizes = {
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "intermediate": config.intermediate,
+        "linear_heads": next((own.key_heads for own in linear.values()), 0),
         "shared": 0 if experts is None else experts.shared,
         "experts": 0 if experts is None else experts.experts,
         "vocabulary": config.vocabulary,
@@ -189,8 +215,9 @@ def partition_specs(
     for path, leaf in parameters.items():
         own = sizes
         if path[0] == DECODER:
-            stacked = path[1] in STACKS
+            stacked = path[1].startswith(STACKS)
             name = ".".join(path[2 if stacked else 1 :])
+            name = name.replace("attention.", "linear.", 1) if path[1] in linear and "attention." in name else name
             axes = (*(("layers",) if stacked else ()), *PARAMETERS.get(name, ()))
             if name not in PARAMETERS or len(axes) != len(leaf.shape):
                 raise ConfigError(
@@ -216,7 +243,7 @@ def parameter_shardings(
 
 def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
     """Returns how each channel's KV [L,B,T,K,H], or pool [L,P,O,K,H], lies over `split_mesh` of a mesh: over KV heads,
-    or for latent attention replicated.
+    or for latent attention replicated. Of a transition map and state lie over their heads, the tail is replicated.
 
     Raises:
       ConfigError: as `split_mesh`.
@@ -225,10 +252,12 @@ def cache_specs(layout: KVLayout, mesh: Mesh | AbstractMesh) -> dict[str, Partit
     if layout.kind == "mla":
         return dict.fromkeys(layout.names, PartitionSpec())
 
-    def over(heads):
-        return PartitionSpec(None, None, None, *_spec(("kv_heads",), {"kv_heads": heads}, mesh))
-
-    return {channel.name: over(channel.heads) for channel in layout.channels}
+    specs = {}
+    for channel in layout.channels:
+        axis = "kv_heads" if channel.rows is None else "linear_heads"
+        over = () if channel.name == "tail" else (None, None, None, *_spec((axis,), {axis: channel.heads}, mesh))
+        specs[channel.name] = PartitionSpec(*over)
+    return specs
 
 
 def cache_shardings(layout: KVLayout, mesh: Mesh) -> dict[str, NamedSharding]:

@@ -7,7 +7,7 @@ from typing import Literal
 from kvpatch_jax.errors import WeightsError
 
 from ..checkpoints import ParamPath, Part, TensorEntry
-from .config import DecoderConfig, ExpertConfig, LayerKind
+from .config import DecoderConfig, ExpertConfig, LayerKind, LinearConfig
 
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]
@@ -101,7 +101,9 @@ def decoder_entries(
         offset = layers[0] if together else 0
         before = len(entries)
         entries += [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in names.items()]
-        if config.latent is None:
+        if kind.linear is not None:
+            entries += _linear(kind.linear, f"{layer}.linear_attn", (*path, "attention"), offset)
+        elif config.latent is None:
             entries += _grouped(config, kind, f"{layer}.self_attn", (*path, "attention"), fused, offset)
         else:
             entries += _latent(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
@@ -193,6 +195,7 @@ def _grouped(
             part: heads for part, heads in widths.items() if part == "query" or not (kind.reads or part == "value")
         }
     rows = {part: heads * kind.head_dim for part, heads in widths.items()}
+    rows["query"] *= 2 if config.attention_gate else 1
 
     # The order of the rows in a fused tensor is that of `rows`.
     if "qkv" in fused:
@@ -207,6 +210,32 @@ def _grouped(
         normed = [part for part in ("query", "key") if part in widths]
         entries += [norm_entry(f"{name}.{part[0]}_norm", (*path, f"{part}_norm"), offset) for part in normed]
     return entries
+
+
+def _linear(config: LinearConfig, name: str, path: ParamPath, offset: int) -> list[TensorEntry]:
+    """Returns the entries of linear attention."""
+    if config.fused:
+        maps = {"in_proj_qkvz": "inputs", "in_proj_ba": "rates"}
+        entries = []
+    else:
+        maps = {"in_proj_z": "gate", "in_proj_b": "strength", "in_proj_a": "decay"}
+        entries = fused_entries(f"{name}.in_proj_qkv", path, config.widths, offset=offset)
+    for theirs, ours in (maps | {"out_proj": "output"}).items():
+        entries += linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, stack=True, offset=offset)
+
+    # The convolution's weights are one tensor, [C, 1, taps].
+    start, size = 0, sum(config.widths.values())
+    for part, width in config.widths.items():
+        piece, start = Part(start, start + width, size), start + width
+        shape, own = (width, 1, config.convolution), (*path, f"{part}_taps")
+        entries.append(
+            TensorEntry(f"{name}.conv1d.weight", own, stack=True, file_shape=shape, part=piece, offset=offset)
+        )
+    vectors = {"A_log": "decay_rate", "dt_bias": "decay_bias"}
+    entries += [
+        TensorEntry(f"{name}.{theirs}", (*path, ours), stack=True, offset=offset) for theirs, ours in vectors.items()
+    ]
+    return [*entries, norm_entry(f"{name}.norm", (*path, "norm"), offset)]
 
 
 def _latent(
@@ -272,7 +301,11 @@ def _experts(
         entries.append(TensorEntry(f"{name}.gate.e_score_correction_bias", correction, stack=True, offset=offset))
 
     if experts.shared:
-        entries += _mlp(config, f"{name}.shared_experts", (*path, "shared"), experts.shared, (), offset)
+        shared = f"{name}.shared_expert" if experts.shared_gate else f"{name}.shared_experts"
+        entries += _mlp(config, shared, (*path, "shared"), experts.shared, (), offset)
+    if experts.shared_gate:
+        gate = (*path, "shared_gate")
+        entries += linear_entries(f"{name}.shared_expert_gate", gate, bias=False, stack=True, offset=offset)
     if fused == "no":
         pattern = f"{name}.experts.{{expert}}"
         sets = {(): 0} if experts.images is None else {(): 0, ("images",): experts.experts}

@@ -49,11 +49,14 @@ def write_tokens(
       rows: the tokens whose logits are wanted, by index; None for all.
 
     Returns:
-      The cache is the pool, of a context in pages.
+      The cache is the pool, of a context in pages, and beside it what linear layers keep: composed with these tokens'.
     """
-    pool = context.pool if isinstance(context, Paged) else context
+    # What linear layers keep travels beside the pool, and comes back in one dictionary with it.
+    paged = isinstance(context, Paged)
+    pool = {**context.pool, **(context.transition or {})} if paged else context
+    size = key_count(context)
     if slots is None:
-        keys, slots = row_slots(jax.tree.leaves(context)[0].shape[-3], keys)
+        keys, slots = row_slots(size, keys)
     run = decoder.run(
         tokens.embeddings,
         jnp.asarray(tokens.positions),
@@ -65,6 +68,7 @@ def write_tokens(
         stop_layer=stop_layer,
         hidden_at=hidden_at,
         deepstack=by_layer(tokens),
+        filled=keys < size if layout.parts else None,
     )
     assert run.written is not None
     layers = range(start_layer, layout.layers if stop_layer is None else stop_layer)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, Tokens
-from kvpatch_jax.core import Paged, end_position, to_engine
+from kvpatch_jax.core import Paged, compose, end_position, to_engine, transition_of
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
@@ -50,9 +50,10 @@ def first(
     mask: Any,
     last: Int[Array, " B"],
     draw: Draw,
+    filled: Bool[Array, "B T"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """Chooses the token behind a prompt, and keeps no cache. Returns it, and the logits."""
-    now, _, logits = begin(model, state, tokens, context, mask, last, draw, room=0, apart=False)
+    now, _, logits = begin(model, state, tokens, context, mask, last, draw, filled, room=0, apart=False)
     return now.token, logits
 
 
@@ -64,6 +65,7 @@ def begin(
     mask: Any,
     last: Int[Array, " B"],
     draw: Draw,
+    filled: Bool[Array, "B T"] | None = None,
     *,
     room: int,
     apart: bool,
@@ -72,6 +74,7 @@ def begin(
 
     Args:
       last: index of each row's last token: nothing behind it (padding) is read.
+      filled: which tokens up to there are no padding, of a model with linear attention.
       room: tokens to come that the cache has room for.
       apart: the cache as a tuple of layers per channel.
     """
@@ -79,7 +82,10 @@ def begin(
     B, T, _ = tokens.embeddings.shape
     size = key_count(context)
     seen = model.mask(tokens, context, mask)
-    layers: Any = {"context": model.spread(context), "start_layer": 0, "hidden_at": (), "chunk": None}
+    if model.layout.parts:
+        behind = jnp.arange(T) <= last[:, None]
+        filled = behind if filled is None else behind & filled
+    layers: Any = {"context": model.spread(context), "start_layer": 0, "hidden_at": (), "chunk": None, "filled": filled}
     run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
     logits = decoder.logits(run.hidden)[:, 0]
     token = choose(logits, draw, 0)
@@ -104,8 +110,15 @@ def begin(
         before = read_all_pages(before, model.layout)
     cache = {}
     for name, new in turned.items():
+        if model.layout.channel(name).rows is not None:
+            continue
         whole = new if before is None else jnp.concatenate([before[name].astype(new.dtype), new], 2)
         cache[name] = jnp.pad(whole, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
+    if model.layout.parts:
+        transition = transition_of(turned)
+        if before is not None:
+            transition = compose(transition_of(before), transition, jnp.sum(jnp.asarray(filled), axis=1))
+        cache |= transition
     cache = model.spread(cache)
     if apart:
         cache = {name: tuple(value) for name, value in cache.items()}
@@ -171,7 +184,7 @@ def next_in_pages(
     """Writes the last token of each row into the pool and chooses the next one.
 
     Returns:
-      Token, place, position and index of each row, one further; and the pool.
+      Token, place, position and index of each row, one further; and the pool, with the rows' transitions.
     """
     at = jnp.asarray(rows.place)[:, None]
     _, pages, size, *_ = next(iter(pool.values())).shape
@@ -182,7 +195,7 @@ def next_in_pages(
     slots = jnp.where(page < 0, pages * size, page * size + key % size)
 
     mask = Mask(causal=True, query_places=at, key_places=stand)
-    context = Paged(model.spread(pool), rows.table, stand != NOWHERE, rows.places)
+    context = Paged(model.spread(pool), rows.table, stand != NOWHERE, rows.places, rows.transition)
     positions, token = model.on_all_axes(rows.position), jnp.asarray(rows.token)
     logits, pool = _write_one(model, model.decoder(state), token, positions, context, key, slots, mask)
 

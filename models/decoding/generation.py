@@ -35,6 +35,7 @@ def make_blocks(
     steps: int,
     block: int = BLOCK,
     observe: LogitObserver | None = None,
+    filled: Bool[Array, "B T"] | None = None,
 ) -> Iterator[Int[np.ndarray, "B n"]]:
     """Yields the next `steps` tokens of each row, at most `block` at a time; fewer once every row has a stop token.
 
@@ -43,6 +44,7 @@ def make_blocks(
     Args:
       tokens, context, mask: padded to their buckets. last: index of each row's last token.
       observe: given the logits of the first token, [B,V], as they are on the device.
+      filled: as `continuing.begin` takes it.
 
     Raises:
       NotFiniteError: logits of which no token can be chosen.
@@ -50,7 +52,7 @@ def make_blocks(
     rows, length, _ = tokens.embeddings.shape
     state = programs.state_for(rows)
     if steps == 1:
-        token, logits = programs.first(programs.state, tokens, context, mask, last, draw)
+        token, logits = programs.first(programs.state, tokens, context, mask, last, draw, filled)
         found = np.asarray(token)[:, None]
         if observe is not None:
             observe(logits)
@@ -60,7 +62,8 @@ def make_blocks(
 
     room = Buckets(smallest=LEAST_ROOM).round_up(max(steps - 1, LEAST_ROOM))
     apart = state is not programs.state
-    now, cache, logits = programs.begin(programs.state, tokens, context, mask, last, draw, room=room, apart=apart)
+    prompt = tokens, context, mask, last, draw, filled
+    now, cache, logits = programs.begin(programs.state, *prompt, room=room, apart=apart)
     if observe is not None:
         observe(logits)
     del logits
@@ -104,8 +107,10 @@ class Generating(LoadedModel):
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
-    ) -> tuple[Tokens, Context | None, Any]:
-        """Returns what generation reads, checked and padded to its buckets."""
+    ) -> tuple[Tokens, Context | None, Any, Any]:
+        """Returns what generation reads, checked and padded to its buckets, and which tokens a mask leaves that layers
+        with linear attention run over.
+        """
         raise NotImplementedError
 
     @with_our_names
@@ -195,11 +200,11 @@ class Generating(LoadedModel):
         check_steps(steps)
         stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
         draw = draw_of(sampling or Sampling(), key, stops)
-        padded, context, mask = self._read_of(tokens, context, mask, steps)
+        padded, context, mask, filled = self._read_of(tokens, context, mask, steps)
         last = last_tokens(tokens, lengths)
         if not steps:
             return iter(())
-        return make_blocks(self.programs, padded, context, mask, last, draw, steps, block, observe)
+        return make_blocks(self.programs, padded, context, mask, last, draw, steps, block, observe, filled)
 
 
 def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:

@@ -166,15 +166,19 @@ def prefill(
     context: Context | None,
     mask: Any,
     rows: Int[Array, "B n"] | None,
+    filled: Bool[Array, "B T"] | None = None,
     *,
     start_layer: int,
     hidden_at: tuple[int, ...],
     chunk: int | None = None,
 ) -> Output:
-    """Runs a prompt; `rows` are the tokens whose logits are wanted, by index, None for all."""
+    """Runs a prompt; `rows` are the tokens whose logits are wanted, by index, None for all.
+
+    `filled` are those that are no padding, for layers with linear attention; None: all.
+    """
     decoder = model.decoder(state)
     mask = model.mask(tokens, context, mask)
-    layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk}
+    layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk, "filled": filled}
     run = run_prompt(decoder, tokens, mask, rows, context=model.spread(context), **layers)
     return Output(decoder.logits(run.hidden), model.spread(run.kv), run.taps)
 
@@ -191,6 +195,7 @@ def router_load(
         context=model.spread(context),
         deepstack=by_layer(tokens),
         counted=counted,
+        filled=counted if model.layout.parts else None,
     )
     assert run.load is not None
     return run.load

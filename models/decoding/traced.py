@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import Context, Tokens
-from kvpatch_jax.core import KVLayout, Paged
+from kvpatch_jax.core import KVLayout, Paged, token_rows
 
 from ..attention import Mask, as_mask
 from ..decoder.decoder import Decoder
@@ -45,7 +45,7 @@ class TracedModel:
         if kv is None or not self.kv_shardings:
             return kv
         if isinstance(kv, Paged):
-            return kv._replace(pool=self.spread(kv.pool))
+            return kv._replace(pool=self.spread(kv.pool), transition=self.spread(kv.transition))
         lay = jax.lax.with_sharding_constraint
         return {name: lay(value, self.kv_shardings[name]) for name, value in kv.items()}
 
@@ -71,4 +71,7 @@ def key_count(context: Context | None) -> int:
     """Returns how many keys of a row a context holds, those of its pages that do not count included; 0 for none."""
     if isinstance(context, Paged):
         return context.key_count
-    return 0 if context is None else next(iter(context.values())).shape[2]
+    if context is None:
+        return 0
+    rows = token_rows(context)
+    return rows[0].shape[1] if isinstance(rows, tuple) else rows.shape[2]

@@ -68,12 +68,12 @@ class Qwen3VLConfig:
 
 
 def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
-    """Reads the tower (also Qwen3-Omni's) from its part of `config.json`, as `vision_part` gives it.
+    """Reads the tower (also Qwen3-Omni's and Qwen3.5's) from its part of `config.json`, as `vision_part` gives it.
 
     Raises:
       ConfigError: a field that is missing, or more deepstack layers than the decoder has.
     """
-    deepstack = tuple(need(vision, "deepstack_visual_indexes"))
+    deepstack = tuple(vision.get("deepstack_visual_indexes") or ())
     # Features of the s-th are added behind language layer s.
     if len(deepstack) > text.layers:
         raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {text.layers}")
@@ -120,14 +120,15 @@ def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.
     return np.array(frames, np.int32).reshape(-1, 3)
 
 
-def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+def frame_positions(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+    """Returns M-RoPE's positions, where each frame of a video counts as an image of its own."""
     rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
     # The text between a video's frames tells their times, so that the frames count as images of their own.
     images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 
 
-def _video_tokens(config: Qwen3VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
+def frame_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
     """Returns a run of placeholders between start and end for each temporal patch, behind its time as a text."""
     time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
     first = int(np.sum(arrays["video_grid_thw"][:index, 0]))
@@ -163,9 +164,9 @@ def _family(architecture: str, model_type: str) -> Family:
         config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
         module=functools.partial(TowerModel, Qwen3VisionTower),
         entries=_entries,
-        positions=_positions,
+        positions=frame_positions,
         vision=qwen_vision(plan_patches, "frames"),
-        video=Medium(VIDEO_SETTINGS, process_qwen3_videos, _video_tokens, qwen_written),
+        video=Medium(VIDEO_SETTINGS, process_qwen3_videos, frame_tokens, qwen_written),
         model_type=model_type,
     )
 

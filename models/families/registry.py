@@ -23,6 +23,7 @@ from . import (
     qwen2_5_omni,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
     qwen3_omni,
     qwen3_vl,
     smolvlm,
@@ -35,6 +36,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *qwen3_vl.FAMILIES.values(),
+        *qwen3_5.FAMILIES.values(),
         *qwen2_5_omni.FAMILIES.values(),
         *qwen3_omni.FAMILIES.values(),
         *llava.FAMILIES.values(),

@@ -1,5 +1,5 @@
-"""Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 (dense and MoE), GLM-4, Gemma 3, Phi-3,
-DeepSeek-V2, -V3, Ernie 4.5 (dense and MoE).
+"""Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 (dense and MoE), Qwen3-Next, GLM-4, Gemma 3,
+Phi-3, DeepSeek-V2, -V3, Ernie 4.5 (dense and MoE).
 
 Source: the transformers 5.23 classes of these names.
 """
@@ -33,6 +33,7 @@ from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries, expert_layout
 from .family import Family, Shapes
 from .gemma_text import NORMS, read_gemma3, read_gemma4
+from .hybrid_text import read_hybrid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +214,8 @@ def text_family(architecture: str, model_type: str, read: ReadText, **options: A
     # What layers have no use for that read another's KV may be in files all the same.
     if model_type == "gemma4_text":
         ignore = (*ignore, r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
+    if model_type == "qwen3_next":
+        ignore = (*ignore, r"mtp\..*")
     # Layers for multi-token prediction, which are not run.
     if model_type == "ernie4_5_moe":
         ignore = (*ignore, r"model\.mtp_.*")
@@ -230,6 +233,7 @@ TEXT_FAMILIES = {
         text_family("Qwen2ForCausalLM", "qwen2", read_qwen2),
         text_family("Qwen3ForCausalLM", "qwen3", read_qwen3),
         text_family("Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe),
+        text_family("Qwen3NextForCausalLM", "qwen3_next", read_hybrid),
         text_family("GlmForCausalLM", "glm", read_glm, fused=("gate_up",)),
         text_family("Glm4ForCausalLM", "glm4", _read_glm4, fused=("gate_up",)),
         text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import KV, Output, Tokens
-from kvpatch_jax.core import Buckets
+from kvpatch_jax.core import PARTS, Buckets, token_rows
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding
@@ -96,8 +96,9 @@ def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
     """Returns an engine-frame context [L,B,S',K,H]."""
     if context is None:
         return None
-    size = next(iter(context.values())).shape[2]
-    return {name: _room(value, 2, buckets.round_up(size) - size) for name, value in context.items()}
+    size = token_rows(context).shape[2]
+    extra = buckets.round_up(size) - size
+    return {name: value if name in PARTS else _room(value, 2, extra) for name, value in context.items()}
 
 
 def pad_mask(buckets: Buckets, length: int, size: int, mask: Array | np.ndarray | None, window: int | None) -> Mask:
@@ -130,10 +131,10 @@ def pad_slots(buckets: Buckets, slots: Array | np.ndarray, keep: Any, mask: Any,
 
 def cut_output(output: Output, length: int, every: bool) -> Output:
     """Returns an output's first `length` tokens; their logits too where it has those of every token."""
-    if next(iter(output.kv.values())).shape[2] == length:
+    if token_rows(output.kv).shape[2] == length:
         return output
     logits = output.logits[:, :length] if every else output.logits
-    kv = {name: value[:, :, :length] for name, value in output.kv.items()}
+    kv = {name: value if name in PARTS else value[:, :, :length] for name, value in output.kv.items()}
     return Output(logits, kv, {layer: x[:, :length] for layer, x in output.hidden.items()})
 
 

@@ -90,6 +90,32 @@ def check_mask_over(mask: Any, shape: tuple[int, int, int], what: str) -> None:
         )
 
 
+def counted_tokens(mask: Any, keys: int, what: str) -> Any:
+    """Returns which tokens count by a mask [B,1,T,S+T] for a model with linear attention: those that see themselves.
+
+    Such layers pass over tokens that are padding, wherever these stand, and know of no other mask. Keys of the context
+    may be hidden from attention, where all tokens that count see the same: linear layers hold what they hold.
+
+    Raises:
+      InputError: a mask that is not causal among the tokens that count.
+    """
+    own = mask[:, 0, :, keys:]
+    counted = own.diagonal(axis1=1, axis2=2)
+    if isinstance(mask, Tracer):
+        return counted
+    own, context, counted = np.asarray(own), np.asarray(mask[:, 0, :, :keys]), np.asarray(counted)
+    causal = np.tril(np.ones(own.shape[1:], bool)) & counted[:, None, :]
+    first = np.take_along_axis(context, counted.argmax(axis=1)[:, None, None], axis=1)
+    wrong = counted & ((own != causal).any(axis=2) | (context != first).any(axis=2))
+    if wrong.any():
+        row, token = np.argwhere(wrong)[0]
+        raise InputError(
+            f"{what}: got a mask by which token {token} of row {row} does not see all that is in front of it, and "
+            "linear attention knows of no mask; expected causal order, among tokens that are not padding"
+        )
+    return counted
+
+
 def check_chunk(chunk: int | None, mask: Any, keys: int, ahead: Any = None) -> None:
     """Refuses a chunk length that is none, and masks of tokens that look at tokens of later chunks.
 

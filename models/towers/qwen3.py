@@ -117,9 +117,10 @@ class Qwen3VisionTower(nnx.Module):
         self.merger_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         mlp = {"activation": "gelu", "rngs": rngs, "dtype": dtype}
         self.merger = PlainMLP(merged, merged, config.output_width, **mlp)
-        lead = (len(config.deepstack_layers),)
-        self.deepstack_norm = LayerNorm(merged, epsilon=config.norm_epsilon, lead=lead, dtype=dtype)
-        self.deepstack = PlainMLP(merged, merged, config.output_width, lead=lead, **mlp)
+        lead, deep = (len(config.deepstack_layers),), bool(config.deepstack_layers)
+        norm = {"epsilon": config.norm_epsilon, "dtype": dtype}
+        self.deepstack_norm = LayerNorm(merged, lead=lead, **norm) if deep else None
+        self.deepstack = PlainMLP(merged, merged, config.output_width, lead=lead, **mlp) if deep else None
         self.config = config
 
     def __call__(
@@ -152,7 +153,7 @@ class Qwen3VisionTower(nnx.Module):
 
         square = config.width * config.merge**2
         features = self.merger(self.merger_norm(hidden).reshape(-1, square))
-        if not taken:
+        if self.deepstack_norm is None or self.deepstack is None:
             return features, jnp.zeros((0, *features.shape), features.dtype)
 
         # The main merger norms patches before it joins four of them; those of deepstack norm what was joined.

@@ -149,12 +149,14 @@ def qwen3_vision_entries(
         TensorEntry(f"{prefix}.pos_embed.weight", (*path, "position_embedding")),
         *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
         *norm_entries(f"{prefix}.merger.{norm}", (*path, "merger_norm")),
-        *norm_entries(f"{prefix}.{deepstack}.{{layer}}.{norm}", (*path, "deepstack_norm"), stack=True),
     ]
+    if config.deepstack_layers:
+        entries += norm_entries(f"{prefix}.{deepstack}.{{layer}}.{norm}", (*path, "deepstack_norm"), stack=True)
 
     for name, part in zip(maps, ("inner", "outer"), strict=True):
         entries += linear_entries(f"{prefix}.merger.{name}", (*path, "merger", part))
-        entries += linear_entries(f"{prefix}.{deepstack}.{{layer}}.{name}", (*path, "deepstack", part), stack=True)
+        if config.deepstack_layers:
+            entries += linear_entries(f"{prefix}.{deepstack}.{{layer}}.{name}", (*path, "deepstack", part), stack=True)
 
     return entries
 

@@ -93,7 +93,7 @@ class LayerRecorder:
         language.layers[0].register_forward_pre_hook(self.enter, with_kwargs=True)
         for layer in language.layers:
             layer.register_forward_hook(self.store("hidden"))
-            if keys:
+            if keys and hasattr(layer, "self_attn"):
                 getattr(layer.self_attn, keys).register_forward_hook(self.store("k_phase_free"))
         for name, modules in vision.items():
             for module in modules:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import models
+from evals.bench.hybrid_shapes import HYBRIDS, config_of
 from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
 from kvpatch_jax.utils.traced_flops import traced_flops
@@ -38,9 +38,9 @@ MORE = (
 
 def fewer_layers(name: str, layers: int) -> Any:
     """Configuration of a released model with as many language layers."""
-    raw = RELEASED[name].config
-    config = models.FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers))
+    config = config_of(HYBRIDS[name] if name in HYBRIDS else RELEASED[name].config)
+    fewer = {"kind_of": config.text.kind_of[:layers]} if config.text.kinds else {}
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers, **fewer))
 
 
 def program(name: str, tokens: int, behind: int, layers: int):
@@ -51,10 +51,10 @@ def program(name: str, tokens: int, behind: int, layers: int):
     text, layout = config.text, config.text.layout
     axes = () if text.rope.axes is None else (text.rope.axes,)
     prompt = Tokens(spec((1, tokens, text.width), jnp.bfloat16), spec((1, tokens, *axes), jnp.int32))
-    context = {
-        channel.name: spec((layout.layers, 1, behind, channel.heads, channel.width), jnp.bfloat16)
-        for channel in layout.channels
-    }
+    context = {}
+    for channel in layout.channels:
+        rows = behind if channel.rows is None else channel.rows
+        context[channel.name] = spec((layout.depth(channel.name), 1, rows, channel.heads, channel.width), jnp.bfloat16)
 
     def run(state: Any, prompt: Tokens, context: Any, rows: Any) -> Any:
         with using("dense"):
@@ -82,6 +82,25 @@ def test_flops_are_those_of_the_products(name):
 
 def test_flops_of_latent_attention_alone_are_those_of_the_products():
     check_products("moonshotai/Kimi-VL-A3B-Instruct", 300, 50, layers=1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", pytest.param("Qwen3.5-35B-A3B", marks=pytest.mark.slow)])
+def test_flops_of_linear_attention_are_those_of_the_products_but_for_blocks(name):
+    """The rule counts as it is written; in blocks it multiplies more, as often as its WY form has products."""
+    tokens, behind, block = 256, 128, 64
+    text, run, arguments = program(name, tokens, behind, layers=4)
+    costs, linear = forward_costs(text), text.kinds[1].linear
+    assert [bool(pair) for pair in costs.pair] == [False, False, False, True]
+    keys, values = linear.key_width, linear.value_width
+    # Two rows of scores; the inverse, pair by pair of blocks; what it solves for; what is read of the block.
+    inverse = sum(2 * (1 << level) ** 3 * (block // (2 << level)) for level in range(block.bit_length() - 1))
+    blocks = 2 * block**2 * keys + inverse + block**2 * (keys + values) + block**2 * values
+    # The state of these tokens alone is written beside that behind all, and both are read to be written.
+    states = 2 * keys * values
+    extra = linear.value_heads * (blocks // block + states)
+    expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
+    with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
+        assert traced_flops(run, *arguments) == expected + 3 * 2 * extra * tokens
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
 def _parts_of(factors: Any) -> dict[str, Any]:
     """Returns the factors of a channel by the names of their leaves."""
     if isinstance(factors, RaggedFactors):
-        return {"u": factors.u, "v": factors.v, "rows": factors.rows}
+        # Patches hold them in 16 bits where these suffice; objects do not.
+        return {"u": factors.u, "v": factors.v, "rows": np.asarray(factors.rows, np.int32)}
     return dict(zip(("u", "v"), factors, strict=True)) if is_low_rank(factors) else {"dense": factors}
 
 

@@ -12,6 +12,7 @@ INERT = words(
     finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout_prob id2label ignore_index image_seq_length
     init_std initializer_factor initializer_range is_composition is_decoder is_encoder_decoder is_llama_config
     keys_to_ignore_at_inference label2id length_penalty max_image_size max_length min_length model_type
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_mtp_layers num_nextn_predict_layers
     num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id
     perceiver_config pixel_shuffle_factor prefix pretraining_tp problem_type projection_dim projection_dropout
@@ -45,7 +46,9 @@ _KINDS = {
         encoder_layers encoder_attention_heads encoder_ffn_dim d_model max_source_positions n_window n_window_infer
         output_dim conv_chunksize downsample_hidden_size global_head_dim num_global_key_value_heads
         vocab_size_per_layer_input output_channels mlp_dim moe_k im_patch_id moe_layer_interval freq_allocation
-        attention_context_left attention_chunk_size top_k_experts
+        attention_context_left attention_chunk_size top_k_experts full_attention_interval linear_conv_kernel_dim
+        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+        shared_expert_intermediate_size
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
@@ -63,6 +66,7 @@ _KINDS = {
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
         multimodal_projector_bias use_qk_norm use_mask_token use_absolute_position_embeddings use_mean_pooling
         use_bias vision_use_head attention_k_eq_v use_double_wide_mlp qkv_bias use_abs_pos use_rel_pos
+        attn_output_gate language_model_only
     """,
     "a text": """
         hidden_act hidden_activation topk_method scoring_func projector_hidden_act vision_feature_select_strategy

@@ -1,9 +1,9 @@
-"""Keys of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Keys of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
 from typing import Any
 
 from .parts import PARTS, sizes
-from .texts import QWEN2, QWEN3, QWEN_EXPERTS, QWEN_WINDOW
+from .texts import HYBRID, HYBRID_EXPERTS, QWEN2, QWEN3, QWEN_EXPERTS, QWEN_WINDOW
 
 _QWEN3_VL_TEXT = QWEN3 | {"max_position_embeddings": 128000, "rope_theta": 5e5}
 _QWEN_IDS = {
@@ -11,6 +11,12 @@ _QWEN_IDS = {
     "video_token_id": 151656,
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
+}
+_QWEN3_5_IDS = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
 }
 QWEN_TOWER = {
     "hidden_size": 3584,
@@ -87,9 +93,31 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_vl_vision": QWEN3_TOWER,
+    "qwen3_5": PARTS | _QWEN3_5_IDS,
+    "qwen3_5_moe": PARTS | _QWEN3_5_IDS,
+    "qwen3_5_text": sizes(248320, 4096, 12288, 32, 16, 32768) | HYBRID | {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        key: value
+        for key, value in (sizes(248320, 2048, 0, 40, 16, 32768) | HYBRID | HYBRID_EXPERTS).items()
+        if key not in ("intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
+    }
+    | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3_5_vision": {key: value for key, value in QWEN3_TOWER.items() if key != "deepstack_visual_indexes"},
 }
 
+# A gate of the linear layers' norm that the classes of transformers do not read, and no deepstack.
+_QWEN3_5 = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+}
 ONLY: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"language_model_only": False},
+    "qwen3_5_moe": {"language_model_only": False},
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5 | {"norm_topk_prob": True, "decoder_sparse_step": 1},
+    "qwen3_5_vision": {"deepstack_visual_indexes": []},
     "qwen2_vl_text": {"attention_bias": True},
     "qwen2_5_vl_text": {"attention_bias": True},
 }

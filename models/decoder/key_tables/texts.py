@@ -16,6 +16,26 @@ QWEN_EXPERTS = {
     "norm_topk_prob": False,
     "mlp_only_layers": None,
 }
+HYBRID = {
+    "head_dim": 256,
+    "attention_bias": False,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""Linear attention between full attention, and what is alike in Qwen3-Next and Qwen3.5."""
+HYBRID_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "mlp_only_layers": None,
+}
 _GLM = sizes(151552, 4096, 13696, 40, 32, 131072) | {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -41,6 +61,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": sizes(151936, 2048, 6144, 24, 32, 32768) | QWEN_WINDOW | QWEN_EXPERTS | {"num_key_value_heads": 4},
+    "qwen3_next": sizes(151936, 2048, 5632, 48, 16, 32768) | HYBRID | HYBRID_EXPERTS | {"num_key_value_heads": 2},
     "glm": _GLM,
     "glm4": _GLM,
     "phi3": sizes(32064, 3072, 8192, 32, 32, 4096)
@@ -81,6 +102,7 @@ ONLY: dict[str, dict[str, Any]] = {
     "llama": {"qk_layer_norms": False, "use_resampler": False, "rope_interleaved": False},
     "mistral": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"attention_bias": True},
+    "qwen3_next": {"use_sliding_window": False, "attn_output_gate": True},
     # Qwen3-Coder's files say of Qwen2-MoE's switches that they are not used, and of its norms that they are.
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_experts_intermediate_size": 0},
     "phi3": {

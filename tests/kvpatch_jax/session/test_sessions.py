@@ -43,7 +43,7 @@ from kvpatch_jax.window import Entry, ResidentPiece
 from tests.compilations import compilations
 
 SLOW = pytest.mark.slow
-OTHERS = [pytest.param(name, marks=SLOW) for name in ("mrope", "mla", "window", "experts", "unlike")]
+OTHERS = [pytest.param(name, marks=SLOW) for name in ("mrope", "mla", "window", "experts", "unlike", "hybrid")]
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,9 @@ def loop(executor: PagedExecutor, lengths, shelf: MemoryStore, prefix: str = "")
 
 
 @pytest.mark.slow
-def test_ten_lengths_compile_what_their_buckets_do():
-    backbone = tiny("gqa")
+@pytest.mark.parametrize("name", ["gqa", "hybrid"])
+def test_ten_lengths_compile_what_their_buckets_do(name: str):
+    backbone = tiny(name)
     lengths = [length for pair in zip(LENGTHS[:5], reversed(LENGTHS[5:]), strict=True) for length in pair]
     executor = PagedExecutor(backbone, 24, 8, jnp.float32, store=MemoryStore())
     executor.warm_up([16, 32], [4, 8], keys=6 * 16, ranks=(4,), steps=4)
@@ -79,8 +80,9 @@ def test_ten_lengths_compile_what_their_buckets_do():
 
 
 @pytest.mark.slow
-def test_asking_compiles_nothing_after_warm_up():
-    backbone = tiny("gqa")
+@pytest.mark.parametrize("name", ["gqa", "hybrid"])
+def test_asking_compiles_nothing_after_warm_up(name: str):
+    backbone = tiny(name)
     executor, window = PagedExecutor(backbone, 24, 8, jnp.float32), Window.empty(Costs.of(backbone, jnp.float32))
     executor.warm_up([16, 32], [4, 8], keys=6 * 16, ask=True)
     given = {length: embedded(backbone, length) for length in (*LENGTHS, *range(3, 8))}

@@ -1,0 +1,174 @@
+"""Hybrid models: an agent's loop by three ways, bytes of a chunk by its length, and programs at a large shape.
+
+The loop runs Qwen3.5-0.8B's shape with fewer layers (--layers, a multiple of four) and drawn weights, in float32, and
+is counted at the whole shape. Drawn weights say nothing of quality: KL is there to see that forwards are the same while
+a window grows, where both ways compute the same.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpatch_jax.window.costs import composing_flops
+from models.decoder.costs import forward_costs
+
+from ..results.environment import environment
+from .benchmark import Benchmark, Row, measured_row
+from .checkpoints import GOLDENS
+from .hybrid_bytes import FORMS, describe_bytes, draw_bytes
+from .hybrid_loop import WAYS, LoopSizes, counted_flops, hybrid_workload, measure_hybrid_loop, shape_of
+from .hybrid_shapes import decoder_of
+from .hybrid_sizes import MODEL, describe_compositions, describe_prefills
+
+CHEAPER_BAR = 3.0
+"""Least ratio of re-prefill to ours, over the loop."""
+NEW_BAR = 1.2
+"""Most of ours over prefilling what is new, at `COUNTED` sizes."""
+EXACT_BAR = 1e-4
+"""Most KL while the window grows, in nats."""
+COUNTED = (256, 1280)
+"""Tokens of an image of the loops that are counted at whole shapes."""
+
+
+def run(*, layers: int = 4, image_tokens: int = 256, seed: int = 0, quick: bool = False) -> dict[str, Any]:
+    """Measures the loop, counts it at whole shapes, and describes bytes and programs.
+
+    Args:
+      layers: of the model that is run. image_tokens: of its images.
+      quick: the loop on a tiny model, and nothing compiled at the large shape.
+    """
+    sizes = LoopSizes(image_tokens=image_tokens)
+    raw, name = shape_of(layers), f"Qwen3.5-0.8B's shape, {layers} layers"
+    if quick:
+        sizes = LoopSizes(images=6, window=3, image_tokens=16, question_tokens=4, lead_tokens=4)
+        raw, name = json.loads((GOLDENS / "qwen3_5" / "config.json").read_text()), "tiny"
+
+    workload = hybrid_workload(raw, name, sizes, seed)
+    loop = measure_hybrid_loop(workload, sizes)
+    result: dict[str, Any] = {
+        "config": {"backbone": name, "dtype": "float32", "seed": seed, "quick": quick, **vars(sizes)},
+        "environment": environment(),
+        "loop": loop,
+        "counted": counted_loops(sizes),
+        "bytes": describe_bytes(),
+        "prefills": [] if quick else describe_prefills(),
+        "compositions": [] if quick else describe_compositions(decoder_of(MODEL).layout),
+    }
+    return result | {"rows": rows_of(result)}
+
+
+def counted_loops(sizes: LoopSizes) -> list[dict[str, Any]]:
+    """Counts the loop at the shapes of Qwen3.5-0.8B and 9B, with images of `COUNTED` tokens."""
+    loops = []
+    for name in ("Qwen3.5-0.8B", MODEL):
+        decoder = decoder_of(name)
+        for tokens in COUNTED:
+            own = LoopSizes(sizes.images, sizes.window, tokens, sizes.question_tokens, sizes.lead_tokens)
+            flops = counted_flops(forward_costs(decoder), decoder.layout, own)
+            composing = composing_flops(decoder.layout)
+            loops.append({"model": name, "image_tokens": tokens, "flops": flops, "composing": composing})
+    return loops
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def rows_of(result: Mapping[str, Any]) -> list[Row]:
+    """Makes the rows of a result."""
+    rows = loop_rows(result["loop"], result["config"])
+    for loop in result["counted"]:
+        rows += counted_rows(loop, result["config"]["window"])
+    for described in result["bytes"]:
+        if "beside" in described:
+            for form in FORMS:
+                part = f"{described['model']}, {form}"
+                even = [float(described["even_length"][form])]
+                rows.append(measured_row("tokens from which a hybrid's chunk is smaller", even, part=part))
+    return [*rows, *size_rows(result["prefills"], result["compositions"])]
+
+
+def loop_rows(loop: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
+    """Makes the rows of the loop that ran and of its variants."""
+    steps, part = loop["steps"], config["backbone"]
+    window = config["window"]
+    phases = {"loop": steps, "growing": steps[:window], "sliding": steps[window:]}
+    rows = []
+    for way in WAYS[:2]:
+        for phase, own in phases.items():
+            for unit, word in (("flops", "FLOPs"), ("seconds", "time")):
+                bar = CHEAPER_BAR if way == "re-prefill" and phase == "loop" else None
+                total = _sum(own, way, unit) / _sum(own, "window", unit)
+                ratios = [step[way][unit] / step["window"][unit] for step in own]
+                rows.append(
+                    measured_row(f"{phase}: {word} of {way} over ours", ratios, at_least=bar, value=total, part=part)
+                )
+                rows[-1] |= _judged(rows[-1])
+    for name, step in loop["variants"].items():
+        for way in WAYS[:2]:
+            for unit, word in (("flops", "FLOPs"), ("seconds", "time")):
+                ratio = step[way][unit] / step["window"][unit]
+                rows.append(measured_row(f"{name}: {word} of {way} over ours", [ratio], part=part))
+        over = step["window"]["flops"] / step["bar"]
+        rows.append(measured_row(f"{name}: FLOPs over running what is new", [over], part=part))
+
+    growing, sliding = ([step["kl"] for step in phases[phase]] for phase in ("growing", "sliding"))
+    changed = [step["kl"] for step in loop["variants"].values()]
+    rows += [
+        measured_row("KL to re-prefill, window growing", growing, at_most=EXACT_BAR, statistic=max, part=part),
+        measured_row("KL to re-prefill, window sliding", sliding, statistic=statistics.fmean, part=part),
+        measured_row("KL to re-prefill, variants", changed, statistic=statistics.fmean, part=part),
+    ]
+    return rows
+
+
+def _judged(row: Row) -> Row:
+    # The interval is of steps, the figure of all of them together.
+    return {"passed": bool(row["value"] >= row["bar"])} if "bar" in row else {}
+
+
+def _sum(steps: Sequence[Mapping[str, Any]], way: str, unit: str) -> float:
+    return sum(step[way][unit] for step in steps)
+
+
+def counted_rows(loop: Mapping[str, Any], window: int) -> list[Row]:
+    """Makes the rows of a loop that was counted, not run."""
+    flops, part = loop["flops"], f"{loop['model']}, images of {loop['image_tokens']} tokens, counted"
+    ratio: Callable[[str, str, int], float] = lambda above, below, first: sum(flops[above][first:]) / sum(
+        flops[below][first:]
+    )
+    rows = []
+    for way in WAYS[:2]:
+        bar = CHEAPER_BAR if way == "re-prefill" else None
+        whole = [ratio(way, "window", 0)]
+        rows.append(measured_row(f"loop: FLOPs of {way} over ours", whole, at_least=bar, part=part))
+        rows.append(measured_row(f"sliding: FLOPs of {way} over ours", [ratio(way, "window", window)], part=part))
+    new = [ratio("window", "bar", window)]
+    bar = NEW_BAR if loop["image_tokens"] >= COUNTED[-1] else None
+    rows.append(measured_row("sliding: FLOPs over running what is new", new, at_most=bar, part=part))
+    return rows
+
+
+def size_rows(prefills: Sequence[Mapping[str, int]], compositions: Sequence[Mapping[str, int]]) -> list[Row]:
+    """Makes the rows of programs that were compiled at the large shape."""
+    rows = []
+    for each in prefills:
+        part = f"{MODEL}, {each['tokens']} tokens behind {each['keys']}"
+        rows.append(measured_row("prefill: temporaries, GiB", [each["temporaries"] / 2**30], part=part))
+        share = each["temporaries"] / each["scores"]
+        rows.append(measured_row("prefill: temporaries over one layer's scores", [share], part=part))
+        rows.append(measured_row("prefill: TFLOPs", [each["flops"] / 1e12], part=part))
+    if len(prefills) > 1:
+        first, last = prefills[0], prefills[-1]
+        growth = (last["temporaries"] / first["temporaries"]) / (last["tokens"] / first["tokens"])
+        rows.append(measured_row("prefill: growth of temporaries over that of tokens", [growth], at_most=1.1, part=MODEL))
+    for each in compositions:
+        part = f"{MODEL}, {each['transitions']} transitions"
+        rows.append(measured_row("composing: GFLOPs", [each["flops"] / 1e9], part=part))
+        rows.append(measured_row("composing: temporaries, GiB", [each["temporaries"] / 2**30], part=part))
+    return rows
+
+
+BENCHMARK = Benchmark(
+    "hybrid", run, ("part",), draw=lambda result, path: draw_bytes(result["bytes"], path)
+)
