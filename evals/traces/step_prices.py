@@ -178,7 +178,14 @@ def _window(
             choices.append(KEEP if stays else BY_FORWARD)
         windows[question.session], edits = arranged.serve(choices)
         computed = {edit.id for edit in edits if isinstance(edit, Prefill)}
-        yield edits, sum(entry.tokens for entry in pieces if entry.id in computed)
+        # An executor reads one logit behind each forward, by which it knows that all is finite. The last piece and the
+        # question behind it are one forward.
+        spent: list[Edit] = []
+        for edit in edits:
+            fused = edit is edits[-1] and isinstance(edit, Prefill) and edit.id == pieces[-1].id
+            read = costs.forward.logit if isinstance(edit, Prefill) and not fused else 0
+            spent.append(dataclasses.replace(edit, flops=edit.flops + read) if read else edit)
+        yield tuple(spent), sum(entry.tokens for entry in pieces if entry.id in computed)
 
 
 def shares(prices: Mapping[str, list[StepPrice]], ways: Sequence[str], unit: Unit) -> dict[str, float]:
