@@ -6,6 +6,9 @@ by a window without patches, as planned, with patches at the first meeting and w
 Printed are which way is the cheapest, then forwards, tokens computed, FLOPs, bytes of KV, programs compiled,
 KL and flips against what the window promises; `--out` gets them as JSON and Markdown, with figures.
 
+`--imported` replays 200 steps of two public trace formats in all these ways, lengths divided by `--factor`, beside the
+prices of every step.
+
 `--cheapest` prices 200 steps of two public trace formats in every way by formulas, and runs no model.
 
 `--revisits` replays sessions over a store instead, on all models: agents that go back to what they have seen, start
@@ -35,8 +38,11 @@ from .revisits.suite import run as run_revisits
 from .small_task import VOCABULARY
 from .task_language import check_language
 from .traces import KINDS, STEPS, generate, load_trace
+from .traces.cheapest import STEPS as IMPORTED_STEPS
 from .traces.cheapest import run as run_cheapest
 from .traces.figures import draw
+from .traces.imported_replay import FACTOR, WINDOW_CHUNKS
+from .traces.imported_replay import run as run_imported
 from .traces.replay_run import RANK, out_of, rank_table, replay, table, winners
 from .trained import MAIN, shipped, shipped_names
 
@@ -50,6 +56,9 @@ _RANK = flags.DEFINE_integer("rank", RANK, "of the patches", lower_bound=1)
 _CHEAPEST = flags.DEFINE_bool(
     "cheapest", False, "price both imported formats by formulas: which way is the cheapest at each step"
 )
+_IMPORTED = flags.DEFINE_bool("imported", False, "replay both imported formats, bounded to --window, through --model")
+_WINDOW = flags.DEFINE_integer("window", WINDOW_CHUNKS, "chunks in the window of imported traces", lower_bound=1)
+_FACTOR = flags.DEFINE_integer("factor", FACTOR, "tokens of an imported trace for one replayed", lower_bound=1)
 _REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; all flags below are of it, and --out")
 _MODELS = flags.DEFINE_list("models", ["all"], "shipped instances, sheets/NAME, documents/NAME, smollm2; or all")
 _WINDOWS = flags.DEFINE_list("windows", ["all"], f"some of {', '.join(map(str, sorted(FULL.main)))}; or all")
@@ -79,6 +88,15 @@ def main(arguments: list[str]) -> None:
             found = run_revisits(out, models, windows, plan, _PARTS.value, _CHECKPOINT.value)
         for title, shown in tables(found):
             print("", title, aligned_table(*shown), sep="\n")
+        return
+
+    if _IMPORTED.value:
+        use_compilation_cache()
+        with errors_as_one_line():
+            make_out(out)
+            backbone = load(shipped(_MODEL.value), dtype="float32")
+            sizes = _steps_of_imported(), _SEED.value, _WINDOW.value, _FACTOR.value
+            print(run_imported(out, backbone, Path(_MODEL.value).name, *sizes))
         return
 
     with errors_as_one_line():
@@ -115,6 +133,10 @@ def main(arguments: list[str]) -> None:
         )
 
     write_pages(out)
+
+
+def _steps_of_imported() -> int:
+    return _STEPS.value if flags.FLAGS["steps"].present else IMPORTED_STEPS
 
 
 def _kinds() -> tuple[str, ...]:

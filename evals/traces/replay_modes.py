@@ -31,8 +31,11 @@ from kvpatch_jax.window import (
 )
 from models import ModelBackbone
 
-from ..bench.loop_workload import join_pieces, length_of
+from ..arms.reused_page import cut
+from ..bench.loop_workload import length_of, span
 from ..bench.window_loop import PrefixCache, canonical_of
+from ..measure.contexts import HostKV, joined, on_host
+from ..measure.trajectories.prompts import computed_behind
 from ..oracles import HostExecutor
 from .held_prompts import HeldPrompt, HoldingRule
 from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion
@@ -59,6 +62,16 @@ class ReplayStep(NamedTuple):
 # -------------------------------------------------------------------------------------------------------- prompts
 
 
+def host_prompt(pieces: Sequence[tuple[str, Tokens]]) -> tuple[list[tuple[str, int]], Tokens]:
+    """Joins named pieces on the host, from position 0 on: what identifies each token, and all tokens."""
+    names, placed, start = list[tuple[str, int]](), list[Tokens](), 0
+    for name, tokens in pieces:
+        names += [(name, index) for index in range(length_of(tokens))]
+        placed.append(on_host(tokens).shift(start))
+        start += span(tokens)
+    return names, joined(placed)
+
+
 class PromptReplay:
     """Replay by prefilling every question's whole prompt."""
 
@@ -74,58 +87,52 @@ class PromptReplay:
     def ask(self, question: TracedQuestion) -> ReplayStep:
         """Prefills the whole prompt."""
         keys, prompt = self.prompt(question)
-        output = self.backbone.prefill(prompt)
-        return self.step(output.logits, len(keys), 0)
+        logits, _, _ = computed_behind(self.backbone, prompt, None)
+        return self.step(logits, len(keys), 0)
 
     def prompt(self, question: TracedQuestion) -> tuple[list[tuple[str, int]], Tokens]:
         """Returns what identifies each token of a prompt, and the tokens at their positions."""
         shown = self.shown(question)
         pieces = [(entry.content or "", self.contents.pieces[entry.content or ""]) for entry in shown]
-        return join_pieces([*pieces, (f"question {question.text}", self.contents.questions[question.text])])
+        return host_prompt([*pieces, (f"question {question.text}", self.contents.questions[question.text])])
 
     def shown(self, question: TracedQuestion) -> Sequence[Entry]:
         """Returns the pieces of a prompt: those of the trace's window."""
         return question.pieces
 
-    def step(self, logits: Any, tokens: int, preceding: int) -> ReplayStep:
+    def step(self, logits: Float[np.ndarray, " V"], tokens: int, preceding: int) -> ReplayStep:
         """Returns the answer of one forward with one token's logits."""
         cost = self.costs.prefill(tokens, preceding, logits=1)
-        return ReplayStep(np.asarray(logits)[0, -1], 1, cost["flops"], cost["bytes"], tokens)
+        return ReplayStep(logits, 1, cost["flops"], cost["bytes"], tokens)
 
 
 class CachedPrompt(NamedTuple):
-    """A prompt that was computed: keys of its tokens, its KV, and its positions."""
+    """A prompt that was computed: keys of its tokens, and its KV, engine frame."""
 
     keys: list[tuple[str, int]]
-    kv: Mapping[str, Array]
-    positions: np.ndarray
+    kv: HostKV
 
 
 class PrefixReplay(PromptReplay):
-    """Replay behind an engine's prefix cache without eviction: the longest prefix of any prompt, in blocks of 16."""
+    """Replay behind an engine's prefix cache without eviction: the longest prefix of any prompt, in blocks."""
 
-    def __init__(self, backbone: ModelBackbone, contents: TraceContents):
+    def __init__(self, backbone: ModelBackbone, contents: TraceContents, block: int = PAGE):
         """Starts with an empty cache."""
         super().__init__(backbone, contents)
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(block)
         self.prompts: list[CachedPrompt] = []
 
     def ask(self, question: TracedQuestion) -> ReplayStep:
         """Prefills what no earlier prompt began with."""
         keys, prompt = self.prompt(question)
-        hit, context, prefix = self.cache.hit(keys), None, {}
+        hit, before = self.cache.hit(keys), None
         if hit:
-            cached = next(earlier for earlier in self.prompts if earlier.keys[:hit] == keys[:hit])
-            prefix = {name: value[:, :, :hit] for name, value in cached.kv.items()}
-            context = kvp.to_engine(self.backbone.layout, prefix, cached.positions[:, :hit], 0)
-
-        output = self.backbone.prefill(prompt.take(hit, len(keys)), context)
-        kv = dict(output.kv)
-        if hit:
-            kv = {name: np.concatenate([prefix[name], value], 2) for name, value in kv.items()}
-        host = {name: np.asarray(value) for name, value in kv.items()}
-        self.prompts.append(CachedPrompt(keys, host, np.asarray(prompt.positions)))
-        return self.step(output.logits, len(keys) - hit, hit)
+            # The latest first: it is where most of a prompt's beginning is found.
+            cached = next(earlier for earlier in reversed(self.prompts) if earlier.keys[:hit] == keys[:hit])
+            before = cut(cached.kv, slice(hit))
+        logits, _, kv = computed_behind(self.backbone, prompt, before)
+        self.prompts.append(CachedPrompt(keys, kv))
+        return self.step(logits, len(keys) - hit, hit)
 
 
 class HeldPrompts:
@@ -153,9 +160,12 @@ class HeldPrompts:
 class HeldReplay(PrefixReplay):
     """Replay behind a prefix cache by an agent that lets pieces leave under a rule: exact for what it shows."""
 
-    def __init__(self, backbone: ModelBackbone, contents: TraceContents, rule: HoldingRule):
-        """Starts with an empty cache and without sessions."""
-        super().__init__(backbone, contents)
+    def __init__(
+        self, backbone: ModelBackbone, contents: TraceContents, rule: HoldingRule, block: int = PAGE, every: int = 1
+    ):
+        """Starts with an empty cache and without sessions. Compares each `every`-th answer with its own prompt's."""
+        super().__init__(backbone, contents, block)
+        self._every = every
         self.held = HeldPrompts(rule)
         self._shown: Sequence[Entry] = ()
 
@@ -168,7 +178,9 @@ class HeldReplay(PrefixReplay):
         """Prefills what no earlier prompt began with, and off the count all that is shown, to compare with."""
         self._shown = self.held.show(question.session, question.pieces)
         step = super().ask(question)
-        return step._replace(own=np.asarray(self.backbone.prefill(self.prompt(question)[1]).logits)[0, -1])
+        if question.number % self._every:
+            return step
+        return step._replace(own=computed_behind(self.backbone, self.prompt(question)[1], None)[0])
 
     def shown(self, question: TracedQuestion) -> Sequence[Entry]:
         """Returns the pieces of a prompt: those of the window, and what has not left yet."""
@@ -302,8 +314,10 @@ class WindowReplay:
         config: TraceConfig,
         policy: WindowPolicy,
         rule: HoldingRule | None = None,
+        every: int = 1,
     ):
-        """Starts without windows. Under a rule they show what has not left yet, too."""
+        """Starts without windows. Under a rule they show what has not left yet, too, as in `HeldReplay`."""
+        self._every = every
         self.backbone, self.contents, self.config, self.policy = backbone, contents, config, policy
         self.held = None if rule is None else HeldPrompts(rule)
         self.costs = Costs.of(backbone, np.float32)
@@ -326,11 +340,11 @@ class WindowReplay:
             logits = np.asarray(self.executor.ask(window, edits, question))[0, -1]
             self.windows[moment.session] = window
             step = self._step(logits, before, prefilled(window, edits) + length_of(question))
-            if self.held is None:
+            if self.held is None or moment.number % self._every:
                 return step
             pieces = [(entry.id, self.contents.pieces[entry.content or ""]) for entry in shown]
-            prompt = join_pieces([*pieces, ("question", question)])[1]
-            return step._replace(own=np.asarray(self.backbone.prefill(prompt).logits)[0, -1])
+            prompt = host_prompt([*pieces, ("question", question)])[1]
+            return step._replace(own=computed_behind(self.backbone, prompt, None)[0])
 
         if isinstance(moment, TracedFork):
             window, edits = self._served(moment.session, moment.pieces)

@@ -5,11 +5,12 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
 
+from kvpatch_jax.core import Buckets
 from kvpatch_jax.plan import EvictionPolicy, LoopSizes, compare_policies
 from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Costs, Entry
@@ -22,6 +23,7 @@ from ..results import intervals
 from ..results.environment import environment
 from .held_prompts import HoldingRule
 from .replay_modes import (
+    PAGE,
     HeldReplay,
     PrefixReplay,
     PromptReplay,
@@ -47,6 +49,10 @@ PREFILL, PREFIX, WINDOW = "re-prefill", "prefix cache", "window"
 FIRST, AGAIN, BLIND = "patches, first time", "patches, met before", "blind"
 BATCHED, PLACEHOLDER, PLANNED = "batched eviction", "placeholders, texts kept", "as planned"
 MODES = (PREFILL, PREFIX, BATCHED, PLACEHOLDER, WINDOW, PLANNED, FIRST, AGAIN, BLIND)
+OWN_EVERY = 10
+"""Of drawn traces, one answer in so many is compared with a re-prefill of what the mode itself showed."""
+COARSE = Buckets(64, 1)
+"""Buckets of drawn traces: powers of two, so that prompts of hundreds of lengths compile few programs."""
 PLACEHOLDER_TOKENS = 3
 """Of the text that takes the place of a screenshot that left."""
 LEFT = Entry("left", "[left]", PLACEHOLDER_TOKENS, PLACEHOLDER_TOKENS, "text")
@@ -69,6 +75,22 @@ class ReplayMode(Protocol):
         ...
 
 
+class DrawnTrace(NamedTuple):
+    """A trace of which numbers of tokens alone are replayed.
+
+    Prefix caches then know every token, not blocks of 16, and programs are counted that no earlier mode compiled.
+
+    Attributes:
+      sizes: of all that it shows and asks.
+      high: chunks that make those that have left leave together, where they do so in batches.
+      left: the placeholder.
+    """
+
+    sizes: TraceSizes
+    high: int
+    left: Entry
+
+
 @dataclasses.dataclass
 class ReplayResult:
     """Steps of one mode over a whole trace.
@@ -86,15 +108,19 @@ class ReplayResult:
         return sum(getattr(step, field) for step in self.steps)
 
 
-def replay_mode(mode: ReplayMode, seen: Sequence[Moment], compilations: Compilations | None = None) -> ReplayResult:
+def replay_mode(
+    mode: ReplayMode, seen: Sequence[Moment], compilations: Compilations | None = None, *, fresh: bool = True
+) -> ReplayResult:
     """Serves a trace's moments in one mode.
 
     Args:
-      compilations: counts the programs compiled, from an empty cache; None keeps what is compiled.
+      compilations: counts the programs compiled; None: nothing is counted, and what is compiled stays.
+      fresh: whether they are counted from an empty cache, and not from what other modes left.
     """
     before = 0
     if compilations is not None:
-        jax.clear_caches()
+        if fresh:
+            jax.clear_caches()
         before = compilations.count
 
     steps, pending = [], ReplayResult([])
@@ -117,14 +143,16 @@ def replay(
     *,
     rank: int = RANK,
     ranks: Sequence[int] = RANKS,
+    drawn: DrawnTrace | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Record:
     """Replays a trace in every mode.
 
     Args:
-      backbone: without buckets; every mode runs it with the default ones.
+      backbone: without buckets; every mode runs it with the default ones, and of drawn tokens with `COARSE`.
       rank: of the patches.
       ranks: tried one by one, on patches that have met the trace.
+      drawn: tokens in place of the trace's contents, and what else then differs.
       report: called with the name of each mode that is done.
 
     Returns:
@@ -136,8 +164,15 @@ def replay(
       TraceError: a trace that cannot be replayed.
     """
     padded = with_buckets(backbone)
-    contents, config = TraceContents.of(trace, padded), config_of(trace)
+    if drawn is not None:
+        padded.buckets = COARSE
+    config, left, block, every = config_of(trace), LEFT, PAGE, 1
+    if drawn is None:
+        contents = TraceContents.of(trace, padded)
+    else:
+        contents, left, block, every = TraceContents.drawn(drawn.sizes, padded), drawn.left, 1, OWN_EVERY
     seen = list(moments(trace, contents, Costs.of(padded, np.float32)))
+    high = 2 * most_chunks(seen) if drawn is None else drawn.high
     compilations, patches = Compilations(), ReplayPatches(padded, contents)
     patching = WindowPolicy("patch", patches, rank)
     policies = {
@@ -150,23 +185,24 @@ def replay(
     # Modes run in order, because AGAIN meets what FIRST left in `patches`. Each is made when its turn comes, because a
     # pool takes memory.
     results, counts, formed = dict[str, ReplayResult](), dict[str, Record](), Record()
-    contents.pieces[LEFT.content or ""] = drawn_tokens(padded, LEFT.content or "", LEFT.tokens)
+    contents.pieces[left.content or ""] = drawn_tokens(padded, left.content or "", left.tokens)
     planned = planned_policy(seen, contents, Costs.of(padded, np.float32), config.promise)
-    rules = holding_rules(seen)
+    rules = {BATCHED: HoldingRule(high), PLACEHOLDER: HoldingRule(high, texts=True, placeholder=left)}
 
     for name in MODES:
         if name == PLANNED and planned.survivors == "prefilled":
-            mode = HeldReplay(padded, contents, HoldingRule(planned.high))
+            mode = HeldReplay(padded, contents, HoldingRule(planned.high), block, every)
         elif name == PLANNED:
-            mode = WindowReplay(padded, contents, config, policies[WINDOW], HoldingRule(planned.high, once=True))
+            rule = HoldingRule(planned.high, once=True)
+            mode = WindowReplay(padded, contents, config, policies[WINDOW], rule, every)
         elif name in policies:
             mode = WindowReplay(padded, contents, config, policies[name])
         elif name in rules:
-            mode = HeldReplay(padded, contents, rules[name])
+            mode = HeldReplay(padded, contents, rules[name], block, every)
         else:
-            mode = PromptReplay(padded, contents) if name == PREFILL else PrefixReplay(padded, contents)
+            mode = PromptReplay(padded, contents) if name == PREFILL else PrefixReplay(padded, contents, block)
 
-        results[name] = replay_mode(mode, seen, compilations)
+        results[name] = replay_mode(mode, seen, compilations, fresh=drawn is None)
         counts[name] = {"hits": getattr(mode, "hits", 0), "misses": getattr(mode, "misses", 0)}
         if name == FIRST:
             formed = {"forwards": patches.forwards, "flops": patches.flops}
@@ -230,12 +266,6 @@ def summary(result: ReplayResult, promised: ReplayResult, forget: ReplayResult) 
     for field in FIELDS:
         row["each"][field] = [getattr(step, field) for step in result.steps]
     return row
-
-
-def holding_rules(seen: Sequence[Moment]) -> dict[str, HoldingRule]:
-    """Returns the rules of agents without this library: what leaves does so once twice as many chunks are shown."""
-    high = 2 * most_chunks(seen)
-    return {BATCHED: HoldingRule(high), PLACEHOLDER: HoldingRule(high, texts=True, placeholder=LEFT)}
 
 
 def most_chunks(seen: Sequence[Moment]) -> int:

@@ -83,21 +83,29 @@ def questions_of(trace: Trace, sizes: TraceSizes) -> list[TracedQuestion]:
     return [moment for moment in moments(trace, sizes, NO_COSTS) if isinstance(moment, TracedQuestion)]
 
 
-def rules(keep: int) -> dict[str, HoldingRule]:
-    """Returns the rules of the ways that show more than the last `keep` chunks, or texts of what has left."""
+def rules(keep: int, left: Entry = LEFT) -> dict[str, HoldingRule]:
+    """Returns the rules of the ways that show more than the last `keep` chunks, or texts of what has left.
+
+    Args:
+      left: the placeholder.
+    """
     return {
         NEVER: HoldingRule(None),
         DROPPED: HoldingRule(keep, texts=True),
-        PLACEHOLDER: HoldingRule(keep, texts=True, placeholder=LEFT),
+        PLACEHOLDER: HoldingRule(keep, texts=True, placeholder=left),
         BATCHED: HoldingRule(2 * keep),
-        PLACEHOLDERS: HoldingRule(2 * keep, texts=True, placeholder=LEFT),
+        PLACEHOLDERS: HoldingRule(2 * keep, texts=True, placeholder=left),
         BATCHED_SLIDE: HoldingRule(2 * keep, once=True),
     }
 
 
-def shown_pieces(asked: Sequence[TracedQuestion], keep: int) -> dict[str, list[Sequence[Entry]]]:
-    """Returns what every way shows at each question, of windows that show at most `keep` chunks after the lead."""
-    by_rule, found = rules(keep), dict[str, list[Sequence[Entry]]]()
+def shown_pieces(asked: Sequence[TracedQuestion], keep: int, left: Entry = LEFT) -> dict[str, list[Sequence[Entry]]]:
+    """Returns what every way shows at each question, of windows that show at most `keep` chunks after the lead.
+
+    Args:
+      left: the placeholder.
+    """
+    by_rule, found = rules(keep, left), dict[str, list[Sequence[Entry]]]()
     # A chunk that is the lead is shown by every way, beyond those that a rule counts.
     lead = int(bool(asked and asked[0].pieces) and asked[0].pieces[0].kind == "chunk")
     for way in WAYS:
@@ -170,7 +178,14 @@ def _window(
             choices.append(KEEP if stays else BY_FORWARD)
         windows[question.session], edits = arranged.serve(choices)
         computed = {edit.id for edit in edits if isinstance(edit, Prefill)}
-        yield edits, sum(entry.tokens for entry in pieces if entry.id in computed)
+        # An executor reads one logit behind each forward, by which it knows that all is finite. The last piece and the
+        # question behind it are one forward.
+        spent: list[Edit] = []
+        for edit in edits:
+            fused = edit is edits[-1] and isinstance(edit, Prefill) and edit.id == pieces[-1].id
+            read = costs.forward.logit if isinstance(edit, Prefill) and not fused else 0
+            spent.append(dataclasses.replace(edit, flops=edit.flops + read) if read else edit)
+        yield tuple(spent), sum(entry.tokens for entry in pieces if entry.id in computed)
 
 
 def shares(prices: Mapping[str, list[StepPrice]], ways: Sequence[str], unit: Unit) -> dict[str, float]:

@@ -72,6 +72,14 @@ class TraceContents:
 
         return cls(pieces, questions)
 
+    @classmethod
+    def drawn(cls, sizes: "TraceSizes", backbone: ModelBackbone) -> "TraceContents":
+        """Draws tokens of these numbers for everything that a trace shows and asks, by seeds of their names."""
+        return cls(
+            {name: drawn_tokens(backbone, name, count) for name, (count, _) in sizes.pieces.items()},
+            {text: drawn_tokens(backbone, f"question {text}", count) for text, count in sizes.questions.items()},
+        )
+
     def entry(self, event: Event) -> Entry:
         """Returns the entry that an event places, in this backbone's tokens."""
         assert event.chunk is not None
@@ -120,6 +128,12 @@ class TraceSizes:
             else:
                 pieces[content_key(event)] = tokens, event.span or tokens
         return cls(pieces, questions)
+
+    def scaled(self, factor: int) -> "TraceSizes":
+        """Returns numbers divided by a factor and rounded, at least 1: lengths that a small model can replay."""
+        pieces = {name: max(1, round(count / factor)) for name, (count, _) in self.pieces.items()}
+        questions = {text: max(1, round(count / factor)) for text, count in self.questions.items()}
+        return TraceSizes({name: (count, count) for name, count in pieces.items()}, questions)
 
     def entry(self, event: Event) -> Entry:
         """Returns the entry that an event places."""
