@@ -17,6 +17,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.pool import make_pool
 from models import FAMILIES, load, save
 from models.checkpoints import flatten_params
+from models.decoder import stacks
 from models.decoder.config import LinearConfig
 from models.decoder.costs import forward_costs
 from models.decoder.linear_attention import LinearAttention
@@ -104,6 +105,11 @@ def test_equals_transformers(family, case, tmp_path):
         near(value if name in PARTS else value[:, rows], gold[name], name)
     near(out.kv["k"][:, 0, rows], gold["k_phase_free"], "phase-free keys")
     near(out.logits[0, rows], gold["logits"], "logits")
+
+    if backbone.config.text.experts is not None:
+        load_of = np.asarray(backbone.router_load(tokens))
+        assert (load_of.sum(1) == 2 * tokens.embeddings.shape[1]).all()
+        assert load_of.shape == (layers, 6)
 
     if "decode_tokens" in gold:
         assert np.array_equal(backbone.generate(tokens, len(gold["decode_tokens"]))[0], gold["decode_tokens"])
@@ -202,6 +208,16 @@ def test_decoding_one_by_one_equals_prefill(backbone, tokens, whole):
     close(step.logits, whole.logits[:, 88:], "logits of two")
     close_kv(transition_of(step.cache), transition_of(whole.kv), "decoded")
     close(step.cache["k"], engine(backbone, whole, tokens)["k"], "keys")
+
+
+@pytest.mark.slow
+def test_layers_that_lie_apart_equal_stacks(backbone, tokens, monkeypatch):
+    """As steps on a CPU read them: an array per layer, states and maps too."""
+    expected = backbone.generate(tokens, 8, stop=())
+    monkeypatch.setattr(stacks, "LEAST_BYTES", 0)
+    apart = backbone.replaced(backbone.parameters)
+    assert apart.programs.state_for(1) is not apart.programs.state
+    assert np.array_equal(apart.generate(tokens, 8, stop=()), expected)
 
 
 def paged(backbone, held, length, buckets=None):
