@@ -3,7 +3,7 @@
 Axis letters: B rows, N pages of a table, O slots of a page, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -39,6 +39,8 @@ class AnswerRows(NamedTuple):
       table: int32 [B,N], pages, including those that the answer will grow into, padded with `NO_PAGE`.
       owned: bool [B,N·O], which slots of these pages belong to the row, written or not.
       places: int32 [B,N·O], index of the row's token that each of these slots is for.
+      transition: of a hybrid model, what its linear layers keep of the row's tokens but the last, {part: [L,B,R,K,W]};
+        None of other models.
     """
 
     token: Int[AnyArray, " B"]
@@ -48,6 +50,7 @@ class AnswerRows(NamedTuple):
     table: Int[AnyArray, "B N"]
     owned: Bool[AnyArray, "B S"]
     places: Int[AnyArray, "B S"]
+    transition: Mapping[str, AnyArray] | None = None
 
 
 @runtime_checkable
@@ -60,8 +63,11 @@ class AnsweringBackbone(Protocol):
 
     def begin_answer(
         self, tokens: Tokens, length: int, context: Paged, slots: Int[np.ndarray, " T"], draws: Draws, steps: int
-    ) -> tuple[Int[Array, "1"], Pool]:
-        """Runs a question, writes its KV into the pool and chooses the first token."""
+    ) -> tuple[Int[Array, "1"], Pool, Mapping[str, Array] | None]:
+        """Runs a question, writes its KV into the pool and chooses the first token.
+
+        Also returns the transition of context and question, of a hybrid model.
+        """
         ...
 
     def advance_answers(self, pool: Pool, rows: AnswerRows, draws: Draws) -> tuple[AnswerRows, Pool]:
@@ -75,7 +81,12 @@ class AnsweringBackbone(Protocol):
 
 def no_row(like: AnswerRows) -> AnswerRows:
     """Returns a padding row of the same sizes, which attends only to itself and is not written to the pool."""
-    row = AnswerRows(*(np.zeros((1, *value.shape[1:]), value.dtype) for value in like))
+    *fields, transition = like
+    empty: list[Any] = [np.zeros((1, *value.shape[1:]), value.dtype) for value in fields]
+    row = AnswerRows(*empty)
+    if transition is not None:
+        parts = {name: np.zeros((len(value), 1, *value.shape[2:]), value.dtype) for name, value in transition.items()}
+        row = row._replace(transition=parts)
     row.table[:] = NO_PAGE
 
     # One key must be visible: a softmax over none is NaN.

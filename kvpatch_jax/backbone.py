@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from .core import AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, token_rows
+from .core import PARTS, AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, fold, token_rows
 from .errors import InputError, LayoutError, PositionError, ShapeError
 
 KV = Mapping[str, Array]
@@ -234,6 +234,7 @@ class Backbone(Protocol):
         hidden_at: tuple[int, ...] = (),
         logits: Logits = "last",
         chunk: int | None = None,
+        lengths: Int[AnyArray, " B"] | None = None,
     ) -> Output:
         """Runs the decoder over tokens that follow an engine-frame context.
 
@@ -244,6 +245,8 @@ class Backbone(Protocol):
           hidden_at: layers whose entering residual is returned.
           logits: tokens whose logits are returned.
           chunk: tokens run at a time, which bounds memory; the result is the same within rounding. None: all.
+          lengths: how many of each row's tokens count, the first ones: of padding behind them the layers of a hybrid
+            model with linear attention leave nothing in its transition. None: all, or those that a mask leaves.
 
         Raises:
           FrameError: the context is in another frame. PositionError: tokens start at position 0 after a context
@@ -418,18 +421,24 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
         )
 
 
-def joined(*parts: KV) -> EngineKV:
-    """Concatenates chunks in the engine frame, in order, to one context.
+_jitted_fold = jax.jit(fold)
+
+
+def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = None) -> EngineKV:
+    """Concatenates chunks in the engine frame, in order, to one context; transitions of hybrid models are composed.
 
     Args:
       parts: {channel: [L, T, K, H]}, as `apply_patch` and `to_engine` return them, or [L, B, T, K, H] with one B.
+      lengths: tokens of each that are not padding, a number or one for each row, which the convolution in front of
+        linear attention asks; None: all T.
 
     Returns:
-      {channel: [L, B, S, K, H]}, a context for `prefill` and `generate`; B = 1 for parts without a batch axis.
+      {channel: [L, B, S, K, H]}, a context for `prefill` and `generate`; B = 1 for parts without a batch axis. A
+      transition is that of all tokens, its map and state in float32.
 
     Raises:
-      InputError: there are no parts. FrameError: a part is in another frame. LayoutError, ShapeError: channels or
-      shapes of parts differ.
+      InputError: there are no parts, or another number of lengths. FrameError: a part is in another frame.
+      LayoutError, ShapeError: channels or shapes of parts differ.
     """
     if not parts or not all(isinstance(part, Mapping) for part in parts):
         kinds = [type(part).__name__ for part in parts]
@@ -439,17 +448,36 @@ def joined(*parts: KV) -> EngineKV:
         expect_frame(part, "joined", "engine")
         if set(part) != set(parts[0]):
             raise LayoutError(f"joined: got channels {sorted(part)}; expected {sorted(parts[0])}")
+    if lengths is not None and len(lengths) != len(parts):
+        raise InputError(f"joined: got {len(lengths)} lengths of {len(parts)} parts; expected as many")
+    transition = [name for name in PARTS if name in parts[0]]
+    if transition and (transition[:2] != list(PARTS[:2]) or len(transition) == len(parts[0])):
+        raise LayoutError(f"joined: got channels {sorted(parts[0])}; expected rows of tokens, and a map with a state")
 
-    result = {}
+    result: dict[str, Any] = {}
+    pieces: list[dict[str, Array]] = [{} for _ in parts]
     for name in parts[0]:
         values = [part[name] for part in parts]
         with_batch = [value[:, None] if value.ndim == 4 else value for value in values]
         first = with_batch[0].shape
         for original, batched in zip(values, with_batch, strict=True):
             # All axes are equal but that of the tokens, along which parts are joined.
-            if batched.ndim != 5 or (*batched.shape[:2], *batched.shape[3:]) != (*first[:2], *first[3:]):
+            own = (*batched.shape[:2], *batched.shape[3:]) == (*first[:2], *first[3:])
+            if batched.ndim != 5 or not own or (name in transition and batched.shape != first):
                 raise ShapeError(
                     f"joined[{name!r}]: got shape {original.shape}; expected to go with {values[0].shape}, but for T"
                 )
-        result[name] = jnp.concatenate(with_batch, axis=2)
-    return EngineKV(result)
+        if name in transition:
+            for piece, value in zip(pieces, with_batch, strict=True):
+                piece[name] = value
+        else:
+            result[name] = jnp.concatenate(with_batch, axis=2)
+    if not transition:
+        return EngineKV(result)
+
+    rows = next(name for name in parts[0] if name not in transition)
+    counts = [part[rows].shape[-3] for part in parts] if lengths is None else list(map(jnp.asarray, lengths))
+    composed = _jitted_fold(pieces, counts)
+    # Contexts of one chunk and of many have the same dtypes.
+    result |= {name: value if name == "tail" else value.astype(jnp.float32) for name, value in composed.items()}
+    return EngineKV({name: result[name] for name in parts[0]})

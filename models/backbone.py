@@ -23,7 +23,7 @@ from kvpatch_jax.errors import InputError, ShapeError
 
 from .decoder.costs import forward_costs
 from .decoder.sharding import cache_shardings
-from .decoding import Answering, Forward, Generating, Writing, in_pages, key_count
+from .decoding import Answering, Forward, Generating, Writing, in_pages, key_count, last_tokens
 from .encoding import Encoding, Features
 from .families.family import (
     Config,
@@ -359,24 +359,30 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         hidden_at: tuple[int, ...] = (),
         logits: Logits = "last",
         chunk: int | None = None,
+        lengths: Int[Array | np.ndarray, " B"] | None = None,
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
         context = self._check_read(tokens, context, mask, "prefill")
         check_chunk(chunk, mask, key_count(context), tokens.ahead)
         self._check_regime(tokens.positions)
         length, rows = tokens.embeddings.shape[1], logit_rows(tokens, logits, "prefill")
-        filled = self._filled(tokens, context, mask, "prefill")
+        filled = self._filled(tokens, context, mask, "prefill", lengths)
         tokens, context, mask = self._pad_read(tokens, context, mask)
         how = {"start_layer": start_layer, "hidden_at": tuple(hidden_at), "chunk": chunk}
         out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, filled, **how)
         out = cut_output(out, length, every=rows is None)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
-    def prefill_padded(self, tokens: Tokens, context: Context | None = None, logits: Logits = "last") -> Output:
+    def prefill_padded(
+        self, tokens: Tokens, context: Context | None = None, logits: Logits = "last", length: int | None = None
+    ) -> Output:
         """Runs tokens that have all the padding they are to have: as `prefill`, but as many run as are given.
 
         What stands behind the tokens that count is seen by none of them, and its KV comes back too. Contexts are padded
         as ever.
+
+        Args:
+          length: how many count, the first ones: what a transition is of. None: all.
         """
         context = self._check_read(tokens, context, None, "prefill_padded")
         self._check_regime(tokens.positions)
@@ -389,7 +395,10 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
             context = pad_context(self.buckets, context)
 
         how: dict[str, Any] = {"start_layer": 0, "hidden_at": (), "chunk": None}
-        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
+        filled, shape = None, tokens.embeddings.shape[:2]
+        if self.layout.parts and length is not None:
+            filled = np.broadcast_to(np.arange(shape[1]) < length, shape)
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, filled, **how)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
     def router_load(
@@ -439,13 +448,20 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         check_behind(tokens, context, mask, what)
         return in_pages(self.config.text.window, context) if isinstance(context, Paged) else dict(context)
 
-    def _filled(self, tokens: Tokens, context: Context | None, mask: Any, what: str) -> Any:
+    def _filled(self, tokens: Tokens, context: Context | None, mask: Any, what: str, lengths: Any = None) -> Any:
         """Returns which of the tokens, padded to their bucket, layers with linear attention run over; None for all, and
         of models without such layers.
         """
-        if not self.layout.parts or (mask is None and self.buckets is None):
+        if not self.layout.parts or (mask is None and self.buckets is None and lengths is None):
             return None
         rows, length, _ = tokens.embeddings.shape
+        if lengths is not None:
+            # On the host, where no number of tokens compiles a program.
+            size = length if self.buckets is None else self.buckets.round_up(length)
+            counted = np.arange(size) <= last_tokens(tokens, lengths)[:, None]
+            if mask is not None:
+                raise InputError(f"{what}: got lengths and a mask; expected one of them, which says what tokens count")
+            return counted
         filled = np.ones((rows, length), bool) if mask is None else counted_tokens(mask, key_count(context), what)
         filled = jnp.broadcast_to(filled, (rows, length))
         size = length if self.buckets is None else self.buckets.round_up(length)

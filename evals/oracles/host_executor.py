@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -247,12 +248,14 @@ class _HostRun:
             raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
 
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
-        kv = {name: value[..., : chunk.length, :, :] for name, value in placed.kv.items()}
+        kv = arrays_of(placed.kv)
+        for channel in chunk.layout.token_channels:
+            kv[channel.name] = kv[channel.name][..., : chunk.length, :, :]
         trimmed = None if patch is None else trimmed_patch(patch, chunk.length)
         keeps_stash = patch is None and resolved.keeps_stash
         piece = HostPiece(id, kv, local, start, trimmed, there if keeps_stash else None)
         self.own[id] = piece
-        self.executor.meter.placed(kind, kv, piece.length, piece.length)
+        self.executor.meter.placed(kind, kv, piece.length, piece.length, bool(chunk.layout.parts))
         if patch is not None:
             self.executor.meter.patched(kind, patch, patch_bytes, piece.length, piece.length)
 
@@ -286,5 +289,35 @@ def _ordered(pieces: Mapping[str, HostPiece]) -> list[HostPiece]:
 
 
 def _context(layout: KVLayout, pieces: Sequence[HostPiece]) -> EngineKV | None:
-    """Returns the KV of pieces, concatenated; None without pieces."""
-    return joined(*(piece.engine(layout) for piece in pieces)) if pieces else None
+    """Returns the KV of pieces, concatenated, and their transitions composed; None without pieces."""
+    if not pieces:
+        return None
+    engine = [piece.engine(layout) for piece in pieces]
+    rows = joined(*({channel.name: kv[channel.name] for channel in layout.token_channels} for kv in engine))
+    if not layout.parts:
+        return rows
+
+    # Token after token of the definition: S → M·S + B of one piece after the other, and the last inputs of all.
+    parts: dict[str, np.ndarray] = {}
+    for piece, kv in zip(pieces, engine, strict=True):
+        own = {channel.name: np.asarray(kv[channel.name], np.float64) for channel in layout.parts}
+        own = {name: value[:, None] if value.ndim == 4 else value for name, value in own.items()}
+        parts = _behind(parts, own, piece.length) if parts else own
+    return EngineKV({**rows, **{name: jnp.asarray(value, jnp.float32) for name, value in parts.items()}})
+
+
+def _behind(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
+    """Composes two transitions [L,B,R,K,W], `second` of `length` tokens behind the first."""
+    map_ = second["map"]
+
+    def through(values: np.ndarray) -> np.ndarray:
+        if map_.shape[-1] == 1:
+            return map_ * values
+        return np.einsum("lbrkj,lbjkv->lbrkv", map_, values)
+
+    composed = {"map": through(first["map"]), "state": through(first["state"]) + second["state"]}
+    if "tail" in second:
+        rows = second["tail"].shape[2]
+        inputs = np.concatenate([first["tail"], second["tail"][:, :, max(rows - length, 0) :]], axis=2)
+        composed["tail"] = inputs[:, :, -rows:]
+    return composed

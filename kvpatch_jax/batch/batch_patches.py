@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, Output, Tokens, ahead_of, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
-from ..core import EngineKV, end_position, to_engine
+from ..core import PARTS, EngineKV, end_position, fold, to_engine, token_rows
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
 from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch, stored
@@ -259,7 +259,7 @@ class BatchPatchCache:
                         raise NotFiniteError(f"chunk {path[-1][:16]!r}: got logits with NaN or infinity; expected none")
                     chunk = self._padded_chunk(path[-1])
                     room = [(0, 0), (0, chunk.tokens - chunk.length), (0, 0), (0, 0)]
-                    padded = {name: np.pad(value, room) for name, value in kv.items()}
+                    padded = {name: value if name in PARTS else np.pad(value, room) for name, value in kv.items()}
                     patch = form_patch(chunk, padded, self._rank, _antecedent(path[:-1]), dtype=self._dtype)
                 except KVPatchError as error:
                     self._errors[path] = error
@@ -314,7 +314,7 @@ class BatchPatchCache:
         context = None
         if contexts is not None:
             padded = [*contexts, *[contexts[-1]] * padding]
-            size = sum(next(iter(kv.values())).shape[1] for kv in padded[0])
+            size = sum(token_rows(kv).shape[1] for kv in padded[0])
             context = joined_context(padded, size, self.place)
         return self._backbone.prefill(batch, context=context)
 
@@ -340,7 +340,8 @@ def _row(kv: Mapping[str, Any], row: int) -> HostKV:
 
 def _first_tokens(kv: Mapping[str, Any], count: int) -> HostKV:
     """Returns KV without padding, on the host."""
-    return {name: np.asarray(value)[:, :count] for name, value in kv.items()}
+    arrays = {name: np.asarray(value) for name, value in kv.items()}
+    return {name: value if name in PARTS else value[:, :count] for name, value in arrays.items()}
 
 
 def _engine_kv(kv: HostKV, chunk: Chunk, start: int) -> HostKV:
@@ -370,10 +371,28 @@ def stacked(rows: Sequence[Tokens], place: Place) -> Tokens:
     )
 
 
+_jitted_fold = jax.jit(fold)
+
+
 def joined_context(rows: Sequence[Sequence[HostKV]], size: int, place: Place) -> EngineKV:
-    """Returns the chunks of each row one after the other, [L,B,size,K,H] for each channel, padded with zeros."""
+    """Returns the chunks of each row one after the other, [L,B,size,K,H] for each channel, padded with zeros.
+
+    Of a hybrid model also their transitions, composed in this order, [L,B,R,K,W] for each part.
+    """
     joined = {}
+    parts = [name for name in PARTS if name in rows[0][0]]
+    if parts:
+        composed = []
+        for chunks in rows:
+            # Lengths as arrays, so that no number of tokens compiles a program.
+            counts = [np.asarray(token_rows(kv).shape[1], np.int32) for kv in chunks]
+            composed.append(_jitted_fold([{name: kv[name] for name in parts} for kv in chunks], counts))
+        for name in parts:
+            joined[name] = place(np.stack([np.asarray(own[name], np.float32) for own in composed], axis=1), 1)
+
     for name, sample in rows[0][0].items():
+        if name in parts:
+            continue
         values = np.zeros((sample.shape[0], len(rows), size, *sample.shape[2:]), sample.dtype)
         for row, chunks in enumerate(rows):
             begin = 0

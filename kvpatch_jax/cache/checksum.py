@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num, UInt32
 
+from ..core import PARTS
+
 _FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
 
@@ -67,13 +69,15 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
 def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: int) -> tuple[str, bool]:
     """Computes a checksum of arrays [L, T, ...], 32 hexadecimal digits, and whether all their numbers are finite.
 
-    The checksum covers names, dtypes, shapes and bits. It excludes tokens from `length` on, and their number.
+    The checksum covers names, dtypes, shapes and bits. It excludes tokens from `length` on, and their number. The parts
+    of a transition have rows in place of tokens, all of which count.
     """
+    lengths = {name: value.shape[1] if name in PARTS else length for name, value in arrays.items()}
     # One transfer for all arrays.
-    checked = jax.device_get([_words(arrays[name], np.int32(length)) for name in sorted(arrays)])
+    checked = jax.device_get([_words(arrays[name], np.int32(lengths[name])) for name in sorted(arrays)])
     digest = hashlib.blake2b(digest_size=16)
     for name, words in zip(sorted(arrays), checked, strict=True):
         value = arrays[name]
         shape = (value.shape[0], *value.shape[2:])
-        digest.update(f"{name}\0{value.dtype}\0{shape}\0{length}\0{words[0]:08x}{words[1]:08x}\0".encode())
+        digest.update(f"{name}\0{value.dtype}\0{shape}\0{lengths[name]}\0{words[0]:08x}{words[1]:08x}\0".encode())
     return digest.hexdigest(), not any(words[2] for words in checked)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from ..core import (
+    PARTS,
     AnyArray,
     KVEncoding,
     KVLayout,
@@ -50,7 +51,9 @@ class Chunk:
 
     Attributes:
       kv: {channel: [L, T, K, H]}, phase-free, in the storage dtype. T may be padded beyond `length`. A batch of chunks
-        that share everything else, as an evaluation has it, is {channel: [L, B, T, K, H]}; stores do not take one.
+        that share everything else, as an evaluation has it, is {channel: [L, B, T, K, H]}; stores do not take one. Of a
+        hybrid model also the transition of its own tokens, from a state of zeros: [L, R, K, W] for each part, often in
+        another dtype than the rows; padding has no part in it.
       local: positions relative to the chunk's start, [T] or [T, A]; float32, may be fractional.
       span: how far the next chunk's start moves (under M-RoPE the largest extent, not the token count).
       length: tokens that are not padding, 1 ≤ length ≤ T.
@@ -115,10 +118,11 @@ class Chunk:
             raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
         check_extent(self.layout.rope, self.extent, np.zeros((), np.int32))
-        packed = any(is_packed(value) for value in self.kv.values())
-        if packed and (self.encoding is None or not all(is_packed(value) for value in self.kv.values())):
+        packed = [channel.name for channel in self.layout.channels if is_packed(self.kv[channel.name])]
+        rows = [channel.name for channel in self.layout.token_channels]
+        if packed and (self.encoding is None or packed != rows):
             raise InputError(
-                f"chunk {self.id!r}: got packed kv and encoding {self.encoding!r}; expected every channel packed, and "
+                f"chunk {self.id!r}: got packed {packed} and encoding {self.encoding!r}; expected {rows} packed, and "
                 "the encoding's word (`encode_chunk` makes such chunks)"
             )
         if "" in (self.content, self.lead):
@@ -176,7 +180,7 @@ class Chunk:
         return sum(int(value.nbytes) for value in self.kv.values())
 
     def pad(self, tokens: int) -> "Chunk":
-        """Pads T by zeros to `tokens`, so that chunks of unequal length share one program.
+        """Pads T by zeros to `tokens`, so that chunks of unequal length share one program; a transition stays as it is.
 
         Raises:
           ShapeError: `tokens` below T.
@@ -189,7 +193,10 @@ class Chunk:
         hidden = None if self.hidden is None else {layer: pad(value, -2, more) for layer, value in self.hidden.items()}
         kv = {}
         for name, value in self.kv.items():
-            kv[name] = resize(value, -2, tokens) if isinstance(value, PackedArray) else pad(value, -3, more)
+            if name in PARTS:
+                kv[name] = value
+            else:
+                kv[name] = resize(value, -2, tokens) if isinstance(value, PackedArray) else pad(value, -3, more)
         return trusted(self, kv=PhaseFreeKV(kv), local=pad(self.local, 0, more), hidden=hidden)
 
 
@@ -274,7 +281,7 @@ def encode_chunk(chunk: Chunk, encoding: KVEncoding | str) -> Chunk:
 
     Returns:
       A chunk whose kv is packed ({channel: `PackedArray`}), and decoded where it is used. Tokens beyond its length take
-      no part in the ranges of groups.
+      no part in the ranges of groups. The parts of a transition are arrays in bfloat16.
 
     Raises:
       InputError: not an encoding, or a chunk that is encoded already.

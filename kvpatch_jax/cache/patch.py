@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ..core import (
+    PARTS,
     ChannelFactors,
     Heads,
     KVLayout,
@@ -118,13 +119,14 @@ class Patch:
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
     v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}, or with a rank for each
-    layer {channel: `RaggedFactors`}; L' counts those of the metadata's layers that keep the channel. Patches of a batch
-    of chunks have the axis B after L' in every factor; stores do not take them.
+    layer {channel: `RaggedFactors`}; L' counts those of the metadata's layers that keep the channel. The parts of a
+    transition have R rows of their own in place of T. Patches of a batch of chunks have the axis B after L' in every
+    factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
 
     Attributes:
-      tokens: padded number of tokens; None of a patch without factors.
+      tokens: padded number of tokens; None of a patch without factors for the channels that have any.
       batch: number of chunks B that the patch is of; None without a batch axis, and of a patch without factors.
 
     Raises:
@@ -170,7 +172,9 @@ class Patch:
 
         factors: dict[str, Any] = {}
         for name, own in self.factors.items():
-            if isinstance(own, RaggedFactors):
+            if name in PARTS:
+                factors[name] = own
+            elif isinstance(own, RaggedFactors):
                 factors[name] = dataclasses.replace(own, u=_padded(own.u, -1, more))
             elif is_low_rank(own):
                 factors[name] = (_padded(own[0], -2, more), own[1])  # pyright: ignore
@@ -263,7 +267,9 @@ def check_factors(
         # Of the patch's layers those that keep this channel.
         kept = len(layout.rows_of(name, layers))
         if isinstance(own, RaggedFactors):
-            tokens.add(_check_ragged(own, name, channel.features, kept))
+            count = _check_ragged(own, name, channel.features, kept, channel.rows)
+            if channel.rows is None:
+                tokens.add(count)
             continue
 
         # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
@@ -275,15 +281,17 @@ def check_factors(
         if low_rank:
             u, v = map(_shape, own)
             side = channel.width if per_head else channel.features
-            _check_shape(u, (*leading, None, None), f"u of {name!r}", "layers, tokens, rank")
+            _check_shape(u, (*leading, channel.rows, None), f"u of {name!r}", "layers, tokens, rank")
             _check_shape(v, (*leading, u[-1], side), f"v of {name!r}", "rank")
             lefts.add(u)
-            tokens.add(u[-2])
+            count = u[-2]
         else:
             dense = _shape(own)
-            expected = (kept, *batch, None, channel.heads, channel.width)
+            expected = (kept, *batch, channel.rows, channel.heads, channel.width)
             _check_shape(dense, expected, f"{name!r}", "layers, tokens, heads")
-            tokens.add(dense[-3])
+            count = dense[-3]
+        if channel.rows is None:
+            tokens.add(count)
 
         for leaf in own if low_rank else (own,):
             if not isinstance(leaf, Quantised):
@@ -307,11 +315,15 @@ def check_factors(
     return next(iter(tokens), None), batch[0] if batch else None
 
 
-def _check_ragged(factors: RaggedFactors, name: str, features: int, layers: int) -> int:
-    """Checks the shapes of factors with a rank for each layer; returns their padded number of tokens."""
+def _check_ragged(factors: RaggedFactors, name: str, features: int, layers: int, size: int | None) -> int:
+    """Checks the shapes of factors with a rank for each layer; returns their padded number of tokens.
+
+    Args:
+      size: rows of a transition's part; None: any number of tokens.
+    """
     u, v, rows = _shape(factors.u), _shape(factors.v), tuple(factors.rows.shape)
     _check_shape(v, (None, features), f"v of {name!r}", "directions of all layers, features")
-    _check_shape(u, (v[0], None), f"u of {name!r}", "directions of all layers, tokens")
+    _check_shape(u, (v[0], size), f"u of {name!r}", "directions of all layers, tokens")
     _check_shape(rows, (layers, None), f"rows of {name!r}", "layers, directions of one")
     return u[1]
 

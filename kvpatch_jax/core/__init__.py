@@ -4,6 +4,7 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 """
 
 from .buckets import Buckets as Buckets
+from .encoding import PART_DTYPE as PART_DTYPE
 from .encoding import KVEncoding as KVEncoding
 from .encoding import PackedArray as PackedArray
 from .encoding import encode_kv as encode_kv

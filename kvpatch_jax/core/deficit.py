@@ -2,7 +2,7 @@
 
 Kamera §4 finds deficits deep, low-rank in features and diffuse over tokens. Functions take Δ as {channel:
 [L, T, K, H]} (float32, phase-free) and a `length` from which on tokens are padding, and return {channel: array over
-layers}.
+layers}. The parts of a transition have their own rows in place of tokens, and no padding.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .layout import PARTS
 from .ops import flatten_heads, token_mask
 
 Delta = Mapping[str, Float[Array, "L T _ _"]]
@@ -21,7 +22,8 @@ def _masked(delta: Delta, length: Length) -> dict[str, Array]:
     result = {}
     for name, value in delta.items():
         value = jnp.asarray(value).astype(jnp.float32)
-        result[name] = value if length is None else jnp.where(token_mask(value, length, -3), value, 0.0)
+        own = None if name in PARTS else length
+        result[name] = value if own is None else jnp.where(token_mask(value, own, -3), value, 0.0)
     return result
 
 
@@ -59,9 +61,9 @@ def e90(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, In
 
 
 def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Float[Array, " L"]]:
-    """Computes the smallest fraction of tokens that holds `share` of ‖Δ‖²; 0 where Δ is 0."""
+    """Computes the smallest fraction of tokens that holds `share` of ‖Δ‖²; 0 where Δ is 0. A transition has none."""
     result = {}
-    for name, value in _masked(delta, length).items():
+    for name, value in _masked({name: own for name, own in delta.items() if name not in PARTS}, length).items():
         energy = jnp.sort(jnp.square(value).sum((2, 3)), axis=-1, descending=True)
         total = energy.sum(-1, keepdims=True)
         count = (_share(jnp.cumsum(energy, -1), total) < share).sum(-1) + 1

@@ -34,6 +34,9 @@ BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 GROUP = 32
 """Numbers in a group by default, as in KIVI, section 4."""
 
+PART_DTYPE = np.dtype(jnp.bfloat16)
+"""What the parts of a transition are kept in where the rows are kept in fewer bits."""
+
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 _WORD = re.compile(r"k([1-8])v([1-8])g([1-9][0-9]{0,4}|all)")
 
@@ -41,6 +44,8 @@ _WORD = re.compile(r"k([1-8])v([1-8])g([1-9][0-9]{0,4}|all)")
 @dataclasses.dataclass(frozen=True)
 class KVEncoding:
     """How many bits a chunk's KV is kept in. Hashable; `str` gives its word, such as "k4v4g32".
+
+    The transition of a hybrid model is kept in bfloat16 beside it: each number within 2⁻⁸ of its magnitude.
 
     Attributes:
       keys: bits of keys: the channels that rotate, and one named k. 1 to 8.
@@ -87,10 +92,10 @@ class KVEncoding:
     def nbytes(self, layout: KVLayout, tokens: int) -> int:
         """Counts the bytes of a chunk's KV in this encoding, scales and least values included."""
         total = 0
-        for channel in layout.channels:
+        for channel in layout.token_channels:
             bits, axis = self.of_channel(channel)
             total += packed_bytes(tokens, channel.features, bits, self.group, axis) * layout.depth(channel.name)
-        return total
+        return total + layout.transition_bytes(PART_DTYPE)
 
 
 @functools.partial(
@@ -383,10 +388,16 @@ def _rounded_up(value: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def encode_kv(
     layout: KVLayout, kv: Mapping[str, Float[AnyArray, "..."]], encoding: KVEncoding, length: int | None = None
-) -> dict[str, PackedArray]:
-    """Encodes phase-free KV {channel: [L, ..., T, K, H]}; tokens from `length` on are padding."""
-    encoded = {}
-    for channel in layout.channels:
+) -> dict[str, Any]:
+    """Encodes phase-free KV {channel: [L, ..., T, K, H]}; tokens from `length` on are padding.
+
+    Returns:
+      {channel: `PackedArray`}; the parts of a transition as arrays in `PART_DTYPE`.
+    """
+    encoded: dict[str, Any] = {
+        channel.name: jnp.asarray(kv[channel.name]).astype(PART_DTYPE) for channel in layout.parts
+    }
+    for channel in layout.token_channels:
         bits, axis = encoding.of_channel(channel)
         encoded[channel.name] = pack(
             jnp.asarray(kv[channel.name]), bits, encoding.group, axis, heads=True, length=length

@@ -81,6 +81,10 @@ class Channel:
         """Numbers per row (a token's, or one of a transition's part) and layer, F = K·H."""
         return self.heads * self.width
 
+    def rows_for(self, tokens: int) -> int:
+        """Returns how many rows it has of so many tokens: as many, or of a transition's part its own number."""
+        return tokens if self.rows is None else self.rows
+
     @property
     def rotates(self) -> bool:
         """Whether any of its entries carry rotary phase."""
@@ -326,6 +330,23 @@ class KVLayout:
     def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
         """Counts the bytes that one token takes, all layers and channels; a transition comes on top, once per chunk."""
         return self.numbers * jnp.dtype(dtype).itemsize
+
+    def transition_bytes(self, dtype: jax.typing.DTypeLike = jnp.float32) -> int:
+        """Counts the bytes that a chunk's transition takes, whatever its tokens; in float32, as it is made."""
+        return self.transition_numbers * jnp.dtype(dtype).itemsize
+
+    def between(self, kv: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
+        """Cuts {channel: [L, ..., T, K, H]} to the tokens from `begin` up to `end`.
+
+        Raises:
+          LayoutError: a hybrid model's layout: the transition of some tokens is no part of that of more.
+        """
+        if self.parts:
+            raise LayoutError(
+                f"layout: got KV with a transition to cut to tokens {begin} to {end}; expected rows alone: these tokens "
+                "have a transition of their own, which a forward over them gives"
+            )
+        return {name: value[..., begin:end, :, :] for name, value in kv.items()}
 
     def check(self, kv: KV, what: str = "kv") -> None:
         """Checks that a kv pytree is {channel: float [L, ..., T, K, H]} of this layout, L the channel's layers.

@@ -1,6 +1,7 @@
 """Patch operators on plain arrays: deficit, factorise, apply, accumulate. They jit, vmap and differentiate.
 
-Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens. Factors of a channel are
+Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens; the parts of a transition
+have their own rows in place of T, in kv and in factors alike, and no padding. Factors of a channel are
 (u, v) — joint over heads u [L, ..., T, M], v [L, ..., M, F]; per head u [L, ..., K, T, M], v [L, ..., K, M, H] — or one
 dense array [L, ..., T, K, H], or `RaggedFactors`, with a rank for each layer. Every leaf may be `Quantised` or a
 `PackedArray`, and so may kv. Static: layouts, ranks, layer sets, padded lengths.
@@ -331,17 +332,16 @@ def apply(
         return {name: (rotated[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in rotated}
 
     arguments = operator_arguments(layout, factors, local, start, layers, heads)
-    packed = {name: value for name, value in kv.items() if isinstance(value, PackedArray)}
-    if packed:
-        result = {}
-        # Channels of as many layers and one order of pairs go through one loop.
-        for names, kernel in layout.kernels(rotate_patch):
-            own = {name: packed[name] for name in names}
-            result |= jax.lax.map(_layer_program(arguments, kernel), _layered(own, arguments))
-        return result
-
     result: dict[str, Any] = {}
+    # Channels of as many layers and one order of pairs go through one loop.
+    for names, kernel in layout.kernels(rotate_patch):
+        packed: dict[str, Any] = {name: kv[name] for name in names if isinstance(kv[name], PackedArray)}
+        if packed:
+            result |= jax.lax.map(_layer_program(arguments, kernel), _layered(packed, arguments))
+
     for name, own in arguments.items():
+        if name in result:
+            continue
         kernel = functools.partial(rotate_patch, layout=layout.rope_of(name).cached)
         result[name] = kernel(kv[name], **own) if own else kv[name]  # pyright: ignore[reportArgumentType]
     return result

@@ -22,9 +22,11 @@ from .canonical import lead_digest as lead_digest
 from .canonical import lead_tokens as lead_tokens
 from .canonical import make_chunk as make_chunk
 from .canonical import one_behind_the_other as one_behind_the_other
+from .compress import GROUPS as GROUPS
 from .compress import Rank as Rank
 from .compress import keep_layers as keep_layers
 from .compress import quantise as quantise
+from .compress import rank_by_channel as rank_by_channel
 from .compress import truncate as truncate
 from .factors import Method as Method
 from .factors import choose_ranks as choose_ranks

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ..backbone import Backbone, Tokens, check_is_backbone
 from ..cache import Antecedent, AntecedentLike, Chunk, Text, antecedent_of, digest_of, encoded, examine
-from ..core import AnyArray, arrays_of, ops
+from ..core import PARTS, AnyArray, arrays_of, ops
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .canonical import conditioned as conditioned_kv
@@ -87,7 +87,9 @@ class MeanBase:
 def _jitted_sum(total: dict[str, Array], conditioned: dict[str, Array], length: Int[Array, ""]) -> dict[str, Array]:
     result = {}
     for name, value in conditioned.items():
-        kept = jnp.where(ops.token_mask(value, length, -3), value.astype(jnp.float32), 0.0)
+        wide = value.astype(jnp.float32)
+        # Parts of a transition have no padding.
+        kept = wide if name in PARTS else jnp.where(ops.token_mask(wide, length, -3), wide, 0.0)
         result[name] = total[name] + kept
     return result
 
@@ -132,16 +134,17 @@ def first_history_base(chunk: Chunk, conditioned: KVArrays, antecedent: Antecede
     _check_plain(chunk, "first_history_base")
     check_conditioned(chunk, conditioned)
     digest = _input_digest(chunk, conditioned, antecedent_of(antecedent))
-    count = jnp.int32(chunk.length)
-    return _based(
-        chunk, _jitted_leading(arrays_of(conditioned), arrays_of(chunk.kv), count), "history", encoded(digest)
-    )
+    own, rest = arrays_of(conditioned), arrays_of(chunk.kv)
+    kv = _jitted_leading(own, rest, jnp.int32(chunk.length))
+    kv |= {channel.name: own[channel.name].astype(rest[channel.name].dtype) for channel in chunk.layout.parts}
+    return _based(chunk, kv, "history", encoded(digest))
 
 
 def first_tokens_base(chunk: Chunk, conditioned: KVArrays, antecedent: AntecedentLike, count: int = 1) -> Chunk:
     """Returns the canonical with its first tokens' KV taken from behind an antecedent, as a base.
 
-    A chunk that is prefilled alone makes an attention sink of its first token, which has no antecedent.
+    A chunk that is prefilled alone makes an attention sink of its first token, which has no antecedent. The transition
+    of a hybrid model's chunk, which cannot be cut into tokens, stays the canonical's; so too in `first_token_rerun`.
 
     Args:
       conditioned: KV(B|A), phase-free, of the chunk's shapes; its first `count` tokens are read.
@@ -194,8 +197,8 @@ def first_token_rerun(
 
     before = default_lead(backbone) if lead is None else lead_tokens(backbone, lead)
     found = conditioned_kv(backbone, [tokens.take(0, count)], lead=before)[0]
-    kv = {}
-    for name, value in arrays_of(chunk.kv).items():
+    kv = arrays_of(chunk.kv)
+    for name, value in [pair for pair in kv.items() if pair[0] not in PARTS]:
         own = found[name] if chunk.batch is not None else found[name][:, 0]
         kv[name] = jax.lax.dynamic_update_slice_in_dim(value, own.astype(value.dtype), 0, axis=value.ndim - 3)
     digest = lead_digest(backbone.fingerprint, before)
@@ -233,9 +236,11 @@ def _first_accepted(backbone: Backbone) -> Any:
 
 @jax.jit
 def _jitted_leading(own: dict[str, Array], rest: dict[str, Array], count: Int[Array, ""]) -> dict[str, Array]:
-    """Returns the first `count` tokens of one KV, and the others of another."""
-    result = {}
+    """Returns the first `count` tokens of one KV, and the others of another, with its transition."""
+    result = dict(rest)
     for name, value in rest.items():
+        if name in PARTS:
+            continue
         result[name] = jnp.where(ops.token_mask(value, count, -3), own[name].astype(value.dtype), value)
     return result
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..cache import Chunk, check_finite
-from ..core import AnyArray, RaggedFactors, ops, packed_bytes
+from ..core import PARTS, AnyArray, RaggedFactors, ops, packed_bytes
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -65,7 +65,7 @@ class ByteBudget:
 
     @classmethod
     def share(cls, chunk: Chunk, share: float | int, **options: Any) -> "ByteBudget":
-        """Returns a share of the bytes of a chunk's KV in 16 bits, padding left out.
+        """Returns a share of the bytes of a chunk's KV in 16 bits, padding left out; a transition counts once.
 
         Args:
           share: above 0.
@@ -77,7 +77,8 @@ class ByteBudget:
         expect_kind(chunk, Chunk, "ByteBudget.share", "a Chunk")
         if not isinstance(share, float | int) or isinstance(share, bool) or not 0 < share < 1e6:
             raise InputError(f"ByteBudget.share: got {share!r:.80}; expected a number above 0")
-        return cls(int(share * chunk.layout.bytes_per_token() * chunk.length), **options)
+        whole = chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
+        return cls(int(share * whole), **options)
 
 
 def direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:
@@ -185,7 +186,9 @@ def form_ragged(
     values, costs, columns, index_dtype = {}, {}, {}, {}
     for name, (singular, _, _) in found.items():
         layers, tokens, features = shapes[name][0], shapes[name][1], shapes[name][2] * shapes[name][3]
-        limit = min(length, features, features if budget.most is None else budget.most)
+        # A transition's part has no padding: all of its rows count.
+        own = tokens if name in PARTS else length
+        limit = min(own, features, features if budget.most is None else budget.most)
         # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
         host = np.minimum.accumulate(np.asarray(singular)[:, :limit].clip(0), axis=1)
         values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)

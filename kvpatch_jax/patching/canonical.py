@@ -1,15 +1,15 @@
 """Chunks and conditioned KV, made with a backbone: units prefilled alone, after a lead, or after other units."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Num
+from jaxtyping import Array, Num
 
-from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens
+from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens, joined
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
-from ..core import AnyArray, PhaseFreeKV, end_position
+from ..core import AnyArray, EngineKV, PhaseFreeKV, end_position, to_engine
 from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind
 
@@ -115,7 +115,8 @@ def conditioned(
         was made after a lead needs KV that was conditioned on the same lead.
 
     Returns:
-      For each unit {channel: [L, T, K, H]}, phase-free; of `Tokens` {channel: [L, B, T, K, H]}.
+      For each unit {channel: [L, T, K, H]}, phase-free; of `Tokens` {channel: [L, B, T, K, H]}. Of a hybrid model each
+      has the transition of its own tokens, so each takes a forward of its own.
 
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
@@ -152,18 +153,34 @@ def conditioned(
         # One start for every row, and for every axis where the rope has axes.
         start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
 
-    # One forward over all; the lead's KV is not returned.
-    kv = backbone.prefill(one_behind_the_other(parts)).kv
-    result, begin = [], sum(tokens.embeddings.shape[1] for tokens in before)
-    for unit, tokens in zip(units, embedded, strict=True):
-        end = begin + tokens.embeddings.shape[1]
-        values = {name: value[:, :, begin:end] for name, value in kv.items()}
-        if not isinstance(unit, Tokens):
-            values = {name: value[:, 0] for name, value in values.items()}
-        result.append(PhaseFreeKV(values))
-        begin = end
-
+    # The lead's KV is not returned.
+    separate = _forward_by_part if backbone.layout.parts else _forward_over_all
+    result: list[PhaseFreeKV] = []
+    for unit, values in zip(units, separate(backbone, parts)[len(before) :], strict=True):
+        single = values if isinstance(unit, Tokens) else {name: value[:, 0] for name, value in values.items()}
+        result.append(PhaseFreeKV(single))
     return result
+
+
+def _forward_over_all(backbone: Backbone, parts: Sequence[Tokens]) -> list[dict[str, Array]]:
+    """Runs one forward over tokens that follow each other, and cuts its phase-free KV into theirs."""
+    kv, begin, values = backbone.prefill(one_behind_the_other(parts)).kv, 0, []
+    for tokens in parts:
+        end = begin + tokens.embeddings.shape[1]
+        values.append(backbone.layout.between(kv, begin, end))
+        begin = end
+    return values
+
+
+def _forward_by_part(backbone: Backbone, parts: Sequence[Tokens]) -> list[Mapping[str, Array]]:
+    """Runs a forward over each tokens behind all that precede them: their phase-free KV, with their own transition."""
+    values: list[Mapping[str, Array]] = []
+    context: EngineKV | None = None
+    for tokens in parts:
+        values.append(backbone.prefill(tokens, context=context).kv)
+        placed = to_engine(backbone.layout, values[-1], jnp.asarray(tokens.positions), 0)
+        context = joined(placed) if context is None else joined(context, placed)
+    return values
 
 
 def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens, what: str = "conditioned") -> Tokens:

@@ -12,10 +12,14 @@ from jaxtyping import Array, Int
 from ..cache import Patch, check_finite
 from ..core import ChannelFactors, KVLayout, PackedArray, RaggedFactors, is_low_rank, is_packed, ops, value_of
 from ..core.encoding import resize
-from ..errors import InputError, RankError
+from ..errors import InputError, LayoutError, RankError
 from ..utils.kinds import expect_kind, is_whole
 
 Rank = int | Mapping[str, int]
+"""M of every channel, or of some: by channel, or by the words of `GROUPS`."""
+
+GROUPS = ("rows", "transition")
+"""Words for all channels with a row per token, and for all parts of a transition, where ranks are named."""
 
 
 def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
@@ -29,7 +33,9 @@ def rank_by_channel(layout: KVLayout, rank: Rank | None, what: str, *, keep: boo
     """Returns the rank of every channel of a layout; its bounds depend on the operation.
 
     Args:
-      rank: one for all channels, or one per channel; a channel that a mapping leaves out gets 0.
+      rank: one for all channels, or one per channel; a channel that a mapping leaves out gets 0. "rows" in a mapping
+        stands for all channels with a row per token, "transition" for all parts of a transition; channels that it
+        names besides have their own.
       what: begins messages.
       keep: accept None for a channel that stays as it is, and give it to those that a mapping leaves out.
 
@@ -42,9 +48,16 @@ def rank_by_channel(layout: KVLayout, rank: Rank | None, what: str, *, keep: boo
     if not isinstance(rank, Mapping):
         return dict.fromkeys(layout.names, rank)
 
-    for name in rank:
-        layout.channel(name)
-    return {name: rank.get(name, None if keep else 0) for name in layout.names}
+    ranks: dict[str, Any] = dict.fromkeys(layout.names, None if keep else 0)
+    for word, channels in zip(GROUPS, (layout.token_channels, layout.parts), strict=True):
+        if word in rank and not channels:
+            raise LayoutError(f"{what}: got a rank for {word!r}; expected a layout that has some, got {layout.names}")
+        if word in rank:
+            ranks |= dict.fromkeys([channel.name for channel in channels], rank[word])
+    for name, number in rank.items():
+        if name not in GROUPS:
+            ranks[layout.channel(name).name] = number
+    return ranks
 
 
 def truncate(patch: Patch, rank: Rank) -> Patch:

@@ -70,7 +70,8 @@ def choose_ranks(
 ) -> tuple[tuple[tuple[str, int | None], ...], tuple[tuple[str, int], ...] | None]:
     """Determines every channel's rank.
 
-    A rank beyond the chunk's tokens or a channel's features is reduced to what they allow: the whole deficit.
+    A rank beyond the chunk's tokens or a channel's features is reduced to what they allow: the whole deficit. A part of
+    a transition has its own rows in place of tokens.
 
     Returns:
       (channel, rank or None for dense) of the channels that get a patch; and (channel, rank) where a larger rank was
@@ -101,12 +102,13 @@ def choose_ranks(
         channel = layout.channel(name)
         side = channel.width if heads == "separate" else channel.features
         side = together if shared_left else side
-        if size > min(chunk.length, side):
+        most, tokens = min(channel.rows_for(chunk.length), side), channel.rows_for(chunk.tokens)
+        if size > most:
             reduced.append((name, size))
-            size = min(chunk.length, side)
+            size = most
 
         # Dense where factors would take as many numbers: M·(T + F) ≥ T·F.
-        smaller = size * (chunk.tokens + side) < chunk.tokens * side
+        smaller = size * (tokens + side) < tokens * side
         chosen.append((name, size if smaller or not dense else None))
 
     return tuple(chosen), tuple(reduced) or None
@@ -115,13 +117,13 @@ def choose_ranks(
 def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None, rank: Any = None) -> str:
     """Returns the name of the dtype of a patch's factors; int2 to int7 are packed in groups.
 
-    None is the chunk's, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave less error.
+    None is that of the chunk's rows, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave less error.
     """
     if dtype is None and isinstance(rank, ByteBudget):
         return "int4"
     if factor_bits(dtype) is not None:
         return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
+    return jnp.dtype(chunk.kv[chunk.layout.names[0]].dtype if dtype is None else dtype).name
 
 
 def metadata_of(

@@ -43,7 +43,7 @@ class FormOptions:
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
       layers: layers to patch; None for all.
-      shared_left: one left factor for all channels.
+      shared_left: one left factor for all channels; not of layouts with layers of unlike kinds, as hybrid models are.
       dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F. False keeps
         factors, of which `truncate` makes smaller ranks.
       frame: "phase_free", or "engine" for the paper's order, which holds only at `start`.
@@ -100,8 +100,9 @@ def form_patch(
     Args:
       chunk: the canonical. The patch of a batch of chunks is a batch too: every factor has the axis B after L.
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
-      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
-        a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for each layer and
+      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). Of a hybrid model
+        {"rows": M, "transition": N} names all channels of a kind, either or both. At most min(T, F), of a transition's
+        part min(R, F): a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for each layer and
         channel, so that the patch holds most of the deficit within these bytes; of one chunk, joint heads in the
         phase-free frame, from exact directions whatever `method` says.
       antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids

@@ -121,12 +121,14 @@ def _mean_vector(antecedent: Antecedent, pooled: Pooled) -> np.ndarray | None:
 def pooled_canonical(chunk: Chunk) -> Float[np.ndarray, " D"]:
     """Averages a canonical over its tokens: its channels without phase, all layers concatenated, float32.
 
+    The transition of a hybrid model's chunk, which is no sum over tokens, is left out.
+
     Raises:
       ShapeError: a batch of chunks.
     """
     if chunk.batch is not None:
         raise ShapeError(f"pooled: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
-    names = [channel.name for channel in chunk.layout.channels if not channel.rotates]
+    names = [channel.name for channel in chunk.layout.token_channels if not channel.rotates]
     # One transfer for all channels. Padding behind the chunk's length does not count.
     kv = jax.device_get({name: chunk.kv[name] for name in names})
     means = [np.asarray(kv[name], np.float32)[:, : chunk.length].mean(axis=1).ravel() for name in names]

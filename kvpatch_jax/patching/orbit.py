@@ -30,7 +30,7 @@ class Accumulated:
     """Running sum of a chunk's deficits over orderings of an antecedent set.
 
     Attributes:
-      total: {channel: float32 [L, T, K, H]}, or [L, B, T, K, H] of a batch of chunks.
+      total: {channel: float32 [L, T, K, H]}, or [L, B, T, K, H] of a batch of chunks; of a transition's parts likewise.
       count: the number of orderings in the sum.
       chunk: the canonical.
       antecedent: the sorted set, or None.

@@ -292,5 +292,6 @@ def _reduced(factors: ops.Factors, metadata: PatchMetadata, rank: Rank) -> ops.F
     if not wanted:
         return factors
     plan = FormPlan(ranks=tuple(wanted), method="exact")
-    tokens = next(iter(delta.values())).shape[1]
+    # No row of any channel is padding here.
+    tokens = max(value.shape[1] for value in delta.values())
     return factors | ops.jitted_factorise(delta, jax.random.key(0), jnp.int32(tokens), plan=plan)

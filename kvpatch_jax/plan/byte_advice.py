@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from ..backbone import Backbone
 from ..core import KVEncoding, KVLayout, packed_bytes
 from ..core.ops import factor_bits
@@ -63,8 +65,9 @@ class KeptForm:
             return _kv_bytes(layout, tokens, self.encoding)
         total, few = 0.0, factor_bits(self.factors)
         for channel in layout.channels:
-            rank = min(self.rank, tokens, channel.features)
-            for length in (tokens, channel.features):
+            rows = channel.rows_for(tokens)
+            rank = min(self.rank, rows, channel.features)
+            for length in (rows, channel.features):
                 # int8 has one float32 scale per direction.
                 size = length + 4 if few is None else packed_bytes(1, length, *few, -1, symmetric=True)
                 total += rank * size * layout.depth(channel.name)
@@ -193,7 +196,9 @@ def _bytes_of(form: KeptForm, layout: KVLayout, tokens: int, antecedents: int) -
 
 
 def _kv_bytes(layout: KVLayout, tokens: int, encoding: str | None) -> int:
-    return layout.bytes_per_token() * tokens if encoding is None else KVEncoding.of(encoding).nbytes(layout, tokens)
+    if encoding is not None:
+        return KVEncoding.of(encoding).nbytes(layout, tokens)
+    return layout.bytes_per_token() * tokens + layout.transition_bytes(jnp.bfloat16)
 
 
 def _forms_at(antecedents: int, known: Sequence[KeptForm]) -> list[KeptForm]:

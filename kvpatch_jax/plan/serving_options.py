@@ -105,16 +105,16 @@ class EditPricing:
         self._apply, self._copy = devices.rates("ApplyPatch"), devices.rates("Copy")
         self._fetch, self._rotate = devices.rates("Fetch"), devices.rates("Rotate")
 
-        copied, rotated = self.costs.copy(1), self.costs.rotate(1)
-        self._copy_bytes, self._copy_flops = copied["bytes"], copied["flops"]
+        rotated = self.costs.rotate(1)
+        self._copy_bytes, self._copy_flops = self.costs.copy_bytes, self.costs.copy_flops
         self._rotate_bytes, self._rotate_flops = rotated["bytes"], rotated["flops"]
-        self._placed: dict[int, Cost] = {}
+        self._placed: dict[tuple[int, bool], Cost] = {}
         self._patched: dict[tuple[int, int, int], Cost] = {}
 
     def forward(self, entry: Entry, preceding: int, again: bool) -> Cost:
         """Returns the cost of a prefill, or of a recompute in place (`again`), behind so many tokens."""
         rates = self._recompute if again else self._prefill
-        nbytes = self.costs.kv_bytes * (entry.tokens + preceding)
+        nbytes = self.costs.forward_bytes(entry.tokens, preceding)
         return _priced(nbytes, self.costs.run(entry.tokens, preceding), rates)
 
     def rotation(self, tokens: int) -> Cost:
@@ -124,38 +124,44 @@ class EditPricing:
 
     def bare(self, entry: Entry, set_aside: bool = False) -> Cost:
         """Returns the cost of placing a canonical, or KV that the executor has set aside."""
-        tokens = entry.tokens
-        placed = self._placed.get(tokens)
-        if placed is None:
-            placed = _priced(self._copy_bytes * tokens, self._copy_flops * tokens, self._copy)
-            self._placed[tokens] = placed
+        placed = self._copied(entry.tokens, set_aside)
 
         # A canonical that is not in memory is read from the store first.
-        nbytes, flops, seconds = placed
         if set_aside or (self.at_hand is not None and self.at_hand(entry.id, None)):
             return placed
-        fetched = self.costs.kv_bytes * tokens
+        return self._fetched(placed, entry.tokens)
+
+    def _copied(self, tokens: int, set_aside: bool) -> Cost:
+        """Returns the cost of a copy; of what was set aside the transition is there as it was."""
+        placed = self._placed.get((tokens, set_aside))
+        if placed is None:
+            nbytes = self._copy_bytes * tokens if set_aside else self.costs.placing_bytes(tokens)
+            placed = self._placed[tokens, set_aside] = _priced(nbytes, self._copy_flops * tokens, self._copy)
+        return placed
+
+    def _fetched(self, placed: Cost, tokens: int) -> Cost:
+        """Returns the cost of placing what is read from a store first."""
+        nbytes, flops, seconds = placed
+        fetched = self.costs.fetch(tokens)["bytes"]
         return nbytes + fetched, flops, seconds + self._fetch.launch + fetched * self._fetch.byte
 
     def restored(self, entry: Entry) -> Cost:
         """Returns the cost of placing a stored prefill, which is always read from the store."""
-        nbytes, flops, seconds = self.bare(entry, set_aside=True)
-        fetched = self.costs.kv_bytes * entry.tokens
-        return nbytes + fetched, flops, seconds + self._fetch.launch + fetched * self._fetch.byte
+        return self._fetched(self._copied(entry.tokens, False), entry.tokens)
 
     def patched(self, entry: Entry, patch: AvailablePatch) -> Cost:
         """Returns the cost of placing a base with a patch."""
         note, tokens = patch.note, entry.tokens
         placed = self._patched.get((tokens, note.nbytes, note.flops))
         if placed is None:
-            nbytes, flops = self._copy_bytes * tokens + note.nbytes, (self._copy_flops + note.flops) * tokens
+            nbytes, flops = self.costs.placing_bytes(tokens) + note.nbytes, (self._copy_flops + note.flops) * tokens
             placed = self._patched[tokens, note.nbytes, note.flops] = _priced(nbytes, flops, self._apply)
 
         # Base and patch are two objects of a store, each with a launch of its own.
         nbytes, flops, seconds = placed
         at_hand, fetched = self.at_hand, 0
         if note.base == "canonical" and not (at_hand is not None and at_hand(entry.id, None)):
-            fetched += self.costs.kv_bytes * tokens
+            fetched += self.costs.fetch(tokens)["bytes"]
             seconds += self._fetch.launch
 
         if not (at_hand is not None and at_hand(entry.id, note.digest)):

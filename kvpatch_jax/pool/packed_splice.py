@@ -42,5 +42,7 @@ def splice_packed(
 
     written = dict(pool)
     for names, kernel in layout.kernels(rotate_patch):
-        written = ops.over_layers({name: kv[name] for name in names}, arguments, kernel, write, written)
+        own = {name: kv[name] for name in names if name in pool}
+        if own:
+            written = ops.over_layers(own, arguments, kernel, write, written)
     return written

@@ -50,7 +50,7 @@ def make_pool(
     padded: bool = False,
     shardings: Mapping[str, jax.sharding.Sharding] | None = None,
 ) -> dict[str, Float[Array, "L P O _ _"]]:
-    """Allocates a pool of zeros, {channel: [L, P, O, K, H]}.
+    """Allocates a pool of zeros, {channel: [L, P, O, K, H]}, for the channels with a row per token.
 
     Args:
       padded: H is the channel's width padded to a multiple of 128 lanes, as engines for TPUs store it. There the kernel
@@ -64,7 +64,7 @@ def make_pool(
     if pages < 1 or page_size < 1:
         raise PoolError(f"pool: got pages {pages}, page_size {page_size}; expected at least 1 of each")
     pool = {}
-    for channel in layout.channels:
+    for channel in layout.token_channels:
         width = padded_width(channel.width) if padded else channel.width
         shape = (layout.depth(channel.name), pages, page_size, channel.heads, width)
         pool[channel.name] = jnp.zeros(shape, dtype, device=shardings[channel.name] if shardings else None)
@@ -75,6 +75,8 @@ def splice(
     pool: Pool, slots: Slots, placed: Placed, *, allocator: "SlotAllocator | None" = None
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages as its destination.
+
+    A transition has no slots: what `apply_patch` gives of it stands beside the pool, composed (`Paged.transition`).
 
     Args:
       pool: donated; use what comes back. Slots that are not named keep their bits. Of a padded pool, the padding of
@@ -98,7 +100,7 @@ def splice(
 
     pages, page_size = check_pool(chunk.layout, pool)
     for name, value in (chunk.kv if placed.base is None else placed.base).items():
-        if value.dtype != pool[name].dtype:
+        if name in pool and value.dtype != pool[name].dtype:
             raise DtypeError(f"splice: got {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
 
     # Tokens from the length on are padding, whose slots are not looked at. Slots that are no integers are refused by
@@ -147,6 +149,8 @@ def jitted_splice(
 
     spliced = {}
     for name, own in arguments.items():
+        if name not in pool:
+            continue
         how = {"layout": layout.rope_of(name).cached, "length": length}
         spliced[name] = splice_kernel(pool[name], slots, kv[name], **how, **own)  # pyright: ignore[reportArgumentType]
     return spliced

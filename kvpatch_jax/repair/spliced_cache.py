@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
 from ..core import KVLayout, check_uniform, expect_frame, to_phase_free
-from ..errors import InputError, ShapeError
+from ..errors import InputError, LayoutError, ShapeError
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
 from .repair_budget import RepairBudget
@@ -204,7 +204,7 @@ def counted[F: Callable[..., Repaired]](repair: F) -> F:
 
     @functools.wraps(repair)
     def call(backbone: Backbone, splice: SplicedCache, *budget: Any, **settings: Any) -> Repaired:
-        check_uniform(backbone.layout, "repair")
+        check_repairable(backbone.layout)
         repaired = repair(backbone, splice, *budget, **settings)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
             return repaired
@@ -238,6 +238,22 @@ def with_flops(
 # --------------------------------------------------------------------------------------------------------- checks
 
 
+def check_repairable(layout: KVLayout) -> None:
+    """Refuses a layout whose cache a repair cannot mend token by token.
+
+    Raises:
+      LayoutError: a hybrid model's, or layers of unlike kinds.
+    """
+    if layout.parts:
+        layers = list(layout.layers_of(layout.parts[0].name))
+        raise LayoutError(
+            f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
+            "per token, because a state keeps nothing of single tokens (windows and `apply_patch` serve hybrid models "
+            "by whole pieces)"
+        )
+    check_uniform(layout, "repair")
+
+
 def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
     """Checks that the arrays of a splice match one another.
 
@@ -246,7 +262,7 @@ def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
       FrameError: the cache or the conditioned KV is in another frame.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
-    check_uniform(layout, "repair")
+    check_repairable(layout)
     (B, T), first = splice.slots.shape, layout.names[0]
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")

@@ -6,10 +6,13 @@ leave it alone. Axis letters: B rows, N pages of a table, O slots of a page.
 
 import dataclasses
 import queue
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from ..answers import AnswerRows, Draws, no_row
 from ..backbone import Tokens
@@ -78,6 +81,8 @@ class DecodeRow:
       token: the latest token.
       count: the number of tokens so far.
       where: table, owned slots and their places, as `AnswerRows` has them. None until they are looked up.
+      transition: of a hybrid model, that of all its tokens but the latest, {part: [L,1,R,K,W]}, as of when it joined
+        or another one joined or left.
     """
 
     request: DecodeRequest
@@ -86,6 +91,7 @@ class DecodeRow:
     token: int
     count: int = 1
     where: Paged | None = None
+    transition: Mapping[str, Array] | None = None
 
     @property
     def ended(self) -> bool:
@@ -142,10 +148,12 @@ class DecodeBatch:
         executor = self.executor
         # The question sees its context and itself, but not the slots that are reserved for the answer.
         where, behind = self._locate(request)
+        pieces = [piece for piece in executor.books.ordered(request.branch) if piece.id]
         slots = executor.books.held(request.branch, "").slots[: request.length]
-        context = where._replace(seen=where.seen & (where.places_of_keys() < behind))
+        seen = where.seen & (where.places_of_keys() < behind)
+        context = where._replace(seen=seen, transition=executor.pool.composed(pieces))
         question = request.tokens, request.length, context, slots, request.draws, request.steps
-        first, pool = self.backbone.begin_answer(*question)
+        first, pool, transition = self.backbone.begin_answer(*question)
         executor.pool.vectors = executor.pool.vectors._replace(engine=dict(pool))
 
         size = request.tokens.embeddings.shape[1]
@@ -153,17 +161,18 @@ class DecodeBatch:
         executor.meter.asked(executor.pool.vectors.engine, (request.length, size), (behind, where.key_count), 1)
 
         position = end_position(np.asarray(request.tokens.positions)[:1, : request.length])[0] + 1
-        row = DecodeRow(request, behind + request.length, position.item(), int(np.asarray(first)[0]), where=where)
+        token = int(np.asarray(first)[0])
+        row = DecodeRow(request, behind + request.length, position.item(), token, where=where, transition=transition)
         self._deliver(row)
         if not row.ended:
+            self._scatter()
             self.rows.append(row)
-            self._arrays = None
         return row
 
     def step(self) -> list[DecodeRow]:
         """Decodes the next token of every row. Returns the rows that ended, which leave."""
         executor = self.executor
-        rows, draws = self._gather() if self._arrays is None else self._arrays
+        rows, draws = self._arrays = self._gather() if self._arrays is None else self._arrays
         rows, pool = self.backbone.advance_answers(executor.pool.vectors.engine, rows, draws)
         executor.pool.vectors = executor.pool.vectors._replace(engine=dict(pool))
         self._arrays = rows, draws
@@ -191,8 +200,8 @@ class DecodeBatch:
 
     def leave(self, row: DecodeRow) -> None:
         """Removes a row."""
+        self._scatter()
         self.rows.remove(row)
-        self._arrays = None
         # The first token came with the question, which `begin` has metered.
         if row.count > 1:
             keys = row.behind if row.where is None else row.where.key_count
@@ -201,9 +210,16 @@ class DecodeBatch:
 
     def moved(self) -> None:
         """Forgets where the rows are, because slots were compacted."""
-        self._arrays = None
+        self._scatter()
         for row in self.rows:
             row.where = None
+
+    def _scatter(self) -> None:
+        """Gives up the arrays of the last step, because rows join, leave or move; transitions go back to their rows."""
+        if self._arrays is not None and self._arrays[0].transition is not None:
+            for index, row in enumerate(self.rows):
+                row.transition = _row_of(dict(self._arrays[0].transition), np.int32(index))
+        self._arrays = None
 
     def _deliver(self, row: DecodeRow) -> None:
         """Gives the caller the latest token.
@@ -242,8 +258,9 @@ class DecodeBatch:
             token, place = np.array([row.token], np.int32), np.array([row.behind + decoded], np.int32)
             position = np.array([row.position + decoded], np.float32 if fractional else np.int32)
             index, keys = np.array([row.count], np.int32), (where.table, where.seen, where.places_of_keys())
-            rows.append(AnswerRows(token, place, position, index, *keys))
+            rows.append(AnswerRows(token, place, position, index, *keys, row.transition))
             draws.append(row.request.draws)
+            row.transition = None  # from now on the arrays have it
 
         # Rows of padding take the likeliest token, whatever the first answer does: that needs no draw.
         padding = row_bucket(len(rows), self.size) - len(rows)
@@ -251,9 +268,20 @@ class DecodeBatch:
         draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding
 
         # On the device from the first step on, as the results of later steps are: one program for all.
-        stacked_rows = AnswerRows(*(np.concatenate(values) for values in zip(*rows, strict=True)))
+        *columns, transitions = zip(*rows, strict=True)
+        stacked: list[Any] = [np.concatenate(values) for values in columns]
+        stacked_rows = AnswerRows(*stacked)
+        if transitions[0] is not None:
+            parts = {name: jnp.concatenate([own[name] for own in transitions], axis=1) for name in transitions[0]}
+            stacked_rows = stacked_rows._replace(transition=parts)
         stacked_draws = Draws(*(np.concatenate(values) for values in zip(*draws, strict=True)))
         return jax.device_put((stacked_rows, stacked_draws))
+
+
+@jax.jit
+def _row_of(transition: dict[str, Array], index: Array) -> dict[str, Array]:
+    """Returns the transition of one row of a batch, [L,1,R,K,W]."""
+    return {name: jax.lax.dynamic_slice_in_dim(value, index, 1, axis=1) for name, value in transition.items()}
 
 
 def _widened(where: Paged, pages: int) -> Paged:

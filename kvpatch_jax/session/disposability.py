@@ -181,7 +181,9 @@ class DisposabilityProbe:
         # Callers of a store choose ids, so what it has under this one may show another content.
         if chunk is None or chunk.content not in (None, record.entry.content):
             tokens, forwards = registry.provide_tokens(record), 1
-            out = backbone.prefill(tokens.tokens, logits=np.array([[tokens.length - 1]], np.int32))
+            count = np.array([tokens.length], np.int32)
+            options: Any = {"lengths": count} if backbone.layout.parts else {}
+            out = backbone.prefill(tokens.tokens, logits=count[None] - 1, **options)
             chunk = Chunk(
                 kv={name: jnp.asarray(value)[:, 0] for name, value in out.kv.items()},
                 local=np.asarray(tokens.tokens.positions, np.float32)[0],

@@ -10,7 +10,7 @@ from ..backbone import Backbone
 from ..cache import Text, check_text
 from ..core import KVEncoding
 from ..errors import CertificateError, PoolError, RankError, SessionError
-from ..patching import Rank
+from ..patching import GROUPS, Rank
 from ..plan import AnyCertificate, DeviceCosts, Goal, OnlineCertificate
 from ..utils.sizes import Size, size_of
 from ..window import CANONICALS, CanonicalEncoding, PatchFormer, PatchStore, encoding_choice
@@ -226,6 +226,7 @@ class SessionConfig:
         fingerprint = backbone.fingerprint
         if isinstance(self.rank, Mapping):
             channels = [channel.name for channel in backbone.layout.channels]
+            channels += GROUPS if backbone.layout.parts else ()
             strangers = [name for name in self.rank if name not in channels]
             if strangers:
                 expected = f"channels among {channels}"

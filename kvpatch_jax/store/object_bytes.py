@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import KVEncoding, KVLayout, Rope
+from ..core import PART_DTYPE, KVEncoding, KVLayout, Rope
 from ..errors import ConfigError, InputError
 from ..utils.kinds import expect_kind, is_whole
-from .format.codec import encode
+from .format.codec import dtype_for, encode
 from .format.header import PAGE
 from .format.layout_codec import kept_by_layer, layout_body
 from .format.naming import Encoding, encoding_word, few_bits
@@ -42,13 +42,13 @@ class ObjectBytes(NamedTuple):
 def canonical_bytes(
     layout: KVLayout, tokens: int, encoding: Encoding | None = None, dtype: str = "bfloat16"
 ) -> ObjectBytes:
-    """Returns the bytes of a stored canonical.
+    """Returns the bytes of a stored canonical, a hybrid model's with its transition, which is prefilled in float32.
 
     Args:
       layout: of the model.
       tokens: of the chunk.
       encoding: as of `ChunkStore.put`; None: unreduced.
-      dtype: of the KV as it was prefilled.
+      dtype: of the KV as it was prefilled, of its rows.
 
     Raises:
       InputError: the encoding is unknown, or there are no tokens.
@@ -60,14 +60,16 @@ def canonical_bytes(
     bits = few_bits(word)
 
     body: dict[str, Any] = {"id": _DIGEST, "backbone": _DIGEST, "span": tokens, "length": tokens}
-    body |= {"layout": layout_body(layout), "dtypes": dict.fromkeys(layout.names, dtype)}
+    body |= {"layout": layout_body(layout), "dtypes": _dtypes(layout, word, dtype)}
     body |= {"hidden": None, "content": _DIGEST}
     if bits is not None:
         body |= {"encoding": word, "groups": _groups(layout, bits, tokens)}
 
     axes = () if layout.rope.axes is None else (layout.rope.axes,)
     arrays = {"local": np.broadcast_to(np.float32(0), (tokens, *axes))}
-    layer = _packed_layer(body, layout, bits, tokens) if bits is not None else _layer(layout, word, tokens, dtype)
+    layer = _layer(layout, word, tokens, body["dtypes"], packed=bits is not None)
+    if bits is not None:
+        layer |= _packed_layer(body, layout, bits, tokens)
     for number, name, _ in kept_by_layer(layout):
         own = {leaf: array for leaf, array in layer.items() if leaf == name or leaf.startswith(f"{name}.")}
         arrays |= {f"layer.{number}.{leaf}": array for leaf, array in own.items()}
@@ -75,16 +77,32 @@ def canonical_bytes(
     header = planned_header(Blob("kv", body, arrays), f"{_DIGEST}.{words}.safetensors")
 
     # A dtype's encoding is decoded when it is read: in memory it has its original width.
-    decoded = 0 if word is None or bits is not None else tokens * layout.bytes_per_token(dtype) + arrays["local"].nbytes
+    decoded = 0
+    if word is not None and bits is None:
+        decoded = tokens * layout.bytes_per_token(dtype) + layout.transition_bytes() + arrays["local"].nbytes
     return ObjectBytes(header.size, max(header.size, decoded), 1, header.start > PAGE)
 
 
-def _layer(layout: KVLayout, word: str | None, tokens: int, dtype: str) -> dict[str, np.ndarray]:
-    """Returns one layer's leaves, as `codec.chunk_blob` makes them; their values are zeros that take no memory."""
+def _dtypes(layout: KVLayout, word: str | None, dtype: str) -> dict[str, str]:
+    """Returns the dtype of each channel as it is decoded; few-bit encodings keep a transition in bfloat16."""
+    part = "float32" if few_bits(word) is None else PART_DTYPE.name
+    return {channel.name: dtype if channel.rows is None else part for channel in layout.channels}
+
+
+def _layer(
+    layout: KVLayout, word: str | None, tokens: int, dtypes: Mapping[str, str], packed: bool
+) -> dict[str, np.ndarray]:
+    """Returns one layer's leaves, as `codec.chunk_blob` makes them; their values are zeros that take no memory.
+
+    Args:
+      packed: whether the rows of tokens are, whose leaves `_packed_layer` returns.
+    """
     leaves: dict[str, np.ndarray] = {}
-    for channel in layout.channels:
-        one, scale = encode(np.zeros((1, channel.heads, channel.width), jnp.dtype(dtype)), word)
-        leaves[channel.name] = np.broadcast_to(one[:, :1, :1], (tokens, channel.heads, channel.width))
+    for channel in layout.parts if packed else layout.channels:
+        zero = np.zeros((1, channel.heads, channel.width), jnp.dtype(dtypes[channel.name]))
+        one, scale = encode(zero, dtype_for(channel, word))
+        shape = (channel.rows_for(tokens), channel.heads, channel.width)
+        leaves[channel.name] = np.broadcast_to(one[:, :1, :1], shape)
         if scale is not None:
             leaves[f"{channel.name}.scale"] = scale
     return leaves
@@ -92,7 +110,7 @@ def _layer(layout: KVLayout, word: str | None, tokens: int, dtype: str) -> dict[
 
 def _groups(layout: KVLayout, bits: KVEncoding, tokens: int) -> dict[str, int]:
     groups: dict[str, int] = {}
-    for channel in layout.channels:
+    for channel in layout.token_channels:
         along = tokens if bits.of_channel(channel)[1] == -2 else channel.features
         groups[channel.name] = along if bits.group is None else min(bits.group, along)
     return groups
@@ -122,7 +140,7 @@ def patch_bytes(layout: KVLayout, tokens: int, rank: int, dtype: str = "bfloat16
     arrays: dict[str, np.ndarray] = {}
     for channel in layout.channels:
         layers = layout.depth(channel.name)
-        arrays[f"{channel.name}.u"] = np.broadcast_to(zero, (layers, tokens, rank))
+        arrays[f"{channel.name}.u"] = np.broadcast_to(zero, (layers, channel.rows_for(tokens), rank))
         arrays[f"{channel.name}.v"] = np.broadcast_to(zero, (layers, rank, channel.features))
     body = {"chunk": _DIGEST, "backbone": _DIGEST, "antecedent": [_DIGEST] * 2, "layout": layout_body(layout)}
     header = planned_header(Blob("patch", body, arrays), f"{_DIGEST}.p.{_DIGEST[:40]}.{_DIGEST[:40]}.safetensors")

@@ -25,13 +25,31 @@ ROTATION = 3
 
 def adding_flops(patch: Patch) -> int:
     """Returns FLOPs per token of multiplying a patch's factors and adding them."""
-    # Two for each rank and feature (multiply and add), over the patch's own layers.
-    metadata, flops = patch.metadata, 0
-    for name in patch.factors:
-        # A dense correction is only added.
-        rank = patch.ranks[name]
-        layers = len(metadata.layout.rows_of(name, metadata.layers))
-        flops += (1 if rank is None else 2 * rank) * metadata.layout.channel(name).features * layers
+    return sum(_row_flops(patch, channel.name) for channel in patch.metadata.layout.token_channels)
+
+
+def transition_adding_flops(patch: Patch) -> int:
+    """Returns FLOPs of multiplying and adding a patch's factors of a transition, whatever the number of tokens."""
+    return sum((channel.rows or 0) * _row_flops(patch, channel.name) for channel in patch.metadata.layout.parts)
+
+
+def _row_flops(patch: Patch, name: str) -> int:
+    if name not in patch.factors:
+        return 0
+    # Two for each rank and feature (multiply and add), over the patch's own layers; a dense correction is only added.
+    metadata, rank = patch.metadata, patch.ranks[name]
+    layers = len(metadata.layout.rows_of(name, metadata.layers))
+    return (1 if rank is None else 2 * rank) * metadata.layout.channel(name).features * layers
+
+
+def composing_flops(layout: KVLayout) -> int:
+    """Returns FLOPs of composing two transitions: M₂M₁ and M₂B₁ + B₂ of every head."""
+    flops, numbers = 0, {channel.name: (channel.rows or 0) * channel.features for channel in layout.parts}
+    for channel in layout.parts:
+        if channel.name == "map":
+            # A matrix multiplies each column of map and state; decays multiply each number.
+            each = 2 * channel.width if channel.width > 1 else 1
+            flops += layout.depth(channel.name) * each * (numbers["map"] + numbers["state"])
     return flops
 
 
@@ -43,6 +61,8 @@ class Costs:
       backbone: its fingerprint.
       layers: of the decoder.
       kv_bytes: of one token's KV, all layers and channels.
+      transition_bytes: of the transition of a piece, whatever its tokens, in a hybrid model; 0 in others. Composing
+        transitions, and adding patches to them, is no edit's: ledgers have it as "transition".
       turning_bytes: of the channels that rotate.
       rotary: numbers of one token's KV, all layers, that a rotation changes.
       forward: FLOPs of forwards.
@@ -54,6 +74,7 @@ class Costs:
     turning_bytes: int
     rotary: int
     forward: ForwardCosts
+    transition_bytes: int = 0
 
     @classmethod
     def of(cls, backbone: Backbone, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "Costs":
@@ -72,14 +93,22 @@ class Costs:
             turning_bytes=size * sum(layout.depth(channel.name) * channel.features for channel in rotating),
             rotary=sum(layout.depth(channel.name) * channel.heads * channel.rotary for channel in rotating),
             forward=backbone.forward_costs,
+            transition_bytes=transition_bytes(layout),
         )
 
     def prefill(self, tokens: int, behind: int, start_layer: int = 0, logits: int = 0) -> dict[str, int]:
         """Returns costs of a forward behind `behind` other tokens: KV read and written, FLOPs of matrix products."""
         # From a higher layer only the layers above are read and written.
-        own = self.kv_bytes * (self.layers - start_layer) // self.layers
         flops = self.forward.flops(tokens, behind, start_layer) if start_layer else self.run(tokens, behind)
-        return {"bytes": own * (tokens + behind), "flops": flops + logits * self.forward.logit}
+        nbytes = self.forward_bytes(tokens, behind, start_layer)
+        return {"bytes": nbytes, "flops": flops + logits * self.forward.logit}
+
+    def forward_bytes(self, tokens: int, behind: int, start_layer: int = 0) -> int:
+        """Returns bytes of KV that a forward reads and writes: of each token, and one transition each."""
+        rows, own = self.kv_bytes, self.transition_bytes
+        if start_layer:
+            rows, own = (nbytes * (self.layers - start_layer) // self.layers for nbytes in (rows, own))
+        return rows * (tokens + behind) + own * (1 + bool(behind))
 
     def run(self, tokens: int, behind: int) -> int:
         """Returns FLOPs of a forward through all layers: those of `ForwardCosts.flops`, faster for many pieces."""
@@ -100,7 +129,7 @@ class Costs:
 
     @functools.cached_property
     def copy_bytes(self) -> int:
-        """Bytes per token of `copy`."""
+        """Bytes per token of `copy`, the transition left out."""
         return 2 * self.kv_bytes
 
     @functools.cached_property
@@ -114,7 +143,11 @@ class Costs:
 
     def copy(self, tokens: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV: all of it read, rotated and written."""
-        return {"bytes": self.copy_bytes * tokens, "flops": self.copy_flops * tokens}
+        return {"bytes": self.placing_bytes(tokens), "flops": self.copy_flops * tokens}
+
+    def placing_bytes(self, tokens: int) -> int:
+        """Returns bytes of `copy`: of each token, and of the transition, read and written."""
+        return self.copy_bytes * tokens + 2 * self.transition_bytes
 
     def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
         """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""
@@ -124,7 +157,7 @@ class Costs:
 
     def fetch(self, tokens: int) -> dict[str, int]:
         """Returns costs of reading a canonical from a store."""
-        return {"bytes": self.kv_bytes * tokens}
+        return {"bytes": self.kv_bytes * tokens + self.transition_bytes}
 
     def compact(self, tokens: int) -> dict[str, int]:
         """Returns costs of moving tokens to other slots, all of them at most."""
@@ -132,8 +165,11 @@ class Costs:
         return {"bytes": 2 * self.kv_bytes * tokens}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers as JSON has them."""
-        return dataclasses.asdict(self) | {"forward": self.forward._asdict()}
+        """Returns the numbers as JSON has them; of a model without transitions, as it always had them."""
+        table = dataclasses.asdict(self) | {"forward": self.forward._asdict()}
+        if not self.transition_bytes:
+            del table["transition_bytes"]
+        return table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +243,16 @@ def row_bytes(vectors: Mapping[str, Float[AnyArray, "..."]], layout: KVLayout, r
       rotating: counts only the channels that carry phase.
     """
     total = 0
-    for channel in layout.channels:
+    for channel in layout.token_channels:
         if channel.name in vectors and (channel.rotates or not rotating):
             value = vectors[channel.name]
             total += channel.features * value.shape[0] * value.dtype.itemsize
     return total
+
+
+def transition_bytes(layout: KVLayout) -> int:
+    """Returns bytes of a piece's transition as executors keep it, in float32; 0 of a model that has none."""
+    return 4 * layout.transition_numbers
 
 
 class CostMeter:
@@ -232,11 +273,22 @@ class CostMeter:
         layout = self._layout
         numbers = [layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels]
         self._rotation = ROTATION * sum(numbers)
+        self._transition, self._composing = transition_bytes(layout), composing_flops(layout)
 
-    def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
-        """Counts phase-free KV that was read, rotated and written."""
+    def placed(
+        self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int, transition: bool = False
+    ) -> None:
+        """Counts phase-free KV that was read, rotated and written, with its `transition` if that was written too."""
         nbytes, flops = 2 * row_bytes(vectors, self._layout), self._rotation
-        self._add(kind, CostEntry(1, nbytes * tokens, flops * tokens, nbytes * size, flops * size))
+        own = 2 * self._transition if transition else 0
+        self._add(kind, CostEntry(1, nbytes * tokens + own, flops * tokens, nbytes * size + own, flops * size))
+
+    def composed(self, pieces: int, padded: int) -> None:
+        """Counts transitions that were read and composed to one; `padded` with those that fill up their number."""
+        counts = []
+        for number in (pieces, padded):
+            counts += [self._transition * (number + 1), self._composing * max(number - 1, 0)]
+        self._add("transition", CostEntry(1, *counts))
 
     def patched(self, kind: str, patch: Patch, nbytes: int, tokens: int, size: int) -> None:
         """Counts factors that were read, multiplied and added, in the launch that placed what they are added to.
@@ -247,6 +299,9 @@ class CostMeter:
         """
         flops = adding_flops(patch)
         self._add(kind, CostEntry(0, nbytes, flops * tokens, patch.nbytes, flops * size))
+        constant = transition_adding_flops(patch)
+        if constant:
+            self._add("transition", CostEntry(0, 0, constant, 0, constant))
 
     def rotated(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts keys that were read, rotated and written; the other channels stay."""
@@ -269,10 +324,12 @@ class CostMeter:
         """Counts a forward of `tokens` behind `keys`, both pairs, and the launch that wrote its KV."""
         forward, layers = self._backbone.forward_costs, self._layout.layers
         token_bytes = row_bytes(vectors, self._layout) * (layers - start_layer) // layers
+        # One transition is written, and one read where there is anything in front.
+        own = self._transition * (layers - start_layer) // layers * (1 + bool(keys[0]))
 
         nbytes, flops = [], []
         for token_count, key_count in zip(tokens, keys, strict=True):
-            nbytes.append(token_bytes * (token_count + key_count))
+            nbytes.append(token_bytes * (token_count + key_count) + own)
             flops.append(forward.flops(token_count, key_count, start_layer))
 
         self._add(kind, CostEntry(2, nbytes[0], flops[0], nbytes[1], flops[1]))
@@ -302,9 +359,11 @@ class CostMeter:
         """Counts a forward of tokens whose KV is not counted as a piece's: a question, or decoded tokens."""
         forward, token_bytes = self._backbone.forward_costs, row_bytes(vectors, self._layout)
 
-        # Only the keys in front are read: what the tokens themselves write is not kept, or counted when it is adopted.
+        # Only what is in front is read: what the tokens themselves write is not kept, or counted when it is adopted.
+        own = self._transition if keys[0] else 0
         flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]
-        self._add("question", CostEntry(1, token_bytes * keys[0], flops[0], token_bytes * keys[1], flops[1]))
+        nbytes = [token_bytes * behind + own for behind in keys]
+        self._add("question", CostEntry(1, nbytes[0], flops[0], nbytes[1], flops[1]))
 
     def fetched(self, nbytes: int) -> None:
         """Counts what a store returned."""

@@ -19,7 +19,7 @@ from ..pool import compaction_moves
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
 from .entry import PlacedPiece, contents_differ
 from .paged_pool import KeyRotation, PagedPool
-from .slot_table import ResidentPiece, SlotTable, StashedKV
+from .slot_table import DecodedAnswer, PieceTransition, ResidentPiece, SlotTable, StashedKV
 from .sources import PatchStore, PieceSources
 from .window import Window
 
@@ -110,13 +110,17 @@ def check_pieces(pieces: Iterable[Any], window: Window) -> None:
 
 
 class ForwardLaunch(NamedTuple):
-    """Forward of a piece behind those in front of it, and the launch that writes its KV, from a layer up."""
+    """Forward of a piece behind those in front of it, and the launch that writes its KV, from a layer up.
+
+    `below` is the transition whose lower layers it keeps, in a hybrid model.
+    """
 
     kind: str
     tokens: Tokens
     piece: ResidentPiece
     front: Sequence[ResidentPiece]
     start_layer: int = 0
+    below: PieceTransition | None = None
 
 
 class PlaceLaunch(NamedTuple):
@@ -163,9 +167,9 @@ class RestoreLaunch(NamedTuple):
 
 
 class AdoptLaunch(NamedTuple):
-    """Write of the phase-free source of a decoded answer that becomes a piece."""
+    """Write of what a decoded answer lacks to become a piece: its phase-free source, and its transition."""
 
-    piece: ResidentPiece
+    answer: DecodedAnswer
 
 
 Launch = ForwardLaunch | PlaceLaunch | RotateLaunch | CopyLaunch | RestoreLaunch | AdoptLaunch
@@ -236,8 +240,11 @@ class EditPlan:
             same = (wanted.start, wanted.entry.tokens) == (answer.piece.start, answer.piece.length)
             if same and answer.behind == self.window.pieces[:-1] == current:
                 del self.table.answers[self.window.branch]
-                self.table.put(self.window.branch, dataclasses.replace(answer.piece, content=wanted.entry.content))
-                self.launches.append(AdoptLaunch(answer.piece))
+                piece = dataclasses.replace(
+                    answer.piece, content=wanted.entry.content, transition=self.pool.new_transition()
+                )
+                self.table.put(self.window.branch, piece)
+                self.launches.append(AdoptLaunch(dataclasses.replace(answer, piece=piece)))
                 return True
 
         # Any other edit of the branch invalidates what was decoded behind the old window.
@@ -289,7 +296,7 @@ class EditPlan:
         # The front is as the edits so far leave it, and the forward reads it when its turn comes.
         front = self.table.ordered(self.window.branch, before=start)
         slots = self.table.allocate(len(local), self.pool.options.aligned, f"prefill of piece {brief(id)!r}")
-        piece = ResidentPiece(id, content, slots, local, start)
+        piece = ResidentPiece(id, content, slots, local, start, transition=self.pool.new_transition())
         self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Prefill", tokens, piece, front))
 
@@ -301,9 +308,10 @@ class EditPlan:
 
         # The layers below the first one keep their KV, so it goes along to slots of the branch's own.
         own = self._owned(old, copied=start_layer > 0)
-        piece = dataclasses.replace(own, rotations=0, stash=None, patch=None)
+        transition, below = self.pool.new_transition(), old.transition if start_layer else None
+        piece = dataclasses.replace(own, rotations=0, stash=None, patch=None, transition=transition)
         self.table.put(self.window.branch, piece)
-        self.launches.append(ForwardLaunch("Recompute", tokens, piece, front, start_layer))
+        self.launches.append(ForwardLaunch("Recompute", tokens, piece, front, start_layer, below))
 
     def _rotate(self, edits: Iterable[Rotate]) -> None:
         """Plans rotations: one launch for pieces that keep their slots, one for those whose slots others own too."""
@@ -359,21 +367,25 @@ class EditPlan:
                 return  # it was stashed with this patch
 
         local, stashed = np.asarray(chunk.local, np.float32)[: chunk.length], None
+        transition = self.pool.new_transition()
         if there is None:
             slots = self.table.allocate(chunk.length, self.pool.options.aligned, f"{kind} of piece {brief(id)!r}")
-            piece = ResidentPiece(id, chunk.content, slots, local, start)
+            piece = ResidentPiece(id, chunk.content, slots, local, start, transition=transition)
         else:
             if there.length != chunk.length:
                 raise WindowError(f"{kind}: got {chunk.length} tokens of {brief(id)!r}; expected {there.length}")
 
-            stashed = there if patch is None and resolved.keeps_stash else None
+            stashed, stash = there if patch is None and resolved.keeps_stash else None, None
+            if stashed is not None:
+                stash = StashedKV(there.start, there.rotations, there.patch, transition=there.transition)
             piece = dataclasses.replace(
                 self._owned(there),
                 start=start,
                 rotations=there.rotations if removal else 0,
                 local=local,
-                stash=None if stashed is None else StashedKV(there.start, there.rotations, there.patch),
+                stash=stash,
                 patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
+                transition=transition,
             )
 
         self.table.put(self.window.branch, piece)
@@ -389,7 +401,12 @@ class EditPlan:
         # The stash has its keys at their old positions; they rotate in place if the piece moved meanwhile.
         rotated = int(stash.start != start and not self.pool.keeps_source)
         piece = dataclasses.replace(
-            self._owned(old), start=start, rotations=stash.rotations + rotated, stash=None, patch=stash.patch
+            self._owned(old),
+            start=start,
+            rotations=stash.rotations + rotated,
+            stash=None,
+            patch=stash.patch,
+            transition=stash.transition,
         )
         self.table.put(self.window.branch, piece)
         self.launches.append(RestoreLaunch(piece, stash, counted))

@@ -102,12 +102,14 @@ class EditRun:
                 # The forward may fail, so it runs before anything is written.
                 kv = self._forward(launch)
                 undo = self._saved(piece.slots)
-                pool.write(launch.kind, piece, kv, first=first)
+                pool.write(launch.kind, piece, kv, first=first, below=launch.below)
 
                 # KV of some layers alone is no prefill to form a patch of; that of a question behind is no one's.
                 if self.formers and not first:
                     size = launch.tokens.embeddings.shape[1]
-                    kv = {name: value[:, :, :size] for name, value in kv.items()}
+                    # A transition is of the piece alone, for then no question runs with it.
+                    if not pool.layout.parts:
+                        kv = {name: value[:, :, :size] for name, value in kv.items()}
                     for former in self.formers:
                         former(self.plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
@@ -153,12 +155,14 @@ class EditRun:
                     pool.rotate(pool.rotation_of([move]), counted=False)
                 return undo
 
-            case AdoptLaunch(piece=piece):
-                pool.write_source(piece)
+            case AdoptLaunch(answer=answer):
+                pool.adopt(answer)
                 return None
 
     def _forward(self, launch: ForwardLaunch) -> dict[str, Float[Array, "L 1 T _ _"]]:
         """Runs a piece behind those in front, with the question behind it if that can be answered now.
+
+        In a hybrid model the question has a forward of its own: that of both returns the transition of both.
 
         Returns:
           Phase-free KV of the layers from `start_layer` up; of the piece, then of question and padding.
@@ -170,11 +174,14 @@ class EditRun:
         tokens, context = launch.tokens.shift(piece.start), self.pool.context_of(launch.front)
         keys = sum(each.length for each in launch.front), key_count(context)
         backbone, count, options = self.backbone, piece.length, dict[str, Any](start_layer=first)
-        prefill = backbone.prefill
+        prefill, transitions = backbone.prefill, bool(self.pool.layout.parts)
+        if transitions:
+            # Attention does not see padding behind the tokens; a state would go through it.
+            options["lengths"] = np.array([count], np.int32)
 
         # With the window's last piece in the last launch, everything that the question sees is in place.
         last = self.plan.launches[-1] is launch and self.plan.window.pieces[-1].entry.id == piece.id
-        question = self.question if last and kind == "Prefill" else None
+        question = self.question if last and kind == "Prefill" and not transitions else None
         if question is not None:
             # Padding of both follows the question, so no position that counts sees it.
             tokens = packed(tokens, count, question.tokens, question.length)

@@ -230,6 +230,8 @@ class PagedExecutor:
         wanted = options.get("logits", "last")
         if isinstance(wanted, str) and wanted == "last":
             options["logits"] = np.full((len(tokens.embeddings), 1), length - 1, np.int32)
+        if self.layout.parts:
+            options["lengths"] = np.full(len(tokens.embeddings), length, np.int32)
         return self.backbone.prefill(tokens, context, **options)
 
     def generate(
@@ -339,7 +341,10 @@ class PagedExecutor:
         books, count = self.books.copy(), tokens.embeddings.shape[1]
         slots = books.allocate(count, False, f"decode of {brief(id)!r}")
         front = [*self.books.ordered(window.branch), *([] if before is None else [before])]
-        cache = Paged.of(self.pool.vectors.engine, all_slots(front), self.buckets)
+        # Of a hybrid model the state goes on from token to token; its map is of the answer alone.
+        transition = self.pool.before_answer(front) if answer is None else answer.after
+        begun = transition if answer is None else answer.before
+        cache = Paged.of(self.pool.vectors.engine, all_slots(front), self.buckets, transition)
         backbone: Any = self.backbone  # backbones that decode in pages are a richer protocol
         step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
@@ -348,7 +353,7 @@ class PagedExecutor:
         if before is not None:
             slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
         piece = ResidentPiece(id, None, slots, local, window.next_start)
-        books.answers[window.branch] = DecodedAnswer(piece, window.pieces)
+        books.answers[window.branch] = DecodedAnswer(piece, window.pieces, begun, step.cache.transition)
         self.pool.vectors = self.pool.vectors._replace(engine=dict(step.cache.pool))
         self.books = books
         keys = sum(piece.length for piece in front), cache.key_count
@@ -375,7 +380,8 @@ class PagedExecutor:
         """
         piece = self.books.held(window.branch, id)
         kv = self.pool.phase_free(piece, bucket(self.buckets, piece.length))
-        return PhaseFreeKV({name: value[:, : piece.length] for name, value in kv.items()})
+        rows = {channel.name: kv[channel.name][:, : piece.length] for channel in self.layout.token_channels}
+        return PhaseFreeKV({**kv, **rows})
 
     def settle(self, window: Window) -> None:
         """Records that a window's edits were run."""

@@ -12,13 +12,13 @@ from ..errors import WindowError
 from .executor import PagedExecutor
 from .padding import bucket, zero_padded
 from .programs import SavedRows
-from .slot_table import ResidentPiece, StashedKV
+from .slot_table import PieceTransition, ResidentPiece, StashedKV
 from .window import Window
 
-SIDES = ("engine", "source")
+SIDES = ("engine", "source", "transition")
 
 HostRows = Mapping[str, Mapping[str, np.ndarray]]
-"""{"engine" or "source": {channel: [L,T,K,H]}}, padding of lanes included."""
+"""{"engine" or "source": {channel: [L,T,K,H]}, "transition": {part: [L,R,K,W]}}, padding of lanes included."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,9 +50,11 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
 
     found = []
     for piece in executor.books.ordered(window.branch):
-        rows, aside, stash = _on_host(executor.pool.read(piece.slots), piece.length), None, piece.stash
+        aside, stash = None, piece.stash
+        rows = _on_host(executor.pool.read(piece.slots), piece.transition, piece.length)
         if stash is not None and stash.rows is not None:
-            aside = stash.start, stash.rotations, stash.patch, _on_host(stash.rows, piece.length)
+            own = _on_host(stash.rows, stash.transition, piece.length)
+            aside = stash.start, stash.rotations, stash.patch, own
         found.append(PieceSnapshot(piece.rotations, piece.patch, piece.local, rows, aside))
 
     return found
@@ -87,9 +89,10 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
         if own.aside is not None:
             start, turns, patch, rows = own.aside
             _check(executor, rows, own.local, length, id)
-            stash = StashedKV(start, turns, patch, _on_device(rows, size))
+            stash = StashedKV(start, turns, patch, _on_device(rows, size), _transition(rows))
 
-        resident = ResidentPiece(id, content, slots, own.local, piece.start, own.turns, own.patch, stash)
+        own_fields = own.local, piece.start, own.turns, own.patch, stash, _transition(own.rows)
+        resident = ResidentPiece(id, content, slots, *own_fields)
         books.put(window.branch, resident)
         pending.append((slots, own.rows, size))
 
@@ -100,19 +103,25 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
     executor.settle(window)
 
 
-def _on_host(rows: SavedRows, length: int) -> HostRows:
+def _on_host(rows: SavedRows, transition: PieceTransition | None, length: int) -> HostRows:
     # Padding of buckets is cut off, that of lanes kept: a pool of the same widths takes the rows as they are.
     found = {}
-    for side, vectors in zip(SIDES, rows, strict=True):
+    for side, vectors in zip(SIDES[:2], rows, strict=True):
         found[side] = {name: np.asarray(value)[:, :length] for name, value in vectors.items()}
-    return found
+    parts = {} if transition is None else transition.parts or {}
+    return found | {"transition": {name: np.asarray(value) for name, value in parts.items()}}
 
 
 def _on_device(rows: HostRows, size: int) -> SavedRows:
     sides = []
-    for side in SIDES:
+    for side in SIDES[:2]:
         sides.append({name: jnp.asarray(zero_padded(value, 1, size)) for name, value in rows[side].items()})
     return SavedRows(*sides)
+
+
+def _transition(rows: HostRows) -> PieceTransition | None:
+    parts = rows.get("transition")
+    return PieceTransition({name: jnp.asarray(value) for name, value in parts.items()}) if parts else None
 
 
 def _check(executor: PagedExecutor, rows: HostRows, local: np.ndarray, length: int, id: str) -> None:
@@ -121,7 +130,10 @@ def _check(executor: PagedExecutor, rows: HostRows, local: np.ndarray, length: i
     wanted: dict[str, Any] = {"local": (length,) if axes is None else (length, axes)}
     found: dict[str, Any] = {"local": local.shape}
 
-    for side, vectors in zip(SIDES, executor.pool.vectors, strict=True):
+    for channel in executor.layout.parts:
+        depth, shape = executor.layout.depth(channel.name), (channel.rows, channel.heads, channel.width)
+        wanted[f"transition.{channel.name}"] = ((depth, *shape), "float32")
+    for side, vectors in zip(SIDES, (*executor.pool.vectors, {}), strict=True):
         for name, value in vectors.items():
             wanted[f"{side}.{name}"] = ((value.shape[0], length, *value.shape[3:]), str(value.dtype))
         for name, value in rows.get(side, {}).items():

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import Chunk, Patch, trusted
-from ..core import AnyArray, Buckets, PackedArray, PhaseFreeKV, Quantised, RaggedFactors, is_low_rank
+from ..core import PARTS, AnyArray, Buckets, PackedArray, PhaseFreeKV, Quantised, RaggedFactors, is_low_rank
 from ..core.encoding import resize as resize_packed
 
 Resize = Callable[[AnyArray, int, int], AnyArray]
@@ -49,6 +49,9 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     size = max(size, chunk.tokens)
     kv: dict[str, Any] = {}
     for name, value in chunk.kv.items():
+        if name in PARTS:
+            kv[name] = value if isinstance(value, PackedArray) else jnp.asarray(value)
+            continue
         # Packed tokens are rows of a matrix, and stay packed.
         packed = isinstance(value, PackedArray)
         kv[name] = _resized(value, -2, size, zero_padded) if packed else jnp.asarray(zero_padded(value, -3, size))
@@ -75,7 +78,10 @@ def _resized_patch(patch: Patch, size: int, resize: Resize) -> Patch:
 
     factors: dict[str, Any] = {}
     for name, own in patch.factors.items():
-        if isinstance(own, RaggedFactors):
+        if name in PARTS:
+            # A transition has as many rows whatever the number of tokens.
+            factors[name] = own
+        elif isinstance(own, RaggedFactors):
             factors[name] = dataclasses.replace(own, u=_resized(own.u, -1, size, resize))
         elif is_low_rank(own):
             factors[name] = _resized(own[0], -2, size, resize), own[1]

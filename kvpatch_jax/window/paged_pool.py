@@ -1,13 +1,16 @@
 """Vectors of a paged pool, and every launch on them: reading, writing, rotating and copying pieces, each counted."""
 
 import dataclasses
+import functools
+import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, rotate_kv
 from ..errors import InputError, PoolLostError
@@ -15,9 +18,14 @@ from ..pool import make_pool, trimmed
 from . import programs
 from .costs import CostMeter
 from .padding import bucket, zero_padded
-from .slot_table import ResidentPiece, all_slots
+from .slot_table import DecodedAnswer, PieceTransition, ResidentPiece, all_slots
 
 Keep = Literal["all", "rotating", "none"]
+Composed = Mapping[str, Float[Array, "L 1 R _ _"]]
+"""Transition of a whole context, as backbones read it."""
+
+COMPOSITIONS = 4
+"""Windows whose composed transitions are kept: many questions behind one of them compose once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +67,8 @@ class PagedPool:
 
     The vectors are donated from launch to launch: after a launch that fails they may be lost.
 
+    Of hybrid models the pieces' transitions lie beside it, and are composed in the order of the pieces that are read.
+
     Attributes:
       vectors: the pool and its source.
       meter: counts the launches.
@@ -77,13 +87,15 @@ class PagedPool:
         self.layout, self.meter, self.buckets, self.options = layout, meter, buckets, options
         self.vectors, self.keeps_source = programs.Pools({}, {}), False
         self.shardings = shardings
+        # By the transitions that were composed, which may end meanwhile.
+        self._composed: OrderedDict[tuple[weakref.ref[PieceTransition], ...], Composed] = OrderedDict()
 
     def allocate(self, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> None:
         """Allocates vectors of zeros, in place of those there were."""
         # The source has no padding of its own: it takes the shape of the channels it doubles.
         engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded, shardings=self.shardings)
         source = {}
-        for channel in self.layout.channels:
+        for channel in self.layout.token_channels:
             if self.options.keep == "all" or (self.options.keep == "rotating" and channel.rotates):
                 source[channel.name] = jnp.zeros_like(engine[channel.name])
         self.vectors, self.keeps_source = programs.Pools(engine, source), bool(source)
@@ -113,6 +125,10 @@ class PagedPool:
                 "`window.anew()`"
             ) from cause
 
+    def new_transition(self) -> PieceTransition | None:
+        """Returns a place for the transition of a piece, which a launch fills; None of a model without any."""
+        return PieceTransition() if self.layout.parts else None
+
     def padded_slots(self, slots: Int[np.ndarray, " T"]) -> tuple[np.ndarray, np.int32]:
         """Returns slots padded to their bucket, and how many count."""
         return np.asarray(zero_padded(slots, 0, bucket(self.buckets, len(slots)))), np.int32(len(slots))
@@ -122,30 +138,82 @@ class PagedPool:
     def context_of(self, pieces: Sequence[ResidentPiece]) -> Paged | EngineKV | None:
         """Returns the KV of pieces as a backbone reads it; None without pieces."""
         slots = all_slots(pieces)
+        if not slots.size:
+            return None
+        transition = self.composed(pieces)
 
         # A copy has the tokens in their order, without padding of pages or lanes.
-        if self.options.gather and slots.size:
+        if self.options.gather:
             rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
-            return EngineKV({name: value[:, None] for name, value in rows.items()})
-        return Paged.of(self.vectors.engine, slots, self.buckets) if slots.size else None
+            return EngineKV({**{name: value[:, None] for name, value in rows.items()}, **(transition or {})})
+        return Paged.of(self.vectors.engine, slots, self.buckets, transition)
+
+    def composed(self, pieces: Sequence[ResidentPiece]) -> Composed | None:
+        """Returns the transition of pieces that follow each other, {part: [L,1,R,K,W]}; None of a model without any."""
+        if not self.layout.parts:
+            return None
+
+        # As long as the same pieces stand in the same order, the composition of the last time holds.
+        transitions = [piece.transition for piece in pieces if piece.transition is not None]
+        key = tuple(map(weakref.ref, transitions))
+        made = self._composed.pop(key, None)
+        if made is None:
+            # The programs have few numbers of pieces; those that are missing change nothing.
+            missing = (1 << (len(pieces) - 1).bit_length()) - len(pieces) if pieces else 1
+            parts = (*(transition.parts or {} for transition in transitions), *[self.unit] * missing)
+            lengths = np.array([piece.length for piece in pieces] + [0] * missing, np.int32)
+            made = programs.compose_transitions(parts, lengths)
+            self.meter.composed(len(pieces), len(parts))
+
+        self._composed[key] = made
+        for other in list(self._composed):
+            if len(self._composed) > COMPOSITIONS or any(reference() is None for reference in other):
+                del self._composed[other]
+        return made
+
+    @functools.cached_property
+    def unit(self) -> dict[str, Float[Array, "L R _ _"]]:
+        """Transition of no tokens, which leaves every state as it is."""
+        parts = {}
+        for channel in self.layout.parts:
+            rows, width = channel.rows or 0, channel.width
+            value = np.zeros((self.layout.depth(channel.name), rows, channel.heads, width), np.float32)
+            if channel.name == "map":
+                value[:] = np.eye(rows, dtype=np.float32)[:, None] if width > 1 else 1.0
+            parts[channel.name] = jnp.asarray(value)
+        return parts
+
+    def before_answer(self, pieces: Sequence[ResidentPiece]) -> Composed | None:
+        """Returns what an answer is decoded behind: the state of the pieces, and the map of no tokens."""
+        # So the map that the backbone leaves behind the answer is the answer's own.
+        composed = self.composed(pieces)
+        return None if composed is None else {**composed, "map": self.unit["map"][:, None]}
 
     def phase_free(self, piece: ResidentPiece, size: int, rotate_back: bool = False) -> PhaseFreeKV:
         """Returns the phase-free KV of a piece, padded to `size` tokens: of the source, or by rotating keys back.
 
+        Of a hybrid model the piece's transition is part of it.
+
         Args:
           rotate_back: even if there is a source, which may not have the piece yet.
         """
+        parts = {} if piece.transition is None else piece.transition.parts or {}
         rows = programs.read_rows(self.vectors, np.asarray(zero_padded(piece.slots, 0, size)))
         if self.keeps_source and not rotate_back:
             # Channels that do not rotate are phase-free in the pool; the source replaces the others.
-            return PhaseFreeKV(trimmed(self.layout, {**rows.engine, **rows.source}))
+            return PhaseFreeKV({**trimmed(self.layout, {**rows.engine, **rows.source}), **parts})
 
         local, start = zero_padded(piece.local, 0, size), np.asarray(as_start(self.layout.rope, piece.start))
-        return PhaseFreeKV(rotate_kv(self.layout, trimmed(self.layout, rows.engine), local, start, back=True))
+        engine = {**trimmed(self.layout, rows.engine), **parts}
+        return PhaseFreeKV(rotate_kv(self.layout, engine, local, start, back=True))
 
     def read(self, slots: Int[np.ndarray, " T"]) -> programs.SavedRows:
         """Returns the vectors at slots, padded to their bucket, as they are."""
         return programs.read_rows(self.vectors, self.padded_slots(slots)[0])
+
+    @functools.cached_property
+    def _part_names(self) -> tuple[str, ...]:
+        return tuple(channel.name for channel in self.layout.parts)
 
     # ---------------------------------------------------------------------------------------------------- writing
 
@@ -162,34 +230,55 @@ class PagedPool:
         self.meter.moved(kind, self.vectors.engine, len(old), len(read))
 
     def write(
-        self, kind: str, piece: ResidentPiece, kv: Any, factors: Factors | None = None, first: int = 0, **options: Any
+        self,
+        kind: str,
+        piece: ResidentPiece,
+        kv: Any,
+        factors: Factors | None = None,
+        first: int = 0,
+        below: PieceTransition | None = None,
+        **options: Any,
     ) -> None:
-        """Writes R(start + local) · (KV + u v) to a piece's slots, and KV + u v to its source.
+        """Writes R(start + local) · (KV + u v) to a piece's slots, and KV + u v to its source and its transition.
 
         Args:
-          kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded.
-          first: the lowest layer that is written.
+          kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded; the parts of a transition as they are.
+          first: the lowest layer that is written. below: the transition that lower layers keep.
           options: layers and heads of the factors.
         """
+        parts, factors = {name: kv[name] for name in self._part_names}, factors or {}
+        if piece.transition is not None:
+            own = {name: factor for name, factor in factors.items() if name in parts}
+            made = programs.make_transition(self.layout, parts, own, **options)
+            lower = None if below is None else below.parts
+            piece.transition.parts = made if lower is None else programs.replace_upper_layers(lower, made)
+
         # Slots of padding are 0, and never written: the launch knows how many tokens count.
+        kv = {name: value for name, value in kv.items() if name not in parts}
+        factors = {name: factor for name, factor in factors.items() if name not in parts}
         layout, size = self.layout, next(iter(kv.values())).shape[-3]
         slots, local = zero_padded(piece.slots, 0, size), zero_padded(piece.local, 0, size)
         start = np.asarray(as_start(layout.rope, piece.start))
         destination = programs.Destination(slots, local, start, np.int32(piece.length))
 
         if first:
-            self.vectors = programs.write_layers(layout, self.vectors, destination, dict(kv), first=first)
+            self.vectors = programs.write_layers(layout, self.vectors, destination, kv, first=first)
         else:
-            self.vectors = programs.write_piece(layout, self.vectors, destination, dict(kv), factors or {}, **options)
+            self.vectors = programs.write_piece(layout, self.vectors, destination, kv, factors, **options)
 
         # Forwards were counted together with what they write.
         if kind not in ("Prefill", "Recompute"):
-            self.meter.placed(kind, self.vectors.engine, piece.length, size)
+            self.meter.placed(kind, self.vectors.engine, piece.length, size, piece.transition is not None)
         if self.keeps_source:
             self.meter.moved("source", self.vectors.source, piece.length, size, times=1)
 
-    def write_source(self, piece: ResidentPiece) -> None:
-        """Writes the phase-free source of decoded keys, which were written to the pool rotated."""
+    def adopt(self, answer: DecodedAnswer) -> None:
+        """Makes a piece of a decoded answer: writes the phase-free source of its keys, and its transition."""
+        piece = answer.piece
+        if piece.transition is not None:
+            before, after = answer.before or {}, answer.after or {}
+            piece.transition.parts = programs.answer_transition(before, after, np.int32(piece.length))
+
         # The backbone wrote the keys rotated, so that rotating them back rounds once more.
         size = bucket(self.buckets, piece.length)
         if self.keeps_source:

@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, Chunk, Patch, brief, patch_digest
-from ..core import AnyArray
+from ..core import PARTS, AnyArray
 from ..errors import InputError, PatchMismatchError
-from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
+from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens, rank_by_channel
 from ..utils.background import JobQueue
 from .canonical_encoding import AUTO, CanonicalEncoding
 from .costs import Ledger
@@ -348,7 +348,9 @@ class PatchFormer:
         # Behind nothing the prefill is the canonical, and there is no deficit to form a patch of.
         chunk = self._canonical(job)
         if job.antecedent.members:
-            kv = {name: zero_padded(value[:, 0], 1, chunk.tokens) for name, value in job.kv.items()}
+            kv = {}
+            for name, value in job.kv.items():
+                kv[name] = value[:, 0] if name in PARTS else zero_padded(value[:, 0], 1, chunk.tokens)
             assert self.rank is not None
             self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._form_options)])
             self._count("patches")
@@ -379,10 +381,10 @@ class PatchFormer:
             return False
 
         # Of each channel, at most as many directions as it has can be asked for.
-        wanted = {}
+        wanted, ranks = {}, rank_by_channel(self.backbone.layout, self.rank or 0, "former")
         for channel in self.backbone.layout.channels:
-            rank = self.rank.get(channel.name, 0) if isinstance(self.rank, Mapping) else self.rank or 0
-            wanted[channel.name] = min(rank, job.length, channel.features)
+            rank = ranks[channel.name]
+            wanted[channel.name] = min(rank, job.length if channel.rows is None else channel.rows, channel.features)
 
         entry, backbone = job.entry, self.backbone
         query = asked_behind(job.antecedent, entry.id, entry.content, backbone.layout, backbone.fingerprint, self.lead)
@@ -406,7 +408,7 @@ class PatchFormer:
         Raises:
           PatchMismatchError: the store has another content under this id. What a forward or the store raises.
         """
-        entry, size = job.entry, next(iter(job.kv.values())).shape[2]
+        entry, size = job.entry, job.kv[self.backbone.layout.names[0]].shape[2]
         encoding = self.encoding if job.antecedent.members else CanonicalEncoding()
         for word in encoding.words:
             found = stored(self.store, entry.id, self.backbone.fingerprint, self.lead, word)
@@ -442,16 +444,20 @@ class PatchFormer:
 
     def _prefill_alone(self, tokens: Tokens, length: int) -> Mapping[str, Array]:
         """Returns KV of a chunk alone, or behind the lead, {channel: [L,1,T',K,H]}."""
-        # Tokens keep their padding, so that chunks of one bucket share a program.
+        # Tokens keep their padding, so that chunks of one bucket share a program. A transition would go through it.
         if self._lead_tokens is not None:
-            return conditioned(self.backbone, [tokens], lead=self._lead_tokens)[0]
-        return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32)).kv
+            transitions = bool(self.backbone.layout.parts)
+            unit = tokens.take(0, length) if transitions else tokens
+            return conditioned(self.backbone, [unit], lead=self._lead_tokens)[0]
+        options: Any = {"lengths": np.array([length], np.int32)} if self.backbone.layout.parts else {}
+        return self.backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32), **options).kv
 
     def _chunk_of(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry, lead: str | None) -> Chunk:
-        size = next(iter(kv.values())).shape[2]
+        size = kv[self.backbone.layout.names[0]].shape[2]
+        positions = np.asarray(tokens.positions)[0, :size]
         return Chunk(
             kv={name: value[:, 0] for name, value in kv.items()},
-            local=np.asarray(zero_padded(np.asarray(tokens.positions)[0], 0, size), np.float32),
+            local=np.asarray(zero_padded(positions, 0, size), np.float32),
             span=entry.span,
             length=length,
             id=entry.id,

@@ -13,6 +13,8 @@ from .edit_run import packed
 from .padding import bucket, padded_tokens
 from .paged_pool import PagedPool
 
+MOST_PIECES = 64
+"""Pieces of windows up to which compositions of transitions are compiled."""
 NO_TOKENS = np.int32(0)
 """Length of what is written: programs run on zeros of which none count."""
 
@@ -51,9 +53,10 @@ class Precompiler:
 
         # No context, and one of each bucket of page tables.
         self._contexts: dict[int, Paged | None] = {0: None}
+        unit = programs.compose_transitions((pool.unit,), np.zeros(1, np.int32)) if pool.layout.parts else None
         for count in range(1, min(-(-keys // page_size) + 1, pages) + 1):
             table = np.arange(count * page_size, dtype=np.int32)
-            context = Paged.of(pool.vectors.engine, table, pool.buckets)
+            context = Paged.of(pool.vectors.engine, table, pool.buckets, unit)
             self._contexts.setdefault(context.table.shape[1], context)
 
     def compile(
@@ -66,13 +69,19 @@ class Precompiler:
             self._write(sample, ranks, spliced=True)
 
             # A piece and a question in one forward, and the launch that writes the piece.
-            for question in asked if ask else ():
+            for question in asked if ask and not self._pool.layout.parts else ():
                 together = packed(sample, sample.embeddings.shape[1], question, question.embeddings.shape[1])
                 self._prefill(getattr(backbone, "prefill_padded", backbone.prefill), together)
                 self._write(together, (), spliced=False)
 
         for sample in asked:
             self._prefill(backbone.prefill, sample, steps)
+
+        # Windows of any number of pieces: of 1, 2, 4, …, each of a token or more.
+        count = 1
+        while self._pool.layout.parts and count < 2 * min(self._keys, MOST_PIECES):
+            programs.compose_transitions((self._pool.unit,) * count, np.zeros(count, np.int32))
+            count *= 2
 
         # Runs of rotations and copies have any number of tokens up to that of the window.
         for count in sorted({bucket(self._pool.buckets, number) for number in range(1, self._keys + 1)}):
@@ -85,15 +94,17 @@ class Precompiler:
             # Launches have replaced the vectors since; by how much the tokens move changes no program.
             own = None if context is None else context._replace(pool=self._pool.vectors.engine)
             moved = sample.shift(0 if context is None else 1)
-            prefill(moved, own, logits=np.array([[length - 1]], np.int32))
+            lengths = np.array([length], np.int32)
+            options: Any = {"lengths": lengths} if self._pool.layout.parts else {}
+            prefill(moved, own, logits=np.array([[length - 1]], np.int32), **options)
             if steps:
-                self._backbone.generate(moved, steps, own, lengths=np.array([length], np.int32))
+                self._backbone.generate(moved, steps, own, lengths=lengths)
 
     def _write(self, sample: Tokens, ranks: Sequence[int], spliced: bool) -> None:
         """Runs the launches that write a piece: prefilled, and if `spliced` bare, and patched at each rank."""
         pool, layout, size = self._pool, self._pool.layout, sample.embeddings.shape[1]
         dtype, kv = sample.embeddings.dtype, {}
-        for channel in layout.channels:
+        for channel in layout.token_channels:
             kv[channel.name] = jnp.zeros((layout.depth(channel.name), size, channel.heads, channel.width), dtype)
 
         # As a prefill returns it, [L,1,T,K,H]; as a chunk has it; and with factors.
@@ -104,7 +115,7 @@ class Precompiler:
             inputs += [(base, {}) for base in bases]
         for rank in ranks:
             factors = {}
-            for channel in layout.channels:
+            for channel in layout.token_channels:
                 layers = layout.depth(channel.name)
                 u = jnp.zeros((layers, size, rank), dtype)
                 factors[channel.name] = u, jnp.zeros((layers, rank, channel.features), dtype)
@@ -114,6 +125,18 @@ class Precompiler:
         destination = programs.Destination(np.zeros(size, np.int32), local, start, NO_TOKENS)
         for vectors, factors in inputs:
             pool.vectors = programs.write_piece(layout, pool.vectors, destination, vectors, factors)
+
+        # Parts as a prefill returns them, as a chunk has them, and with factors.
+        unit, patches = pool.unit if layout.parts else {}, list[Any]()
+        for rank in ranks if unit else ():
+            shapes = {channel.name: (layout.depth(channel.name), channel) for channel in layout.parts}
+            patches.append({})
+            for name, (layers, channel) in shapes.items():
+                u = jnp.zeros((layers, channel.rows or 0, rank), dtype)
+                patches[-1][name] = u, jnp.zeros((layers, rank, channel.features), dtype)
+        for parts in ({name: value[:, None] for name, value in unit.items()}, unit) if unit else ():
+            for factors in ({}, *patches):
+                programs.make_transition(layout, parts, factors)
 
     def _rotate_and_copy(self, size: int) -> None:
         """Runs the launches that rotate, copy and read so many slots."""

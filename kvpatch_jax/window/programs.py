@@ -5,6 +5,8 @@ H head width, A position axes.
 
 Beside a pool, which is in the engine frame, there may be its *source*: the same slots, phase-free, of the channels that
 carry phase (or of all). Survivors are rotated from there by one gather and one scatter.
+
+Hybrid models' transitions are beside the pool too, an array for each piece and part: R rows, W width.
 """
 
 import functools
@@ -17,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import rotate_patch, splice
 
-from ..core import KVLayout, PackedArray, Rope, flat, is_packed, ops, relocation_tables, rope_tables, unpack
+from ..core import KVLayout, PackedArray, Rope, flat, fold, is_packed, ops, relocation_tables, rope_tables, unpack
+from ..core.transitions import through_map
 
 Vectors = dict[str, Float[Array, "L P O _ _"]]
 Rows = dict[str, Float[Array, "L N _ _"]]
@@ -184,9 +187,10 @@ def _write_packed(
 
     # Channels that live on as many layers go through one loop.
     for names, _ in layout.kernels(rotate_patch):
-        own = {name: kv[name] for name in names}
+        own = {name: kv[name] for name in names if name in kv}
         layered = {name: ops.layered_arguments(arguments_of[name]) for name in own}
-        pools, _ = jax.lax.scan(step, pools, (jnp.arange(layout.depth(names[0])), (own, layered)))
+        if own:
+            pools, _ = jax.lax.scan(step, pools, (jnp.arange(layout.depth(names[0])), (own, layered)))
     return pools
 
 
@@ -244,7 +248,7 @@ def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whol
             turns[rope] = {"cos": cos, "sin": sin, "scale": 1.0}  # the pool's keys have the attention scaling already
 
     engine, source = dict(pools.engine), dict(pools.source)
-    for channel in layout.channels:
+    for channel in layout.token_channels:
         name = channel.name
         if not (whole or channel.rotates):
             continue
@@ -259,3 +263,65 @@ def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whol
             source[name] = splice(source[name], write, flat(source[name])[:, read], length=length)
 
     return Pools(engine, source)
+
+
+# Programs of transitions, {part: [L,R,K,W]}. Nothing is donated: the same arrays serve many windows and questions.
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads"))
+def make_transition(
+    layout: KVLayout,
+    parts: Mapping[str, Float[Array, "..."] | PackedArray],
+    factors: ops.Factors,
+    *,
+    layers: tuple[int, ...] | None = None,
+    heads: ops.Heads = "joint",
+) -> dict[str, Float[Array, "L R _ _"]]:
+    """Returns a transition plus what a patch adds to it, in float32.
+
+    `parts` are [L,R,K,W] or, as a prefill gives them, [L,1,R,K,W]; the layers may be the upper ones alone.
+    """
+    made = {}
+    for name, value in parts.items():
+        value = (unpack(value, jnp.float32) if is_packed(value) else value).astype(jnp.float32)
+        value = value[:, 0] if value.ndim == 5 else value
+        kept = None if layers is None else layout.rows_of(name, layers)
+        patching = ops.kernel_arguments(factors.get(name), kept, layout.depth(name), heads)
+        made[name] = rotate_patch(value, **patching) if patching else value
+    return made
+
+
+@jax.jit
+def replace_upper_layers(
+    below: Mapping[str, Float[Array, "L R _ _"]], above: Mapping[str, Float[Array, "_ R _ _"]]
+) -> dict[str, Float[Array, "L R _ _"]]:
+    """Returns a transition whose upper layers are replaced, as many as `above` has."""
+    upper = above.items()
+    return {name: jnp.concatenate([below[name][: len(below[name]) - len(new)], new]) for name, new in upper}
+
+
+@jax.jit
+def compose_transitions(
+    transitions: tuple[Mapping[str, Float[Array, "L R _ _"]], ...], lengths: Int[Array, " n"]
+) -> dict[str, Float[Array, "L 1 R _ _"]]:
+    """Composes transitions of stretches of tokens, of these lengths, that follow each other; as a context has them."""
+    composed = fold(transitions, [lengths[index] for index in range(len(transitions))])
+    return {name: value[:, None] for name, value in composed.items()}
+
+
+@jax.jit
+def answer_transition(
+    before: Mapping[str, Float[Array, "L 1 R _ _"]],
+    after: Mapping[str, Float[Array, "L 1 R _ _"]],
+    length: Int[Array, ""],
+) -> dict[str, Float[Array, "L R _ _"]]:
+    """Returns the transition of decoded tokens, from the states in front of them and behind them, and their own map.
+
+    B = S_out − M·S_in; of the tail what they have put there, which is at most `length` inputs.
+    """
+    made = {"map": after["map"], "state": after["state"] - through_map(after["map"], before["state"])}
+    if "tail" in after:
+        rows = after["tail"].shape[-3]
+        own = jnp.arange(rows)[:, None, None] >= rows - length
+        made["tail"] = jnp.where(own, after["tail"], 0)
+    return {name: value[:, 0].astype(jnp.float32) for name, value in made.items()}

@@ -170,7 +170,7 @@ class Rearrangement[W: WindowState]:
                 edits.append(new_edit(Rotate, id=id, old=old.start, new=start, bytes=nbytes, flops=flops))
 
             if how == "prefill":
-                fields = {"behind": behind, "bytes": costs.kv_bytes * (tokens + behind)}
+                fields = {"behind": behind, "bytes": costs.forward_bytes(tokens, behind)}
                 fields["flops"] = costs.run(tokens, behind)
                 if kept:
                     forwards.append(new_edit(Recompute, id=id, start_layer=0, **fields))

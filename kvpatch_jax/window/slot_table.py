@@ -1,11 +1,12 @@
 """State of a paged executor on the host: which piece of which branch occupies which slots, and in what form."""
 
 import dataclasses
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..errors import PoolError, WindowError
 from ..pool import SlotAllocator
@@ -14,11 +15,30 @@ from .programs import SavedRows
 
 
 @dataclasses.dataclass(eq=False)
+class PieceTransition:
+    """Transition of a piece's own tokens in a hybrid model: what its linear layers make of any state in front of it.
+
+    It has no position and occupies no slots. Its arrays are never donated or changed, so branches share it, and nothing
+    has to be undone where a run fails.
+
+    Attributes:
+      parts: {part: float32 [L,R,K,W]}; None until the run that plans it is executed.
+    """
+
+    parts: Mapping[str, Float[Array, "L R _ _"]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(value.nbytes for value in (self.parts or {}).values())
+
+
+@dataclasses.dataclass(eq=False)
 class StashedKV:
     """Conditioned vectors that a switch to the bare canonical took out of the pool, to be restored.
 
     Attributes:
-      start, rotations, patch: of the piece at that time.
+      start, rotations, patch, transition: of the piece at that time.
       rows: the vectors of its slots, padded; None until the run that plans it is executed.
     """
 
@@ -26,6 +46,7 @@ class StashedKV:
     rotations: int
     patch: str | None
     rows: SavedRows | None = None
+    transition: PieceTransition | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +60,7 @@ class ResidentPiece:
       rotations: how often the keys were rotated in place since they were written; 0 where they rotate from a source.
       patch: digest of a removal patch that was added to its conditioned KV.
       stash: what `condition` restores.
+      transition: of its tokens, in a hybrid model; None in others.
     """
 
     id: str
@@ -49,6 +71,7 @@ class ResidentPiece:
     rotations: int = 0
     patch: str | None = None
     stash: StashedKV | None = None
+    transition: PieceTransition | None = None
 
     @property
     def length(self) -> int:
@@ -58,10 +81,17 @@ class ResidentPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecodedAnswer:
-    """Tokens decoded behind a window: the piece that they may become, and the pieces in front of it."""
+    """Tokens decoded behind a window: the piece that they may become, and the pieces in front of it.
+
+    Attributes:
+      before, after: of a hybrid model, what it decoded behind and what it decodes behind next, {part: [L,1,R,K,W]}: the
+        state of window and answer, and the map of the answer alone.
+    """
 
     piece: ResidentPiece
     behind: tuple[PlacedPiece, ...]
+    before: Mapping[str, Float[Array, "L 1 R _ _"]] | None = None
+    after: Mapping[str, Float[Array, "L 1 R _ _"]] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -200,6 +230,15 @@ class SlotTable:
 
         # What moves is read and written.
         return moved if 2 * moved < saved * steps else 0
+
+    @property
+    def transition_bytes(self) -> int:
+        """Bytes of the transitions of all branches, each counted once; 0 of a model that has none."""
+        found = set[PieceTransition]()
+        for piece in itertools.chain.from_iterable(self.groups()):
+            stashed = None if piece.stash is None else piece.stash.transition
+            found |= {transition for transition in (piece.transition, stashed) if transition is not None}
+        return sum(transition.nbytes for transition in found)
 
     def owners(self) -> Int[np.ndarray, " S"]:
         """Counts the pieces and answers of all branches at each slot: what the allocator's counts must be."""

@@ -107,6 +107,13 @@ def asked_behind(
     )
 
 
+def _counted_bytes(chunk: Chunk) -> int:
+    """Returns bytes of a chunk without padding: of the tokens that count, and of its transition."""
+    # Stored chunks may be padded; an edit's own cost is of the tokens that count.
+    parts = sum(int(chunk.kv[channel.name].nbytes) for channel in chunk.layout.parts)
+    return (chunk.nbytes - parts) * chunk.length // chunk.tokens + parts
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PieceSource:
     """What is known of one piece.
@@ -320,8 +327,7 @@ class PieceSources:
             if chunk is None:
                 raise InputError(f"fetch: got {brief(id)!r}, of which no store has the canonical; expected it provided")
             self.give(id, chunk=chunk)
-            # Stored chunks may be padded; an edit's own cost is of the tokens that count.
-            return chunk.nbytes * chunk.length // chunk.tokens
+            return _counted_bytes(chunk)
 
         if edit.digest in unit.patches:
             return None
@@ -382,7 +388,7 @@ class PieceSources:
 
         padded = padded_chunk(chunk, bucket(self._buckets, chunk.length))
         self._units[id] = dataclasses.replace(unit, prefill=(edit.digest or "", padded))
-        return chunk.nbytes * chunk.length // chunk.tokens
+        return _counted_bytes(chunk)
 
     def _with_chunk(self, id: str, unit: PieceSource, chunk: Chunk) -> PieceSource:
         fingerprint = self._backbone.fingerprint

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from ..cache import Chunk
+from ..core import PARTS
 from .entry import Likeness, PlacedPiece, short_digest
 from .prefill_listing import TIME_TO_LIVE, ListedPrefill, merged_listings, pack_listing, unpack_listing
 
@@ -203,7 +204,10 @@ class StoredPrefills:
 
         kv, length, count = {}, chunk.length, old.count + 1
         for name, value in chunk.kv.items():
-            own, others = (np.asarray(each[:, :length], np.float32) for each in (value, before.kv[name]))
+            # A mean of transitions is that of the states which they make.
+            both = (value, before.kv[name])
+            both = both if name in PARTS else (each[:, :length] for each in both)
+            own, others = (np.asarray(each, np.float32) for each in both)
             kv[name] = (others + (own - others) / count).astype(value.dtype)
         new = short_digest(f"mean {count} {old.front} {front}")
         local = np.asarray(chunk.local)[:length]

@@ -260,12 +260,15 @@ def _older_ways(kind: Any, pure: Any) -> Ways:
 
 
 def _costs(value: Any) -> Costs:
+    # Of a model without transitions their bytes are left out.
+    if isinstance(value, dict):
+        value = {"transition_bytes": 0, **value}
     table = dict(_table(value, "costs", [field.name for field in dataclasses.fields(Costs)]))
     forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
     if not isinstance(table["backbone"], str):
         raise WindowError(f"window.backbone: got {table['backbone']!r:.80}; expected a fingerprint")
 
-    for word in ("layers", "kv_bytes", "turning_bytes", "rotary"):
+    for word in ("layers", "kv_bytes", "turning_bytes", "rotary", "transition_bytes"):
         _number(table[word], word, 2**62)
     _number(forward["logit"], "logit", 2**62)
 

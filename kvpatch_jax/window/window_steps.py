@@ -103,11 +103,12 @@ def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_pat
     """Returns the edits that place a piece by its canonical or a patch, with a `Fetch` of what is not available."""
     entry, _, state = piece[:3]
     id, tokens, patch, edits = entry.id, entry.tokens, state.patch, list[Edit]()
-    nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
+    nbytes, flops = costs.placing_bytes(tokens), costs.copy_flops * tokens
 
     # A removal patch is added to the KV that is in the pool, so it needs no canonical.
     if state.base == "canonical" and not has_canonical:
-        edits.append(new_edit(Fetch, id=id, what="canonical", digest=None, bytes=costs.kv_bytes * tokens, flops=0))
+        fetched = costs.fetch(tokens)["bytes"]
+        edits.append(new_edit(Fetch, id=id, what="canonical", digest=None, bytes=fetched, flops=0))
     if patch is None:
         edits.append(new_edit(Copy, id=id, source="canonical", branch=None, bytes=nbytes, flops=flops))
         return edits

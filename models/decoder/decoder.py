@@ -25,10 +25,11 @@ from kvpatch_jax.core import Channel, Paged, Rope, compose, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
 
 from ..attention import Mask, as_mask, attention
-from .attention import Attend, GroupedAttention, LatentAttention
+from .attention import Attend
 from .cached import KV, among, behind, keys_of, lies_apart
-from .config import DecoderConfig, LayerKind
-from .layers import ACTIVATIONS, TABLE_SCALE, GatedMLP, Linear, RMSNorm, in_blocks, normal, product
+from .config import DecoderConfig
+from .decoder_layer import DecoderLayer
+from .layers import ACTIVATIONS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal, product
 from .linear_attention import LinearAttention
 from .moe import ExpertParam, Experts
 from .stacks import layers_to_scan
@@ -37,61 +38,13 @@ TURNING = ("k", "kpe")
 """Channels that carry rotary phase."""
 
 
-class DecoderLayer(nnx.Module):
-    """One layer, or with `lead=(L,)` a stack of layers to scan over."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        rngs: nnx.Rngs,
-        lead: tuple[int, ...] = (),
-        dense: bool = True,
-        kind: LayerKind | None = None,
-    ):
-        kind = config.layer_kinds[0] if kind is None else kind
-        dtype = jnp.dtype(config.dtype)
-        norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
-        norm |= {"weight": config.norm_weight}
-        mlp: dict[str, Any] = {"rngs": rngs, "activation": config.activation, "lead": lead, "dtype": dtype}
-        self.input_norm = RMSNorm(config.width, **norm)
-        attention = GroupedAttention if config.latent is None else LatentAttention
-        if kind.linear is None:
-            self.attention = attention(config, rngs, lead, dtype, kind)
-        else:
-            own: dict[str, Any] = {"epsilon": config.norm_epsilon, "rngs": rngs, "lead": lead, "dtype": dtype}
-            self.attention = LinearAttention(kind.linear, config.width, **own)
-        self.mlp_norm = RMSNorm(config.width, **norm)
-
-        mixture = None if dense else config.experts
-        if mixture is None or mixture.beside:
-            self.mlp = GatedMLP(config.width, kind.intermediate or config.intermediate, bias=config.mlp_bias, **mlp)
-        else:
-            self.mlp = Experts(mixture, config.width, **mlp)
-        beside = mixture if mixture is not None and mixture.beside else None
-        self.experts = Experts(beside, config.width, **mlp, epsilon=config.norm_epsilon) if beside else None
-        self.experts_norm = RMSNorm(config.width, **norm) if beside else None
-        self.experts_post_norm = RMSNorm(config.width, **norm) if beside else None
-        self.mlp_inner_norm = RMSNorm(config.width, **norm) if beside else None
-
-        self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
-        self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
-        self.scale = nnx.Param(jnp.ones((*lead, 1), dtype)) if config.layer_scale else None
-        # What the layer takes of each token beside the residual: gated by it, and added to it.
-        linear: dict[str, Any] = {"bias": False, "rngs": rngs, "lead": lead, "dtype": dtype}
-        inner = config.per_layer
-        self.token_gate = None if inner is None else Linear(config.width, inner, **linear)
-        self.token_output = None if inner is None else Linear(inner, config.width, **linear)
-        self.token_norm = None if inner is None else RMSNorm(config.width, **norm)
-        self.activation = config.activation
-
-
 class LayerState(NamedTuple):
     """What a run over some layers leaves behind.
 
     hidden [B,T,D]: the residual after the last layer run. kv: phase-free KV of the tokens, per channel
     [L,B,T,K,H] over the layers run, and the transition of these tokens alone, [L,B,R,K,W] by part (of no layers where
-    `slots` are given: the composed one is `written`). written: their engine-frame KV, alike, where `slots` are given: what
-    `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
+    `slots` are given: the composed one is `written`). written: their engine-frame KV, alike, where `slots` are given:
+    what `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
     int32 [L,E] over the layers run that have experts (those of images behind those of texts, where these differ); None
     where nothing is counted or there are none.

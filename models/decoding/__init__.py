@@ -8,6 +8,7 @@ all that decodes), `continuing` (steps one after the other), `sampling`; `progra
 from .answering import Answering as Answering
 from .continuing import BLOCK as BLOCK
 from .generation import Generating as Generating
+from .generation import last_tokens as last_tokens
 from .generation import pad_rows as pad_rows
 from .programs import Forward as Forward
 from .programs import LoadedModel as LoadedModel

@@ -3,7 +3,7 @@
 An answer's tokens depend on its own context, question, sampling and key, and on no row beside it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
-from kvpatch_jax.core import Paged, arrays_of
+from kvpatch_jax.core import PARTS, Paged, arrays_of, transition_of
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
@@ -53,7 +53,7 @@ class Answering(LoadedModel):
 
     def begin_answer(
         self, tokens: Tokens, length: int, context: Paged, slots: Int[np.ndarray, " T"], draws: Draws, steps: int
-    ) -> tuple[Int[Array, "1"], dict[str, Float[Array, "L P O _ _"]]]:
+    ) -> tuple[Int[Array, "1"], dict[str, Float[Array, "L P O _ _"]], dict[str, Array] | None]:
         """Runs a question behind a context, writes it into the pool and chooses the first token of its answer.
 
         Args:
@@ -63,7 +63,8 @@ class Answering(LoadedModel):
           draws: one row. steps: tokens of the answer, whose positions the rope must serve.
 
         Returns:
-          The token [1], `REFUSED` where the logits say nothing; and the pool.
+          The token [1], `REFUSED` where the logits say nothing; the pool; and of a hybrid model the transition of
+          context and question, {part: [L,1,R,K,W]}.
 
         Raises:
           ShapeError: slots that are not one per token. What `decode` raises.
@@ -87,7 +88,9 @@ class Answering(LoadedModel):
         padded = np.pad(given[None], room, constant_values=total)
         pool = arrays_of(context.pool)
         state, last = self.programs.state_for(size), np.array([[length - 1]], np.int32)
-        return self.programs.first_in_pages(state, tokens, pool, after._replace(pool={}), padded, written, last, draws)
+        arrays = after._replace(pool={}), padded, written, last, draws
+        token, cache = self.programs.first_in_pages(state, tokens, pool, *arrays)
+        return token, *_beside(cache)
 
     def advance_answers(
         self, pool: dict[str, Float[Array, "L P O _ _"]], rows: AnswerRows, draws: Draws
@@ -104,12 +107,18 @@ class Answering(LoadedModel):
           The rows, each a token further: what the next step takes; and the pool.
         """
         state = self.programs.state_for(len(rows.token))
-        moved, pool = self.programs.next_in_pages(state, arrays_of(pool), rows, draws)
+        moved, cache = self.programs.next_in_pages(state, arrays_of(pool), rows, draws)
+        pool, transition = _beside(cache)
         token, place, position, index = moved
-        return rows._replace(token=token, place=place, position=position, index=index), pool
+        return rows._replace(token=token, place=place, position=position, index=index, transition=transition), pool
 
     def answer_pieces(
         self, blocks: Iterator[Int[np.ndarray, "1 n"]], steps: int, stop: Sequence[int]
     ) -> Iterator[TextPiece]:
         """Yields one answer's tokens as `stream` does, each with the text that it completes."""
         return pieces_of(blocks, self.tokenizer, 1, steps, stop)
+
+
+def _beside(cache: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array] | None]:
+    """Returns a pool, and the transition that came back beside it; None of a model without any."""
+    return {name: value for name, value in cache.items() if name not in PARTS}, transition_of(cache) or None

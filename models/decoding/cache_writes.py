@@ -51,10 +51,9 @@ def write_tokens(
     Returns:
       The cache is the pool, of a context in pages, and beside it what linear layers keep: composed with these tokens'.
     """
-    pool = context
-    if isinstance(context, Paged):
-        # What linear layers keep travels beside the pool, and comes back in one dictionary with it.
-        pool = {**context.pool, **(context.transition or {})}
+    # What linear layers keep travels beside the pool, and comes back in one dictionary with it.
+    paged = isinstance(context, Paged)
+    pool = {**context.pool, **(context.transition or {})} if paged else context
     size = key_count(context)
     if slots is None:
         keys, slots = row_slots(size, keys)

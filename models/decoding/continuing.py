@@ -184,7 +184,7 @@ def next_in_pages(
     """Writes the last token of each row into the pool and chooses the next one.
 
     Returns:
-      Token, place, position and index of each row, one further; and the pool.
+      Token, place, position and index of each row, one further; and the pool, with the rows' transitions.
     """
     at = jnp.asarray(rows.place)[:, None]
     _, pages, size, *_ = next(iter(pool.values())).shape
@@ -195,7 +195,7 @@ def next_in_pages(
     slots = jnp.where(page < 0, pages * size, page * size + key % size)
 
     mask = Mask(causal=True, query_places=at, key_places=stand)
-    context = Paged(model.spread(pool), rows.table, stand != NOWHERE, rows.places)
+    context = Paged(model.spread(pool), rows.table, stand != NOWHERE, rows.places, rows.transition)
     positions, token = model.on_all_axes(rows.position), jnp.asarray(rows.token)
     logits, pool = _write_one(model, model.decoder(state), token, positions, context, key, slots, mask)
 

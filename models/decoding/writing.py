@@ -65,7 +65,32 @@ class Writing(LoadedModel):
                 f"of the layers 0 to {top}, and residuals inside it"
             )
         layers = {"start_layer": start_layer, "stop_layer": stop_layer, "hidden_at": tuple(hidden_at)}
+        if self.layout.parts:
+            self._check_appends(cache, slots, keep, layers)
         return self._write(tokens, cache, slots, keep, mask, logits, "recompute", layers)
+
+    def _check_appends(self, cache: Context, slots: Any, keep: Any, layers: Mapping[str, Any]) -> None:
+        """Refuses, for layers with linear attention, what is no appending: what they had of a token is gone in a state.
+
+        Raises:
+          InputError: it says so.
+        """
+        own = keep is not None or layers["start_layer"] or layers["stop_layer"] not in (None, self.layout.layers)
+        if own or not isinstance(cache, Paged):
+            found = "some layers or sets of tokens" if own else "a contiguous cache, of which any key may be written"
+        elif isinstance(cache.seen, Tracer) or isinstance(slots, Tracer):
+            return
+        else:
+            extended = cache.extended(slots, None)
+            keys = np.asarray(extended.written(np.asarray(slots))[1][0])
+            inside = np.pad(np.asarray(extended.seen), ((0, 0), (0, 1)))[np.arange(len(keys))[:, None], keys]
+            if not inside.any():
+                return
+            found = f"slots of {int(inside.sum())} tokens that the context holds"
+        raise InputError(
+            f"recompute: got {found}, of a model with linear attention, whose state holds what each token added to it; "
+            "expected tokens behind the context, through all layers (in a contiguous cache: decode)"
+        )
 
     def attention(
         self,
@@ -91,6 +116,12 @@ class Writing(LoadedModel):
         top = self.layout.layers - 1
         if not wanted or list(wanted) != sorted(set(wanted)) or not 0 <= start_layer <= wanted[0] <= wanted[-1] <= top:
             raise InputError(f"attention.layers: got {wanted}; expected ascending layers of {start_layer} to {top}")
+        kept = self.layout.layers_of(self.layout.token_channels[0].name) if self.layout.parts else wanted
+        if not set(wanted) <= set(kept):
+            raise InputError(
+                f"attention.layers: got {wanted}, some of them with linear attention, which compares no keys; expected "
+                f"some of {tuple(kept)}"
+            )
         self._check_regime(tokens.positions)
         state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
         arrays = tokens, arrays_of(context), mask, slots, keep

@@ -15,7 +15,7 @@ from kvpatch_jax.core import rope_tables, rotate
 from ..attention import Mask
 from ..checkpoints import ParamPath, TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.decoder import DecoderLayer
+from ..decoder.decoder_layer import DecoderLayer
 from ..decoder.layers import RMSNorm, in_blocks
 from ..decoder.weights import decoder_entries
 from .common import learned, scan_blocks

@@ -153,7 +153,7 @@ class Qwen3VisionTower(nnx.Module):
 
         square = config.width * config.merge**2
         features = self.merger(self.merger_norm(hidden).reshape(-1, square))
-        if not taken:
+        if self.deepstack_norm is None or self.deepstack is None:
             return features, jnp.zeros((0, *features.shape), features.dtype)
 
         # The main merger norms patches before it joins four of them; those of deepstack norm what was joined.

@@ -6,6 +6,7 @@ It knows operations and no edits, pools, slots or books, and works out starts, f
 import copy
 import dataclasses
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ FAMILIES = {
     "shared": ("text", "gemma4_text"),  # two widths of heads too, and layers that read another's KV
     "mrope": ("image", "qwen2_5_vl"),
     "gemma3": ("image", "gemma3"),  # and images whose tokens see each other
+    "hybrid": ("image", "qwen3_5"),  # linear attention on three layers of four
 }
 
 
@@ -115,7 +117,8 @@ class Naive:
         ]
         if not turned:
             return None
-        return {name: jnp.concatenate([each[name] for each in turned], axis=2) for name in turned[0]}
+        found = {name: jnp.concatenate([each[name] for each in turned], axis=2) for name in turned[0]}
+        return found | transition_behind(self.backbone.layout, self.parts[:count])
 
     def run(self, tokens: Tokens, start: int, count: int | None = None) -> Any:
         return self.backbone.prefill(tokens.shift(start), self.context(count))
@@ -133,17 +136,34 @@ class Naive:
         self.close()
 
 
+def transition_behind(layout: kvp.KVLayout, parts: Sequence[NaivePart]) -> dict[str, jnp.ndarray]:
+    """What linear layers hold behind the parts, from zeros: each state by the definition, S → M·S + B; in float64."""
+    if not layout.parts:
+        return {}
+    held = {channel.name: np.float64(0.0) * parts[0].kv[channel.name] for channel in layout.parts}
+    held["map"] += np.eye(held["map"].shape[2])[:, None]
+    for part in parts:
+        map_, rows = part.kv["map"].astype(np.float64), held["tail"].shape[2]
+        for name in ("map", "state"):
+            held[name] = np.stack([map_[:, :, :, k] @ held[name][:, :, :, k] for k in range(map_.shape[3])], axis=3)
+        held["state"] += part.kv["state"]
+        inputs = [held["tail"], part.kv["tail"][:, :, max(rows - part.tokens.embeddings.shape[1], 0) :]]
+        held["tail"] = np.concatenate(inputs, axis=2)[:, :, -rows:]
+    return {name: jnp.asarray(value, jnp.float32) for name, value in held.items()}
+
+
 def added(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:
-    """Canonical and patch summed in float64, [L,1,T,K,H]."""
+    """Canonical and patch summed in float64, [L,1,T,K,H]; of a transition [L,1,R,K,W]."""
     found = {}
     for name, value in chunk.kv.items():
-        total = np.asarray(value, np.float64)[:, : chunk.length]
+        rows = chunk.layout.channel(name).rows
+        total = np.asarray(value, np.float64)[:, : rows or chunk.length]
         factors = patch.factors.get(name)
         if isinstance(factors, tuple):
             u, v = (np.asarray(leaf, np.float64) for leaf in factors)
-            total = total + (u @ v).reshape(len(u), -1, *total.shape[2:])[:, : chunk.length]
+            total = total + (u @ v).reshape(len(u), -1, *total.shape[2:])[:, : rows or chunk.length]
         elif factors is not None:
-            total = total + np.asarray(factors, np.float64)[:, : chunk.length]
+            total = total + np.asarray(factors, np.float64)[:, : rows or chunk.length]
         found[name] = total.astype(np.float32)[:, None]
     return found
 
@@ -156,7 +176,7 @@ def rows_of(executor: Any, window: Any) -> dict[str, np.ndarray]:
     if not hasattr(context, "table"):
         return {name: np.asarray(value)[:, 0] for name, value in context.items()}
     table, seen, places = (np.asarray(value)[0] for value in (context.table, context.seen, context.places))
-    found = {}
+    found = {name: np.asarray(value)[:, 0] for name, value in (context.transition or {}).items()}
     for name, value in context.pool.items():
         pages = np.asarray(value, np.float32)[:, table]
         flat = pages.reshape(pages.shape[0], -1, *pages.shape[3:])[:, seen]

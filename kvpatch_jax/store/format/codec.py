@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...cache import Chunk, brief, encode_chunk, trusted
-from ...core import KVLayout, PackedArray, PhaseFreeKV, is_packed
+from ...core import PART_DTYPE, Channel, KVLayout, PackedArray, PhaseFreeKV, is_packed
 from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
 from .compatibility import expect_known
 from .header import DTYPES, MALFORMED, dtype_word
@@ -74,13 +74,22 @@ def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
     return (value.astype(np.float32) * scale).astype(dtype)
 
 
+def dtype_for(channel: Channel, word: str | None) -> str | None:
+    """Returns the smaller dtype that a channel is stored in, if a canonical's is `word`; None: the channel's own.
+
+    The parts of a transition have bfloat16 at least: each number is within 2⁻⁸ of its magnitude.
+    """
+    return word if channel.rows is None or word is None else PART_DTYPE.name
+
+
 # -------------------------------------------------------------------------------------------------------- chunks
 
 
 def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | None = None) -> Blob:
     """Encodes a canonical as an object: local positions, every channel [T, K, H] of each layer, then residuals.
 
-    Packed kv are stored as they are; a few-bit encoding packs kv that are not.
+    Packed kv are stored as they are; a few-bit encoding packs kv that are not. The parts of a transition are channels
+    like others, [R, K, W], which an encoding rounds to bfloat16.
 
     Raises:
       DtypeError: objects cannot hold a dtype.
@@ -104,7 +113,7 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
         elif word is None:
             arrays[f"layer.{layer}.{name}"] = value[row]
         else:
-            stored, scale = encode(value[row], word)
+            stored, scale = encode(value[row], dtype_for(chunk.layout.channel(name), word))
             arrays[f"layer.{layer}.{name}"] = stored
             if scale is not None:
                 arrays[f"layer.{layer}.{name}.scale"] = scale
@@ -141,14 +150,16 @@ def _packed_fields(chunk: Chunk, body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that only the body of a canonical with packed kv has. Raises InputError as `chunk_body`."""
     forms: dict[str, PackedForm] = {}
     value: Any
-    for name, value in chunk.kv.items():
+    names = [channel.name for channel in chunk.layout.token_channels]
+    for name in names:
+        value = chunk.kv[name]
         if not is_packed(value):
             raise InputError(
                 f"store: got chunk {brief(chunk.id)!r} decoded from {chunk.encoding}; expected its packed kv, or "
                 "the chunk as it was prefilled"
             )
         forms[name] = form_of(value)
-    fields = {"encoding": chunk.encoding, "groups": {name: forms[name].group for name in chunk.layout.names}}
+    fields = {"encoding": chunk.encoding, "groups": {name: forms[name].group for name in names}}
     encoding, expected = few_bits(chunk.encoding), None
     with contextlib.suppress(StoreCorruptError):  # groups that the encoding cannot have
         expected = None if encoding is None else kv_forms({**body, **fields}, chunk.layout, encoding)
@@ -204,7 +215,8 @@ def _checked_layout(content: bytes, leaves: tuple[str, ...]) -> tuple[KVLayout, 
     parts: dict[str, Collection[int]] = {}
     for channel in layout.channels:
         kept = range(layout.layers) if channel.layers is None else frozenset(channel.layers)
-        parts |= dict.fromkeys((channel.name, *(f"{channel.name}.{suffix}" for suffix in suffixes)), kept)
+        own = suffixes if channel.rows is None else ()
+        parts |= dict.fromkeys((channel.name, *(f"{channel.name}.{suffix}" for suffix in own)), kept)
 
     # Goes through the leaves and not through the layers: a forged header may claim any number of layers.
     others: list[str] = []
@@ -251,11 +263,11 @@ def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, A
     """
     with decoding("layer"):
         values: dict[str, Any] = {}
+        kept = _kept_at(body, layer)
         if (encoding := kv_encoding(body)) is not None:
-            layout = layout_of(body["layout"])
-            forms = kv_forms(body, layout, encoding)
-            return _packed_layer({name: forms[name] for name in _kept_at(body, layer)}, layer, arrays)
-        for name in _kept_at(body, layer):
+            forms = kv_forms(body, layout_of(body["layout"]), encoding)
+            values = _packed_layer({name: forms[name] for name in kept if name in forms}, layer, arrays)
+        for name in [name for name in kept if name not in values]:
             leaf, dtype = f"layer.{layer}.{name}", np.dtype(jnp.dtype(body["dtypes"][name]))
             values[name] = decode(arrays[leaf], arrays.get(f"{leaf}.scale"), dtype)
         return values
@@ -355,6 +367,9 @@ def _decoded(body: Mapping[str, Any], arrays: Arrays, part: str | None, content:
 
         rest, kv = arrays, dict[str, Any]()
         if encoding is not None:
+            for channel in layout.parts:
+                value = stack_layers(arrays, layout.layers_of(channel.name), channel.name)
+                kv[channel.name] = decode(value, None, np.dtype(jnp.dtype(body["dtypes"][channel.name])))
             forms = kv_forms(body, layout, encoding)
             for name, form in forms.items():
                 parts: dict[str, np.ndarray] = {}

@@ -11,7 +11,7 @@ from ...core import Channel, KVLayout, Rope, Scaling
 from ...errors import StoreCorruptError
 from .compatibility import expect_fields
 
-_OWN, _SHARE = ("rope", "layers"), ("share",)
+_OWN, _SHARE = ("rope", "layers", "rows"), ("share",)
 """Fields of a channel, and of a rope's scaling, that are written where these have them."""
 
 
@@ -19,8 +19,8 @@ _OWN, _SHARE = ("rope", "layers"), ("share",)
 def layout_body(layout: KVLayout) -> Mapping[str, Any]:
     """Returns a layout as JSON. Cached, because all objects of a model share it: do not modify it.
 
-    A channel's own rope and layers are written where it has some: layouts without them are as earlier versions wrote
-    them, and readers that do not know the fields refuse those with them.
+    A channel's own rope and layers, and the rows of a transition's part, are written where it has some: layouts without
+    them are as earlier versions wrote them, and readers that do not know the fields refuse those with them.
     """
     body = dataclasses.asdict(layout)
     body["channels"] = [_said(channel, _OWN) for channel in body["channels"]]
@@ -61,7 +61,9 @@ def _layout_of_bytes(content: bytes) -> KVLayout:
         own = dict(found)
         # What earlier versions do not know is there only where it says something.
         if any(name in own and own[name] is None for name in _OWN):
-            raise StoreCorruptError("object: got a channel with an empty rope or layers; expected none of the field")
+            raise StoreCorruptError(
+                "object: got a channel with an empty rope, layers or rows; expected none of the field"
+            )
         if "rope" in own:
             own["rope"] = _rope_of(own["rope"])
         if "layers" in own:

@@ -154,13 +154,13 @@ def kv_encoding(body: Mapping[str, Any]) -> KVEncoding | None:
 
 
 def kv_forms(body: Mapping[str, Any], layout: KVLayout, encoding: KVEncoding) -> dict[str, PackedForm]:
-    """Returns the form of each channel of a canonical with packed kv.
+    """Returns the form of each packed channel of a canonical with packed kv: those with a row per token.
 
     Raises:
       StoreVersionError, StoreCorruptError: as `PackedForm`, or groups that are not of the encoding.
     """
     forms = {}
-    for channel in layout.channels:
+    for channel in layout.token_channels:
         bits, axis = encoding.of_channel(channel)
         group, dtype = body["groups"][channel.name], body["dtypes"][channel.name]
         form = PackedForm(bits, group, axis, channel.features, channel.heads, dtype, False)
