@@ -53,15 +53,17 @@ LINEAR = {
 
 
 @functools.cache
-def qwen3_5(layers: int = LAYERS) -> Instance:
-    """Makes Qwen3.5's configuration: three layers of linear attention for each full one, of Qwen3-VL's sizes here.
+def qwen3_5(layers: int = 8, intermediate: int = 128) -> Instance:
+    """Makes Qwen3.5's configuration: three layers of linear attention for each full one, of Qwen3-VL's width here.
 
-    A quarter of each head rotates, as in the released models. Its tower is Qwen3-VL's, without deepstack.
+    Two full layers, because a question about what a page's cell absorbed takes two steps; MLPs half as wide as
+    Qwen3-VL's, so that there are as many parameters. A quarter of each head rotates, as in the released models. Its
+    tower is Qwen3-VL's, without deepstack.
     """
     raw = qwen3_vl().config.to_dict()
     text = {name: value for name, value in raw["text_config"].items() if name not in ("rope_theta", "rope_scaling")}
     rotation = {"rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
-    text |= {**LINEAR, "num_hidden_layers": layers, "full_attention_interval": 4}
+    text |= {**LINEAR, "num_hidden_layers": layers, "full_attention_interval": 4, "intermediate_size": intermediate}
     text |= {"rope_parameters": {"rope_type": "default", "mrope_interleaved": True, **rotation}}
     vision = {**raw["vision_config"], "deepstack_visual_indexes": []}
     architecture = "Qwen3_5ForConditionalGeneration"

@@ -102,7 +102,7 @@ def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
     """
     config, _ = spec.instance(recipe.backbone)
     model = config.family.module(config, nnx.Rngs(recipe.seed))
-    if recipe.cells_apart and recipe.backbone in ("qwen3_vl", "qwen3_5", "qwen3_5_eight"):
+    if recipe.cells_apart and recipe.backbone in ("qwen3_vl", "qwen3_5", "qwen3_5_four"):
         kernel = model.visual.blocks.output.kernel
         kernel[...] = jnp.zeros_like(kernel[...])
 

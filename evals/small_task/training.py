@@ -146,16 +146,18 @@ def run_decoder(
 
 
 def start_linear(attention: LinearAttention) -> None:
-    """Sets where the linear attention of a stack of layers starts: queries as copies of keys, a convolution that passes
-    a token's own input most of all, and decays from 0.001 to 0.1 a token over the heads.
+    """Sets where the linear attention of a stack of layers starts: with little added to the residual, queries as copies
+    of keys, a convolution that passes a token's own input most of all, and decays from 0.001 to 0.1 over the heads.
 
-    The decays are those that Mamba-2 and the gated delta rule start from (arXiv 2405.21060, 2412.06464), with a rate of
+    What such a layer reads is normed, so that it would add as much where nothing that it knows is asked for, and tokens
+    could no longer be told by what they show. The decays are those that Mamba-2 and the gated delta rule start from (arXiv 2405.21060, 2412.06464), with a rate of
     1 for all heads: what stands a page's length in front would be forgotten at the rates drawn there.
     """
     attention.query.kernel[...] = jnp.copy(attention.key.kernel[...])
     for taps in (attention.key_taps, attention.value_taps):
         taps[...] = (0.2 * taps[...]).at[..., -1].add(1.0)
     attention.query_taps[...] = jnp.copy(attention.key_taps[...])
+    attention.output.kernel[...] = 0.2 * attention.output.kernel[...]
     decay = jnp.geomspace(1e-3, 1e-1, attention.decay_bias.shape[-1])
     attention.decay_bias[...] = jnp.broadcast_to(jnp.log(jnp.expm1(decay)), attention.decay_bias.shape)
 
@@ -208,7 +210,11 @@ def run_branches(model: Any, batch: dict[str, Array], plan: dict[str, Array] | N
     allowed = by_question(jnp.concatenate([mask[:, place, :prefix], own], axis=-1))
     filled = by_question(jnp.broadcast_to(columns >= 0, (count, *columns.shape)))
     found = decoder.run(
-        by_question(hidden[:, place]), by_question(positions[:, place]), allowed[:, None], context=context, filled=filled
+        by_question(hidden[:, place]),
+        by_question(positions[:, place]),
+        allowed[:, None],
+        context=context,
+        filled=filled,
     )
     return found.hidden.reshape(count, -1, hidden.shape[-1])[:, batch["rows"]]
 

@@ -73,5 +73,6 @@ from .rotation import to_phase_free as to_phase_free
 from .scaling import Scaling as Scaling
 from .transitions import compose as compose
 from .transitions import fold as fold
+from .transitions import through_map as through_map
 from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of
