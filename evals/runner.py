@@ -44,6 +44,7 @@ FIRST_PROBE = (
     "blind",
     "patch.rank=*",
     "patch.?*_only.*",
+    "patch.whole_transition.*",
     f"patch.every_chunk.rank={SHOWN}",
     "*.budget=0.15",
     "*.budget=0.5",
@@ -62,6 +63,9 @@ OTHER_PROBES = (
     "re-prefill",
     "blind",
     "patch.rank=*",
+    "patch.rows_only.*",
+    "patch.transition_only.*",
+    "patch.whole_transition.*",
     f"patch.every_chunk.rank={SHOWN}",
     "*.budget=0.15",
     "query_attention.*",
@@ -84,7 +88,7 @@ class RunSizes(NamedTuple):
 
 def arm_names(layout: KVLayout, *, first: bool) -> list[str]:
     """Lists the arms that are tried with contexts of the first probe, or of the others."""
-    names = [*arm_makers(layout), *query_aware_names()]
+    names = [*arm_makers(layout), *query_aware_names(layout)]
     spared = RULES.arms.only_among_all if first else ()
     wanted = [name for name in names if _matches(name, FIRST_PROBE if first else OTHER_PROBES)]
     return [name for name in wanted if not _matches(name, spared)]
@@ -116,9 +120,9 @@ def measure(
 
         for metric, by_channel in {**shapes, "e90": energy_ranks(reader.page)}.items():
             for channel, values in by_channel.items():
-                for layer in range(values.shape[1]):
+                for row, layer in enumerate(backbone.layout.layers_of(channel)):
                     arm = f"layer={layer}.{channel}"
-                    table.sample(reader.probes[0], arm, metric, values[:, layer], clusters)
+                    table.sample(reader.probes[0], arm, metric, values[:, row], clusters)
 
     # Costs stand in the files of these tasks without an interval, and the share of bytes not at all.
     rows = [row for row in table.rows() if row["metric"] != "bytes"]

@@ -7,17 +7,22 @@ from kvpatch_jax import KVLayout
 from .arm import AlternativeArm, ArmFactory, ArmMaker, make_blind, make_reprefill
 from .class_mean import make_class_mean
 from .conditioned_kv import conditioned_makers
-from .patches import compressed_patch_makers, patch_makers
+from .patches import compressed_patch_makers, int8_makers, patch_makers
 from .recomputed_tokens import rerun_makers, residual_layers, token_repair_makers
 from .reused_page import ReusedPage
 
 
 def arm_makers(layout: KVLayout) -> dict[str, ArmMaker]:
-    """Lists every arm that makes one cache for all questions; those of `query_aware` come on top."""
+    """Lists every arm that makes one cache for all questions; those of `query_aware` come on top.
+
+    Of a hybrid model those alone that run no token of the page again: what its linear layers made of that token stands
+    in no cache. Its pages are kept in no encoding, and in no pooled basis.
+    """
+    always: dict[str, ArmMaker] = {"re-prefill": make_reprefill, "blind": make_blind, **patch_makers(layout)}
+    if layout.parts:
+        return {**always, **int8_makers(), **conditioned_makers(layout)}
     return {
-        "re-prefill": make_reprefill,
-        "blind": make_blind,
-        **patch_makers(layout),
+        **always,
         **token_repair_makers(),
         **compressed_patch_makers(),
         **conditioned_makers(layout),

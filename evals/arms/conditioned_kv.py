@@ -39,18 +39,24 @@ def conditioned_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
 def _quantised(factory: ArmFactory, bits: int) -> AlternativeArm:
     """Returns the conditioned KV in `bits` bits: each feature of each layer and head has a scale and a least value.
 
-    Both in 16 bits, over all tokens of the chunk. KIVI (arXiv 2402.02750) does so with keys, by groups of tokens; here
-    values are kept the same way, which costs the fewest bytes. In 16 bits it is the numbers themselves, as bfloat16.
+    Both in 16 bits, over all tokens of the chunk, or the rows of a transition's map or state. KIVI (arXiv 2402.02750)
+    does so with keys, by groups of tokens; here values are kept the same way, which costs the fewest bytes. In 16 bits
+    it is the numbers themselves, as bfloat16.
     """
     page, costs = factory.page, factory.costs
-    if bits == NUMBER_BITS:
-        served, scales, bringing_back = _rounded, 0, 0
-    else:
-        # Two FLOPs a number: its product with the scale, and the least value added.
-        served = functools.partial(in_few_bits, bits=bits)
-        scales, bringing_back = SCALE_AND_ZERO * costs.numbers // costs.tokens, 2 * costs.numbers
-    kv = {name: served(jnp.asarray(value)) for name, value in page.page_conditioned.items()}
-    return AlternativeArm(costs.of_conditioned(bits * costs.numbers + scales, bringing_back), page.served(kv))
+    kv, stored, bringing_back = {}, 0, 0
+    for name, value in page.page_conditioned.items():
+        numbers, rows = costs.numbers_of(name), costs.layout.channel(name).rows_for(costs.tokens)
+        # A range over the few inputs of a convolution's tail would take what it saves.
+        if bits == NUMBER_BITS or name == "tail":
+            kv[name] = _rounded(jnp.asarray(value))
+            stored += NUMBER_BITS * numbers
+        else:
+            # Two FLOPs a number: its product with the scale, and the least value added.
+            kv[name] = in_few_bits(jnp.asarray(value), bits=bits)
+            stored += bits * numbers + SCALE_AND_ZERO * numbers // rows
+            bringing_back += 2 * numbers
+    return AlternativeArm(costs.of_conditioned(stored, bringing_back), page.served(kv))
 
 
 def _rounded(value: Array) -> Array:
@@ -78,7 +84,7 @@ def make_truncated(factory: ArmFactory, names: tuple[str, ...], rank: int) -> Al
     reduced, numbers, product = _reduced(factory, names, rank)
     for channel in page.page.layout.channels:
         if channel.name not in names:
-            numbers += costs.tokens * channel.features * costs.layout.layers
+            numbers += costs.numbers_of(channel.name)
     cost = costs.of_conditioned(NUMBER_BITS * numbers, product, names)
     return AlternativeArm(cost, page.served({**page.page_conditioned, **reduced}))
 
@@ -108,13 +114,14 @@ def _reduced(factory: ArmFactory, names: tuple[str, ...], rank: int) -> tuple[di
     """Returns channels of the conditioned KV low in rank, how many numbers are kept of them, FLOPs of the product."""
     costs, reduced, numbers, product = factory.costs, {}, 0, 0
     for name in names:
-        width = costs.layout.channel(name).features
+        channel, depth = costs.layout.channel(name), costs.layout.depth(name)
+        width, rows = channel.features, channel.rows_for(costs.tokens)
         # A narrow channel or a short page has no more directions than this.
-        own = min(rank, width, costs.tokens)
+        own = min(rank, width, rows)
         u, v = factory.singular[name]
         reduced[name] = _product(u[..., :own], v[..., :own, :]).reshape(factory.page.page_conditioned[name].shape)
-        numbers += own * (costs.tokens + width) * costs.layout.layers
-        product += 2 * own * costs.tokens * width * costs.layout.layers
+        numbers += own * (rows + width) * depth
+        product += 2 * own * rows * width * depth
     return reduced, numbers, product
 
 

@@ -5,7 +5,8 @@ Axis letters: B contexts, T tokens of the page, L layers, F features of a channe
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     )
 
     for name in layout.names:
-        part = functools.partial(_one_channel, name=name)
+        part = functools.partial(_some_channels, names=(name,))
         makers[f"patch.{name}_only.rank={arms.shown_rank}"] = functools.partial(
             make_patch, rank=arms.shown_rank, part=part
         )
@@ -42,19 +43,38 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
         makers[f"patch.every_chunk.rank={rank}"] = functools.partial(_every_chunk, rank=rank)
     for rank in arms.rotated_ranks:
         makers[f"patch.rotated_frame.rank={rank}"] = functools.partial(make_patch, rank=rank, rotated=True)
+    return makers | (transition_makers(layout) if layout.parts else {})
+
+
+def transition_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
+    """Lists what hybrid models add: patches of the rows alone and of the transition alone, and a whole transition."""
+    rows = tuple(channel.name for channel in layout.token_channels)
+    parts = tuple(channel.name for channel in layout.parts)
+    makers: dict[str, ArmMaker] = {}
+    for kind, names in (("rows", rows), ("transition", parts)):
+        for rank in RULES.arms.ranks:
+            part = functools.partial(_some_channels, names=names)
+            makers[f"patch.{kind}_only.rank={rank}"] = functools.partial(make_patch, rank=rank, part=part)
+    makers["patch.transition_only.whole"] = functools.partial(_whole_transition, rank=0)
+    for rank in RULES.arms.ranks:
+        makers[f"patch.whole_transition.rank={rank}"] = functools.partial(_whole_transition, rank=rank)
     return makers
 
 
 def compressed_patch_makers() -> dict[str, ArmMaker]:
     """Lists the patches in fewer bytes: in 8 bits, in 4 bits of an encoded canonical, in a pooled basis."""
     arms = RULES.arms
-    int8 = {f"patch.int8.rank={rank}": functools.partial(_int8, rank=rank) for rank in arms.int8_ranks}
     encoded: dict[str, ArmMaker] = {}
     for word in arms.encodings:
         for rank in arms.encoded_ranks:
             encoded[f"patch.{word}.int4.rank={rank}"] = functools.partial(_encoded, word=word, rank=rank)
     pooled = {f"pooled.rank={rank}": functools.partial(_pooled, rank=rank) for rank in arms.pooled_ranks}
-    return {**int8, **encoded, **pooled}
+    return {**int8_makers(), **encoded, **pooled}
+
+
+def int8_makers() -> dict[str, ArmMaker]:
+    """Lists the patches in 8 bits."""
+    return {f"patch.int8.rank={rank}": functools.partial(_int8, rank=rank) for rank in RULES.arms.int8_ranks}
 
 
 def make_patch(
@@ -68,8 +88,19 @@ def make_patch(
     return AlternativeArm(factory.costs.of_patch(patch), page.cache(patch), patch.nbytes / page.page.nbytes)
 
 
-def _one_channel(patch: kvp.Patch, name: str) -> kvp.Patch:
-    return kvp.Patch({name: patch.factors[name]}, patch.metadata)
+def _some_channels(patch: kvp.Patch, names: Collection[str]) -> kvp.Patch:
+    return kvp.Patch({name: own for name, own in patch.factors.items() if name in names}, patch.metadata)
+
+
+def _whole_transition(factory: ArmFactory, rank: int) -> AlternativeArm:
+    """Makes the canonical with its transition's whole deficit, and with that of its rows at a rank (0: none of it)."""
+    page = factory.page
+    parts = tuple(channel.name for channel in page.page.layout.parts)
+    factors: dict[str, Any] = {name: page.delta[name] for name in parts}
+    patch = page.patch(max(rank, 1))
+    factors |= {name: own for name, own in patch.factors.items() if rank and name not in parts}
+    patch = kvp.Patch(factors, patch.metadata)
+    return AlternativeArm(factory.costs.of_patch(patch), page.cache(patch), patch.nbytes / page.page.nbytes)
 
 
 def _every_chunk(factory: ArmFactory, rank: int) -> AlternativeArm:

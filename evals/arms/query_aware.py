@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvpatch_jax import KVLayout
 from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.repair import fraction_to_count
 
@@ -66,8 +67,10 @@ class QueryAwareArm(NamedTuple):
     answers: Any
 
 
-def query_aware_names() -> list[str]:
-    """Lists the arms by name, in the order of tables."""
+def query_aware_names(layout: KVLayout) -> list[str]:
+    """Lists the arms by name, in the order of tables; none of a hybrid model, which reads no token by itself."""
+    if layout.parts:
+        return []
     arms = RULES.arms
     names = [f"query_attention.budget={share:g}" for share in arms.query_budgets]
     names += [f"prophetkv.budget={share:g}" for share in arms.query_budgets]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import AnyArray
+from kvpatch_jax.core import PARTS, AnyArray, compose, fold, transition_of
 from kvpatch_jax.repair import SplicedCache
 from models import ModelBackbone
 
@@ -25,8 +25,8 @@ from ..results.costs import ChunkCosts, input_width
 from ..rules import RULES
 from ..small_task.prefix import Prefix
 
-KV = dict[str, Float[Array, "L B _ _ _"]]
-"""{channel: [L, B, T, K, H]}."""
+KV = dict[str, Float[Array, "_ B _ _ _"]]
+"""{channel: [L, B, T, K, H]}; of a hybrid model also the parts of a transition, with their own rows in place of T."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,9 +41,10 @@ class ReusedPage:
       starts: the position at which each chunk is placed, int32, a scalar or one per axis.
       tokens: the prefix where it is served.
       alone: the page's tokens, with positions from its own start.
-      conditioned: phase-free KV of the prefix, prefilled whole.
+      conditioned: phase-free KV of the prefix, prefilled whole; its rows alone.
       reference: the prefix in the engine frame, as re-prefill leaves it.
       front: the cache, in the engine frame, in which arms replace the page.
+      transitions: of a hybrid model, the transition of each chunk's own tokens behind those in front of it.
     """
 
     backbone: ModelBackbone
@@ -56,6 +57,7 @@ class ReusedPage:
     conditioned: KV
     reference: KV
     front: KV
+    transitions: tuple[KV, ...] = ()
 
     def __post_init__(self) -> None:
         # Two threads may ask for patches of one page.
@@ -87,7 +89,12 @@ class ReusedPage:
     @functools.cached_property
     def page_conditioned(self) -> KV:
         """The page's part of the conditioned KV."""
-        return cut(self.conditioned, self.slots)
+        return self.conditioned_at(len(self.chunks) - 1)
+
+    def conditioned_at(self, place: int) -> KV:
+        """Returns a chunk's part of the conditioned KV, its own transition included."""
+        own = cut(self.conditioned, self.form.slices[place])
+        return {**own, **self.transitions[place]} if self.transitions else own
 
     @property
     def delta(self) -> KV:
@@ -122,7 +129,7 @@ class ReusedPage:
                 chunk = self.chunks[place] if encoding is None else self.encoded(encoding)
                 self._largest[place, rotated, encoding] = kvp.form_patch(
                     chunk,
-                    cut(self.conditioned, self.form.slices[place]),
+                    self.conditioned_at(place),
                     max(RULES.arms.ranks),
                     self.antecedent_of(place),
                     method="exact",
@@ -153,10 +160,13 @@ class ReusedPage:
 
     def cache_of_chunks(self, patches: Mapping[int, kvp.Patch]) -> KV:
         """Makes a cache in which several chunks, by their places, are reused with their patches."""
-        pieces = [
-            self.placed(patches[place], place) if place in patches else cut(self.front, where)
-            for place, where in enumerate(self.form.slices)
-        ]
+        pieces = []
+        for place, where in enumerate(self.form.slices):
+            # What is in front of the page is cut out of a cache; a transition of its own cannot be.
+            if place in patches or self.transitions:
+                pieces.append(self.placed(patches.get(place), place))
+            else:
+                pieces.append(cut(self.front, where))
         return joined(pieces)
 
     def served(self, kv: Mapping[str, Array]) -> KV:
@@ -172,13 +182,25 @@ class ReusedPage:
         conditioned = self.page_conditioned
         return SplicedCache(own, self.cache(), jnp.asarray(slots), conditioned=conditioned, recorded=conditioned)
 
+    @functools.cached_property
+    def _transition_in_front(self) -> KV:
+        """The composed transition of the chunks in front of the page, as they are served."""
+        return fold([transition_of(self.placed(place=place)) for place in range(len(self.chunks) - 1)])
+
     def _with_page(self, page: KV) -> KV:
-        return _join_page(self.front, page, self.slots.start)
+        if not self.transitions:
+            return _join_page(self.front, page, self.slots.start)
+        own = transition_of(page)
+        rows = [{name: value for name, value in kv.items() if name not in own} for kv in (self.front, page)]
+        return {**_join_page(*rows, self.slots.start), **_jitted_compose(self._transition_in_front, own)}
 
 
 @functools.partial(jax.jit, static_argnames=("start",))
 def _join_page(prefix: KV, page: KV, start: int) -> KV:
     return {name: jnp.concatenate([value[:, :, :start], page[name]], axis=2) for name, value in prefix.items()}
+
+
+_jitted_compose = jax.jit(compose)
 
 
 def chunk_of(
@@ -203,11 +225,14 @@ def cut(kv: Mapping[str, Any], where: slice) -> dict[str, Any]:
 
 
 def joined(pieces: list[KV]) -> KV:
-    """Joins pieces of KV behind one another, along their tokens."""
+    """Joins pieces of KV behind one another, along their tokens; transitions are composed."""
     whole = {}
     for name in pieces[0]:
-        whole[name] = jnp.concatenate([piece[name] for piece in pieces], axis=2)
-    return whole
+        if name not in PARTS:
+            whole[name] = jnp.concatenate([piece[name] for piece in pieces], axis=2)
+    # Every image has as many tokens as a convolution reads.
+    composed = fold([transition_of(piece) for piece in pieces]) if "map" in pieces[0] else {}
+    return {**whole, **composed}
 
 
 def difference(first: Mapping[str, AnyArray], second: Mapping[str, AnyArray]) -> KV:

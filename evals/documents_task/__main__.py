@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> None:
     page = move_page(load(path, dtype="float32"), chosen, DOCUMENTS_DATASET.spec)
     reader = PackedReader("documents", page, questions)
     answers = {name: reader.read(arm.cache) for name, arm in make_arms(page, SHOWN)}
-    by_question = make_query_aware(reader, [name for name in query_aware_names() if name in SHOWN])
+    chosen_names = [name for name in query_aware_names(page.page.layout) if name in SHOWN]
+    by_question = make_query_aware(reader, chosen_names)
     answers |= {arm.name: arm.answers for arm in by_question}
     said = {name: answer.log_probabilities.argmax(axis=-1) for name, answer in answers.items()}
     drawn = picture.draw(chosen, questions, {name: said[name] for name in SHOWN}, Path(_OUT.value))

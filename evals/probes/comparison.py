@@ -46,7 +46,7 @@ def read_arms(
 
     # Once the chunks in front have left the window, nothing is left to recompute behind: the first probe alone.
     first = reader.probes[0]
-    for arm in make_query_aware(reader, [name for name in query_aware_names() if name in names]):
+    for arm in make_query_aware(reader, [name for name in query_aware_names(reader.page.page.layout) if name in names]):
         answers[first][arm.name] = arm.answers
         record(arm.name, arm.cost, 0.0, [first])
     return answers
@@ -55,7 +55,7 @@ def read_arms(
 def all_arms(layout: kvp.KVLayout) -> list[str]:
     """Names the arms of the small task's comparison, in the order of tables, the mask's control left out."""
     makers = [name for name in arm_makers(layout) if not name.startswith("patch.every_chunk.")]
-    return [*makers, *query_aware_names()]
+    return [*makers, *query_aware_names(layout)]
 
 
 def main_arms(layout: kvp.KVLayout) -> list[str]:

@@ -39,7 +39,7 @@ from jaxtyping import Bool, Int
 from kvpatch_jax import KVLayout, Patch
 from kvpatch_jax.backbone import ForwardCosts, Tokens
 from kvpatch_jax.core import PackedArray, Quantised
-from kvpatch_jax.window import ROTATION, adding_flops
+from kvpatch_jax.window import ROTATION, adding_flops, composing_flops, transition_adding_flops
 
 REUSES = (1, 3, 10)
 NUMBER_BITS = 16
@@ -107,14 +107,22 @@ class ChunkCosts:
 
     @property
     def numbers(self) -> int:
-        """How many numbers its KV has."""
-        return self.layout.layers * self.tokens * sum(channel.features for channel in self.layout.channels)
+        """How many numbers its KV has, its transition included."""
+        return sum(self.numbers_of(channel.name) for channel in self.layout.channels)
+
+    def numbers_of(self, name: str) -> int:
+        """Returns how many numbers one channel has, over all layers that keep it."""
+        channel = self.layout.channel(name)
+        return self.layout.depth(name) * channel.rows_for(self.tokens) * channel.features
 
     @property
     def rotation(self) -> int:
-        """FLOPs of turning its keys to their place."""
-        turning = sum(channel.heads * channel.rotary for channel in self.layout.channels if channel.rotates)
-        return ROTATION * self.layout.layers * self.tokens * turning
+        """FLOPs of placing it: of turning its keys, and of composing its transition with that of what is in front."""
+        turning = 0
+        for channel in self.layout.channels:
+            if channel.rotates:
+                turning += self.layout.depth(channel.name) * channel.heads * channel.rotary
+        return ROTATION * self.tokens * turning + composing_flops(self.layout)
 
     def factorising(self, names: tuple[str, ...] | None = None) -> int:
         """Returns FLOPs of full thin SVDs of the chunk's channels, layer by layer.
@@ -125,9 +133,10 @@ class ChunkCosts:
         total = 0
         for channel in self.layout.channels:
             if names is None or channel.name in names:
-                m, n = max(self.tokens, channel.features), min(self.tokens, channel.features)
-                total += min(14 * m * n**2 + 8 * n**3, 6 * m * n**2 + 20 * n**3)
-        return self.layout.layers * total
+                rows = channel.rows_for(self.tokens)
+                m, n = max(rows, channel.features), min(rows, channel.features)
+                total += self.layout.depth(channel.name) * min(14 * m * n**2 + 8 * n**3, 6 * m * n**2 + 20 * n**3)
+        return total
 
     def rerun(self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"]) -> float:
         """Returns FLOPs of running tokens again in context, the mean over rows.
@@ -194,7 +203,7 @@ class ChunkCosts:
         """
         every = [(patch, self.tokens), *others]
         stored = sum(stored_bits(own) / (own.batch or 1) for own, _ in every)
-        adding = sum(adding_flops(own) * tokens for own, tokens in every)
+        adding = sum(adding_flops(own) * tokens + transition_adding_flops(own) for own, tokens in every)
         factorising = sum(
             dataclasses.replace(self, tokens=tokens).factorising(tuple(own.factors)) for own, tokens in every
         )

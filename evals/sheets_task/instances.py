@@ -40,3 +40,32 @@ def qwen3_vl() -> Instance:
     (architecture,) = raw["architectures"]
     whole = {**raw, **ids, "text_config": text, "vision_config": vision}
     return Instance(FAMILIES[architecture].config(whole, "exact", None), qwen2_5_vl().images)
+
+
+LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+"""Sizes of the hybrid's linear attention: a state of 4 × 32 × 32 numbers in each such layer."""
+
+
+@functools.cache
+def qwen3_5(layers: int = 8, intermediate: int = 128) -> Instance:
+    """Makes Qwen3.5's configuration: three layers of linear attention for each full one, of Qwen3-VL's width here.
+
+    Two full layers, because a question about what a page's cell absorbed takes two steps; MLPs half as wide as
+    Qwen3-VL's, so that there are as many parameters. A quarter of each head rotates, as in the released models. Its
+    tower is Qwen3-VL's, without deepstack.
+    """
+    raw = qwen3_vl().config.to_dict()
+    text = {name: value for name, value in raw["text_config"].items() if name not in ("rope_theta", "rope_scaling")}
+    rotation = {"rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
+    text |= {**LINEAR, "num_hidden_layers": layers, "full_attention_interval": 4, "intermediate_size": intermediate}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_interleaved": True, **rotation}}
+    vision = {**raw["vision_config"], "deepstack_visual_indexes": []}
+    architecture = "Qwen3_5ForConditionalGeneration"
+    whole = {**raw, "architectures": [architecture], "text_config": text, "vision_config": vision}
+    return Instance(FAMILIES[architecture].config(whole, "exact", None), qwen2_5_vl().images)

@@ -15,13 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 import kvpatch_jax as kvp
 from kvpatch_jax import deficit
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import flatten_heads
+from kvpatch_jax.core import flatten_heads, fold, transition_of
+from kvpatch_jax.errors import LayoutError
 from kvpatch_jax.repair import SplicedCache, repair_everywhere
 from models import ModelBackbone
 
 from ..arms.query_aware import marks_of
 from ..arms.reused_page import KV, ReusedPage, chunk_of, joined
-from ..small_task.prefix import positions_behind, prefix_positions, within_own
+from ..small_task.prefix import Prefix, positions_behind, prefix_positions, within_own
 from ..small_task.reader import received_attention
 from ..small_task.scenes import divergence, log_probabilities
 from .task import KINDS, SheetsContexts, SheetsQuestions
@@ -48,7 +49,7 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
         name = f"{place}:" + "-".join(map(str, contexts.ink_seed[:2].tolist()))
         chunks.append(chunk_of(backbone, backbone.prefill(alone).kv, form.chunk_local[place], name, name))
 
-    conditioned = dict(backbone.prefill(at_zero).kv)
+    conditioned, reference, transitions = _conditioned(backbone, at_zero, form)
     moved, _ = prefix_positions(form, shown, np.full(count, MOVED))
     page = ReusedPage(
         backbone=backbone,
@@ -59,11 +60,28 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
         tokens=at_zero._replace(positions=jnp.asarray(moved)),
         alone=alone,
         conditioned=conditioned,
-        reference=dict(kvp.to_engine(backbone.layout, conditioned, moved, 0)),
+        reference=dict(kvp.to_engine(backbone.layout, {**conditioned, **reference}, moved, 0)),
         front={},
+        transitions=transitions,
     )
     page.front = joined([page.placed(place=place) for place in range(form.chunks)])
     return page
+
+
+def _conditioned(backbone: ModelBackbone, tokens: Tokens, form: Prefix) -> tuple[KV, KV, tuple[KV, ...]]:
+    """Prefills a prefix whole; returns the rows of its phase-free KV, its transition, and that of each chunk's tokens.
+
+    Of a hybrid model every chunk takes a forward of its own behind those in front of it: that alone tells its own
+    transition. Of others there are none.
+    """
+    if not backbone.layout.parts:
+        return dict(backbone.prefill(tokens).kv), {}, ()
+
+    units = [tokens.take(where.start, where.stop) for where in form.slices]
+    pieces = [dict(kv) for kv in kvp.patching.conditioned(backbone, units)]
+    transitions = tuple(transition_of(piece) for piece in pieces)
+    whole, composed = joined(pieces), fold(transitions)
+    return {name: value for name, value in whole.items() if name not in composed}, composed, transitions
 
 
 class QuestionItems(NamedTuple):
@@ -126,10 +144,20 @@ class PackedReader:
 
     def read(self, cache: KV, probe: str = "") -> PackedAnswers:
         """Asks all questions over a cache of the prefix."""
+        if self.backbone.layout.parts:
+            return self.joined_answers([self._read_apart(group, cache) for group in self.groups])
         return self._answers(cache, slice(0, self.form.prefix_tokens))
 
     def read_alone(self, cache: KV) -> PackedAnswers:
-        """Asks all questions over the page's part of a cache: what is in front of it is not looked at."""
+        """Asks all questions over the page's part of a cache: what is in front of it is not looked at.
+
+        Raises:
+          LayoutError: a hybrid model, whose cache has one transition of all that it holds.
+        """
+        if self.backbone.layout.parts:
+            raise LayoutError(
+                f"page alone: got a cache of {self.backbone.layout.names}; expected one with a row per token alone"
+            )
         return self._answers(cache, self.form.page)
 
     def _answers(self, cache: KV, seen: slice) -> PackedAnswers:
@@ -142,6 +170,19 @@ class PackedReader:
         mask = np.concatenate([prefix, own], axis=2)[:, None]
         logits = self.backbone.prefill(tokens, cache, mask, logits="all").logits
         return PackedAnswers(log_probabilities(logits), self.questions)
+
+    def _read_apart(self, group: Int[np.ndarray, "Q N"], cache: KV) -> Float[np.ndarray, "B M V"]:
+        """Asks questions of one length over a cache of the prefix, each as a row of its own: a linear layer knows of
+        no mask.
+        """
+        count, length = group.shape
+        rows = len(self.page) * count
+        wide = {name: jnp.repeat(value, count, axis=1) for name, value in cache.items()}
+        ids, positions = (
+            value[:, group].reshape(rows, length, *value.shape[2:]) for value in (self.questions.ids, self.behind)
+        )
+        logits = self.backbone.prefill(self.backbone.embed(ids, positions), wide, logits="all").logits
+        return log_probabilities(logits).reshape(len(self.page), count * length, -1)
 
     def asked(self, probe: str) -> QuestionItems:
         """Returns the questions as items."""
@@ -218,10 +259,13 @@ class PackedReader:
 
 
 def class_shares(page: ReusedPage, spec: TaskSpec = SHEETS) -> dict[str, dict[str, Float[np.ndarray, "B L"]]]:
-    """Computes, by class and channel, the share of ‖Δ‖² over the page's cells that means of each class explain."""
+    """Computes, by class and channel with a row per token, the share of ‖Δ‖² over the page's cells that means of each
+    class explain.
+    """
     # Whatever else is drawn on a page (a title) stands in front of its cells.
     cells = np.flatnonzero(page.form.chunk_ids[-1] == page.form.image_token)[-page.contexts.size.cells :]
-    delta = {name: np.asarray(flatten_heads(value))[:, :, cells] for name, value in page.delta.items()}
+    rows = [channel.name for channel in page.page.layout.token_channels]
+    delta = {name: np.asarray(flatten_heads(page.delta[name]))[:, :, cells] for name in rows}
     shares: dict[str, dict[str, np.ndarray]] = {}
 
     for name, classes in spec.classes(page.contexts).items():
@@ -240,7 +284,7 @@ def class_shares(page: ReusedPage, spec: TaskSpec = SHEETS) -> dict[str, dict[st
     return shares
 
 
-def energy_ranks(page: ReusedPage) -> dict[str, Int[np.ndarray, "B L"]]:
+def energy_ranks(page: ReusedPage) -> dict[str, Int[np.ndarray, "B _"]]:
     """Computes, by channel, how many directions hold 90 % of the deficit's energy, by context and layer."""
     ranks = {}
     for channel, delta in page.delta.items():

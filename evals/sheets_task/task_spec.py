@@ -12,7 +12,7 @@ from kvpatch_jax.errors import ConfigError
 from ..small_task.instances import Instance
 from ..small_task.prefix import Prefix, by_context, lay_out
 from . import task
-from .instances import qwen2_5_vl, qwen3_vl
+from .instances import qwen2_5_vl, qwen3_5, qwen3_vl
 from .task import VOCABULARY, ContextSize, SheetsContexts, SheetsQuestions
 
 Named = Mapping[int, tuple[np.ndarray, np.ndarray]]
@@ -106,7 +106,12 @@ def named_cells(contexts: SheetsContexts, sheet: np.ndarray, page: np.ndarray) -
 
 SHEETS = TaskSpec(
     sizes=task.SIZES,
-    backbones={"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl},
+    backbones={
+        "qwen2_5_vl": qwen2_5_vl,
+        "qwen3_vl": qwen3_vl,
+        "qwen3_5": qwen3_5,
+        "qwen3_5_four": functools.partial(qwen3_5, 4, 256),
+    },
     sample=task.sample_contexts,
     ask=task.ask,
     render=task.render,

@@ -15,14 +15,18 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from ..small_task.prefix import pack
+from models.decoder.linear_attention import LinearAttention
+
+from ..small_task.prefix import branches, pack
 from ..small_task.training import (
     TrainingBatch,
     TrainingRecipe,
     TrainingTask,
     image_plan,
+    run_branches,
     run_decoder,
     run_tower,
+    start_linear,
     tie_queries,
     tower_inputs,
 )
@@ -98,7 +102,7 @@ def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
     """
     config, _ = spec.instance(recipe.backbone)
     model = config.family.module(config, nnx.Rngs(recipe.seed))
-    if recipe.cells_apart and recipe.backbone == "qwen3_vl":
+    if recipe.cells_apart and recipe.backbone in ("qwen3_vl", "qwen3_5", "qwen3_5_four"):
         kernel = model.visual.blocks.output.kernel
         kernel[...] = jnp.zeros_like(kernel[...])
 
@@ -112,7 +116,12 @@ def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
 
     model.decoder.embedding[...] = table
     if recipe.tied_init:
-        tie_queries(model.decoder.layers.attention, config.text)
+        for stack in config.text.stacks:
+            attention = getattr(model.decoder, stack.name).attention
+            if isinstance(attention, LinearAttention):
+                start_linear(attention)
+            else:
+                tie_queries(attention, config.text)
     return model
 
 
@@ -156,7 +165,7 @@ def loss_of(
     Where `batch["fills"]` [B,N,12] is not zero, it is the distribution over fills that is asked for.
     """
     answer = batch["answer"]
-    hidden, _ = run_decoder(model, batch, plan)
+    hidden = run_branches(model, batch, plan) if "columns" in batch else run_decoder(model, batch, plan)[0]
     logits = model.decoder.logits(hidden[:, -answer.shape[1] :])
     asked = answer >= 0
     target = jax.nn.one_hot(jnp.where(asked, answer, 0), logits.shape[-1])
@@ -197,6 +206,8 @@ def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> Trai
         "answer": questions.answer,
     }
     batch["input_ids"][:, : form.prefix_tokens] = ids
+    if config.text.layout.parts:
+        batch |= branches(form, questions.own)
     batch |= tower_inputs(config, batch["input_ids"], arrays)
     if recipe.proportions:
         shares = task.fill_shares(contexts, questions, shown, spec.vocabulary.ink)

@@ -163,3 +163,26 @@ def pack(
         "positions": np.concatenate([positions, positions_behind(form, behind, step)], axis=1),
         "mask": mask[:, None],
     }
+
+
+def branches(form: Prefix, own: np.ndarray) -> dict[str, np.ndarray]:
+    """Lays packed questions out as rows of their own, for layers that know of no mask.
+
+    Args:
+      own: [N], the question that each packed token belongs to.
+
+    Returns:
+      page: where the page's tokens stand in the prefix. columns: [Q,n], the packed tokens of each question, −1 behind
+      shorter ones. rows: [N], where each packed token is among the Q·n.
+    """
+    sizes = np.bincount(own)
+    columns = np.full((len(sizes), sizes.max()), -1, np.int32)
+    for question, size in enumerate(sizes):
+        columns[question, :size] = np.flatnonzero(own == question)
+    there = np.flatnonzero(columns.ravel() >= 0)
+    rows = there[np.argsort(columns.ravel()[there])]
+    return {
+        "page": np.arange(form.page.start, form.page.stop, dtype=np.int32),
+        "columns": columns,
+        "rows": rows.astype(np.int32),
+    }

@@ -15,8 +15,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from kvpatch_jax.core import compose, to_engine, transition_of
 from models.decoder.attention import GroupedAttention, LatentAttention
 from models.decoder.config import DecoderConfig
+from models.decoder.linear_attention import LinearAttention
 from models.families.family import embed_tokens, pixels_of, placeholders
 
 from . import sequences, task
@@ -118,6 +120,10 @@ def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConf
         assert attention.key is not None
         key = attention.key.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
         query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
+        if text.attention_gate:
+            # A head's query and its gate lie side by side; the gate starts as it was drawn.
+            gate = attention.query.kernel[...].reshape(-1, text.width, text.heads, 2, text.head_dim)[..., 1, :]
+            query = jnp.stack([query.reshape(gate.shape), gate], axis=-2)
     else:
         latent = attention.latent
         down = attention.down.kernel[...]
@@ -137,6 +143,80 @@ def run_decoder(
     deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
     state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=hidden_at, deepstack=deepstack)
     return state.hidden, state.taps
+
+
+def start_linear(attention: LinearAttention) -> None:
+    """Sets where the linear attention of a stack of layers starts: with little added to the residual, queries as copies
+    of keys, a convolution that passes a token's own input most of all, and decays from 0.001 to 0.1 over the heads.
+
+    What such a layer reads is normed, so that it would add as much where nothing that it knows is asked for, and tokens
+    could no longer be told by what they show. The decays are those that Mamba-2 and the gated delta rule start from (arXiv 2405.21060, 2412.06464), with a rate of
+    1 for all heads: what stands a page's length in front would be forgotten at the rates drawn there.
+    """
+    attention.query.kernel[...] = jnp.copy(attention.key.kernel[...])
+    for taps in (attention.key_taps, attention.value_taps):
+        taps[...] = (0.2 * taps[...]).at[..., -1].add(1.0)
+    attention.query_taps[...] = jnp.copy(attention.key_taps[...])
+    attention.output.kernel[...] = 0.2 * attention.output.kernel[...]
+    decay = jnp.geomspace(1e-3, 1e-1, attention.decay_bias.shape[-1])
+    attention.decay_bias[...] = jnp.broadcast_to(jnp.log(jnp.expm1(decay)), attention.decay_bias.shape)
+
+
+def run_branches(model: Any, batch: dict[str, Array], plan: dict[str, Array] | None) -> Array:
+    """Runs tower and decoder where layers have linear attention; returns the questions' last residual [B,N,D].
+
+    A mask means nothing to such a layer. So the prefix is run in two stretches, what is in front of the page and the
+    page, each of which leaves its own transition, and every question is a row of its own behind the rows of the prefix
+    and the transition of what it sees: of both stretches composed, or of the page alone. `batch` has the arrays of
+    `prefix.branches` beside what `prefix.pack` makes.
+
+    Axis letters: B contexts, T tokens of the prefix, F of them in front of the page, N packed tokens of Q questions of
+    n tokens at most.
+    """
+    decoder, layout = model.decoder, model.config.text.layout
+    hidden, _ = embed_tokens(decoder, batch["input_ids"], run_tower(model, batch, plan), placeholders(model.config))
+    positions, mask, columns = batch["positions"], batch["mask"][:, 0], batch["columns"]
+    count, questions = len(hidden), len(columns)
+    prefix = hidden.shape[1] - batch["rows"].shape[0]
+    front = prefix - batch["page"].shape[0]
+
+    # The page's last token sees whatever is there of the prefix.
+    there = mask[:, prefix - 1, :prefix]
+    first = decoder.run(
+        hidden[:, :front], positions[:, :front], mask[:, None, :front, :front], filled=there[:, :front]
+    ).kv
+    before = to_engine(layout, first, positions[:, :front], 0)
+    second = decoder.run(
+        hidden[:, front:prefix], positions[:, front:prefix], mask[:, None, front:prefix, :prefix], context=before
+    ).kv
+    page = to_engine(layout, second, positions[:, front:prefix], 0)
+
+    # What each question sees: [L, B·Q, …].
+    place = prefix + jnp.maximum(columns, 0)
+    sees = jnp.any(mask[:, place[:, 0], :front], axis=-1)[..., None, None, None]
+    composed, context = compose(transition_of(first), transition_of(second)), {}
+    for channel in layout.channels:
+        name = channel.name
+        if channel.rows is None:
+            context[name] = jnp.repeat(jnp.concatenate([before[name], page[name]], axis=2), questions, axis=1)
+        else:
+            seen = jnp.where(sees, composed[name][:, :, None], page[name][:, :, None])
+            context[name] = seen.reshape(len(seen), count * questions, *seen.shape[3:])
+
+    def by_question(array: Array) -> Array:
+        return array.reshape(count * questions, columns.shape[1], *array.shape[3:])
+
+    own = jnp.broadcast_to(jnp.tri(columns.shape[1], dtype=bool), (count, *columns.shape, columns.shape[1]))
+    allowed = by_question(jnp.concatenate([mask[:, place, :prefix], own], axis=-1))
+    filled = by_question(jnp.broadcast_to(columns >= 0, (count, *columns.shape)))
+    found = decoder.run(
+        by_question(hidden[:, place]),
+        by_question(positions[:, place]),
+        allowed[:, None],
+        context=context,
+        filled=filled,
+    )
+    return found.hidden.reshape(count, -1, hidden.shape[-1])[:, batch["rows"]]
 
 
 def make_optimiser(recipe: TrainingRecipe) -> optax.GradientTransformation:

@@ -79,6 +79,7 @@ from .transitions import dropped as dropped
 from .transitions import fold as fold
 from .transitions import identity as identity
 from .transitions import map_bound as map_bound
+from .transitions import through_map as through_map
 from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of
 from .transitions import truncated_map as truncated_map

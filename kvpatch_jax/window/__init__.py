@@ -42,6 +42,8 @@ from .canonical_encoding import encoding_choice as encoding_choice
 from .costs import ROTATION as ROTATION
 from .costs import CostMeter as CostMeter
 from .costs import adding_flops as adding_flops
+from .costs import composing_flops as composing_flops
+from .costs import transition_adding_flops as transition_adding_flops
 from .edit_plan import ResolvedEdit as ResolvedEdit
 from .edit_plan import check_pieces as check_pieces
 from .edit_plan import resolve_edits as resolve_edits

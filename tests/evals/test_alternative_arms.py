@@ -65,7 +65,7 @@ def test_a_question_attends_to_the_cell_that_it_asks_for(reader: SceneReader):
 @pytest.mark.slow
 def test_what_choosing_by_the_question_costs(reader: SceneReader):
     """Nothing stored, every question pays again, more tokens cost more; what is not wanted is not made."""
-    names = [*query_aware_names()[:2], "prcr.budget=0.15"]
+    names = [*query_aware_names(reader.page.page.layout)[:2], "prcr.budget=0.15"]
     made = {arm.name: arm for arm in make_query_aware(reader, names)}
     assert list(made) == names
     shares = {name: reader.page.costs.shares(arm.cost) for name, arm in made.items()}

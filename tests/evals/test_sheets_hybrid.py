@@ -1,0 +1,165 @@
+"""The sheets task on a hybrid: questions as rows of their own, pages with transitions, what is measured of those."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvpatch_jax as kvp
+from evals import sheets_task
+from evals.arms import ReusedPage, arm_makers, make_arms, query_aware_names
+from evals.probes import transitions
+from evals.results.costs import stored_bits
+from evals.sheets_task import SIZES, VOCABULARY
+from evals.sheets_task.instances import qwen3_5
+from evals.sheets_task.reader import PackedReader, class_shares, energy_ranks, move_page
+from evals.sheets_task.task_spec import SHEETS
+from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
+from evals.small_task.training import image_plan, make_tokenizer, run_branches
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import LayoutError
+from models import ModelBackbone
+
+SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, 4, 64)})
+"""The task on the hybrid with one full layer."""
+RECIPE = SheetsRecipe(backbone="qwen3_5", batch=1, page=1, sheet=1, chain=2, override=1, aggregate=1, whole=1, tiny=0)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> ModelBackbone:
+    """A hybrid with fresh parameters, whose linear layers add something."""
+    config, images = SMALLEST.instance("qwen3_5")
+    model = initialise(RECIPE, SMALLEST)
+    linear = model.decoder.layers_0.attention
+    linear.output.kernel[...] = 0.2 * jax.random.normal(jax.random.key(5), linear.output.kernel.shape)
+    return ModelBackbone(config, nnx.to_pure_dict(nnx.state(model)), images, make_tokenizer(VOCABULARY.names))
+
+
+def test_each_question_reads_what_it_would_alone(backbone: ModelBackbone):
+    """Packed questions give what each gives as the end of a prompt of its own: of all that is there, or behind the
+    page's rows and the page's own transition where the sheets have slid out.
+    """
+    drawn = draw_batch(RECIPE, 1, SMALLEST)
+    batch, config = drawn.batch, backbone.config
+    model = nnx.merge(nnx.graphdef(initialise(RECIPE, SMALLEST)), backbone.programs.state)
+    found = run_branches(model, jax.tree.map(jnp.asarray, batch), image_plan(drawn, config))
+    logits = np.asarray(model.decoder.logits(found))
+
+    prefix = batch["input_ids"].shape[1] - len(batch["rows"])
+    front, sheets_seen = prefix - len(batch["page"]), set()
+    tokens = backbone.embed(batch["input_ids"], batch["positions"], **drawn.images)
+    place = lambda some: kvp.to_engine(backbone.layout, backbone.prefill(some).kv, some.positions, 0)
+    for row in range(2):
+        own = Tokens(tokens.embeddings[row : row + 1], tokens.positions[row : row + 1])
+        there = np.flatnonzero(batch["mask"][row, 0, prefix - 1, :prefix])
+        shown = Tokens(own.embeddings[:, there], own.positions[:, there])
+        inside = int((there < front).sum())
+        before = place(shown.take(0, inside))
+        page = shown.take(inside, len(there))
+        of_page = kvp.to_engine(backbone.layout, backbone.prefill(page, before).kv, page.positions, 0)
+        for question in (*range(0, len(batch["columns"]), 4), len(batch["columns"]) - 1):
+            columns = batch["columns"][question]
+            columns = prefix + columns[columns >= 0]
+            sees = bool(batch["mask"][row, 0, columns[0], :front].any())
+            context = kvp.joined(before, of_page) if sees else kvp.joined(of_page)
+            asked = Tokens(own.embeddings[:, columns], own.positions[:, columns])
+            expected = backbone.prefill(asked, context, logits="all").logits[0]
+            np.testing.assert_allclose(logits[row, columns - prefix], expected, atol=2e-3)
+            sheets_seen.add(sees)
+    assert sheets_seen == {True, False}
+
+
+@pytest.fixture(scope="module")
+def page(backbone: ModelBackbone) -> ReusedPage:
+    contexts = sheets_task.sample_contexts(np.random.default_rng(1), 2, SIZES["tiny"])
+    return move_page(backbone, contexts, SMALLEST)
+
+
+@pytest.fixture(scope="module")
+def reader(page: ReusedPage) -> PackedReader:
+    asked = {"page": 2, "chain": 2, "list": 1}
+    return PackedReader("sheets.4", page, sheets_task.ask(page.contexts, np.random.default_rng(2), asked))
+
+
+@pytest.mark.slow
+def test_rows_and_transitions_are_repaired_apart(page: ReusedPage, reader: PackedReader):
+    """All patches whole: re-prefill. Rows and transitions alone leave a part of what is lost."""
+    truth = reader.read(page.reference)
+    whole = page.cache_of_chunks({place: page.patch(64, place) for place in range(1, page.form.chunks)})
+    assert np.abs(reader.read(whole).log_probabilities - truth.log_probabilities).max() < 2e-3
+
+    names = ("blind", "patch.rank=64", "patch.rows_only.rank=64", "patch.transition_only.rank=64")
+    made = dict(make_arms(page, [*names, "patch.transition_only.whole", "patch.whole_transition.rank=64"]))
+    said = {name: reader.read(arm.cache).log_probabilities for name, arm in made.items()}
+    apart = {name: np.abs(said[name] - said["patch.rank=64"]).max() for name in said}
+    assert min(apart[name] for name in (names[0], names[2], names[3])) > 1e-3
+    # 32 directions are all that a map or state of 32 rows has.
+    assert apart["patch.whole_transition.rank=64"] < 1e-4
+    np.testing.assert_allclose(said["patch.transition_only.whole"], said[names[3]], atol=1e-4)
+    rows = [channel.name for channel in page.page.layout.token_channels]
+    for name, value in made["patch.rows_only.rank=64"].cache.items():
+        same = np.allclose(value, made["blind"].cache[name], atol=1e-6)
+        assert same == (name not in rows), name
+
+
+@pytest.mark.slow
+def test_what_arms_of_a_hybrid_cost(page: ReusedPage):
+    """Every number of rows and transition counts once; composing is work of placing."""
+    costs, linear, full, tokens = page.costs, 3, 1, 6
+    rows, map_, state, tail = 2 * 2 * 64 * tokens, 4 * 32 * 32, 4 * 32 * 32, 3 * 384
+    assert costs.numbers == full * rows + linear * (map_ + state + tail)
+    made = dict(make_arms(page, ["quantised.bits=4", "patch.transition_only.whole", "svd.rank=4"]))
+    scales = 32 * (full * 2 * 2 * 64 + linear * 2 * 4 * 32)
+    assert made["quantised.bits=4"].cost.stored == (
+        4 * (full * rows + linear * (map_ + state)) + 16 * linear * tail + scales
+    )
+    assert made["patch.transition_only.whole"].cost.stored == 16 * linear * (map_ + state + tail)
+    thin = full * 2 * 4 * (tokens + 128) + linear * 2 * 4 * (32 + 128) + linear * 3 * (3 + 384)
+    assert made["svd.rank=4"].cost.stored == 16 * thin
+    assert stored_bits(page.patch(2)) / 2 == 16 * (
+        full * 2 * 2 * (tokens + 128) + linear * 2 * (2 * (32 + 128) + 3 + 384)
+    )
+    # Three FLOPs for each of 16 numbers of a key that turn; two matrices times M, two FLOPs for each multiplication.
+    assert costs.rotation == 3 * full * tokens * 2 * 16 + linear * 4 * 2 * 2 * 32**3
+    assert made["patch.transition_only.whole"].cost.serving == costs.rotation + linear * (map_ + state + tail)
+
+
+def test_arms_that_run_tokens_again_are_left_out(backbone: ModelBackbone):
+    """A linear layer keeps nothing of one token; what a hybrid adds is asked of rows and transitions apart."""
+    names = set(arm_makers(backbone.layout))
+    assert not query_aware_names(backbone.layout)
+    assert not [name for name in names if name.startswith(("first_k", "cacheblend", "residual", "random_tokens"))]
+    assert {"blind", "patch.map_only.rank=16", "patch.rows_only.rank=16", "patch.transition_only.whole"} <= names
+
+
+@pytest.mark.slow
+def test_a_page_alone_is_refused(reader: PackedReader, page: ReusedPage):
+    """One transition of all that a cache holds cannot be taken apart; what parts of it there are is measured."""
+    with pytest.raises(LayoutError, match="page alone"):
+        reader.read_alone(page.reference)
+    assert set(next(iter(class_shares(page, SMALLEST).values()))) == {"k", "v"}
+    assert {name: ranks.shape for name, ranks in energy_ranks(page).items()}["map"] == (2, 3)
+
+
+def test_statistics_of_transitions():
+    """Against NumPy: the norm of a map, the directions that hold its energy, what it lets through."""
+    rng = np.random.default_rng(0)
+    map_, state, before = (rng.normal(size=(1, 2, 8, 3, width)).astype(np.float32) for width in (8, 5, 5))
+    map_[0, 0, :, 0] = np.outer(np.arange(8), np.ones(8))
+    front = {"map": map_, "state": before}
+    found = transitions.statistics({"map": map_, "state": state}, front)
+    for context in range(2):
+        for head in range(3):
+            m, b, s = (part[0, context, :, head].astype(float) for part in (map_, state, before))
+            singular = np.linalg.svd(m, compute_uv=False)
+            share = np.cumsum(singular**2) / np.sum(singular**2)
+            assert found["map_norm"][0, context, head] == pytest.approx(singular[0], rel=1e-5)
+            assert int(found["map_directions"][0, context, head]) == int(np.argmax(share >= 0.999)) + 1
+            passed = m @ s
+            expected = np.linalg.norm(passed) / np.linalg.norm(passed + b)
+            assert found["from_front"][0, context, head] == pytest.approx(expected, rel=1e-5)
+    assert int(found["map_directions"][0, 0, 0]) == 1
