@@ -53,7 +53,9 @@ _WINDOWS = flags.DEFINE_string(
     "a file of JSON lines: windows as your agent had them, of the images of --images, and their questions",
 )
 _DATA = flags.DEFINE_string(
-    "data", None, "a data set as evals.measure reads it: its contexts of images are the windows, its questions asked"
+    "data",
+    None,
+    "a data set as evals.measure reads it: contexts of images and texts are the windows, its questions asked",
 )
 _FORMAT = flags.DEFINE_string("format", None, "of --data, where the file does not say")
 _OUT = flags.DEFINE_string("out", None, "the certificate's file")
@@ -113,8 +115,11 @@ def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
 
 @functools.cache
 def _data() -> ItemSet:
-    """Reads the data set of --data."""
-    return formats.read(Path(_DATA.value or ""), _FORMAT.value)
+    """Reads the data set of --data, and prints a line for what is left out of it. Images are decoded once."""
+    data = formats.read(Path(_DATA.value or ""), _FORMAT.value, verify=True)
+    for refusal in data.refusals:
+        print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
+    return data
 
 
 def _numbers(flag: str, values: Sequence[str], least: int) -> tuple[int, ...]:
@@ -143,7 +148,8 @@ def source_of(backbone: ModelBackbone, sizes: CertifiedSizes) -> WindowSource:
             raise InputError(f"--questions: got {path}, which is empty; expected a question a line")
 
     if _DATA.value is not None:
-        source = OwnImageSource.of_items(backbone, _data(), sizes, seed, windows_of_items(_data()))
+        least = 2 * least_windows(_LEVEL.value)
+        source = OwnImageSource.of_items(backbone, _data(), sizes, seed, windows_of_items(_data()), least=least)
     elif _IMAGES.value is not None and _WINDOWS.value is not None:
         windows = read_windows(Path(_WINDOWS.value))
         source = OwnImageSource.recorded(backbone, Path(_IMAGES.value), windows, sizes, seed)

@@ -112,7 +112,7 @@ def certify(
         rows=tuple(rows),
         recommended=recommend(scores, goal, level),
         spans=spans,
-        modalities=(source.modality,),
+        modalities=source.modalities,
     )
     if plan_seed is None:
         return certificate

@@ -1,4 +1,4 @@
-"""Windows of a user's own images: drawn from a folder, or as an agent had them."""
+"""Windows of a user's own images: of a folder, as an agent had them, or a data set's contexts, texts included."""
 
 import collections
 import dataclasses
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from kvpatch_jax import Text
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import InputError
+from kvpatch_jax.errors import InputError, KVPatchError
 from models import ModelBackbone
 
 from ..measure.contexts import prepared
@@ -112,24 +113,40 @@ class OwnImageSource(WindowSource):
 
     @classmethod
     def of_items(
-        cls, backbone: ModelBackbone, data: ItemSet, sizes: CertifiedSizes, seed: int, windows: Sequence[RecordedWindow]
+        cls,
+        backbone: ModelBackbone,
+        data: ItemSet,
+        sizes: CertifiedSizes,
+        seed: int,
+        windows: Sequence[RecordedWindow],
+        *,
+        least: int = 2,
     ) -> "OwnImageSource":
         """Plans the contexts of a data set as windows, and asks its questions behind them.
 
+        A context of which the backbone cannot read a piece or any question is left out with a printed line, and another
+        of its size takes its place where there is one.
+
         Args:
           sizes: those to measure, as `recorded_sizes` finds them. windows: as `windows_of_items` makes them.
+          least: windows of one size that are needed.
 
         Raises:
-          As `recorded`.
+          InputError: fewer windows than that of every size.
         """
-        contents = {}
+        contents, where = dict[str, Any](), dict[tuple[str, ...], str]()
         for item in data.items:
             contents |= {content_key(piece.content): piece.content for piece in item.pieces}
-        chosen = _measured(windows, sizes)
+            where.setdefault(tuple(content_key(piece.content) for piece in item.pieces), item.where or item.id)
+        pieces = _Images(backbone, contents, str(data.source))
+        readable = _readable(pieces, windows, sizes, where)
+        sizes = recorded_sizes(readable, least, max(sizes.counts), sizes.batch, "--data")
+        chosen = _measured(readable, sizes)
         content = f"{len(chosen)} contexts of {data.source.name} ({data.format})"
-        return cls._planned(
-            _Images(backbone, contents, str(data.source)), chosen, sizes, seed, content, data.digest[:16]
-        )
+        source = cls._planned(pieces, chosen, sizes, seed, content, data.digest[:16])
+        names = [name for window in chosen for name in window.images]
+        kinds = {"text" if isinstance(contents[name], Text) else "image" for name in names}
+        return dataclasses.replace(source, modalities=tuple(sorted(kinds)))
 
     @classmethod
     def _planned(
@@ -193,21 +210,49 @@ class OwnImageSource(WindowSource):
 
 
 def windows_of_items(data: ItemSet) -> list[RecordedWindow]:
-    """Makes a window of each context of a data set that has images alone, with all questions that are asked behind it.
+    """Makes a window of each context of images and texts, with all questions that are asked behind it.
+
+    Videos are left out: what was measured of a clip's frames holds for no other number of frames.
 
     Raises:
       InputError: there is no such context.
     """
     asked: dict[tuple[str, ...], list[str]] = {}
     for item in data.items:
-        if all(isinstance(piece.content, Path | StoredImage) for piece in item.pieces):
+        if all(isinstance(piece.content, Text | Path | StoredImage) for piece in item.pieces):
             asked.setdefault(tuple(content_key(piece.content) for piece in item.pieces), []).append(item.question)
     if not asked:
         raise InputError(
-            f"--data: got {data.source}, of whose {len(data.items)} items none has a context of images alone; expected "
-            "such items (of texts: --texts=FOLDER)"
+            f"--data: got {data.source}, of whose {len(data.items)} items none has a context of images and texts; "
+            "expected such items"
         )
     return [RecordedWindow(images, tuple(questions)) for images, questions in asked.items()]
+
+
+def _readable(
+    pieces: "_Images", windows: Sequence[RecordedWindow], sizes: CertifiedSizes, where: Mapping[tuple[str, ...], str]
+) -> list[RecordedWindow]:
+    """Returns as many windows of each size as are measured, or all that can be read; prints a line for each other.
+
+    Args:
+      where: windows are from, by what they show.
+    """
+    found, by_size = list[RecordedWindow](), _by_size(windows)
+    for chunks, count in zip(sizes.chunks, sizes.counts, strict=True):
+        own = list[RecordedWindow]()
+        for window in by_size[chunks]:
+            if len(own) == count:
+                break
+            try:
+                _asked(pieces.backbone, window)
+                for name in window.images:
+                    pieces.tokens(name)
+            except (KVPatchError, OSError) as error:
+                print(f"left out: {where[window.images]}: {' '.join(str(error).split())}", flush=True)
+            else:
+                own.append(window)
+        found += own
+    return found
 
 
 def _measured(windows: Sequence[RecordedWindow], sizes: CertifiedSizes) -> list[RecordedWindow]:
@@ -234,8 +279,10 @@ def recorded_sizes(
     enough = {size: min(count, most) for size, count in counts.items() if size >= LEAST_CHUNKS and count >= least}
     if not enough:
         found = ", ".join(f"{count} of {size}" for size, count in counts.items())
+        pieces = "images" if flag == "--windows" else "pieces"
         raise InputError(
-            f"{flag}: got windows {found} images; expected {least} or more of a size, from {LEAST_CHUNKS} images on"
+            f"{flag}: got windows {found or 'none'} {pieces}; expected {least} or more of a size, from {LEAST_CHUNKS} "
+            f"{pieces} on"
         )
     return CertifiedSizes(tuple(enough), tuple(enough.values()), batch)
 
@@ -271,11 +318,11 @@ def _before(window: RecordedWindow, pool: Sequence[str], count: int, rng: np.ran
 
 
 class _Images:
-    """The images in a folder, and batches of windows that show them.
+    """The images in a folder, or images and texts of a data set, and batches of windows that show them.
 
     Attributes:
       backbone: that sees them.
-      contents: of the images, by their names.
+      contents: of the pieces, by their names.
     """
 
     def __init__(self, backbone: ModelBackbone, contents: Mapping[str, Any], source: str):

@@ -102,7 +102,7 @@ def _executed(
     executor.run(window, edits)
 
     inventory = _drawn_inventory(windows, target, run.ranks, rng, executor)
-    wanted = [Entry.of(piece.chunk, modality=run.source.modality) for piece in windows.pieces]
+    wanted = [Entry.of(piece.chunk, modality=run.source.modalities[0]) for piece in windows.pieces]
     planned = plan(window, wanted, Goal(kl=goal), stored=inventory, certificate=certificate, costs=FORWARDS)
     planned.provide(executor)
     executor.run(planned.window, planned.edits)

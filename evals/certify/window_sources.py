@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -96,14 +96,14 @@ class WindowSource:
       sizes: chunks of a window besides the lead, and how many windows.
       disjoint: whether no two windows of one size share a chunk.
       specs: the batches.
-      modality: of the chunks.
+      modalities: of the chunks, "image" and "text".
     """
 
     content: str
     sizes: CertifiedSizes
     disjoint: bool
     specs: tuple[WindowSpec, ...]
-    modality: ClassVar[str] = "image"
+    modalities: tuple[str, ...] = dataclasses.field(default=("image",), kw_only=True)
 
     def load(self, backbone: ModelBackbone, spec: WindowSpec, folder: Path) -> WindowBatch:
         """Reads and prefills what a batch shows. `folder` is for temporary files."""
@@ -192,7 +192,7 @@ def drawn_images_fit(backbone: ModelBackbone) -> bool:
 class TextSource(WindowSource):
     """Windows of consecutive pieces of documents, after the pieces in front of them."""
 
-    modality: ClassVar[str] = "text"
+    modalities: tuple[str, ...] = dataclasses.field(default=("text",), kw_only=True)
     questions: tuple[str, ...] = ()
 
     @classmethod

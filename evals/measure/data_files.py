@@ -31,6 +31,8 @@ class ReadOptions:
       text_characters: longest piece of a text that the format does not divide itself.
       frames: frames sampled of a video; None: as the model's settings say.
       keep: of trajectories that do not say which screenshots leave: how many of the newest stay; None: all.
+      instruct: whether questions have the instructions around them that their evaluations write ("Answer the question
+        using a single word or phrase."); without them, a question and its options are as the record has them.
     """
 
     media: Path | None = None
@@ -40,6 +42,7 @@ class ReadOptions:
     text_characters: int = 2000
     frames: int | None = None
     keep: int | None = None
+    instruct: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("limit", 1), ("most_image_bytes", 1), ("text_characters", 1), ("frames", 1), ("keep", 1)):

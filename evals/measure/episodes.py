@@ -22,6 +22,8 @@ class EpisodeStep:
       observation: text that came with the screenshots; "" without.
       answer_format: what the scoring rule needs besides, as in `Item`.
       where: file and line or record, for messages.
+      question: what is asked at this step; "": what the next action is.
+      kind: the category of this step; "": the episode's.
     """
 
     screenshots: tuple[Piece, ...]
@@ -30,6 +32,8 @@ class EpisodeStep:
     observation: str = ""
     answer_format: str = ""
     where: str = ""
+    question: str = ""
+    kind: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +72,9 @@ def gone(count: int, keep: int | None) -> tuple[int, ...]:
     return () if keep is None else tuple(range(max(0, count - keep)))
 
 
-def next_action(episode: Episode) -> str:
-    """Returns the question of every step: what the next action is."""
-    return f"Goal: {episode.goal}\n{episode.instruction}\nNext action:"
+def question_of(episode: Episode, step: EpisodeStep) -> str:
+    """Returns the question of a step: its own, or without one what the next action is."""
+    return step.question or f"Goal: {episode.goal}\n{episode.instruction}\nNext action:"
 
 
 def action_text(number: int, response: str) -> str:
@@ -106,9 +110,9 @@ def step_items(episode: Episode) -> list[Item]:
                 id=f"{episode.id}/{number}",
                 cluster=episode.id,
                 pieces=tuple(pieces),
-                question=next_action(episode),
+                question=question_of(episode, step),
                 answers=(step.response,),
-                kind=episode.kind,
+                kind=step.kind or episode.kind,
                 rule=episode.rule,
                 answer_format=step.answer_format,
                 where=step.where,

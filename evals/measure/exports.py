@@ -9,7 +9,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,22 @@ def write_jsonl(folder: Path, questions: Sequence[ExportedQuestion], name: str =
         record |= {"question": question.question, "answer": list(question.answers)}
         records.append(record | ({"options": list(question.options)} if question.options else {}))
     return write_file(folder / name, _lines(records))
+
+
+def write_episodes(folder: Path, episodes: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes plain episodes, records as `formats.plain_episodes` reads them but for images, which are encoded PNG."""
+    records = []
+    for episode in episodes:
+        steps = []
+        for step in episode["steps"]:
+            names = []
+            for image in step.get("images", ()):
+                # Named by its content, as in `write_jsonl`.
+                name = f"{hashlib.blake2b(image, digest_size=16).hexdigest()}.png"
+                names.append(write_file(folder / "images" / name, image).name)
+            steps.append({**step, "images": names})
+        records.append({**episode, "steps": steps})
+    return write_file(folder / "episodes.jsonl", _lines(records))
 
 
 def write_mm_niah(folder: Path, questions: Sequence[ExportedQuestion], task: str = "retrieval-text") -> Path:

@@ -240,7 +240,7 @@ def class_shares(page: ReusedPage, spec: TaskSpec = SHEETS) -> dict[str, dict[st
     return shares
 
 
-def energy_ranks(page: ReusedPage) -> dict[str, Float[np.ndarray, "B L"]]:
+def energy_ranks(page: ReusedPage) -> dict[str, Int[np.ndarray, "B L"]]:
     """Computes, by channel, how many directions hold 90 % of the deficit's energy, by context and layer."""
     ranks = {}
     for channel, delta in page.delta.items():

@@ -26,7 +26,7 @@ from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.optional_packages import require
 
-from ..measure.episodes import Episode, action_text, canonical, next_action
+from ..measure.episodes import Episode, action_text, canonical, question_of
 from ..measure.exports import write_file
 from ..measure.formats.cua_trace import INSTRUCTION, OMITTED
 from ..measure.items import Piece, StoredImage
@@ -89,7 +89,7 @@ def _events(episode: Episode, folder: Path) -> list[Event]:
         for id in leaving:
             if id not in present:
                 record(number, "evict", chunk=id)
-        record(number, "ask", text=next_action(episode))
+        record(number, "ask", text=question_of(episode, step))
         if step.response:
             add_text(number, f"action {number + 1}", action_text(number + 1, step.response))
     record(len(episode.steps), "close")

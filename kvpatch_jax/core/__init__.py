@@ -71,7 +71,14 @@ from .rotation import to_engine as to_engine
 from .rotation import to_local as to_local
 from .rotation import to_phase_free as to_phase_free
 from .scaling import Scaling as Scaling
+from .transitions import TruncatedMap as TruncatedMap
+from .transitions import check_parts as check_parts
 from .transitions import compose as compose
+from .transitions import compose_all as compose_all
+from .transitions import dropped as dropped
 from .transitions import fold as fold
+from .transitions import identity as identity
+from .transitions import map_bound as map_bound
 from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of
+from .transitions import truncated_map as truncated_map

@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..errors import InputError, ShapeError
 from ..utils.kinds import is_whole
+from .layout import AnyArray
 
 SUB_BLOCK = 16
 """Tokens whose pairs are summed channel by channel, where each channel has a decay."""
@@ -53,14 +54,14 @@ class RuleOutput(NamedTuple):
 
 
 def delta_rule(
-    query: Float[Array, "B T K D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K V"],
-    log_decay: Float[Array, "B T K"] | Float[Array, "B T K D"],
-    beta: Float[Array, "B T K"] | None,
-    state: Float[Array, "B D K V"] | None = None,
+    query: Float[AnyArray, "B T K D"],
+    key: Float[AnyArray, "B T K D"],
+    value: Float[AnyArray, "B T K V"],
+    log_decay: Float[AnyArray, "B T K"] | Float[AnyArray, "B T K D"],
+    beta: Float[AnyArray, "B T K"] | None,
+    state: Float[AnyArray, "B D K V"] | None = None,
     *,
-    counted: Bool[Array, "B T"] | None = None,
+    counted: Bool[AnyArray, "B T"] | None = None,
     block: int = 64,
     with_map: bool = True,
 ) -> RuleOutput:
@@ -84,7 +85,7 @@ def delta_rule(
     rate = rate[..., None] if rate.ndim == 3 else rate
     beta = None if beta is None else jnp.asarray(beta, jnp.float32)[..., None]
     if counted is not None:
-        there = counted[..., None, None]
+        there = jnp.asarray(counted)[..., None, None]
         key, value, rate = (jnp.where(there, array, 0.0) for array in (key, value, rate))
         beta = None if beta is None else jnp.where(there, beta, 0.0)
 
@@ -120,13 +121,13 @@ def delta_rule(
 
 
 def _check(
-    query: Array,
-    key: Array,
-    value: Array,
-    log_decay: Array,
-    beta: Array | None,
-    state: Array | None,
-    counted: Array | None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    log_decay: AnyArray,
+    beta: AnyArray | None,
+    state: AnyArray | None,
+    counted: AnyArray | None,
     block: int,
 ) -> None:
     """Refuses arrays that do not fit each other."""
@@ -198,9 +199,8 @@ def _one_block(carried: dict[str, Array], tokens: tuple[Array, ...]) -> tuple[di
 
 def _sums_behind(rate: Array) -> Array:
     """Sums the log decays behind each token of [..., C, ·]."""
-    return jnp.cumsum(jnp.pad(rate[..., 1:, :], [*[(0, 0)] * (rate.ndim - 2), (0, 1), (0, 0)])[..., ::-1, :], -2)[
-        ..., ::-1, :
-    ]
+    later = jnp.concatenate((rate[..., 1:, :], jnp.zeros_like(rate[..., :1, :])), -2)
+    return jax.lax.cumsum(later, rate.ndim - 2, reverse=True)
 
 
 def _sums_between(rate: Array) -> Array:

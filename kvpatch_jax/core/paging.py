@@ -22,6 +22,7 @@ from ..errors import DtypeError, KernelSlotError, LayoutError, PoolError, Positi
 from .buckets import Buckets
 from .layout import AnyArray, KVLayout, Positions, Start
 from .rope import Rope, check_positions
+from .transitions import check_parts
 
 Slots = Int[AnyArray, " T"]
 Rows = Int[AnyArray, "..."] | Sequence[Int[AnyArray, " _"] | Sequence[int]]
@@ -316,7 +317,7 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
             raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
-    check_transition(layout, context.transition, (rows,), f"{what}.transition")
+    check_parts(layout, context.transition, f"{what}.transition", batch=(rows,), values=False)
 
     # The pages themselves are known only outside a trace.
     if isinstance(context.table, Tracer):
@@ -335,30 +336,6 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.size:
             raise PoolError(f"{what}: got page {int(twice[0])} named twice in row {number}; expected it once")
-
-
-def check_transition(
-    layout: KVLayout, transition: Mapping[str, AnyArray] | None, batch: tuple[int, ...], what: str
-) -> None:
-    """Checks that a transition has the layout's parts, {part: float [L, *batch, R, K, W]}; None where that has none.
-
-    Raises:
-      LayoutError: the parts differ, or a layout without a transition has one. ShapeError: a shape differs. DtypeError:
-      a dtype is not floating-point.
-    """
-    if not isinstance(transition, Mapping | None) or set(transition or ()) != {part.name for part in layout.parts}:
-        found = sorted(transition) if isinstance(transition, Mapping) else transition
-        raise LayoutError(f"{what}: got {found!r:.80}; expected {[part.name for part in layout.parts] or None}")
-    for part in layout.parts:
-        value = (transition or {})[part.name]
-        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
-            raise DtypeError(
-                f"{what}[{part.name!r}]: got {getattr(value, 'dtype', type(value).__name__)}; expected a "
-                "floating-point array"
-            )
-        expected = (layout.depth(part.name), *batch, part.rows, part.heads, part.width)
-        if value.shape != expected:
-            raise ShapeError(f"{what}[{part.name!r}]: got shape {value.shape}; expected {expected}")
 
 
 def padded_slots(slots: Slots, total: int) -> tuple[Int[np.ndarray, " N"], np.int32]:

@@ -7,16 +7,24 @@ so the state behind chunks in any order is a few small products of their own map
     map    M: [key_width, key_width] (gated delta rules), [key_width, 1] (a decay per row) or [1, 1] (one decay)
     state  B: [key_width, value_width], the state behind the tokens from one of zeros
     tail   the last inputs of the causal convolution, zeros in front of fewer tokens than it reads
+
+Composition is associative: (M₂, B₂)∘(M₁, B₁) = (M₂M₁, M₂B₁ + B₂), so that all prefixes of a window take log depth.
+Decays shrink M. Where it is small, few directions of the state in front survive, or none: `truncated_map` keeps as many
+as a bound on the state's error asks for.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
 
-from .layout import PARTS, AnyArray
+from ..errors import DtypeError, InputError, LayoutError, NotFiniteError, ShapeError
+from ..utils.kinds import expect_kind
+from .layout import PARTS, AnyArray, KVLayout
 
 Transition = Mapping[str, AnyArray]
 
@@ -80,3 +88,162 @@ def fold(
     for index, following in enumerate(transitions[1:], 1):
         composed = compose(composed, following, None if lengths is None else lengths[index])
     return {name: jnp.asarray(value) for name, value in composed.items()}
+
+
+def compose_all(
+    stacked: Transition, lengths: Int[AnyArray, "N ..."] | Sequence[int] | None = None
+) -> tuple[dict[str, Float[Array, "N ..."]], dict[str, Float[Array, "..."]]]:
+    """Composes the transitions of a window's stretches by an associative scan, in log2(N) steps.
+
+    Args:
+      stacked: {part: [N, ..., R, K, W]}, the stretches in their order.
+      lengths: tokens of each, [N] or [N, ...]; None: each has as many as its convolution reads.
+
+    Returns:
+      Prefixes {part: [N, ..., R, K, W]}, the n-th of which stands behind stretches 0 to n; and the last, the whole.
+    """
+    # Every step gives float32, and a scan's steps have the dtypes of what they take.
+    parts = {name: jnp.asarray(value) for name, value in stacked.items()}
+    parts = {name: value if name == "tail" else value.astype(jnp.float32) for name, value in parts.items()}
+    counts = None
+    if lengths is not None and "tail" in parts:
+        counts = jnp.asarray(lengths, jnp.int32)
+        axes = parts["tail"].shape[:-3]
+        counts = jnp.broadcast_to(counts.reshape(*counts.shape, *[1] * (len(axes) - counts.ndim)), axes)
+
+    def composed(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
+        (before, tokens), (after, more) = first, second
+        return compose(before, after, more), None if more is None else tokens + more
+
+    prefixes, _ = jax.lax.associative_scan(composed, (parts, counts))
+    return prefixes, {name: value[-1] for name, value in prefixes.items()}
+
+
+def identity(
+    layout: KVLayout, batch: tuple[int, ...] = (), tail_dtype: jax.typing.DTypeLike = jnp.float32
+) -> dict[str, Float[Array, "..."]]:
+    """Returns the transition of no tokens, {part: [L, *batch, R, K, W]}: M the unit, B and the tail zeros."""
+    parts = {}
+    for part in layout.parts:
+        shape = (layout.depth(part.name), *batch, part.rows or 1, part.heads, part.width)
+        if part.name != "map":
+            parts[part.name] = jnp.zeros(shape, tail_dtype if part.name == "tail" else jnp.float32)
+            continue
+        unit = jnp.ones((shape[-3], 1)) if part.width == 1 else jnp.eye(part.width)
+        parts["map"] = jnp.broadcast_to(unit[:, None], shape)
+    return parts
+
+
+def check_parts(
+    layout: KVLayout,
+    transition: Transition | None,
+    what: str,
+    *,
+    batch: tuple[int, ...] | None = None,
+    values: bool = True,
+) -> None:
+    """Checks that a transition has the layout's parts, {part: float [L, *batch, R, K, W]}; None where that has none.
+
+    Args:
+      batch: axes between layers and rows; None: any, of all parts the same.
+      values: whether values are checked too, which waits for the device. Those of a trace are not.
+
+    Raises:
+      LayoutError: the parts differ: rows of tokens, a part too few, or any where the layout has no transition.
+      ShapeError: a shape differs. DtypeError: a dtype is not floating-point. NotFiniteError: NaN or infinity.
+      InputError: a decay (a map that is no matrix) below 0 or above 1.
+    """
+    names = [part.name for part in layout.parts]
+    if transition is None and not names:
+        return
+    expected = f"parts of a transition, {', '.join(names)}" if names else "None, for a layout without transitions"
+    expect_kind(transition, Mapping, what, expected, LayoutError)
+    if set(transition or ()) != set(names) or not names:
+        raise LayoutError(f"{what}: got {sorted(transition or ())!r:.80}; expected {expected}")
+
+    for part in layout.parts:
+        name, value = f"{what}[{part.name!r}]", (transition or {})[part.name]
+        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+            found = getattr(value, "dtype", type(value).__name__)
+            raise DtypeError(f"{name}: got {found}; expected a floating-point array")
+
+        # The first part says which axes they all have.
+        batch = value.shape[1:-3] if batch is None else batch
+        shape = (layout.depth(part.name), *batch, part.rows, part.heads, part.width)
+        if value.shape != shape:
+            raise ShapeError(f"{name}: got shape {value.shape}; expected {shape}")
+        if not values or isinstance(value, Tracer):
+            continue
+
+        numbers = np.asarray(value, np.float32)
+        if not np.isfinite(numbers).all():
+            raise NotFiniteError(f"{name}: got {numbers[~np.isfinite(numbers)][0]}; expected finite values")
+        # Rounding to few bits may leave a decay of 1 slightly above it.
+        if part.name == "map" and part.width == 1 and (numbers.min() < 0 or numbers.max() > 1 + 2**-6):
+            wrong = numbers.min() if numbers.min() < 0 else numbers.max()
+            raise InputError(f"{name}: got a decay of {wrong}; expected 0 to 1")
+
+
+class TruncatedMap(NamedTuple):
+    """A map in as few directions as an error allows, head by head.
+
+    Attributes:
+      map: M_r, of the map's shape [..., R, K, W].
+      rank: directions kept, [..., K]; 0: what stands in front is forgotten.
+      bound: of the error, [..., K]: ‖(M − M_r)·S‖_F ≤ bound·‖S‖_F for every state S.
+    """
+
+    map: Float[Array, "*batch R K W"]
+    rank: Int[Array, "*batch K"]
+    bound: Float[Array, "*batch K"]
+
+
+def map_bound(map_: Float[AnyArray, "*batch R K W"]) -> Float[Array, "*batch K"]:
+    """Bounds how much of a state in front survives per head: ‖M·S‖_F ≤ bound·‖S‖_F, the map's largest singular value.
+
+    The rounding of the float32 decomposition is included.
+    """
+    map_ = jnp.asarray(map_, jnp.float32)
+    if map_.shape[-1] == 1:
+        return jnp.abs(map_[..., 0]).max(-2)
+    heads = jnp.moveaxis(map_, -2, -3)
+    largest = jnp.linalg.norm(heads, 2, axis=(-2, -1))
+    return largest + _rounding(heads, largest)
+
+
+def dropped(map_: Float[AnyArray, "*batch R K W"], error: float | Float[AnyArray, "..."]) -> Bool[Array, "*batch K"]:
+    """Says of which heads nothing in front survives beyond an error: ‖M·S‖_F ≤ error·‖S‖_F for every state S."""
+    return map_bound(map_) <= error
+
+
+def truncated_map(map_: Float[AnyArray, "*batch R K W"], error: float | Float[AnyArray, "..."]) -> TruncatedMap:
+    """Truncates a map to the fewest directions within an error, relative to the norm of the state in front.
+
+    ‖(M − M_r)·S‖_F ≤ ‖M − M_r‖₂·‖S‖_F = σ_{r+1}·‖S‖_F, and no other map of rank r has a smaller one (Eckart, Young and
+    Mirsky). A decay per row is a diagonal matrix: its singular values are the decays. The rounding of the float32
+    decomposition counts towards the error; a head that needs all directions is left as it is, with bound 0.
+
+    Args:
+      error: one, or one per head [..., K].
+    """
+    map_, limit = jnp.asarray(map_, jnp.float32), jnp.asarray(error, jnp.float32)
+    if map_.shape[-1] == 1:
+        sizes = jnp.abs(map_[..., 0])
+        kept = sizes > limit[..., None, :] if limit.ndim else sizes > limit
+        left = jnp.where(kept, 0.0, sizes).max(-2)
+        return TruncatedMap(jnp.where(kept[..., None], map_, 0.0), kept.sum(-2), left)
+
+    heads = jnp.moveaxis(map_, -2, -3)
+    first, sizes, second = jnp.linalg.svd(heads, full_matrices=False)
+    rounding = _rounding(heads, sizes[..., 0])[..., None]
+    kept = sizes + rounding > limit[..., None]
+    truncated = jnp.matmul(first, jnp.where(kept, sizes, 0.0)[..., None] * second, precision=jax.lax.Precision.HIGHEST)
+    whole = kept.all(-1)
+    left = jnp.where(kept, 0.0, sizes + rounding).max(-1)
+    truncated = jnp.where(whole[..., None, None], heads, truncated)
+    return TruncatedMap(jnp.moveaxis(truncated, -3, -2), kept.sum(-1), left)
+
+
+def _rounding(heads: Float[Array, "*batch K R W"], largest: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
+    """Allows for float32's part in a decomposition: width · eps · σ₁ (LAPACK Users' Guide §4.9: p(n) · eps · σ₁)."""
+    return heads.shape[-1] * float(jnp.finfo(jnp.float32).eps) * largest

@@ -30,6 +30,7 @@ class DecoderLayer(nnx.Module):
         mlp: dict[str, Any] = {"rngs": rngs, "activation": config.activation, "lead": lead, "dtype": dtype}
         self.input_norm = RMSNorm(config.width, **norm)
         attention = GroupedAttention if config.latent is None else LatentAttention
+        self.attention: Any
         if kind.linear is None:
             self.attention = attention(config, rngs, lead, dtype, kind)
         else:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from kvpatch_jax.core import delta_rule
@@ -37,7 +38,7 @@ class LinearAttention(nnx.Module):
         epsilon: float,
         rngs: nnx.Rngs,
         lead: tuple[int, ...] = (),
-        dtype: jnp.dtype,
+        dtype: DTypeLike = jnp.float32,
     ):
         linear: dict[str, Any] = {"bias": False, "rngs": rngs, "lead": lead, "dtype": dtype}
         heads, values = config.value_heads, config.widths["value"]

@@ -67,8 +67,11 @@ class TracedModel:
         return jnp.broadcast_to(place.reshape(-1, 1, *(1 for _ in axes)), (len(place), 1, *axes))
 
 
-def key_count(context: Context | None) -> int:
-    """Returns how many keys of a row a context holds, those of its pages that do not count included; 0 for none."""
+def key_count(context: Context | Mapping[str, Any] | None) -> int:
+    """Returns how many keys of a row a context holds, those of its pages that do not count included; 0 for none.
+
+    Its layers may lie apart.
+    """
     if isinstance(context, Paged):
         return context.key_count
     if context is None:

@@ -12,6 +12,7 @@ def rows() -> dict[str, dict[str, float]]:
     return {row["metric"]: row for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_an_exact_log_predicts_what_the_store_does(rows: dict[str, dict[str, float]]):
     """Hits of each tier within three hundredths of all requests, bytes and remote requests within a tenth."""
     for metric, row in rows.items():

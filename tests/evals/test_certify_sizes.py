@@ -136,7 +136,9 @@ def expected_kv(histories: Histories, likeness: str) -> dict[int, dict[str, np.n
     return {place: histories.last_of([lead, *history]) for place, history in own.items()}
 
 
-@pytest.mark.parametrize("likeness", ["seen", "near", "mean", "moved"])
+@pytest.mark.parametrize(
+    "likeness", ["mean", *(pytest.param(word, marks=pytest.mark.slow) for word in ("seen", "near", "moved"))]
+)
 def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(histories, measured, likeness: str):
     other, promised = expected_kv(histories, likeness), histories.promised()
     for count in (1, 3, CHUNKS):

@@ -147,6 +147,7 @@ def found(folder) -> dict[str, Any]:
     return run(folder, [MAIN], plan=QUICK)
 
 
+@pytest.mark.slow
 def test_a_quick_run_loses_nothing_where_nothing_is_approximate(found):
     rows = RevisitRows(found)
     for visit in VISITS:

@@ -255,7 +255,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     text = {**TEXT, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 32, **LINEAR}
-    text |= {"vocab_size": 305}
+    text |= {"vocab_size": 306}
     cases = {"text": [], "one_image": [(24, 40)], "two_images": [(24, 40), (40, 16)]}
     with torch.no_grad():
         make_family("qwen3_5", Qwen3_5Config, Qwen3_5ForConditionalGeneration, text, cases)

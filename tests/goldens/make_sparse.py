@@ -59,6 +59,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("Ernie4_5_Moe", {"num_key_value_heads": 2, "moe_num_experts": 16, "moe_intermediate_size": 16}),
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
+    "qwen3_next": ("Qwen3Next", {"num_hidden_layers": 5, "num_key_value_heads": 2, "num_experts": 11}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
     "gemma4_text": ("Gemma4", {"num_hidden_layers": 7, "vocab_size_per_layer_input": VOCABULARY}),  # and the last
 }
@@ -74,6 +75,7 @@ def only(kind: str) -> dict[str, Any]:
 QWEN_GRID = {"image_grid_thw": [[1, 4, 8]]}
 QWEN25_TOWER = {**QWEN_TOWER, "fullatt_block_indexes": [1]}
 QWEN3_TOWER = {**QWEN_TOWER, "deepstack_visual_indexes": [0, 2]}
+HYBRID = {key: value for key, value in SIZES.items() if key != "intermediate_size"} | {"num_hidden_layers": 4}
 MIXTURE = {"num_experts": 8, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 128}
 IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], int]] = {
     "qwen2_vl": (
@@ -102,6 +104,24 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
         {"text_config": {**SIZES, **MIXTURE}, "vision_config": QWEN3_TOWER, **IDS},
+        (32, 3 * 2 * 16 * 16),
+        QWEN_GRID,
+        8,
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "text_config": {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2},
+            "vision_config": QWEN_TOWER,
+            **IDS,
+        },
+        (32, 3 * 2 * 16 * 16),
+        QWEN_GRID,
+        8,
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"text_config": {**HYBRID, "num_key_value_heads": 2, "num_experts": 9}, "vision_config": QWEN_TOWER, **IDS},
         (32, 3 * 2 * 16 * 16),
         QWEN_GRID,
         8,
@@ -305,6 +325,11 @@ CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5_vision": "Qwen3_5Vision",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
     "qwen2_5_omni": "Qwen2_5Omni",
     "qwen2_5_omni_thinker": "Qwen2_5OmniThinker",
     "qwen2_5_omni_text": "Qwen2_5OmniText",

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvpatch_jax.cache import Chunk
 from kvpatch_jax.core import KVLayout, Rope
@@ -15,6 +16,9 @@ for _decay in ("matrix", "row", "scalar"):
     LAYOUTS[_decay] = PLAIN.with_transitions(LINEAR, 3, 6, 4, decay=_decay)
     LAYOUTS[f"{_decay}, tail"] = PLAIN.with_transitions(LINEAR, 3, 6, 4, decay=_decay, tail=(3, 10))
 LAYOUT = LAYOUTS["matrix, tail"]
+QUICK = ("matrix, tail", "row", "scalar")
+FORMS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+"""Names of all layouts, for tests that compile a program for each; three of them stand for the rest by default."""
 TOKENS = 7
 
 

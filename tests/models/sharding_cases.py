@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from kvpatch_jax import Placed, apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import to_engine
+from kvpatch_jax.core import PARTS, to_engine
 from kvpatch_jax.errors import WeightsError
 from models import FAMILIES, ModelBackbone, load, save
 from models.checkpoints import StoredTensor, flatten_params, reading, tensor_shapes
@@ -293,6 +293,30 @@ def own_mesh(directory: Path, set_too: bool = False) -> dict[str, Any]:
     }
 
 
+def hybrid(directory: Path) -> dict[str, Any]:
+    """Linear attention over two devices, each with one of two key heads and its value heads."""
+    write_checkpoint("qwen3_5", directory)
+    alone, over = load(directory), load(directory, mesh=line_of(2))
+    ids = {"input_ids": (np.arange(80)[None] * 37 + 11) % 290 + 3}
+    results = []
+    for backbone in (alone, over):
+        tokens = backbone.embed(**ids)
+        first, last = tokens.take(0, 77), tokens.take(77, 80)
+        out = backbone.prefill(first, logits="all")
+        engine = to_engine(backbone.layout, out.kv, first.positions, 0)
+        room = ((0, 0), (0, 0), (0, 3), (0, 0), (0, 0))
+        cache = {name: value if name in PARTS else jnp.pad(value, room) for name, value in engine.items()}
+        logits, cache = backbone.decode(last, cache, np.array([[77, 78, 79]]), logits="all")
+        found = {"prefill": out.logits, **_named("prefill", out.kv), "decode": logits, **_named("decode", cache)}
+        results.append(found | {"generate": backbone.generate(last, 3, engine)})
+    expected, found = results
+    return {
+        "errors": {call: error_of(found[call], expected[call]) for call in expected},
+        "cache": {call: lies(value) for call, value in found.items() if call.split()[-1] in over.layout.names},
+        **loaded(alone, over),
+    }
+
+
 def patched(backbone: ModelBackbone) -> jax.Array:
     """Keys of a chunk patched for what stands in front of it."""
     lead, chunk = (make_chunk(backbone, [ids]) for ids in ([3, 4, 5, 6], [7, 8, 9]))
@@ -306,7 +330,7 @@ def patched(backbone: ModelBackbone) -> jax.Array:
 def find(name: str, directory: Path) -> Any:
     """The facts of one name: a case, with "-whole" behind it for every kind of call, or one of the other functions."""
     others = {"loads": loads, "collectives": collectives, "memory": memory, "violations": violations}
-    others["experts"] = experts
+    others |= {"experts": experts, "hybrid": hybrid}
     others["mla-loaded"] = lambda directory: loads_of("mla", directory)
     others["own_mesh"] = own_mesh
     others["own_mesh_set"] = lambda directory: own_mesh(directory, set_too=True)

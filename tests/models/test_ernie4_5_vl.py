@@ -242,6 +242,7 @@ def whole_answer(backbone, items, steps=5):
     return np.asarray(backbone.generate(backbone.embed(**backbone.prepare(items)), steps))[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_session_answers_as_the_whole_prompt(backbone):
     """Behind one image, which is exact there; the kinds of tokens reach the pool's forwards."""
     question = [5, 9, 12]

@@ -1,18 +1,29 @@
 """Hybrid models against transformers, and what layers with linear attention keep of tokens, however these are run."""
 
 import functools
+import itertools
+import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import PARTS, Buckets, EngineKV, compose, to_engine, transition_of
-from kvpatch_jax.errors import InputError
-from models import load, save
+from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, fold, to_engine, transition_of
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.pool import make_pool
+from models import FAMILIES, load, save
+from models.checkpoints import flatten_params
+from models.decoder import stacks
+from models.decoder.config import LinearConfig
+from models.decoder.costs import forward_costs
+from models.decoder.linear_attention import LinearAttention
 from models.decoding.generation import pad_rows
-from tests.goldens.load import golden_arrays, write_checkpoint
+from models.families.family import abstract, parameters
+from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
@@ -95,6 +106,11 @@ def test_equals_transformers(family, case, tmp_path):
     near(out.kv["k"][:, 0, rows], gold["k_phase_free"], "phase-free keys")
     near(out.logits[0, rows], gold["logits"], "logits")
 
+    if backbone.config.text.experts is not None:
+        load_of = np.asarray(backbone.router_load(tokens))
+        assert (load_of.sum(1) == 2 * tokens.embeddings.shape[1]).all()
+        assert load_of.shape == (layers, 6)
+
     if "decode_tokens" in gold:
         assert np.array_equal(backbone.generate(tokens, len(gold["decode_tokens"]))[0], gold["decode_tokens"])
         cache, length = with_room(held, 4), tokens.embeddings.shape[1]
@@ -110,6 +126,7 @@ def test_equals_transformers(family, case, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.parameters, backbone.parameters)
 
 
+@pytest.mark.slow
 def test_released_configuration_is_the_same_model(directory, backbone, tmp_path):
     """Tensors of multi-token prediction are passed over."""
     for family in CASES:
@@ -118,7 +135,7 @@ def test_released_configuration_is_the_same_model(directory, backbone, tmp_path)
         assert load(released, angles="float32").config.text == ours
 
 
-@pytest.mark.parametrize("cut", [70, 2])
+@pytest.mark.parametrize("cut", [70, pytest.param(2, marks=SLOW)])
 def test_two_prefills_equal_one(backbone, tokens, whole, cut):
     """The second reads state and tail of the first: also where that is shorter than the convolution reads."""
     first, second = tokens.take(0, cut), tokens.take(cut, 90)
@@ -129,6 +146,7 @@ def test_two_prefills_equal_one(backbone, tokens, whole, cut):
     close_kv(composed, transition_of(whole.kv), "composed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [32, 45])
 def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
     found = backbone.prefill(tokens, logits="all", chunk=chunk, hidden_at=(1, 4))
@@ -141,6 +159,7 @@ def test_stretches_equal_one_piece(backbone, tokens, whole, chunk):
     close_kv(behind.kv, backbone.prefill(cut, context).kv, "stretches behind a context")
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(directory, tokens, whole):
     """Of a prompt and of the context in front of it, padded to buckets, and of rows of unequal lengths."""
     backbone = load(directory, angles="float32", buckets=Buckets(smallest=64))
@@ -158,6 +177,7 @@ def test_padding_changes_nothing(directory, tokens, whole):
     assert np.array_equal(made[1], backbone.generate(short, 6)[0])
 
 
+@pytest.mark.slow
 def test_mask_of_padding_leaves_it_out(backbone, tokens, whole):
     """Padding in front and in the middle, which a mask hides; a mask that hides anything else is refused."""
     places = np.r_[3:33, 40:100]
@@ -175,6 +195,7 @@ def test_mask_of_padding_leaves_it_out(backbone, tokens, whole):
         backbone.prefill(Tokens(jnp.asarray(rows), positions), mask=window)
 
 
+@pytest.mark.slow
 def test_decoding_one_by_one_equals_prefill(backbone, tokens, whole):
     """The cache comes back with the transition of all its tokens, the map too."""
     first = tokens.take(0, 84)
@@ -189,6 +210,46 @@ def test_decoding_one_by_one_equals_prefill(backbone, tokens, whole):
     close(step.cache["k"], engine(backbone, whole, tokens)["k"], "keys")
 
 
+@pytest.mark.slow
+def test_layers_that_lie_apart_equal_stacks(backbone, tokens, monkeypatch):
+    """As steps on a CPU read them: an array per layer, states and maps too."""
+    expected = backbone.generate(tokens, 8, stop=())
+    monkeypatch.setattr(stacks, "LEAST_BYTES", 0)
+    apart = backbone.replaced(backbone.parameters)
+    assert apart.programs.state_for(1) is not apart.programs.state
+    assert np.array_equal(apart.generate(tokens, 8, stop=()), expected)
+
+
+def paged(backbone, held, length, buckets=None):
+    """A context in pages, its slots in any order among others, beside its transition; and slots that are free."""
+    order = np.random.default_rng(0).permutation(128).astype(np.int32)
+    pool = make_pool(backbone.layout, 16, 8, jnp.float32)
+    for name, value in pool.items():
+        flat = np.full((value.shape[0], 128, *value.shape[3:]), np.nan, np.float32)
+        flat[:, order[:length]] = np.asarray(held[name])[:, 0, :length]
+        pool[name] = jnp.asarray(flat.reshape(value.shape))
+    return Paged.of(pool, order[None, :length], buckets, transition_of(held)), order[None, length:]
+
+
+@pytest.mark.slow
+def test_pages_equal_contiguous(backbone, tokens, whole):
+    """A prefill, tokens that are made and steps: the transition travels beside the pool."""
+    first = tokens.take(0, 84)
+    held = engine(backbone, backbone.prefill(first), first)
+    context, slots = paged(backbone, held, 84)
+    out = backbone.prefill(tokens.take(84, 90), context, logits="all")
+    close(out.logits, whole.logits[:, 84:], "logits")
+    assert np.array_equal(backbone.generate(tokens.take(84, 90), 5, context), backbone.generate(tokens, 5))
+
+    step = backbone.decode(tokens.take(84, 88), context, slots[:, :4], logits="all")
+    close(step.logits, whole.logits[:, 84:88], "logits of steps")
+    step = backbone.recompute(tokens.take(88, 90), step.cache, slots[:, 4:6], logits="all")
+    close(step.logits, whole.logits[:, 88:], "logits of steps behind them")
+    close_kv(step.cache.transition, transition_of(whole.kv), "in pages")
+    with pytest.raises(InputError, match="slots of 2 tokens that the context holds"):
+        backbone.recompute(tokens.take(88, 90), step.cache, slots[:, 4:6])
+
+
 def test_what_linear_attention_cannot_do_is_refused(backbone, tokens, whole):
     cache, few = engine(backbone, whole, tokens), tokens.take(10, 12)
     slots = np.array([[10, 11]])
@@ -198,3 +259,115 @@ def test_what_linear_attention_cannot_do_is_refused(backbone, tokens, whole):
         backbone.recompute(few, cache, slots, keep=np.ones((4, 1, 2), bool))
     with pytest.raises(InputError, match="linear attention, which compares no keys"):
         backbone.attention(few, cache, layers=(1,), reduce=lambda seen: seen.query, slots=slots)
+
+
+# ------------------------------------------------------------------------------------------------ one layer alone
+
+
+def test_chunks_of_a_layer_compose_in_any_order():
+    """Given what its own tokens bring, a chunk's transition applies behind any other: exactly, whatever the order."""
+    layer = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0))
+    layer.decay_rate[...] = jnp.full(4, -7.0)
+    rng = np.random.default_rng(0)
+    chunks = [jnp.asarray(rng.normal(size=(1, 70, 16)), jnp.float32) for _ in range(3)]
+    graph, state = nnx.split(layer)
+    run = jax.jit(lambda chunk, held: nnx.merge(graph, state)(chunk, held, composed=held is not None)[1])
+    alone = [run(chunk, None) for chunk in chunks]
+    shapes = {name: value.shape for name, value in alone[0].items()}
+    nothing = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    nothing["map"] = nothing["map"] + jnp.eye(8)[:, None]
+    for order in itertools.permutations(range(3)):
+        held = nothing
+        for number in order:
+            # The convolution starts anew with each chunk, as it does where a chunk is made alone.
+            held = run(chunks[number], {**held, "tail": nothing["tail"]})
+        folded = fold([alone[number] for number in order])
+        for part in ("map", "state", "tail"):
+            close(folded[part], held[part], f"{part} in order {order}")
+    assert np.abs(np.asarray(held["map"])).max() > 1e-3
+
+
+def test_fused_projections_are_those_of_key_heads():
+    """Qwen3-Next's map of query, key, value and gate, key head by key head, is Qwen3.5's four in another order."""
+    plain = LinearAttention(LinearConfig(2, 4, 8, 12), 16, epsilon=1e-6, rngs=nnx.Rngs(0))
+    fused = LinearAttention(LinearConfig(2, 4, 8, 12, fused=True), 16, epsilon=1e-6, rngs=nnx.Rngs(1))
+    columns, rates = [], []
+    for head in range(2):
+        columns += [getattr(plain, part).kernel[...][:, 8 * head : 8 * head + 8] for part in ("query", "key")]
+        columns += [getattr(plain, part).kernel[...][:, 24 * head : 24 * head + 24] for part in ("value", "gate")]
+        rates += [getattr(plain, part).kernel[...][:, 2 * head : 2 * head + 2] for part in ("strength", "decay")]
+    fused.inputs.kernel[...], fused.rates.kernel[...] = jnp.concatenate(columns, 1), jnp.concatenate(rates, 1)
+    for name in ("query_taps", "key_taps", "value_taps", "decay_rate", "decay_bias"):
+        getattr(fused, name)[...] = getattr(plain, name)[...]
+    fused.output.kernel[...] = plain.output.kernel[...]
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 9, 16)), jnp.float32)
+    close(fused(x)[0], plain(x)[0], "output")
+
+
+# -------------------------------------------------------------------------------------------------- configurations
+
+
+def raw_config(family):
+    return json.loads((GOLDENS / family / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3_5", {"layer_types": ["linear_attention", "mamba", "full_attention", "mamba"]}, "layer 1: got 'mamba'"),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 4}, "expected both of"),
+        ("qwen3_5", {"layer_types": ["linear_attention", "full_attention"]}, "in 2 layers; expected both of"),
+        ("qwen3_5", {"output_gate_type": "sigmoid"}, "got output_gate_type 'sigmoid', which is not built"),
+        ("qwen3_5", {"attn_output_gate": False}, "got attn_output_gate False, which is not built"),
+        ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "got mamba_ssm_dtype 'bfloat16', which is not built"),
+        ("qwen3_5", {"linear_num_key_heads": 3}, "linear attention: got 3 key heads, 4 value heads"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 0}, "got linear_conv_kernel_dim 0; expected a positive"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "got norm_topk_prob False, which is not built"),
+        ("qwen3_5_moe", {"mlp_only_layers": [1]}, r"got mlp_only_layers \[1\], which is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(family, changes, message):
+    raw = raw_config(family)
+    raw["text_config"] |= changes
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+
+
+def test_other_parts_that_are_not_built_are_refused():
+    raw = raw_config("qwen3_5")
+    raw["vision_config"]["deepstack_visual_indexes"] = [0]
+    with pytest.raises(ConfigError, match=r"got deepstack_visual_indexes \[0\], which is not built"):
+        FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    raw = raw_config("qwen3_next") | {"decoder_sparse_step": 2}
+    with pytest.raises(ConfigError, match="decoder_sparse_step 2; expected experts in every layer"):
+        FAMILIES["Qwen3NextForCausalLM"].config(raw, "exact", None)
+
+
+def test_absent_layer_kinds_are_every_fourth_full():
+    raw = raw_config("qwen3_next") | {"num_hidden_layers": 9}
+    del raw["layer_types"]
+    config = FAMILIES["Qwen3NextForCausalLM"].config(raw, "exact", None).text
+    assert config.layout.layers_of("k") == (3, 7)
+    config = FAMILIES["Qwen3NextForCausalLM"].config(raw | {"full_attention_interval": 2}, "exact", None).text
+    assert config.layout.layers_of("k") == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_costs_are_the_products_of_the_parameters(family):
+    """Of linear attention all matrices once per token, and the rule: nothing by pairs."""
+    raw = raw_config(family)
+    config = FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    costs, own = forward_costs(config.text), parameters(abstract(config))["decoder"]
+    rule = 2 * 4 * (3 * 8 * 12 + 2 * 8 * 8)
+    for layer, kind in enumerate(config.text.layer_kinds):
+        name, _ = config.text.place(layer)
+        stack = flatten_params(own[name])
+        counts = {path: math.prod(leaf.shape[1:]) for path, leaf in stack.items() if path[-1] == "kernel"}
+        taken = sum(counts.values())
+        if config.text.experts is not None:
+            experts = [math.prod(leaf.shape[2:]) for path, leaf in stack.items() if len(leaf.shape) == 4]
+            # Two of six experts, and their weighted sum.
+            taken += 2 * sum(experts) + 2 * config.text.width
+        linear = kind.linear is not None
+        assert costs.token[layer] == 2 * taken + linear * rule
+        assert costs.pair[layer] == (0 if linear else 2 * 2 * 4 * 32)

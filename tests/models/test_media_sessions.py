@@ -46,7 +46,7 @@ def answer_to(backbone, items, question, steps=6):
 
 CASES = [
     ("qwen2_5_vl", None),
-    ("qwen2_5_vl", "hf5"),
+    pytest.param("qwen2_5_vl", "hf5", marks=pytest.mark.slow),
     *(pytest.param(name, None, marks=pytest.mark.slow) for name in ("qwen3_vl", "smolvlm", "internvl", "kimi_vl")),
 ]
 

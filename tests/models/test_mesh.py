@@ -136,6 +136,7 @@ def check_forward(found: dict[str, Any]) -> None:
         assert lies["shard"] == [*lies["shape"][:3], 1, lies["shape"][4]], call
 
 
+@pytest.mark.slow
 def test_repeated_kv_heads_give_one_devices_result(facts):
     found = facts["few"]
     check_forward(found)

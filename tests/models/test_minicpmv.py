@@ -327,6 +327,7 @@ def test_a_tail_of_the_answer_is_written_as_the_release_does(tmp_path):
 
 
 @pytest.mark.parametrize("version", [4.5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2.6, 4.0))])
+@pytest.mark.slow
 def test_sessions_answer_about_images(version, tmp_path):
     """The first chunk is exact, so that a session of it answers as the whole prompt does, again after it was saved; an
     image further on follows where the first one ends. A chunk's image is number 0: it was prepared alone.

@@ -250,7 +250,7 @@ def tone(seconds, name=0):
     return (0.3 * np.sin(2 * np.pi * (300 + 50 * name) * times)).astype(np.float32)
 
 
-@BOTH
+@ASKED
 def test_sounds_and_videos_in_prompts(family, backbones):
     """A prompt of items is the prompt of the arrays that they become, one placeholder a feature."""
     backbone = backbones(family)
@@ -297,7 +297,7 @@ def test_relocation_of_videos_and_sounds(family, backbones):
         close(moved["k"], forward["k"], f"moved to {offset}")
 
 
-@BOTH
+@ASKED
 def test_chunks_placed_one_behind_the_other_have_the_positions_of_the_whole(family, backbones):
     """A prompt cut into chunks: each behind the last position of the one before, which may be no whole number."""
     backbone = backbones(family)
@@ -380,7 +380,7 @@ def conversation(family, tmp_path, **options):
     return load(directory, angles="float32"), messages, gold, said
 
 
-@BOTH
+@ASKED
 def test_a_conversation_with_everything_is_transformers(family, tmp_path):
     """The rendered text, the ids with sound among frames, pixels and positions equal; log-mel features within 2e-5."""
     pytest.importorskip("av")

@@ -60,6 +60,7 @@ def check_equal(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["queries", "shared keys"])
+@pytest.mark.slow
 def test_chunks_over_devices_select_recompute_and_answer_as_one_device(facts, how):
     check_equal(facts["gqa"][how])
     # Tokens of the first chunk change nothing and are not recomputed; those of others are, and devices exchange.

@@ -215,6 +215,7 @@ def tiny_kimi_k25(root: Path) -> Path:
 
 
 @pytest.mark.usefixtures("highest_precision")
+@pytest.mark.slow
 def test_kimi_k25_released_files_are_transformers_model(tmp_path):
     directory = tiny_kimi_k25(tmp_path)
     backbone = load(directory, angles="float32")

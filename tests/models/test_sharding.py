@@ -44,7 +44,7 @@ DEFAULT = ("mla-loaded", "experts", "gqa", "loads", "collectives", "memory", "vi
 One forward, of grouped heads; latents and experts are loaded, and the forward of a mixture is held alone.
 """
 WHOLE = ("gqa-whole", "mha-whole", "mla-whole", "image-whole")
-SLOW = (*WHOLE, "own_mesh", "own_mesh_set")
+SLOW = (*WHOLE, "own_mesh", "own_mesh_set", "hybrid")
 
 
 def config_of(family: str, **changes: Any):
@@ -95,6 +95,28 @@ def test_specs_of_grouped_attention():
     assert specs["decoder.embedding"] == P("tensor", None)
     assert specs["decoder.head.kernel"] == P(None, "tensor")
     assert specs["decoder.layers.input_norm.weight"] == P(None, None)
+
+
+def test_linear_attention_lies_over_its_key_heads():
+    """Also where devices outnumber the KV heads: those of a group have key heads of their own."""
+    for family, maps in {"qwen3_5": ("query", "value", "decay"), "qwen3_next": ("inputs", "rates")}.items():
+        specs = specs_of(family, 2)
+        linear, full = (f"decoder.{stack}.attention" for stack in ("layers_0", "layers_1"))
+        for name in maps:
+            assert specs[f"{linear}.{name}.kernel"] == P(None, None, "tensor")
+        assert specs[f"{linear}.key_taps"] == P(None, "tensor", None)
+        assert specs[f"{linear}.decay_rate"] == P(None, "tensor")
+        assert specs[f"{linear}.output.kernel"] == P(None, "tensor", None)
+        assert specs[f"{linear}.norm.weight"] == P(None, None)
+        assert specs[f"{full}.query.kernel"] == specs[f"{full}.key.kernel"] == P(None, None, "tensor")
+    layout, over = config_of("qwen3_5").text.layout, P(None, None, None, "tensor")
+    mesh = AbstractMesh((2,), ("tensor",))
+    assert cache_specs(layout, mesh) == {"k": over, "v": over, "map": over, "state": over, "tail": P()}
+    mesh = AbstractMesh((4,), ("tensor",))
+    both = P(None, None, None, ("tensor", "tensor_copies"))
+    assert cache_specs(layout, mesh) == {"k": over, "v": over, "map": both, "state": both, "tail": P()}
+    with pytest.raises(ConfigError, match="2 linear_heads over 4 devices"):
+        specs_of("qwen3_5", 4)
 
 
 def test_specs_of_latent_attention_and_experts():
@@ -276,6 +298,17 @@ def test_forward_over_devices_equals_one_device(facts):
 @pytest.mark.parametrize("name", ["own_mesh", "own_mesh_set"])
 def test_a_mesh_of_the_users_own_is_taken_as_it_is(whole_facts, name):
     check_own_mesh(whole_facts[name])
+
+
+@pytest.mark.slow
+def test_linear_attention_over_devices_equals_one_device(whole_facts):
+    """States and maps lie over their heads, the convolution's tail whole on each device."""
+    facts = whole_facts["hybrid"]
+    assert facts["as_asked"]
+    assert facts["same_values"]
+    assert max(facts["errors"].values()) <= BAR, facts["errors"]
+    for call, lies in facts["cache"].items():
+        assert lies["shape"][3] == lies["shard"][3] * (1 if call.endswith("tail") else 2), call
 
 
 def check_own_mesh(found: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ def test_padding_to_buckets_changes_no_number(checkpoint, family):
     assert np.array_equal(plain.embed(**prompt, features=features).embeddings, plain.embed(**prompt).embeddings)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", FORWARDS)
 def test_images_and_videos_may_stand_in_any_order(checkpoint, family):
     """Features in the order of the placeholders: each as of its own prompt, whatever stands beside it."""
     backbone = load(checkpoint(family))
@@ -448,7 +448,7 @@ def test_chunks_of_a_clip_have_the_positions_of_the_whole(checkpoint, rule):
     assert len(answer) == 1
 
 
-@pytest.mark.parametrize("rule", ["max", "hf5"])
+@pytest.mark.parametrize("rule", ["max", pytest.param("hf5", marks=SLOW)])
 def test_an_answer_goes_on_behind_a_video(checkpoint, rule):
     """The first token that is made stands where a text would, by either rule: as of the prompt with that token."""
     backbone = load(checkpoint("qwen2_5_vl"), video_rule=rule)

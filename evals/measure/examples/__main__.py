@@ -9,12 +9,18 @@ pages that do not answer them.
 
 A shipped small model's own task, in a format of public data sets; prints the command that measures it, after which
 `--compare` in place of the other flags says how far the numbers are from those of `evals.run`.
+
+    python -m evals.measure.examples --task=sheets --format=episodes --contexts=24 --out=out/episodes
+
+Trajectories of the sheets task, whose questions need what was on earlier screens; prints the command that replays them.
 """
 
 import itertools
 from pathlib import Path
 
 from absl import app, flags
+
+from kvpatch_jax.errors import InputError
 
 from ...command_line import begin_program, errors_as_one_line
 from ...reading.asked import READING
@@ -24,7 +30,7 @@ from ...rules import RULES
 from ...runner import RunSizes
 from ...trained import ROOT
 from ..exports import write_jsonl
-from . import comparison, documentation
+from . import comparison, documentation, own_episodes
 from .own_tasks import TASKS
 
 _DOCUMENTATION = "documentation"
@@ -35,7 +41,7 @@ _DOCUMENTS = flags.DEFINE_integer("documents", 3, "documentation: documents of a
 _PAGE_WORDS = flags.DEFINE_integer("page_words", 48, "documentation: words of a page", lower_bound=20)
 _RENDERED = flags.DEFINE_boolean("rendered", False, "documentation: pages as images, for --model=reading")
 _MODEL = flags.DEFINE_string("model", "qwen2_5_vl", "of another task: a shipped instance")
-_FORMAT = flags.DEFINE_enum("format", "slidevqa", list(comparison.FORMATS), "of another task")
+_FORMAT = flags.DEFINE_enum("format", "slidevqa", [*comparison.FORMATS, own_episodes.FORMAT], "of another task")
 _BATCH = flags.DEFINE_integer("batch", 16, "of another task: contexts that are drawn at once, as in evals.run", 1)
 _SEED = flags.DEFINE_integer("seed", RULES.seed, "of another task: of its contexts")
 _COMPARE = flags.DEFINE_boolean("compare", False, "compare what was measured of another task with evals.run")
@@ -58,6 +64,14 @@ def main(arguments: list[str]) -> None:
                 write_jsonl(out, documentation.behind_the_next(made), "elsewhere.jsonl"),
             ]
             print(f"{sum(map(len, made))} questions behind {len(made)} contexts: {', '.join(map(str, paths))}")
+        elif _FORMAT.value == own_episodes.FORMAT:
+            if _TASK.value != "sheets":
+                raise InputError(f"--task: got {_TASK.value} as {own_episodes.FORMAT}; expected sheets")
+            data = own_episodes.write(out, _MODEL.value, _SEED.value, _CONTEXTS.value)
+            print(
+                f"python -m evals.measure.trajectories --model={out / comparison.MODEL} --data={data} --frame=plain "
+                f"--keep={own_episodes.KEEP} --answer_tokens=1 --blind --rank=8,16 --out={out / comparison.MEASURED}"
+            )
         else:
             sizes = RunSizes(_SEED.value, _CONTEXTS.value, _BATCH.value)
             data = comparison.write(out, _TASK.value, _MODEL.value, _FORMAT.value, sizes)

@@ -89,7 +89,7 @@ def write(out: Path, task: str, model: str, name: str, sizes: RunSizes) -> Path:
     for item in items:
         before, _, behind = item.question.partition(questions[_number(item.id)].question)
         around |= dict.fromkeys(text for text in (before, behind) if text)
-    _copy(path, out / MODEL, list(around))
+    copy_model(path, out / MODEL, list(around))
     return data
 
 
@@ -98,7 +98,7 @@ def _number(identity: str) -> int:
     return int(next(part for part in identity.split("/") if part.isdecimal()))
 
 
-def _copy(path: Path, folder: Path, nothing: Sequence[str]) -> None:
+def copy_model(path: Path, folder: Path, nothing: Sequence[str]) -> None:
     """Copies a model; its tokenizer then takes the texts `nothing` for nothing."""
     for file in path.iterdir():
         if file.suffix in (".json", ".safetensors") and file.name != "tokenizer.json":

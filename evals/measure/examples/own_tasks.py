@@ -77,7 +77,8 @@ def rows_of_run(task: OwnTask, path: Path, sizes: RunSizes) -> list[Row]:
     return table.rows()
 
 
-def _encoded(pixels: UInt8[np.ndarray, "H W 3"]) -> bytes:
+def encoded(pixels: UInt8[np.ndarray, "H W 3"]) -> bytes:
+    """Returns an image as PNG."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -86,8 +87,8 @@ def _encoded(pixels: UInt8[np.ndarray, "H W 3"]) -> bytes:
 
 
 def _by_context(images: Sequence[np.ndarray], chunks: int) -> list[tuple[bytes, ...]]:
-    encoded = [_encoded(image) for image in images]
-    return [tuple(encoded[first : first + chunks]) for first in range(0, len(encoded), chunks)]
+    files = [encoded(image) for image in images]
+    return [tuple(files[first : first + chunks]) for first in range(0, len(files), chunks)]
 
 
 # ------------------------------------------------------------------------------------------------- sheets task

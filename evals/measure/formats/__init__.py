@@ -24,7 +24,18 @@ from ..items import Item, ItemSet, Piece, Refusal, StoredImage
 from ..records import Record, read_records
 from ..scoring import RULES
 from ..stored_bytes import StoredBytes
-from . import android_control, cua_trace, documents, mm_niah, multihop, plain, trajectories, video_mme, vlmeval_tsv
+from . import (
+    android_control,
+    cua_trace,
+    documents,
+    mm_niah,
+    multihop,
+    plain,
+    plain_episodes,
+    trajectories,
+    video_mme,
+    vlmeval_tsv,
+)
 from .reader import Reader
 
 _ALL = (
@@ -42,6 +53,7 @@ _ALL = (
     cua_trace.READER,
     trajectories.OSWORLD,
     plain.READER,
+    plain_episodes.READER,
 )
 READERS: dict[str, Reader] = {reader.name: reader for reader in _ALL}
 """All formats by their names."""

@@ -24,7 +24,7 @@ from ..data_files import DataFolder
 from ..items import Item, Piece, Refusal
 from ..pages import DocumentPages
 from ..records import Record
-from .reader import Reader, each, has
+from .reader import Reader, each, has, instructed
 
 _SHORT = "Answer the question using a single word or phrase."
 _FORMATS = ("Str", "Int", "Float", "List", "None")
@@ -60,7 +60,7 @@ def _mmlongbench_item(record: Record, documents: DocumentPages, number: int) -> 
         id=f"{record.text('doc_id')}#{number}",
         cluster=record.text("doc_id"),
         pieces=pages,
-        question=f'{record.text("question")}\nGive a short answer, or "Not answerable".',
+        question=instructed(record.text("question"), 'Give a short answer, or "Not answerable".', documents.files),
         answers=(answer if isinstance(answer, str) else repr(answer),),
         kind=kind if isinstance(kind, str) else "",
         rule="mmlongbench_doc",
@@ -80,7 +80,7 @@ def _slidevqa(records: Iterable[Record], files: DataFolder) -> Iterator[Item | R
                 id=record.name("qa_id"),
                 cluster=record.text("deck_name"),
                 pieces=pages,
-                question=f"{record.text('question')}\n{_SHORT}",
+                question=instructed(record.text("question"), _SHORT, files),
                 answers=(record.name("answer"),),
                 kind=kind if isinstance(kind, str) else "",
                 rule="slidevqa_em",
@@ -104,7 +104,7 @@ def _mp_docvqa(record: Record, files: DataFolder) -> Item:
         id=record.name("questionId"),
         cluster=record.name("doc_id"),
         pieces=pages,
-        question=f"{record.text('question')}\n{_SHORT}",
+        question=instructed(record.text("question"), _SHORT, files),
         answers=_answers(record),
         kind="",
         rule="anls",
@@ -127,7 +127,7 @@ def _docvqa(record: Record, files: DataFolder) -> Item:
         id=record.name("questionId"),
         cluster=record.name("docId"),
         pieces=(Piece(files.image_of(record, "image"), "page 1"),),
-        question=f"{record.text('question')}\n{_SHORT}",
+        question=instructed(record.text("question"), _SHORT, files),
         answers=_answers(record),
         kind=kinds[0] if isinstance(kinds, list) and kinds and isinstance(kinds[0], str) else "",
         rule="anls",

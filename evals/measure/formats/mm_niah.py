@@ -14,7 +14,7 @@ from kvpatch_jax.errors import InputError
 from ..data_files import DataFolder
 from ..items import Item, Piece
 from ..records import Record, text_of
-from .reader import Reader, each, has, letter_of, text_pieces
+from .reader import Reader, each, has, instructed, letter_of, text_pieces
 
 _IMAGE = "<image>"
 _CHOICE = "Answer with the option's letter from the given choices directly."
@@ -64,7 +64,7 @@ def _item(record: Record, files: DataFolder) -> Item:
         id=f"{stem}/{record.name('id')}",
         cluster=f"{stem}/{record.name('id')}",
         pieces=tuple(pieces),
-        question="\n".join([*lines, _CHOICE if written else _SHORT]),
+        question=instructed("\n".join(lines), _CHOICE if written else _SHORT, files),
         answers=(answer,),
         kind=stem,
         rule="mm_niah",

@@ -14,7 +14,7 @@ from kvpatch_jax.errors import InputError
 from ..data_files import DataFolder
 from ..items import Item, Piece
 from ..records import Record, text_of
-from .reader import Reader, each, has
+from .reader import Reader, each, has, instructed
 
 _INSTRUCTION = "Answer the question using a single word or phrase."
 
@@ -43,7 +43,7 @@ def _hotpot(record: Record, files: DataFolder) -> Item:
 
     answer = record.text("answer")
     kind = record.get("type")
-    return _item(record, "_id" if "_id" in record.values else "id", pieces, (answer,), kind, "hotpotqa_em")
+    return _item(record, files, "_id" if "_id" in record.values else "id", pieces, (answer,), kind, "hotpotqa_em")
 
 
 def _musique(record: Record, files: DataFolder) -> Item:
@@ -61,19 +61,27 @@ def _musique(record: Record, files: DataFolder) -> Item:
     aliases = record.texts("answer_aliases") if record.get("answer_aliases") else ()
     identity = record.name("id")
     hops = identity[:4] if identity[:1].isdigit() and identity[1:4] == "hop" else ""
-    return _item(record, "id", pieces, (record.text("answer"), *aliases), hops, "squad_em")
+    return _item(record, files, "id", pieces, (record.text("answer"), *aliases), hops, "squad_em")
 
 
 def _paragraph(title: str, text: str, number: int) -> Piece:
     return Piece(Text(f"{title}\n{text.strip()}\n\n"), f"paragraph {number + 1}")
 
 
-def _item(record: Record, id_field: str, pieces: list[Piece], answers: tuple[str, ...], kind: Any, rule: str) -> Item:
+def _item(
+    record: Record,
+    files: DataFolder,
+    id_field: str,
+    pieces: list[Piece],
+    answers: tuple[str, ...],
+    kind: Any,
+    rule: str,
+) -> Item:
     return Item(
         id=record.name(id_field),
         cluster=record.name(id_field),
         pieces=tuple(pieces),
-        question=f"{record.text('question')}\n{_INSTRUCTION}",
+        question=instructed(record.text("question"), _INSTRUCTION, files),
         answers=answers,
         kind=kind if isinstance(kind, str) else "",
         rule=rule,

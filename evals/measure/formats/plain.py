@@ -14,7 +14,7 @@ from ..data_files import DataFolder
 from ..items import Item, Piece
 from ..records import Record, text_of
 from ..scoring import RULES
-from .reader import Reader, each, letter_of, with_options
+from .reader import Reader, each, instructed, letter_of, with_options
 
 _KNOWN = frozenset(
     ["id", "cluster", "kind", "images", "texts", "pieces", "question", "answer", "options", "rule", "answer_format"]
@@ -45,12 +45,14 @@ def _item(record: Record, files: DataFolder) -> Item:
     if rule not in RULES:
         raise InputError(f"rule: got {rule!r:.80}; expected one of {', '.join(sorted(RULES))}")
     question = record.text("question")
+    if options:
+        question = instructed(with_options(question, options), "Answer with the option's letter.", files)
     identity = record.name("id") if record.get("id") is not None else record.where
     return Item(
         id=identity,
         cluster=record.name("cluster") if record.get("cluster") is not None else identity,
         pieces=tuple(pieces),
-        question=with_options(question, options, "Answer with the option's letter.") if options else question,
+        question=question,
         answers=answers,
         kind=record.text("kind") if record.get("kind") else "",
         rule=rule,

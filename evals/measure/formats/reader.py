@@ -65,10 +65,14 @@ def text_pieces(text: str, label: str, files: DataFolder) -> list[Piece]:
     ]
 
 
-def with_options(question: str, options: tuple[str, ...], instruction: str) -> str:
-    """Writes a question with its options by letters, and an instruction behind them."""
-    lines = [question, *(f"{letter_of(number)}. {option}" for number, option in enumerate(options)), instruction]
-    return "\n".join(lines)
+def with_options(question: str, options: tuple[str, ...]) -> str:
+    """Writes a question with its options by letters."""
+    return "\n".join([question, *(f"{letter_of(number)}. {option}" for number, option in enumerate(options))])
+
+
+def instructed(question: str, instruction: str, files: DataFolder) -> str:
+    """Returns a question with the instruction behind it that its evaluation writes, unless the options leave it out."""
+    return f"{question}\n{instruction}" if files.options.instruct else question
 
 
 def letter_of(number: int) -> str:

@@ -33,12 +33,13 @@ def _item(record: Record, files: DataFolder) -> Item:
         raise InputError(f"answer: got {answer!r:.80}; expected one of {', '.join(letters)}")
     name = record.text("videoID")
     listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, plain, strict=True))
+    question = f"{record.text('question')}\n{listed}"
     kind = record.get("duration")
     return Item(
         id=record.name("question_id"),
         cluster=name,
         pieces=(Piece(_video(name, files), "video"),),
-        question=f"{_BEFORE}\n{record.text('question')}\n{listed}\nThe best answer is:",
+        question=f"{_BEFORE}\n{question}\nThe best answer is:" if files.options.instruct else question,
         answers=(answer,),
         kind=kind if isinstance(kind, str) else "",
         rule="option_letter",

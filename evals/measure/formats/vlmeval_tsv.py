@@ -45,7 +45,9 @@ def _item(record: Record, rows: dict[str, Record], files: DataFolder) -> Item:
     question = f"{hint}Question: {record.name('question')}\n"
     if options:
         listed = "".join(f"{letter}. {option}\n" for letter, option in zip(letters, options, strict=True))
-        question += f"Options:\n{listed}Please select the correct answer from the options above.\n"
+        question += f"Options:\n{listed}"
+        if files.options.instruct:
+            question += "Please select the correct answer from the options above.\n"
     category = record.get("category")
     return Item(
         id=identity,

@@ -39,6 +39,8 @@ _LIMIT = flags.DEFINE_integer("limit", 0, "so many episodes, the first ones; 0: 
 _ANSWER = flags.DEFINE_integer(
     "answer_tokens", None, "of an answer at most; by default as its rule says", lower_bound=1
 )
+_BLIND = flags.DEFINE_bool("blind", False, "serve windows blind, too: pieces prefilled alone, moved to their places")
+_RANKS = flags.DEFINE_list("rank", [], "and with patches of these ranks, formed behind the very same pieces before")
 _FRAME = flags.DEFINE_enum("frame", "chat", FRAMES, "what stands around window and question; plain: nothing")
 _OUT = flags.DEFINE_string("out", "out/trajectories", "folder of steps and table")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "as models.load takes it")
@@ -58,13 +60,16 @@ def _replay() -> None:
     again = shlex.join(["python", "-m", "evals.measure.trajectories", *sys.argv[1:]])
     if not _MODEL.value or not _DATA.value:
         raise InputError(f"--model, --data: got {_MODEL.value!r}, {_DATA.value!r}; expected both; see --help")
+    if not all(rank.isdecimal() and int(rank) for rank in _RANKS.value):
+        raise InputError(f"--rank: got {','.join(_RANKS.value)!r:.80}; expected whole numbers from 1 on, such as 8,16")
+    ranks = tuple(int(rank) for rank in _RANKS.value)
     out = Path(_OUT.value)
     # Data is read before a model is loaded: the one takes seconds, the other minutes.
     media = None if _MEDIA.value is None else Path(_MEDIA.value)
     episodes = formats.read_episodes(Path(_DATA.value), _FORMAT.value, media=media)
     model, backbone = load_asked(_MODEL.value, _DTYPE.value)
     frame = frame_of(backbone, _FRAME.value, again)
-    replay = EpisodeReplay(backbone, frame, _KEEP.value, longest_prompt(model), _ANSWER.value)
+    replay = EpisodeReplay(backbone, frame, _KEEP.value, longest_prompt(model), _ANSWER.value, _BLIND.value, ranks)
     planned = planned_replay(replay, episodes, _LIMIT.value, {"model": Path(model).name, "dtype": _DTYPE.value})
 
     make_out(out)

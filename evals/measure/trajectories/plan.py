@@ -62,6 +62,7 @@ def planned_replay(replay: EpisodeReplay, data: EpisodeSet, limit: int, settings
         "digest": digest.hexdigest(),
         "frame": replay.frame.name,
         "keep": replay.keep,
+        "reused": list(replay.reused),
         "answer_tokens": replay.answer_tokens,
         "max_tokens": replay.most,
         "episodes": len(episodes),

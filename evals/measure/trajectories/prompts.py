@@ -46,11 +46,13 @@ class StepAnswer(NamedTuple):
       ids: of the greedy answer, a stop token at its end included.
       first: logits of its first token.
       tokens: that were computed, the question's included and the answer's not.
+      kv: phase-free KV of these tokens, [L,1,T,K,H]; empty of a session's answer.
     """
 
     ids: tuple[int, ...]
     first: Float[np.ndarray, " V"]
     tokens: int
+    kv: HostKV
 
 
 def text_piece(backbone: ModelBackbone, ids: Sequence[int]) -> StepPiece:
@@ -93,7 +95,6 @@ class StepReader:
     def __init__(self, backbone: ModelBackbone, cached: bool, most: int | None):
         """Holds nothing yet."""
         self._backbone, self._cached, self._most = backbone, cached, most
-        self._buckets = backbone.buckets or Buckets()
         self._begun: dict[tuple[Hashable, ...], _Block] = {}
 
     def answer(self, pieces: Sequence[StepPiece], steps: int) -> StepAnswer:
@@ -102,37 +103,18 @@ class StepReader:
         Raises:
           InputError: more tokens than the model serves.
         """
-        keys = [key for piece in pieces for key in piece.keys]
+        keys, prompt = [key for piece in pieces for key in piece.keys], prompt_of(pieces)
         count = len(keys)
         if self._most is not None and count + steps > self._most:
             raise InputError(
                 f"prompt: got {count} tokens and {steps} of the answer; expected at most {self._most}, which the model "
                 "serves"
             )
-        starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
-        prompt = joined([piece.tokens.shift(start) for piece, start in zip(pieces, starts, strict=False)])
-
         held = self._held(keys, prompt)
-        hit = PREFIX_BLOCK * len(held)
-        before = _behind_one_another([block.kv for block in held])
-        size = self._buckets.round_up(count - hit)
-        rest = padded_tokens(prompt.take(hit, count), size)
-        many = size > BLOCK_ABOVE and rest.ahead is None
-        rows = np.array([[count - hit - 1]], np.int32)
-        out = self._backbone.prefill(rest, on_device(before), logits=rows, chunk=BLOCK if many else None)
-        placed = kvp.to_engine(self._backbone.layout, dict(out.kv), np.asarray(rest.positions), 0)
-        own = cut({name: np.asarray(value) for name, value in placed.items()}, slice(count - hit))
-        kv = own if before is None else _behind_one_another([before, own])
-        assert kv is not None
+        answer, kv = answered_behind(self._backbone, prompt, behind_one_another([block.kv for block in held]), steps)
         if self._cached:
             self._hold(keys, kv)
-
-        # The last token runs once more, over the KV of all others, so that decoding begins from it.
-        last = padded_tokens(prompt.take(count - 1, count), self._buckets.round_up(1))
-        behind = on_device(cut(kv, slice(count - 1)))
-        ids = self._backbone.generate(last, steps, behind, lengths=[1])[0].tolist()
-        stop = next((place for place, token in enumerate(ids) if token in self._backbone.stop_tokens), len(ids) - 1)
-        return StepAnswer(tuple(ids[: stop + 1]), np.asarray(out.logits[0, 0], np.float32), count - hit)
+        return answer
 
     def _held(self, keys: Sequence[Hashable], prompt: Tokens) -> list[_Block]:
         """Returns the leading blocks that are held. The last token always runs."""
@@ -158,7 +140,62 @@ class StepReader:
             level = level[key].behind
 
 
-def _behind_one_another(parts: Sequence[HostKV]) -> HostKV | None:
+def prompt_of(pieces: Sequence[StepPiece]) -> Tokens:
+    """Returns the tokens of pieces one behind the other, from position 0."""
+    starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
+    return joined([piece.tokens.shift(start) for piece, start in zip(pieces, starts, strict=False)])
+
+
+def answered_behind(
+    backbone: ModelBackbone, prompt: Tokens, before: HostKV | None, steps: int
+) -> tuple[StepAnswer, HostKV]:
+    """Computes the tokens of a prompt behind KV of its first ones, and answers greedily.
+
+    Args:
+      before: as of `computed_behind`.
+
+    Returns:
+      The answer, and the KV of the whole prompt, engine frame.
+    """
+    buckets, count = backbone.buckets or Buckets(), len(prompt.embeddings[0])
+    first, computed, kv = computed_behind(backbone, prompt, before)
+
+    # The last token runs once more, over the KV of all others, so that decoding begins from it.
+    last = padded_tokens(prompt.take(count - 1, count), buckets.round_up(1))
+    ids = backbone.generate(last, steps, on_device(cut(kv, slice(count - 1))), lengths=[1])[0].tolist()
+    stop = next((place for place, token in enumerate(ids) if token in backbone.stop_tokens), len(ids) - 1)
+    tokens = next(iter(computed.values())).shape[2]
+    return StepAnswer(tuple(ids[: stop + 1]), first, tokens, computed), kv
+
+
+def computed_behind(
+    backbone: ModelBackbone, prompt: Tokens, before: HostKV | None
+) -> tuple[Float[np.ndarray, " V"], HostKV, HostKV]:
+    """Computes the tokens of a prompt behind KV of its first ones, padded to buckets, so that few lengths compile.
+
+    Args:
+      prompt: on the host.
+      before: engine frame [L,1,S,K,H]; None: all tokens are computed.
+
+    Returns:
+      The last token's logits, phase-free KV of the tokens computed, and the KV of the whole prompt, engine frame.
+    """
+    buckets, count = backbone.buckets or Buckets(), len(prompt.embeddings[0])
+    hit = 0 if before is None else next(iter(before.values())).shape[2]
+    size = buckets.round_up(count - hit)
+    rest = padded_tokens(prompt.take(hit, count), size)
+    many = size > BLOCK_ABOVE and rest.ahead is None
+    rows = np.array([[count - hit - 1]], np.int32)
+    out = backbone.prefill(rest, on_device(before), logits=rows, chunk=BLOCK if many else None)
+    placed = kvp.to_engine(backbone.layout, dict(out.kv), np.asarray(rest.positions), 0)
+    own = cut({name: np.asarray(value) for name, value in placed.items()}, slice(count - hit))
+    kv = own if before is None else {name: np.concatenate([before[name], own[name]], axis=2) for name in own}
+    computed = cut({name: np.asarray(value) for name, value in out.kv.items()}, slice(count - hit))
+    return np.asarray(out.logits)[0, 0].astype(np.float32), computed, kv
+
+
+def behind_one_another(parts: Sequence[HostKV]) -> HostKV | None:
+    """Joins KV along its tokens; None where there is none."""
     if not parts:
         return None
     return {name: np.concatenate([part[name] for part in parts], axis=2) for name in parts[0]}

@@ -3,7 +3,9 @@
 The window is a session's: the lead (the system text, or without one the goal), the newest `keep` screenshots, and the
 texts behind them; texts leave with the screenshot that they follow. Re-prefill and the prefix cache show the same.
 "Drop old screenshots" shows the newest `keep` screenshots among all texts, "never drop" everything, both behind a
-prefix cache. A template's tokens between images stand behind every screenshot, since their places may not change.
+prefix cache. Blind reuse and patches, where they are asked for, show the window too: each piece as it was prefilled
+alone, moved to its place. A template's tokens between images stand behind every screenshot, since their places may not
+change.
 """
 
 import dataclasses
@@ -22,13 +24,16 @@ from models import ModelBackbone
 
 from .. import scoring
 from ..data_files import ReadOptions
-from ..episodes import Episode, action_text, next_action, step_items
+from ..episodes import Episode, action_text, question_of, step_items
 from ..frame import PromptFrame
 from ..items import Item, Piece, StoredImage
 from .prompts import StepAnswer, StepPiece, StepReader, image_piece, text_piece
+from .reused import ReusedWindow
 
 SESSION, REFERENCE, PREFIX, DROP, NEVER = "session", "re-prefill", "prefix cache", "drop old screenshots", "never drop"
 WAYS = (REFERENCE, PREFIX, SESSION, DROP, NEVER)
+"""Ways of every replay."""
+BLIND = "blind"
 LARGEST_IMAGE = ReadOptions.most_image_bytes
 DIGITS = 6
 """Significant digits of numbers in the file of parts."""
@@ -45,6 +50,7 @@ class EpisodeReplay:
       keep: screenshots that stay.
       most: tokens of a prompt at most; None: any number.
       answer_tokens: of an answer at most; None: as the rule of the episode says.
+      blind: whether windows are also served blind. ranks: of patches that they are also served with.
     """
 
     backbone: ModelBackbone
@@ -52,6 +58,14 @@ class EpisodeReplay:
     keep: int
     most: int | None = None
     answer_tokens: int | None = None
+    blind: bool = False
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def reused(self) -> dict[str, int | None]:
+        """The ways of serving pieces that were prefilled alone, each with the rank of its patches."""
+        patched: dict[str, int | None] = {f"patch, rank {rank}": rank for rank in self.ranks}
+        return ({BLIND: None} if self.blind else {}) | patched
 
     def records(self, episode: Episode) -> Iterator[Record]:
         """Yields a record for each step and way; one with "refused" where the episode cannot go on, and ends there."""
@@ -66,8 +80,9 @@ class EpisodeReplay:
                     if step.observation:
                         window.say(f"{step.observation}\n")
                     if number in items:
-                        answers = window.ask(next_action(episode), steps)
-                        yield from (self._record(episode, number, items[number], way, answers) for way in WAYS)
+                        answers = window.ask(question_of(episode, step), steps)
+                        for way in (*WAYS, *self.reused):
+                            yield self._record(episode, number, items[number], way, answers)
                     if step.response:
                         window.say(action_text(number + 1, step.response))
         except (KVPatchError, OSError) as error:
@@ -80,7 +95,7 @@ class EpisodeReplay:
         self, episode: Episode, number: int, item: Item, way: str, answers: dict[str, StepAnswer | str]
     ) -> Record:
         """Describes what one way answered at a step."""
-        record = {"episode": episode.id, "step": number, "kind": episode.kind, "where": item.where, "way": way}
+        record = {"episode": episode.id, "step": number, "kind": item.kind, "where": item.where, "way": way}
         answer, reference = answers[way], answers[REFERENCE]
         if isinstance(answer, str) or isinstance(reference, str):
             return record | {"failed": str(answer)}
@@ -108,6 +123,7 @@ class _Window:
         self._history: list[tuple[StepPiece, bool]] = [(first, False)]
         self._readers = {way: StepReader(backbone, way != REFERENCE, replay.most) for way in WAYS if way != SESSION}
         self._session = Session(backbone, keep=replay.keep, lead=[*first.items], largest_image=LARGEST_IMAGE)
+        self._reused = ReusedWindow(backbone)
         # What the session's names stand for.
         self._named = dict.fromkeys(self._session.ids, first)
         self._counted = 0
@@ -156,6 +172,10 @@ class _Window:
                 if way in (REFERENCE, PREFIX):
                     raise
                 answers[way] = str(error)
+        reference = answers[REFERENCE]
+        assert isinstance(reference, StepAnswer)
+        for way, rank in replay.reused.items():
+            answers[way] = self._reused.answer([*shown, last], reference.kv, rank, steps)
         return answers | {SESSION: self._served(asked, steps)}
 
     def _served(self, asked: Sequence[int], steps: int) -> StepAnswer:
@@ -166,7 +186,7 @@ class _Window:
         question = embedded(backbone, [list(asked)])
         first: Float[np.ndarray, "1 V"] = served_logits(session.runtime, session.window, question, question.length, 1)
         tokens, self._counted = computed - self._counted + len(asked), computed
-        return StepAnswer(ids, first[0], tokens)
+        return StepAnswer(ids, first[0], tokens, {})
 
     def _dropped(self) -> list[StepPiece]:
         """Returns the newest `keep` screenshots among all texts."""

@@ -47,7 +47,8 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> list[WayRow]:
         if "score" in record:
             steps.setdefault((record["episode"], record["step"]), {})[record["way"]] = record
     rows = []
-    for way in WAYS:
+    ways = dict.fromkeys([*WAYS, *(record["way"] for record in records if "way" in record)])
+    for way in ways:
         pairs = [(own[way], own[REFERENCE]) for own in steps.values() if way in own]
         if not pairs:
             continue
@@ -103,10 +104,34 @@ def write_steps(finished: Sequence[Mapping[str, Any]], out: Path) -> str:
     refused = [record for record in records if "refused" in record]
     left = "".join(f"- left out from step {own['step'] + 1} on: {own['where']}: {own['refused']}\n" for own in refused)
     said = verdict(rows)
-    text = f"{said}\n\n{markdown_table(HEAD, cells)}\n" + (f"\n{left}" if left else "")
+    text = f"{said}\n\n{markdown_table(HEAD, cells)}\n"
+    kinds = kind_table(records)
+    if kinds is not None:
+        text += f"\nScore, and KL of the first token, by kind of question:\n\n{markdown_table(*kinds)}\n"
+    text += f"\n{left}" if left else ""
     for name, content in ((STEPS, lines), (TABLE, text)):
         replace(out / name, content.encode())
-    return f"{said}\n{aligned_table(HEAD, cells)}"
+    return "\n".join([said, aligned_table(HEAD, cells), *([] if kinds is None else ["", aligned_table(*kinds)])])
+
+
+def kinds_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lists the kinds of questions that were answered, in the order in which they were asked."""
+    return list(dict.fromkeys(record["kind"] for record in records if "score" in record))
+
+
+def kind_table(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
+    """Returns every way's score and KL by kind: the head and the lines of a table; None of fewer than two kinds."""
+    kinds = kinds_of(records)
+    if len(kinds) < 2:
+        return None
+    lines = dict[str, list[str]]()
+    for kind in kinds:
+        own = rows_of([record for record in records if record.get("kind") == kind])
+        for row in own:
+            lines.setdefault(row.way, [row.way]).append(f"{_cell(row.score)}; {row.kl.value:.2g}")
+    counts = [sum(record["kind"] == kind and record.get("way") == REFERENCE for record in records) for kind in kinds]
+    head = ["way", *(f"{kind or 'others'}, {count}" for kind, count in zip(kinds, counts, strict=True))]
+    return head, list(lines.values())
 
 
 def _cell(interval: Interval, factor: float = 1.0, places: int = 3) -> str:

@@ -1,5 +1,6 @@
 """A certificate from a user's own data: contexts are windows, as recorded windows of the same are."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -18,7 +19,7 @@ COUNT = 6
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """Six contexts of three images with two questions each, one of a text, and the same as recorded windows."""
+    """Six contexts of three images with two questions each, one of a text, and the first as recorded windows."""
     folder, rng = tmp_path_factory.mktemp("asked"), np.random.default_rng(1)
     lines, windows = [], []
     # The words of the task that the shipped model was trained on.
@@ -31,7 +32,7 @@ def asked(tmp_path_factory):
         windows.append(RecordedWindow(tuple(names), (first, second)))
         for word in (first, second):
             lines.append({"images": names, "question": word, "answer": "x"})
-    lines.append({"texts": ["A page."], "question": first, "answer": "x"})
+    lines.append({"texts": [f"{first} {second}"], "question": first, "answer": "x"})
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder, windows
 
@@ -40,7 +41,8 @@ def test_contexts_of_a_data_set_are_the_windows_that_a_recording_of_them_is(aske
     folder, recorded = asked
     backbone, data = load(shipped(MAIN), dtype="float32", buckets=Buckets()), formats.read(folder / "data.jsonl")
     windows = windows_of_items(data)
-    assert [(len(own.images), own.questions) for own in windows] == [(3, own.questions) for own in recorded]
+    assert [(len(own.images), own.questions) for own in windows[:-1]] == [(3, own.questions) for own in recorded]
+    assert len(windows[-1].images) == 1
 
     sizes = recorded_sizes(windows, COUNT, COUNT, 2)
     found = OwnImageSource.of_items(backbone, data, sizes, 5, windows)
@@ -58,9 +60,42 @@ def test_contexts_of_a_data_set_are_the_windows_that_a_recording_of_them_is(aske
 
 def test_data_without_enough_contexts_of_images_is_refused(asked, tmp_path):
     folder, _ = asked
-    with pytest.raises(InputError, match=r"--data: got windows 6 of 3 images; expected 40 or more of a size"):
+    with pytest.raises(InputError, match=r"--data: got windows 1 of 1, 6 of 3 pieces; expected 40 or more of a size"):
         recorded_sizes(windows_of_items(formats.read(folder / "data.jsonl")), 40, 40, 2, "--data")
 
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"texts": ["A page."], "question": "What?", "answer": "x"}) + "\n")
-    with pytest.raises(InputError, match=r"of whose 1 items none has a context of images alone.*--texts=FOLDER"):
-        windows_of_items(formats.read(tmp_path / "texts.jsonl"))
+    path = tmp_path / "texts.jsonl"
+    path.write_text(json.dumps({"texts": ["A page."], "question": "What?", "answer": "x"}) + "\n")
+    with pytest.raises(InputError, match=r"of whose 0 items none has a context of images and texts"):
+        windows_of_items(dataclasses.replace(formats.read(path), items=[]))
+
+
+def test_texts_are_chunks_among_images_and_what_cannot_be_read_is_a_line(asked, tmp_path, capsys):
+    """Windows of an image, a text and an image; of seven one has a word that nobody knows, and one a broken image."""
+    folder, _ = asked
+    words = json.loads((shipped(MAIN) / "tokenizer.json").read_text())["model"]["vocab"]
+    names = [word for word in words if word.isalnum()]
+    lines = []
+    for number in range(7):
+        image = (folder / f"{number % COUNT}_0.png").read_bytes()
+        (tmp_path / f"{number}.png").write_bytes(image if number != 3 else image[: len(image) // 2])
+        text = " ".join(names[number : number + 3]) if number != 5 else "a word unheard of"
+        pieces = [{"image": f"{number}.png"}, {"text": text}, {"image": f"{number}.png"}]
+        lines.append({"pieces": pieces, "question": names[0], "answer": "x"})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    data = formats.read(tmp_path / "data.jsonl", verify=True)
+    assert len(data.items) == 6
+    assert [own.where for own in data.refusals] == ["data.jsonl:4"]
+    backbone, windows = load(shipped(MAIN), dtype="float32", buckets=Buckets()), windows_of_items(data)
+    sizes = recorded_sizes(windows, 2, 6, 2, "--data")
+    source = OwnImageSource.of_items(backbone, data, sizes, 5, windows)
+    said = capsys.readouterr().out
+    assert said.count("left out: ") == 1
+    assert said.startswith("left out: data.jsonl:6: text 'a word unheard of': got 'a'")
+    assert (source.sizes.counts, source.modalities) == ((5,), ("image", "text"))
+    # The second chunk is the text as the tokenizer has it, embedded.
+    [first, *_] = source.specs
+    text = backbone.embed(**backbone.prepare([backbone.ids(" ".join(names[:3]))]))
+    np.testing.assert_array_equal(np.asarray(first.batch[1].embeddings)[0], np.asarray(text.embeddings)[0])
+    with pytest.raises(InputError, match="--data: got windows 5 of 3 pieces; expected 6 or more"):
+        OwnImageSource.of_items(backbone, data, sizes, 5, windows, least=6)

@@ -290,3 +290,24 @@ def test_an_export_overwrites_nothing(tmp_path):
     with pytest.raises(exports.InputError, match="which is there"):
         exports.write_jsonl(tmp_path, fixtures.mixed_questions()[:3])
     assert (tmp_path / "items.jsonl").read_bytes() == before
+
+
+SHORT = "\nAnswer the question using a single word or phrase."
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        *((name, SHORT) for name in ("slidevqa", "mp_docvqa", "docvqa", "hotpotqa", "musique")),
+        ("mmlongbench_doc", '\nGive a short answer, or "Not answerable".'),
+        ("video_mme", "\nThe best answer is:"),
+    ],
+)
+def test_questions_are_bare_where_no_instructions_are_wanted(data, name, instruction):
+    with_them, bare = formats.read(data[name]).items, formats.read(data[name], instruct=False).items
+    assert len(bare) == len(with_them) > 0
+    for item, own in zip(with_them, bare, strict=True):
+        assert item.question.endswith(own.question + instruction)
+        assert "nswer" not in own.question
+        assert (own.id, own.answers) == (item.id, item.answers)
+        assert [piece.label for piece in own.pieces] == [piece.label for piece in item.pieces]

@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transition_cases import LAYOUT, LAYOUTS, PLAIN, TOKENS, chunk_of, close, composed, drawn
+from transition_cases import FORMS, LAYOUT, LAYOUTS, PLAIN, TOKENS, chunk_of, close, composed, drawn
 
 from kvpatch_jax import joined
 from kvpatch_jax.backbone import Output, Tokens
@@ -127,7 +127,7 @@ def test_a_gate_reads_rows_alone():
 # ------------------------------------------------------------------------------------------------------- contexts
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_context_has_rows_side_by_side_and_transitions_composed(name: str):
     layout, counts = LAYOUTS[name], (2, 1, 5)
     pieces = [drawn(layout, seed, tokens) for seed, tokens in enumerate(counts)]

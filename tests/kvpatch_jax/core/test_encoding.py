@@ -139,7 +139,7 @@ def test_bad_arguments_are_refused(unchecked):
         kvp.encode_chunk(kvp.encode_chunk(chunk_of("gqa"), "k4v4"), "k4v4")
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", ["gqa", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LAYOUTS)])
 @pytest.mark.parametrize("factors", ["float32", "int8", "int4", "int3gall"])
 def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v6g8")
@@ -155,7 +155,7 @@ def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
             np.testing.assert_allclose(found[name], wanted[name], rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", ["gqa", "mla", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LAYOUTS)])
 def test_an_encoded_chunk_is_spliced_as_it_is_applied(kind):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v4")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype="int4")

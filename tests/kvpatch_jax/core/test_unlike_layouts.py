@@ -138,7 +138,7 @@ def test_a_pool_takes_turns_and_gives_back_each_channel():
 
 
 @pytest.mark.parametrize("heads", ["joint", "separate"])
-@pytest.mark.parametrize("layers", [None, (0, 1, 2)])
+@pytest.mark.parametrize("layers", [(0, 1, 2), pytest.param(None, marks=pytest.mark.slow)])
 def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(heads, layers):
     """By rank less is left; in the layers outside nothing changes."""
     base, target, chunk = drawn(), drawn(1), chunk_of()

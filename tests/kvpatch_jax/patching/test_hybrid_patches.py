@@ -2,14 +2,14 @@
 
 The oracles are NumPy's decomposition and differences in float64.
 """
-# pyright: reportArgumentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transition_cases import LAYOUT, LAYOUTS, PLAIN, TOKENS, chunk_of, close, drawn
+from transition_cases import FORMS, LAYOUT, LAYOUTS, PLAIN, TOKENS, chunk_of, close, drawn
 
 from kvpatch_jax.cache import Patch, encode_chunk, patch_digest
 from kvpatch_jax.core import KVLayout, Rope, deficit, ops, to_engine
@@ -59,7 +59,7 @@ def placed_kv(chunk, patch=None, start=5, **options):
     return {name: np.asarray(value) for name, value in apply_patch(Placed(chunk, patch, start, **options)).items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_whole_patch_gives_the_conditioned_transition(name: str):
     layout = LAYOUTS[name]
     chunk, target = chunk_of(layout, length=5), drawn(layout, seed=1)

@@ -53,7 +53,7 @@ def test_a_bound_holds_for_nothing_larger_than_what_was_audited():
     assert "nobody said" in str(certificate.beyond(400, [(96, None)]))
 
 
-@pytest.mark.parametrize("share", [0.101, 0.15, 0.3])
+@pytest.mark.parametrize("share", [0.101, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.15, 0.3))])
 def test_a_way_that_misses_more_often_than_the_level_allows_is_hardly_ever_admitted(share):
     """The promise is 5 % of ways at most, however often one looks: of 400 at most 5 % and three standard errors."""
     wrong = 0

@@ -80,7 +80,7 @@ def test_operators_and_pools_write_the_twins_bits(kind, dtype):
     ("kind", "format", "convert", "options"),
     [
         ("gqa", pool.RAGGED, kvp.engines.to_ragged_paged_attention, {"packing": 2}),
-        ("gqa", pool.JOINED, kvp.engines.to_joined_heads, {}),
+        pytest.param("gqa", pool.JOINED, kvp.engines.to_joined_heads, {}, marks=pytest.mark.slow),
         ("mla", pool.LATENT, kvp.engines.to_latent_rows, {"packing": 2}),
     ],
     ids=["ragged", "joined", "latent"],
@@ -97,7 +97,10 @@ def test_engines_pages_hold_the_twins_bits(kind, format, convert, options):
         check_twins(spliced, chunk, plain, patches_of(chunk))
 
 
-@pytest.mark.parametrize(("keep", "padded"), [("rotating", True), ("none", False), ("all", False)])
+SOURCES = [("rotating", True), *(pytest.param(keep, False, marks=pytest.mark.slow) for keep in ("none", "all"))]
+
+
+@pytest.mark.parametrize(("keep", "padded"), SOURCES)
 def test_a_windows_pool_holds_the_twins_bits(keep, padded):
     """In the pool and in its phase-free source, also where the pool has fewer bits than the chunk."""
     options = PoolOptions(keep=keep, padded=padded)

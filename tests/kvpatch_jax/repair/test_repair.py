@@ -56,7 +56,7 @@ def spliced(backbone: ModelBackbone) -> tuple[SplicedCache, dict[str, np.ndarray
         return make_splice(backbone)
 
 
-QUICK = ("cacheblend_gradual", "kvshare", "infoflow")
+QUICK = ("cacheblend_gradual",)
 SLOWER = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TOKEN_REPAIRS]
 
 

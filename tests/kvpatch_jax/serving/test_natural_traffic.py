@@ -232,6 +232,7 @@ def test_a_page_that_is_there_twice_survives_as_each_of_both(sides):
         alike(page_rows(found, index), rows_of([5, 3, 4, 3], 1 + index, len(LEAD) + SIZE * index))
 
 
+@pytest.mark.slow
 def test_a_prompt_of_thousands_of_chunks_is_planned_chunk_by_chunk(monkeypatch):
     """Its states, fronts and bounds follow from those before: the work does not grow with the cube of its chunks."""
     segments = [PromptSegment(f"{number:032x}", number, number + 1) for number in range(4096)]

@@ -66,6 +66,7 @@ def expect(session: kvp.Session, oracle: Oracle, order: list[int]) -> None:
     assert np.abs(found - expected).max() <= BAR * np.abs(expected).max(), order
 
 
+@pytest.mark.slow
 def test_images_that_slide_change_places_and_return_are_served_as_they_were_computed(backbone: Any, tmp_path: Path):
     oracle = Oracle(backbone)
     for seed in range(4):
@@ -111,6 +112,7 @@ def test_a_stored_image_is_served_bit_for_bit(backbone: Any, tmp_path: Path):
         assert (logits(session) == first).all()
 
 
+@pytest.mark.slow
 def test_answers_in_company_are_those_of_sessions_alone(backbone: Any):
     """Three windows of one pool, asked at once, whose rows carry their states; alone each is asked by itself."""
     alone = []

@@ -34,7 +34,7 @@ def add_steps(session, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("promise", ["forget", "remember"])
-@pytest.mark.parametrize("keep", [1, 2, (1, 3)])
+@pytest.mark.parametrize("keep", [(1, 3), *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
 def test_answers_are_those_of_the_window_as_a_prompt(backbone, keep, promise):
     low, high = keep if isinstance(keep, tuple) else (keep, keep)
     with kvp.Session(backbone, None, keep, lead=LEAD, promise=promise, placeholder=LEFT) as session:

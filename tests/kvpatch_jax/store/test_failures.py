@@ -160,7 +160,7 @@ MANY_CALLS = (put_again, put_group, put_many, put_within_a_budget, collect)
 
 
 @pytest.mark.parametrize("operation", [*WRITING, *READING], ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_one_call_may_fail(store: ChunkStore, operation: Callable[[ChunkStore], bool], every: int):
     """Each call in turn, until an operation runs through without reaching the one that would fail.
 

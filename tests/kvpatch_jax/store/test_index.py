@@ -313,7 +313,7 @@ def used(root: Path, path: str, when: float) -> None:
     os.utime(root / path, ns=(int(when * 1e9), os.lstat(root / path).st_mtime_ns))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 @pytest.mark.parametrize("told", ["before", "never", "half"])
 def test_what_leaves_is_what_was_used_least_recently(tmp_path: Path, seed: int, told: str):
     """In exact order, by class and last use, whether or not the index was told of the last uses."""

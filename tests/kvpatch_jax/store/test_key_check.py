@@ -56,8 +56,8 @@ def damages(good: bytes) -> list[bytes | None]:
     return damaged
 
 
-@pytest.mark.parametrize("state", ["settled", "rotating"])
-@pytest.mark.parametrize("which", ["KEY", "KEY.copy"])
+@pytest.mark.parametrize("state", ["rotating", pytest.param("settled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["KEY", pytest.param("KEY.copy", marks=pytest.mark.slow)])
 def test_no_damage_of_one_file_loses_what_both_state(tmp_path: Path, which: str, state: str):
     check, copy = filled(tmp_path)
     space = str(check.parent.relative_to(tmp_path))

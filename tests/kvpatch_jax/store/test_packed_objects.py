@@ -24,7 +24,7 @@ WORDS = ["k4v4", "k3v2g16", "k8v5gall", "k6v7g5", "k1v1g32"]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, MLA, AXES], ids=["gqa", "mla", "axes"])
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", ["k3v2g16", *(pytest.param(word, marks=pytest.mark.slow) for word in WORDS)])
 def test_packed_chunks_come_back_bit_for_bit(layout, word):
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         chunk = encoded(word, layout=layout, dtype=dtype, lead="lead", hidden={1: np.ones((70, 5), np.float32)})

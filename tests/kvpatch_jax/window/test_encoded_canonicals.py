@@ -74,7 +74,7 @@ def served(chunk: kvp.Chunk, patch: kvp.Patch | None) -> dict[str, np.ndarray]:
     return rows_of(executor, window)
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "int4"])
+@pytest.mark.parametrize("dtype", ["int4", *(pytest.param(word, marks=pytest.mark.slow) for word in (None, "float32"))])
 def test_an_encoded_chunk_serves_a_window_as_its_twin(dtype):
     executor, (first, tokens) = executor_of(), chunk_of(0)
     executor.provide("c0", tokens=tokens)

@@ -100,16 +100,16 @@ def test_forks_share_transitions_and_unchanged_windows_compose_once():
 def test_other_orders_and_fewer_pieces_compile_nothing():
     drill = drill_of("c0", "c2", "c5", "c8")  # all of one length
     drill.ask()
-    drill.reorder(["c8", "c5", "c2"])
+    drill.reorder(["c5", "c8", "c2"])
     drill.evict("c2")
     drill.ask()
     drill.recall("c2", "prefill")
-    window = drill.window.reorder(["c5", "c2", "c8"])
+    window = drill.window.reorder(["c8", "c2", "c5"])
     question = tokens_of(drill.backbone, 99, 7)
     with compilations() as compiled:
         drill.paged.run(*window)
         np.asarray(drill.paged.prefill(window[0], question).logits)
-        fewer = window[0].evict("c8")
+        fewer = window[0].evict("c5")
         drill.paged.run(*fewer)
         np.asarray(drill.paged.prefill(fewer[0], question).logits)
     assert not compiled, compiled
@@ -138,7 +138,7 @@ def test_a_failed_run_leaves_rows_and_transitions(monkeypatch: pytest.MonkeyPatc
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("parts", [(1, 1), (4, 3)])
+@pytest.mark.parametrize("parts", [(1, 1), pytest.param((4, 3), marks=SLOW)])
 def test_a_decoded_answer_becomes_a_piece_without_a_forward(parts: tuple[int, int]):
     """Its transition is that of its own tokens: fewer than the convolution reads, and more."""
     drill, count = drill_of("c0", "c1"), sum(parts)

@@ -11,7 +11,11 @@ from window_drill import Drill
 
 @pytest.mark.parametrize(
     ("name", "keep"),
-    [("unlike", "rotating"), ("shared", "rotating"), pytest.param("unlike", "none", marks=pytest.mark.slow)],
+    [
+        ("unlike", "rotating"),
+        pytest.param("shared", "rotating", marks=pytest.mark.slow),
+        pytest.param("unlike", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_every_edit_equals_a_prefill_over_contiguous_contexts(name: str, keep: str):
     drill = Drill(name, host=False, keep=keep)
