@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, rotate_kv
+from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, identity, rotate_kv
 from ..errors import InputError, PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
@@ -174,14 +174,7 @@ class PagedPool:
     @functools.cached_property
     def unit(self) -> dict[str, Float[Array, "L R _ _"]]:
         """Transition of no tokens, which leaves every state as it is."""
-        parts = {}
-        for channel in self.layout.parts:
-            rows, width = channel.rows or 0, channel.width
-            value = np.zeros((self.layout.depth(channel.name), rows, channel.heads, width), np.float32)
-            if channel.name == "map":
-                value[:] = np.eye(rows, dtype=np.float32)[:, None] if width > 1 else 1.0
-            parts[channel.name] = jnp.asarray(value)
-        return parts
+        return identity(self.layout)
 
     def before_answer(self, pieces: Sequence[ResidentPiece]) -> Composed | None:
         """Returns what an answer is decoded behind: the state of the pieces, and the map of no tokens."""

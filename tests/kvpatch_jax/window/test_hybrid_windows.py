@@ -26,7 +26,12 @@ def drill_of(*ids: str, **options: Any) -> Drill:
 
 
 @pytest.mark.parametrize(
-    "options", [{"host": True}, pytest.param({"keep": "none", "aligned": False, "gather": True}, marks=SLOW)]
+    "options",
+    [
+        {"host": False},
+        pytest.param({"host": True}, marks=SLOW),
+        pytest.param({"host": True, "keep": "none", "aligned": False, "gather": True}, marks=SLOW),
+    ],
 )
 def test_every_edit_equals_a_prefill_over_contiguous_contexts(options: dict[str, Any]):
     """Rows and composed transitions of both executors; bytes and FLOPs of the edits are what was executed."""
