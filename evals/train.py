@@ -206,8 +206,8 @@ def draw_curve(folder: Path, kinds: Sequence[str] = SMALL_TRAINING.recipe.kinds)
 
 
 _HELP = {
-    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl, qwen3_5; modality: images, "
-    "video, rendered, words, sound)",
+    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl, qwen3_5; modality: "
+    "images, video, rendered, words, sound)",
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
     "batch": "contexts per step",

@@ -150,8 +150,9 @@ def start_linear(attention: LinearAttention) -> None:
     of keys, a convolution that passes a token's own input most of all, and decays from 0.001 to 0.1 over the heads.
 
     What such a layer reads is normed, so that it would add as much where nothing that it knows is asked for, and tokens
-    could no longer be told by what they show. The decays are those that Mamba-2 and the gated delta rule start from (arXiv 2405.21060, 2412.06464), with a rate of
-    1 for all heads: what stands a page's length in front would be forgotten at the rates drawn there.
+    could no longer be told by what they show. The decays are those that Mamba-2 and the gated delta rule start from
+    (arXiv 2405.21060, 2412.06464), with a rate of 1 for all heads: what stands a page's length in front would be
+    forgotten at the rates drawn there.
     """
     attention.query.kernel[...] = jnp.copy(attention.key.kernel[...])
     for taps in (attention.key_taps, attention.value_taps):
