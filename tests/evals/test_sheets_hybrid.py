@@ -12,16 +12,18 @@ from flax import nnx
 import kvpatch_jax as kvp
 from evals import sheets_task
 from evals.arms import ReusedPage, arm_makers, make_arms, query_aware_names
+from evals.datasets import PackedProbe
 from evals.probes import transitions
 from evals.results.costs import stored_bits
 from evals.sheets_task import SIZES, VOCABULARY
+from evals.sheets_task.dataset import SHEETS_DATASET
 from evals.sheets_task.instances import qwen3_5
 from evals.sheets_task.reader import PackedReader, class_shares, energy_ranks, move_page
 from evals.sheets_task.task_spec import SHEETS
 from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
 from evals.small_task.training import image_plan, make_tokenizer, run_branches
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import LayoutError
+from kvpatch_jax.errors import InputError, LayoutError
 from models import ModelBackbone
 
 SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, 4, 64)})
@@ -39,6 +41,7 @@ def backbone() -> ModelBackbone:
     return ModelBackbone(config, nnx.to_pure_dict(nnx.state(model)), images, make_tokenizer(VOCABULARY.names))
 
 
+@pytest.mark.slow
 def test_each_question_reads_what_it_would_alone(backbone: ModelBackbone):
     """Packed questions give what each gives as the end of a prompt of its own: of all that is there, or behind the
     page's rows and the page's own transition where the sheets have slid out.
@@ -128,10 +131,11 @@ def test_what_arms_of_a_hybrid_cost(page: ReusedPage):
     assert made["patch.transition_only.whole"].cost.serving == costs.rotation + linear * (map_ + state + tail)
 
 
-def test_arms_that_run_tokens_again_are_left_out(backbone: ModelBackbone):
+def test_arms_that_run_tokens_again_are_left_out():
     """A linear layer keeps nothing of one token; what a hybrid adds is asked of rows and transitions apart."""
-    names = set(arm_makers(backbone.layout))
-    assert not query_aware_names(backbone.layout)
+    layout = SMALLEST.instance("qwen3_5").config.text.layout
+    names = set(arm_makers(layout))
+    assert not query_aware_names(layout)
     assert not [name for name in names if name.startswith(("first_k", "cacheblend", "residual", "random_tokens"))]
     assert {"blind", "patch.map_only.rank=16", "patch.rows_only.rank=16", "patch.transition_only.whole"} <= names
 
@@ -143,6 +147,26 @@ def test_a_page_alone_is_refused(reader: PackedReader, page: ReusedPage):
         reader.read_alone(page.reference)
     assert set(next(iter(class_shares(page, SMALLEST).values()))) == {"k", "v"}
     assert {name: ranks.shape for name, ranks in energy_ranks(page).items()}["map"] == (2, 3)
+
+
+@pytest.mark.slow
+def test_transitions_are_measured_by_layer_and_head(backbone: ModelBackbone):
+    """Of chunks of 5 and 6 tokens; a backbone without transitions is refused."""
+    probes = {"tiny": PackedProbe("tiny", "tiny")}
+    dataset = dataclasses.replace(SHEETS_DATASET, spec=SMALLEST, probes=probes, questions={"page": 1})
+    rows = transitions.measure(backbone, "fresh", dataset, 1, 2)
+    assert {row["probe"] for row in rows} == {"transition.5", "transition.6"}
+    assert len(rows) == 2 * 3 * 4 * 4
+    assert len(transitions.table(rows).splitlines()) == 2 + 3 * 4
+    norms = [row["value"] for row in rows if row["metric"] == "map_norm"]
+    # No decay lengthens a state.
+    assert 0 < min(norms) < max(norms) <= 1 + 1e-5
+    config, images = SHEETS.instance("qwen3_vl")
+    attention = ModelBackbone(
+        config, nnx.to_pure_dict(nnx.state(initialise(SheetsRecipe(backbone="qwen3_vl")))), images
+    )
+    with pytest.raises(InputError, match="transitions"):
+        transitions.measure(attention, "attention", dataset, 1, 2)
 
 
 def test_statistics_of_transitions():
