@@ -13,7 +13,7 @@ import kvpatch_jax as kvp
 from evals import sheets_task
 from evals.arms import ReusedPage, arm_makers, make_arms, query_aware_names
 from evals.datasets import PackedProbe
-from evals.probes import transitions
+from evals.probes.transitions import map_statistics as transitions
 from evals.results.costs import stored_bits
 from evals.sheets_task import SIZES, VOCABULARY
 from evals.sheets_task.dataset import SHEETS_DATASET

@@ -1,47 +1,27 @@
-"""What trained transitions keep: `python -m evals.probes.transitions --backbone=sheets_qwen3_5`.
-
-Of every chunk of held-out contexts of the sheets task, layer by layer and head by head: how much of a state its map
-lets through (the largest singular value of M), how many directions hold 99.9 % of the energy of M and of B, and how
-much of the state behind it comes from what is in front. Leaves results.json and table.md in --out.
+"""What trained transitions keep, layer by layer and head by head, measured on contexts of the sheets task.
 
 Axis letters: C contexts, L layers with linear attention, K heads, D width of a key, V width of a value.
 """
 
-from .. import extra as extra  # isort: split
-
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 from jaxtyping import Array, Float, Int, Num
 
 from kvpatch_jax.core import fold, through_map, transition_of
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone, load
+from models import ModelBackbone
 
-from ..arms import ReusedPage
-from ..command_line import errors_as_one_line
-from ..compilation import use_compilation_cache
-from ..console import quiet_backends
-from ..datasets import PackedDataset
-from ..results import intervals
-from ..results.environment import environment
-from ..results.parts import make_out
-from ..results.rows import Row, measured_row, write_rows
-from ..results.tables import markdown_table
-from ..rules import RULES
-from ..sheets_task.dataset import SHEETS_DATASET
+from ...arms import ReusedPage
+from ...datasets import PackedDataset
+from ...results import intervals
+from ...results.rows import Row, measured_row
+from ...results.tables import markdown_table
 
 SHARE = 0.999
 """Of the energy that directions are counted for."""
-_BACKBONE = flags.DEFINE_string("backbone", "sheets_qwen3_5", "an instance of the sheets task, or a directory")
-_OUT = flags.DEFINE_string("out", "out/transitions", "folder of results.json and table.md")
-_SEED = flags.DEFINE_integer("seed", RULES.seed, "of the held-out contexts")
-_CONTEXTS = flags.DEFINE_integer("contexts", 16, "of each size", lower_bound=2)
 
 
 def directions(matrix: Float[Array, "*lead D _"], share: float = SHARE) -> Int[Array, "*lead"]:
@@ -126,30 +106,3 @@ def table(rows: list[Row]) -> str:
     for arm in dict.fromkeys(row["arm"] for row in rows):
         lines.append([arm, *(f"{values[probe, arm, metric]:.3g}" for probe, metric in columns)])
     return markdown_table(head, lines)
-
-
-def main(arguments: list[str]) -> None:
-    """Measures every instance that is asked for."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-
-    quiet_backends()
-    use_compilation_cache()
-    folder, rows, texts = Path(_OUT.value), [], []
-    with errors_as_one_line():
-        paths = SHEETS_DATASET.instances(_BACKBONE.value)
-        make_out(folder)
-        for path in paths:
-            own = measure(load(path, dtype="float32"), path.name, SHEETS_DATASET, _SEED.value, _CONTEXTS.value)
-            texts.append(f"{path.name}\n\n{table(own)}")
-            rows += own
-
-    config: dict[str, Any] = {"seed": _SEED.value, "contexts": _CONTEXTS.value, "share": SHARE}
-    write_rows({"config": config, "environment": environment(), "rows": rows}, folder)
-    text = "\n\n".join(texts)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"{text}\nresults: {folder / 'results.json'}")
-
-
-if __name__ == "__main__":
-    app.run(main)
