@@ -122,7 +122,7 @@ NAMES = [name for name in SCENARIOS if name != "put_after_queued"]  # that one o
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("every", [83, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_call_may_fail(base: Path, name: str, every: int):
     assert all_fail(base, name, errno.EIO, every) > 1
 
