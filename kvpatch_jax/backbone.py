@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from .core import PARTS, AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, fold, token_rows
+from .core import PARTS, AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, jitted_fold, token_rows
 from .errors import InputError, LayoutError, PositionError, ShapeError
 
 KV = Mapping[str, Array]
@@ -421,9 +421,6 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
         )
 
 
-_jitted_fold = jax.jit(fold)
-
-
 def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = None) -> EngineKV:
     """Concatenates chunks in the engine frame, in order, to one context; transitions of hybrid models are composed.
 
@@ -477,7 +474,5 @@ def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = No
 
     rows = next(name for name in parts[0] if name not in transition)
     counts = [part[rows].shape[-3] for part in parts] if lengths is None else list(map(jnp.asarray, lengths))
-    composed = _jitted_fold(pieces, counts)
-    # Contexts of one chunk and of many have the same dtypes.
-    result |= {name: value if name == "tail" else value.astype(jnp.float32) for name, value in composed.items()}
+    result |= jitted_fold(pieces, counts)
     return EngineKV({name: result[name] for name in parts[0]})

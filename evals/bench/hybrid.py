@@ -18,11 +18,11 @@ from ..results.environment import environment
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import GOLDENS
 from .hybrid_bytes import FORMS, describe_bytes, draw_bytes
-from .hybrid_loop import WAYS, LoopSizes, counted_flops, hybrid_workload, measure_hybrid_loop, shape_of
+from .hybrid_loop import WAYS, HybridLoopSizes, counted_flops, hybrid_workload, measure_hybrid_loop, shape_of
 from .hybrid_shapes import decoder_of
 from .hybrid_sizes import MODEL, describe_compositions, describe_prefills
 
-LOOP = LoopSizes()
+LOOP = HybridLoopSizes()
 """What is run, and counted at whole shapes."""
 CHEAPER_BAR = 3.0
 """Least ratio of re-prefill to ours, over the loop."""
@@ -46,7 +46,7 @@ def run(*, layers: int = 4, image_tokens: int = 256, seed: int = 0, quick: bool 
     sizes = dataclasses.replace(LOOP, image_tokens=image_tokens)
     raw, name = shape_of(layers), f"Qwen3.5-0.8B's shape, {layers} layers"
     if quick:
-        sizes = LoopSizes(images=4, window=3, image_tokens=16, question_tokens=4, lead_tokens=4)
+        sizes = HybridLoopSizes(images=4, window=3, image_tokens=16, question_tokens=4, lead_tokens=4)
         raw, name = json.loads((GOLDENS / "qwen3_5" / "config.json").read_text()), "tiny"
 
     workload = hybrid_workload(raw, name, sizes, seed)
@@ -63,7 +63,7 @@ def run(*, layers: int = 4, image_tokens: int = 256, seed: int = 0, quick: bool 
     return result | {"rows": rows_of(result)}
 
 
-def counted_loops(sizes: LoopSizes = LOOP) -> list[dict[str, Any]]:
+def counted_loops(sizes: HybridLoopSizes = LOOP) -> list[dict[str, Any]]:
     """Counts the loop at the shapes of Qwen3.5-0.8B and 9B, with images of `COUNTED` tokens."""
     loops = []
     for name in ("Qwen3.5-0.8B", MODEL):

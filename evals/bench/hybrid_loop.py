@@ -36,7 +36,7 @@ VARIANTS = ("reordered", "reordered, and a new image", "recalled")
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopSizes:
+class HybridLoopSizes:
     """Images of the loop and in the window, and tokens of an image, of a question and of the lead."""
 
     images: int = 16
@@ -46,7 +46,7 @@ class LoopSizes:
     lead_tokens: int = 16
 
 
-def hybrid_workload(raw: dict[str, Any], name: str, sizes: LoopSizes, seed: int) -> LoopWorkload:
+def hybrid_workload(raw: dict[str, Any], name: str, sizes: HybridLoopSizes, seed: int) -> LoopWorkload:
     """Draws a hybrid of this `config.json`, and images as embeddings at the positions of a grid, drawn alike."""
     plain = random_backbone(raw, seed)
     generator, width = np.random.default_rng([seed, 2]), plain.config.text.width
@@ -90,7 +90,7 @@ class SnapshotCache:
         return known.index(False) if False in known else len(names)
 
 
-def counted_flops(forward: ForwardCosts, layout: KVLayout, sizes: LoopSizes) -> dict[str, list[int]]:
+def counted_flops(forward: ForwardCosts, layout: KVLayout, sizes: HybridLoopSizes) -> dict[str, list[int]]:
     """Counts the FLOPs of every step of the loop by way, and under "bar" the new image's and question's alone.
 
     Args:
@@ -231,7 +231,7 @@ class HybridPrompts:
 # -------------------------------------------------------------------------------------------------------------- loop
 
 
-def measure_hybrid_loop(workload: LoopWorkload, sizes: LoopSizes) -> Part:
+def measure_hybrid_loop(workload: LoopWorkload, sizes: HybridLoopSizes) -> Part:
     """Runs the loop and the variants by every way, in turns, once to warm up and once on the clock.
 
     Behind a window that grows the snapshots' step is ours without the compositions: its time there is ours.
@@ -288,7 +288,7 @@ def _compared(ours: LoopStep, whole: LoopStep, snapshots: Mapping[str, float]) -
     return part
 
 
-def _new_flops(forward: ForwardCosts, sizes: LoopSizes, new: bool) -> int:
+def _new_flops(forward: ForwardCosts, sizes: HybridLoopSizes, new: bool) -> int:
     """Counts the FLOPs of what no way is spared of a full window: the question, and a new image if there is one."""
     full = sizes.lead_tokens + sizes.window * sizes.image_tokens
     flops = forward.flops(sizes.question_tokens, full) + forward.logit

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.documents import block
+from ..report.documents import ROOT, block
 from ..results.tables import markdown_table
 from .hybrid import LOOP
 from .hybrid_bytes import FORMS
 
-ROOT = Path(__file__).parents[2]
 PAGE, KEPT = Path("docs/experiments/hybrid-costs.md"), Path("docs/hybrid-costs.json")
 SHOWN = (64, 256, 1280, 4096, 16384)
 """Tokens of the chunks in the table."""

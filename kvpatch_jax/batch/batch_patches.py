@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, Output, Tokens, ahead_of, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
-from ..core import PARTS, EngineKV, end_position, fold, to_engine, token_rows
+from ..core import PARTS, EngineKV, end_position, jitted_fold, to_engine, token_rows
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
 from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch, stored
@@ -371,9 +371,6 @@ def stacked(rows: Sequence[Tokens], place: Place) -> Tokens:
     )
 
 
-_jitted_fold = jax.jit(fold)
-
-
 def joined_context(rows: Sequence[Sequence[HostKV]], size: int, place: Place) -> EngineKV:
     """Returns the chunks of each row one after the other, [L,B,size,K,H] for each channel, padded with zeros.
 
@@ -386,7 +383,7 @@ def joined_context(rows: Sequence[Sequence[HostKV]], size: int, place: Place) ->
         for chunks in rows:
             # Lengths as arrays, so that no number of tokens compiles a program.
             counts = [np.asarray(token_rows(kv).shape[1], np.int32) for kv in chunks]
-            composed.append(_jitted_fold([{name: kv[name] for name in parts} for kv in chunks], counts))
+            composed.append(jitted_fold([{name: kv[name] for name in parts} for kv in chunks], counts))
         for name in parts:
             joined[name] = place(np.stack([np.asarray(own[name], np.float32) for own in composed], axis=1), 1)
 

@@ -78,7 +78,9 @@ from .transitions import compose_all as compose_all
 from .transitions import dropped as dropped
 from .transitions import fold as fold
 from .transitions import identity as identity
+from .transitions import jitted_fold as jitted_fold
 from .transitions import map_bound as map_bound
+from .transitions import split_transition as split_transition
 from .transitions import through_map as through_map
 from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of

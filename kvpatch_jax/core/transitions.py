@@ -34,6 +34,11 @@ def transition_of(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
     return {name: jnp.asarray(kv[name]) for name in PARTS if name in kv}
 
 
+def split_transition(kv: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array] | None]:
+    """Returns KV's channels with a row per token, and its transition; None where a model has none."""
+    return {name: value for name, value in kv.items() if name not in PARTS}, transition_of(kv) or None
+
+
 def token_rows(kv: Mapping[str, Any]) -> Any:
     """Returns one of KV's arrays that has a row per token: its shape tells how many there are."""
     return next(value for name, value in kv.items() if name not in PARTS)
@@ -83,11 +88,20 @@ def compose(
 def fold(
     transitions: Sequence[Transition], lengths: Sequence[Int[Array, "..."] | int | None] | None = None
 ) -> dict[str, Float[Array, "..."]]:
-    """Composes the transitions of stretches that follow each other, from left to right."""
-    composed = dict(transitions[0])
+    """Composes the transitions of stretches that follow each other, from left to right.
+
+    Returns:
+      As `compose` does, of one stretch alone too: map and state in float32.
+    """
+    first = {name: jnp.asarray(value) for name, value in transitions[0].items()}
+    composed = {name: value if name == "tail" else value.astype(jnp.float32) for name, value in first.items()}
     for index, following in enumerate(transitions[1:], 1):
         composed = compose(composed, following, None if lengths is None else lengths[index])
-    return {name: jnp.asarray(value) for name, value in composed.items()}
+    return composed
+
+
+jitted_fold = jax.jit(fold)
+"""`fold`, compiled once per number of stretches and shapes; lengths are traced where they are arrays."""
 
 
 def compose_all(

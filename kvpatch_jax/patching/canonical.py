@@ -176,8 +176,11 @@ def _forward_by_part(backbone: Backbone, parts: Sequence[Tokens]) -> list[Mappin
     """Runs a forward over each tokens behind all that precede them: their phase-free KV, with their own transition."""
     values: list[Mapping[str, Array]] = []
     context: EngineKV | None = None
-    for tokens in parts:
+    for number, tokens in enumerate(parts, 1):
         values.append(backbone.prefill(tokens, context=context).kv)
+        # Nothing reads what stands behind the last one.
+        if number == len(parts):
+            break
         placed = to_engine(backbone.layout, values[-1], jnp.asarray(tokens.positions), 0)
         context = joined(placed) if context is None else joined(context, placed)
     return values

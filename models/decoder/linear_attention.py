@@ -79,7 +79,9 @@ class LinearAttention(nnx.Module):
         config, (B, T, _) = self.config, x.shape
         inputs, gate, strength, decay = self._project(x)
         tail = None if before is None else before["tail"][:, :, 0]
-        mixed, last = self._convolve(inputs, tail, filled)
+        mixed = self._convolve(inputs, tail, filled)
+        # Of these tokens alone: zeros in front of fewer than the convolution reads.
+        last = self._last(inputs, tail if composed else None, filled)
 
         def heads(part: Array, count: int) -> Array:
             return part.reshape(B, T, count, -1)
@@ -107,8 +109,6 @@ class LinearAttention(nnx.Module):
             after, map_ = jnp.split(ran.after, [config.value_width], axis=-1)
         else:
             after, map_ = ran.state, ran.map
-            # Of these tokens alone: zeros in front of fewer than the convolution reads.
-            last = self._last(inputs, None, filled)
         assert map_ is not None
 
         output = self.norm(ran.output[..., : config.value_width].astype(x.dtype))
@@ -138,8 +138,8 @@ class LinearAttention(nnx.Module):
 
     def _convolve(
         self, inputs: Float[Array, "B T C"], tail: Float[Array, "B R C"] | None, filled: Bool[Array, "B T"] | None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B R C"]]:
-        """Returns the convolution of tokens behind a tail, in float32, and the tail behind them."""
+    ) -> Float[Array, "B T C"]:
+        """Returns the convolution of tokens behind a tail, in float32."""
         taps = jnp.concatenate([self.query_taps[...], self.key_taps[...], self.value_taps[...]]).astype(jnp.float32)
         tokens, rows = inputs.shape[1], self._rows(inputs, tail, filled)
         wide = rows.astype(jnp.float32)
@@ -149,7 +149,7 @@ class LinearAttention(nnx.Module):
             # Back to where the tokens stand; what padding gets means nothing.
             places = jnp.maximum(jnp.cumsum(filled, axis=1) - 1, 0)
             mixed = jnp.take_along_axis(mixed, places[:, :, None], axis=1)
-        return mixed, self._last(inputs, tail, filled)
+        return mixed
 
     def _rows(self, inputs: Array, tail: Array | None, filled: Array | None) -> Float[Array, "B RT C"]:
         """Returns what the convolution reads: a tail (zeros without one), and the tokens that count, one by one."""

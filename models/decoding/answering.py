@@ -3,7 +3,7 @@
 An answer's tokens depend on its own context, question, sampling and key, and on no row beside it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
-from kvpatch_jax.core import PARTS, Paged, arrays_of, transition_of
+from kvpatch_jax.core import Paged, arrays_of, split_transition
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
@@ -90,7 +90,7 @@ class Answering(LoadedModel):
         state, last = self.programs.state_for(size), np.array([[length - 1]], np.int32)
         arrays = after._replace(pool={}), padded, written, last, draws
         token, cache = self.programs.first_in_pages(state, tokens, pool, *arrays)
-        return token, *_beside(cache)
+        return token, *split_transition(cache)
 
     def advance_answers(
         self, pool: dict[str, Float[Array, "L P O _ _"]], rows: AnswerRows, draws: Draws
@@ -108,7 +108,7 @@ class Answering(LoadedModel):
         """
         state = self.programs.state_for(len(rows.token))
         moved, cache = self.programs.next_in_pages(state, arrays_of(pool), rows, draws)
-        pool, transition = _beside(cache)
+        pool, transition = split_transition(cache)
         token, place, position, index = moved
         return rows._replace(token=token, place=place, position=position, index=index, transition=transition), pool
 
@@ -117,8 +117,3 @@ class Answering(LoadedModel):
     ) -> Iterator[TextPiece]:
         """Yields one answer's tokens as `stream` does, each with the text that it completes."""
         return pieces_of(blocks, self.tokenizer, 1, steps, stop)
-
-
-def _beside(cache: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array] | None]:
-    """Returns a pool, and the transition that came back beside it; None of a model without any."""
-    return {name: value for name, value in cache.items() if name not in PARTS}, transition_of(cache) or None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import Context, Tokens
-from kvpatch_jax.core import compose, transition_of
+from kvpatch_jax.core import compose, identity, transition_of
 
 from ..attention import Mask
 from ..decoder.decoder import Decoder, Earlier
@@ -151,11 +151,7 @@ def _in_chunks(
     for channel in layout.token_channels:
         shape = (layout.depth(channel.name), B, T, channel.heads, channel.width)
         room[channel.name] = jnp.zeros(shape, tokens.embeddings.dtype)
-    for part in layout.parts:
-        shape = (layout.depth(part.name), B, part.rows or 0, part.heads, part.width)
-        room[part.name] = jnp.zeros(shape, tokens.embeddings.dtype if part.name == "tail" else jnp.float32)
-        if part.name == "map":
-            room[part.name] = room[part.name] + jnp.eye(part.width)[:, None]
+    room |= identity(layout, (B,), tokens.embeddings.dtype)
 
     shapes = jax.eval_shape(run, jnp.int32(0), room)
     wanted = T if rows is None else rows.shape[1]

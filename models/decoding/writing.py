@@ -21,7 +21,7 @@ from kvpatch_jax.backbone import (
     check_cached,
     check_tokens,
 )
-from kvpatch_jax.core import DEFAULT, PARTS, EngineKV, Paged, arrays_of, transition_of
+from kvpatch_jax.core import DEFAULT, EngineKV, Paged, arrays_of, split_transition
 from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
@@ -192,8 +192,7 @@ class Writing(LoadedModel):
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
         after: Any = step.cache
         if pages is not None:
-            transition = transition_of(step.cache) or None
-            pool = {name: value for name, value in step.cache.items() if name not in PARTS}
+            pool, transition = split_transition(step.cache)
             after = pages._replace(pool=pool, transition=transition)
         after = EngineKV(after) if isinstance(cache, EngineKV) else after
         hidden = {layer: residual[:, :length] for layer, residual in step.hidden.items()}

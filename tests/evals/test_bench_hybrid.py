@@ -10,7 +10,7 @@ from evals.bench import hybrid, hybrid_bytes, hybrid_page, hybrid_sizes
 from evals.bench.checkpoints import GOLDENS
 from evals.bench.hybrid_loop import (
     VARIANTS,
-    LoopSizes,
+    HybridLoopSizes,
     SnapshotCache,
     counted_flops,
     hybrid_workload,
@@ -19,7 +19,7 @@ from evals.bench.hybrid_loop import (
 )
 from evals.bench.hybrid_shapes import decoder_of
 
-SIZES = LoopSizes(images=4, window=3, image_tokens=8, question_tokens=4, lead_tokens=4)
+SIZES = HybridLoopSizes(images=4, window=3, image_tokens=8, question_tokens=4, lead_tokens=4)
 RAW = json.loads((GOLDENS / "qwen3_5" / "config.json").read_text())
 
 
@@ -43,7 +43,7 @@ def test_counts_are_those_of_forwards_and_compositions():
     layout = decoder.layout.__class__.gqa(4, 1, 256, decoder.layout.rope)
     layout = layout.with_transitions(range(layers), heads, keys, values, tail=(3, 11))
     costs = hybrid.forward_costs(decoder)._replace(token=(token,), pair=(pair,), window=(0,), logit=logit)
-    sizes = LoopSizes(images=3, window=2, image_tokens=8, question_tokens=4, lead_tokens=4)
+    sizes = HybridLoopSizes(images=3, window=2, image_tokens=8, question_tokens=4, lead_tokens=4)
     found = counted_flops(costs, layout, sizes)
 
     def forward(tokens: int, behind: int) -> int:
