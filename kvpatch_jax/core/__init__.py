@@ -25,8 +25,6 @@ from .layout import KVLayout as KVLayout
 from .layout import Positions as Positions
 from .layout import Start as Start
 from .layout import check_uniform as check_uniform
-from .linear_attention import RuleOutput as RuleOutput
-from .linear_attention import delta_rule as delta_rule
 from .ops import ChannelFactors as ChannelFactors
 from .ops import Factors as Factors
 from .ops import FormPlan as FormPlan

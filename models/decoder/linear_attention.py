@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from kvpatch_jax.core import delta_rule
+from kvpatch_jax.core.linear_attention import delta_rule
 
 from .config import LinearConfig
 from .layers import Linear, RMSNorm, normal

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.core import RuleOutput, compose_all, delta_rule
+from kvpatch_jax.core import compose_all
+from kvpatch_jax.core.linear_attention import RuleOutput, delta_rule
 from kvpatch_jax.errors import InputError, ShapeError
 
 HEADS, KEY, VALUE = 2, 8, 6
