@@ -225,6 +225,7 @@ _HELP = {
     "longer": "sheets: the step from which every second batch has 7 or 15 sheets in place of 3",
     "proportions": "sheets: steps at first in which an aggregate question asks how often an ink's cells have each fill",
     "cells_apart": "sheets: whether a tower that lets an image's cells see each other starts with none of it",
+    "begin_with": "sheets: the shipped instance of Qwen3-VL whose weights a hybrid begins with",
     "ink_likeness": "sheets: cosine of an ink's token at the start and what is seen of the ink",
     "reading": "documents: steps at first that ask most of all what the page alone tells",
     "plain": "documents: the step until which all documents look alike",

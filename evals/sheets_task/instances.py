@@ -52,18 +52,25 @@ LINEAR = {
 """Sizes of the hybrid's linear attention: a state of 4 × 32 × 32 numbers in each such layer."""
 
 
-@functools.cache
-def qwen3_5(layers: int = 8, intermediate: int = 128) -> Instance:
-    """Makes Qwen3.5's configuration: three layers of linear attention for each full one, of Qwen3-VL's width here.
+LINEAR_LAYER, FULL_LAYER = "linear_attention", "full_attention"
 
-    Two full layers, because a question about what a page's cell absorbed takes two steps; MLPs half as wide as
-    Qwen3-VL's, so that there are as many parameters. A quarter of each head rotates, as in the released models. Its
-    tower is Qwen3-VL's, without deepstack.
+
+@functools.cache
+def qwen3_5(
+    kinds: tuple[str, ...] = (LINEAR_LAYER, LINEAR_LAYER, FULL_LAYER, LINEAR_LAYER), intermediate: int = 256
+) -> Instance:
+    """Makes Qwen3.5's configuration of Qwen3-VL's sizes here: three layers of linear attention to one full one.
+
+    The released models' full layer is the last of four; here it is the third, and all of a head rotates, not a quarter
+    (docs/experiments/hybrids.md has what other forms learnt). Its tower is Qwen3-VL's, without deepstack.
+
+    Args:
+      kinds: of layers, in their order.
     """
     raw = qwen3_vl().config.to_dict()
     text = {name: value for name, value in raw["text_config"].items() if name not in ("rope_theta", "rope_scaling")}
-    rotation = {"rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
-    text |= {**LINEAR, "num_hidden_layers": layers, "full_attention_interval": 4, "intermediate_size": intermediate}
+    text |= {**LINEAR, "num_hidden_layers": len(kinds), "layer_types": list(kinds), "intermediate_size": intermediate}
+    rotation = {"mrope_section": [12, 10, 10], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
     text |= {"rope_parameters": {"rope_type": "default", "mrope_interleaved": True, **rotation}}
     vision = {**raw["vision_config"], "deepstack_visual_indexes": []}
     architecture = "Qwen3_5ForConditionalGeneration"

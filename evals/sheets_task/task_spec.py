@@ -110,7 +110,6 @@ SHEETS = TaskSpec(
         "qwen2_5_vl": qwen2_5_vl,
         "qwen3_vl": qwen3_vl,
         "qwen3_5": qwen3_5,
-        "qwen3_5_four": functools.partial(qwen3_5, 4, 256),
     },
     sample=task.sample_contexts,
     ask=task.ask,

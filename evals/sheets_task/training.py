@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from models import load
 from models.decoder.linear_attention import LinearAttention
 
 from ..small_task.prefix import branches, pack
@@ -30,9 +31,12 @@ from ..small_task.training import (
     tie_queries,
     tower_inputs,
 )
+from ..trained import SHEETS as TRAINED
 from . import task
+from .hybrid_start import take_weights
 from .task_spec import SHEETS, TaskSpec
 
+SHEETS_QWEN3_VL = TRAINED.with_name("sheets_qwen3_vl")
 MORE_CONTEXTS = {"tiny": 4, "small": 2}
 """Contexts of a step by their size, as multiples of the recipe's batch."""
 TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 8, "override": 1}
@@ -49,6 +53,8 @@ class SheetsRecipe(TrainingRecipe):
       distribution, in place of the most frequent one: whoever looks up one cell gains little by it.
     ink_likeness: cosine of an ink's token at the start and what is seen of the ink; the rest is the same for all inks.
       Below 1 its attention begins even over the cells of the ink.
+    begin_with: the shipped instance of Qwen3-VL whose weights a hybrid begins with; "": none. The choices of starts
+      below are then its own.
     named_by_sight: whether tokens that name something drawn start as the untrained tower's mean features of it.
     tied_init: whether query projections start as copies of the key projections of their group.
     cells_apart: whether a tower that lets an image's cells see each other (Qwen3-VL's) starts with none of it.
@@ -63,6 +69,7 @@ class SheetsRecipe(TrainingRecipe):
     small: int = 250
     longer: int = 850
     proportions: int = 900
+    begin_with: str = ""
     ink_likeness: float = 0.35
     named_by_sight: bool = True
     tied_init: bool = True
@@ -98,11 +105,16 @@ class SheetsRecipe(TrainingRecipe):
 def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
     """Draws parameters: query kernels tied to key kernels, and tokens that start as the tower's features of their kind.
 
-    Both are starts only: nothing of them is in the loss.
+    Both are starts only: nothing of them is in the loss. A recipe that begins with a trained transformer takes its
+    weights instead.
     """
     config, _ = spec.instance(recipe.backbone)
     model = config.family.module(config, nnx.Rngs(recipe.seed))
-    if recipe.cells_apart and recipe.backbone in ("qwen3_vl", "qwen3_5", "qwen3_5_four"):
+    if recipe.begin_with:
+        take_weights(model, config.text, load(SHEETS_QWEN3_VL / recipe.begin_with, dtype="float32").parameters)
+        return model
+
+    if recipe.cells_apart and recipe.backbone in ("qwen3_vl", "qwen3_5"):
         kernel = model.visual.blocks.output.kernel
         kernel[...] = jnp.zeros_like(kernel[...])
 

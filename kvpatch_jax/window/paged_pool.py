@@ -157,7 +157,12 @@ class PagedPool:
         transitions = [piece.transition for piece in pieces if piece.transition is not None]
         key = tuple(map(weakref.ref, transitions))
         made = self._composed.pop(key, None)
-        if made is None:
+        front = self._composed.get(key[:-1]) if key else None
+        if made is None and front is not None:
+            # Most windows are one of the last time with a piece behind it.
+            made = programs.extend_composition(front, transitions[-1].parts or {}, np.int32(pieces[-1].length))
+            self.meter.composed(2, 2)
+        elif made is None:
             # The programs have few numbers of pieces; those that are missing change nothing.
             missing = (1 << (len(pieces) - 1).bit_length()) - len(pieces) if pieces else 1
             parts = (*(transition.parts or {} for transition in transitions), *[self.unit] * missing)

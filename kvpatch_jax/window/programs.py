@@ -19,7 +19,20 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import rotate_patch, splice
 
-from ..core import KVLayout, PackedArray, Rope, flat, fold, is_packed, ops, relocation_tables, rope_tables, unpack
+from ..core import (
+    AnyArray,
+    KVLayout,
+    PackedArray,
+    Rope,
+    compose,
+    flat,
+    fold,
+    is_packed,
+    ops,
+    relocation_tables,
+    rope_tables,
+    unpack,
+)
 from ..core.transitions import through_map
 
 Vectors = dict[str, Float[Array, "L P O _ _"]]
@@ -306,6 +319,17 @@ def compose_transitions(
 ) -> dict[str, Float[Array, "L 1 R _ _"]]:
     """Composes transitions of stretches of tokens, of these lengths, that follow each other; as a context has them."""
     composed = fold(transitions, [lengths[index] for index in range(len(transitions))])
+    return {name: value[:, None] for name, value in composed.items()}
+
+
+@jax.jit
+def extend_composition(
+    front: Mapping[str, Float[Array, "L 1 R _ _"]],
+    last: Mapping[str, Float[Array, "L R _ _"]],
+    length: Int[AnyArray, ""],
+) -> dict[str, Float[Array, "L 1 R _ _"]]:
+    """Composes what `compose_transitions` gave of a context with the stretch behind it, of `length` tokens."""
+    composed = compose({name: value[:, 0] for name, value in front.items()}, last, length)
     return {name: value[:, None] for name, value in composed.items()}
 
 

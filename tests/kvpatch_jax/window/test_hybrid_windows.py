@@ -11,8 +11,10 @@ from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import fold
 from kvpatch_jax.errors import NotFiniteError
 from kvpatch_jax.window import Entry, Prefill, placed, taken
+from kvpatch_jax.window.costs import composing_flops
 from tests.compilations import compilations
 
 SLOW = pytest.mark.slow
@@ -100,6 +102,25 @@ def test_forks_share_transitions_and_unchanged_windows_compose_once():
     drill.abandon()
     drill.ask()
     assert drill.paged.books.transition_bytes == 2 * one
+
+
+def test_a_piece_behind_a_composed_window_is_composed_with_that():
+    """One composition, whatever the window's length; bit for bit that of the window from its start."""
+    drill = drill_of("c0", "c1", "c2")
+    drill.ask()
+    before = drill.paged.ledger.of("transition")
+    drill.append("c3")
+    pieces = [drill.paged.books.held("", id) for id in ("c0", "c1", "c2", "c3")]
+    extended = drill.paged.pool.composed(pieces)
+    spent = [
+        getattr(drill.paged.ledger.of("transition"), name) - getattr(before, name) for name in ("launches", "flops")
+    ]
+    assert spent == [1, composing_flops(drill.backbone.layout)]
+
+    stretches = [{name: np.asarray(value) for name, value in piece.transition.parts.items()} for piece in pieces]
+    whole = fold(stretches, [piece.length for piece in pieces])
+    for name, value in whole.items():
+        np.testing.assert_array_equal(extended[name][:, 0], value, err_msg=name)
 
 
 def test_other_orders_and_fewer_pieces_compile_nothing():
