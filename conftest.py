@@ -15,6 +15,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / "
 # Compiling takes longer than running here: LLVM optimises nothing (XLA's own passes all run), which halves it. Programs
 # for users are compiled with everything; JAX_DISABLE_MOST_OPTIMIZATIONS=0 runs the tests so.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# LLVM takes a sixth less time for the oldest vectors that XLA knows; and rounding is the same on every x86 machine.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
 # Operations keep no stack of callers, which costs a tenth of a compilation; errors show Python's own.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
@@ -51,6 +53,9 @@ LONG = (
     "test_session_reuse.py",
 )
 
+SLOW_CASES = Path(__file__).parent / "tests" / "slow_cases.txt"
+"""Cases marked slow by their ids, a line each: those of parametrised tests above all, of which a cheaper one stays."""
+
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 40_000
 """Every compiled program maps memory of its own. Linux gives a process 65 530 maps; XLA crashes at the next."""
@@ -62,8 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first."""
+    """Marks the slow cases, before `-m` is read, and puts the files that take longest first."""
+    listed = set(SLOW_CASES.read_text("utf-8").splitlines())
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONG)))
 

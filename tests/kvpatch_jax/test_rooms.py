@@ -137,3 +137,12 @@ def test_tests_import_no_private_name():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
                 private += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
     assert not private
+
+
+def test_slow_cases_are_of_tests_that_there_are():
+    """Each line of the list names a file and a test in it, once; its parameters may have changed meanwhile."""
+    lines = (ROOT / "tests/slow_cases.txt").read_text("utf-8").splitlines()
+    assert lines == sorted(set(lines))
+    for line in lines:
+        file, name = line.split("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / file).read_text("utf-8"), line
