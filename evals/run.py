@@ -88,7 +88,7 @@ _TASK = flags.DEFINE_enum(
     ("small", "sheets", "documents"),
     "version 1 of the small task, version 2 (evals.sheets_task), or documents drawn with fonts (evals.documents_task): "
     "the last two have one suite of their own, and --backbone is one of evals/trained/sheets or documents, all, "
-    "sheets_qwen3_vl (the instances of another architecture), or a checkpoint directory",
+    "sheets_qwen3_vl or sheets_qwen3_5 (the instances of another architecture), or a checkpoint directory",
 )
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint",

@@ -26,11 +26,12 @@ from .table import ProbeTable
 from .verdict import COSTS, first_arms, verdict
 from .wording import blind_losses, number, share
 
-KINDS = ("sheets", "sheets_qwen3_vl", "documents")
+KINDS = ("sheets", "sheets_qwen3_vl", "sheets_qwen3_5", "documents")
 """Folders of instances that ship; each kind has a guide of its own."""
 GUIDES = {
     "sheets": Path("docs/experiments/sheets-task.md"),
     "sheets_qwen3_vl": Path("docs/experiments/sheets-task-qwen3-vl.md"),
+    "sheets_qwen3_5": Path("docs/experiments/hybrids.md"),
     "documents": Path("docs/experiments/documents-task.md"),
 }
 KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
@@ -42,6 +43,10 @@ MAIN_ARMS = (
     "patch.rank=16",
     "patch.every_chunk.rank=16",
     "patch.every_chunk.rank=64",
+    "patch.rows_only.rank=16",
+    "patch.transition_only.rank=16",
+    "patch.transition_only.whole",
+    "patch.whole_transition.rank=16",
     "cacheblend.budget=0.15",
     "query_attention.budget=0.15",
     "quantised.bits=3",

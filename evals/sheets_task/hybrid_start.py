@@ -1,7 +1,7 @@
 """A hybrid that begins as a trained transformer: what both have is taken over, and linear attention adds nothing yet.
 
 As in "The Mamba in the Llama" (Wang et al. 2024, arXiv 2408.15237) the layers that stay full keep their attention, and
-the others all but theirs. What linear layers read with begins as the projections that stood in their place.
+the others all but theirs.
 """
 
 from collections.abc import Mapping
@@ -36,10 +36,10 @@ def take_weights(model: Any, text: Any, other: Mapping[str, Any]) -> None:
         own["mlp"] = layer["mlp"]
         own["input_norm"], own["mlp_norm"] = _about_one(layer["input_norm"]), _about_one(layer["mlp_norm"])
 
-        attention, taken = own["attention"], layer["attention"]
-        attention["key"], attention["value"] = taken["key"], taken["value"]
         if isinstance(getattr(model.decoder, stack.name).attention, LinearAttention):
             continue
+        attention, taken = own["attention"], layer["attention"]
+        attention["key"], attention["value"] = taken["key"], taken["value"]
         # A head's gate lies beside its query. Zeros let half of its output through, which is then doubled.
         query = taken["query"]["kernel"].reshape(len(layers), -1, text.heads, text.head_dim)
         both = jnp.concatenate([query, jnp.zeros_like(query)], axis=-1)

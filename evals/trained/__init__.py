@@ -8,8 +8,8 @@ from kvpatch_jax.errors import InputError
 
 ROOT = Path(__file__).parent
 SHEETS = ROOT / "sheets"
-"""Instances of the sheets task (`evals.sheets_task`), each a directory of its own; those of Qwen3-VL's architecture lie
-beside it, in sheets_qwen3_vl."""
+"""Instances of the sheets task (`evals.sheets_task`), each a directory of its own; those of other
+architectures lie beside it, in sheets_qwen3_vl and, hybrids, sheets_qwen3_5."""
 DOCUMENTS = ROOT / "documents"
 """Instances of the documents task (`evals.documents_task`), each a directory of its own."""
 MODALITY = ROOT / "modality"

@@ -17,16 +17,18 @@ from evals.probes.transitions import map_statistics as transitions
 from evals.results.costs import stored_bits
 from evals.sheets_task import SIZES, VOCABULARY
 from evals.sheets_task.dataset import SHEETS_DATASET
+from evals.sheets_task.hybrid_start import take_weights
 from evals.sheets_task.instances import qwen3_5
 from evals.sheets_task.reader import PackedReader, class_shares, energy_ranks, move_page
 from evals.sheets_task.task_spec import SHEETS
 from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
 from evals.small_task.training import image_plan, make_tokenizer, run_branches
+from evals.trained import SHEETS as TRAINED
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, LayoutError
-from models import ModelBackbone
+from models import ModelBackbone, load
 
-SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, 4, 64)})
+SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, intermediate=64)})
 """The task on the hybrid with one full layer."""
 RECIPE = SheetsRecipe(backbone="qwen3_5", batch=1, page=1, sheet=1, chain=2, override=1, aggregate=1, whole=1, tiny=0)
 
@@ -100,7 +102,7 @@ def test_rows_and_transitions_are_repaired_apart(page: ReusedPage, reader: Packe
     said = {name: reader.read(arm.cache).log_probabilities for name, arm in made.items()}
     apart = {name: np.abs(said[name] - said["patch.rank=64"]).max() for name in said}
     assert min(apart[name] for name in (names[0], names[2], names[3])) > 1e-3
-    # 32 directions are all that a map or state of 32 rows has.
+    # 64 directions are all that a map or state of 64 rows has.
     assert apart["patch.whole_transition.rank=64"] < 1e-4
     np.testing.assert_allclose(said["patch.transition_only.whole"], said[names[3]], atol=1e-4)
     rows = [channel.name for channel in page.page.layout.token_channels]
@@ -113,21 +115,21 @@ def test_rows_and_transitions_are_repaired_apart(page: ReusedPage, reader: Packe
 def test_what_arms_of_a_hybrid_cost(page: ReusedPage):
     """Every number of rows and transition counts once; composing is work of placing."""
     costs, linear, full, tokens = page.costs, 3, 1, 6
-    rows, map_, state, tail = 2 * 2 * 64 * tokens, 4 * 32 * 32, 4 * 32 * 32, 3 * 384
+    rows, map_, state, tail = 2 * 2 * 64 * tokens, 4 * 64 * 64, 4 * 64 * 64, 3 * 768
     assert costs.numbers == full * rows + linear * (map_ + state + tail)
     made = dict(make_arms(page, ["quantised.bits=4", "patch.transition_only.whole", "svd.rank=4"]))
-    scales = 32 * (full * 2 * 2 * 64 + linear * 2 * 4 * 32)
+    scales = 32 * (full * 2 * 2 * 64 + linear * 2 * 4 * 64)
     assert made["quantised.bits=4"].cost.stored == (
         4 * (full * rows + linear * (map_ + state)) + 16 * linear * tail + scales
     )
     assert made["patch.transition_only.whole"].cost.stored == 16 * linear * (map_ + state + tail)
-    thin = full * 2 * 4 * (tokens + 128) + linear * 2 * 4 * (32 + 128) + linear * 3 * (3 + 384)
+    thin = full * 2 * 4 * (tokens + 128) + linear * 2 * 4 * (64 + 256) + linear * 3 * (3 + 768)
     assert made["svd.rank=4"].cost.stored == 16 * thin
     assert stored_bits(page.patch(2)) / 2 == 16 * (
-        full * 2 * 2 * (tokens + 128) + linear * 2 * (2 * (32 + 128) + 3 + 384)
+        full * 2 * 2 * (tokens + 128) + linear * 2 * (2 * (64 + 256) + 3 + 768)
     )
-    # Three FLOPs for each of 16 numbers of a key that turn; two matrices times M, two FLOPs for each multiplication.
-    assert costs.rotation == 3 * full * tokens * 2 * 16 + linear * 4 * 2 * 2 * 32**3
+    # Three FLOPs for each of 64 numbers of a key that turn; two matrices times M, two FLOPs for each multiplication.
+    assert costs.rotation == 3 * full * tokens * 2 * 64 + linear * 4 * 2 * 2 * 64**3
     assert made["patch.transition_only.whole"].cost.serving == costs.rotation + linear * (map_ + state + tail)
 
 
@@ -187,3 +189,27 @@ def test_statistics_of_transitions():
             expected = np.linalg.norm(passed) / np.linalg.norm(passed + b)
             assert found["from_front"][0, context, head] == pytest.approx(expected, rel=1e-5)
     assert int(found["map_directions"][0, 0, 0]) == 1
+
+
+def test_a_hybrid_begins_as_the_transformer_it_takes_weights_of():
+    """Logits are the transformer's, without the attention of the layers that are linear and what its tower sends to
+    later layers.
+    """
+    trained = load(TRAINED.with_name("sheets_qwen3_vl") / "qwen3_vl", dtype="float32")
+    config, images = qwen3_5()
+    model = config.family.module(config, nnx.Rngs(0))
+    take_weights(model, config.text, trained.parameters)
+    taken = ModelBackbone(config, nnx.to_pure_dict(nnx.state(model)), images, make_tokenizer(VOCABULARY.names))
+
+    parameters = jax.tree.map(np.array, trained.parameters)
+    parameters["decoder"]["layers"]["attention"]["output"]["kernel"][[0, 1, 3]] = 0
+    parameters["visual"]["deepstack"] = jax.tree.map(np.zeros_like, parameters["visual"]["deepstack"])
+    without = ModelBackbone(trained.config, parameters, images, trained.tokenizer)
+    contexts = sheets_task.sample_contexts(np.random.default_rng(3), 1, SIZES["tiny"])
+    ids, arrays = SHEETS.inputs(config, images, contexts)
+    found, wanted = (
+        np.asarray(backbone.prefill(backbone.embed(ids, **arrays), logits="all").logits)
+        for backbone in (taken, without)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+    assert found.std() > 1
