@@ -80,6 +80,7 @@ from .spliced_cache import Repair as Repair
 from .spliced_cache import RepairBytes as RepairBytes
 from .spliced_cache import Repaired as Repaired
 from .spliced_cache import SplicedCache as SplicedCache
+from .spliced_cache import check_repairable as check_repairable
 from .spliced_cache import deviation as deviation
 from .spliced_cache import largest as largest
 from .spliced_cache import live_tokens as live_tokens

@@ -16,7 +16,16 @@ from ...cache import Chunk, Text, chunk_id, one_form
 from ...core import EngineKV, to_engine
 from ...errors import InputError, StoreError
 from ...patching import lead_digest, lead_tokens, make_chunk
-from ...repair import REPAIRS, RepairBudget, Repaired, SplicedCache, joined_tokens, prefix_caching, splice_prompt
+from ...repair import (
+    REPAIRS,
+    RepairBudget,
+    Repaired,
+    SplicedCache,
+    check_repairable,
+    joined_tokens,
+    prefix_caching,
+    splice_prompt,
+)
 from ...sampling import check_steps
 from ...store import DynamicLibrary, LinkedChunk, LinkedPrompt, Linker, Miss, Reference, StaticLibrary, fetch, pooled
 from .prompt_layout import PromptLayout
@@ -91,6 +100,7 @@ class PromptServer:
     Raises:
       InputError: an unknown repair, retrieval without a dynamic library, or prefix caching of canonicals that were made
         behind a substitute and are no prefix of anything.
+      LayoutError: a hybrid model, or layers of unlike kinds, whose cache no repair mends.
     """
 
     def __init__(
@@ -105,6 +115,7 @@ class PromptServer:
         substitute: Sequence[Any] | None = None,
     ):
         check_is_backbone(backbone, "prompt server")
+        check_repairable(backbone.layout)
         if repair not in REPAIRS:
             raise InputError(f"prompt server.repair: got {repair!r:.40}; expected one of {', '.join(REPAIRS)}")
         if retrieval is not None and dynamic is None:

@@ -9,9 +9,10 @@ import pytest
 from session_cases import image_of, reader
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from transition_cases import LAYOUT
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, UnknownReferenceError
+from kvpatch_jax.errors import InputError, LayoutError, UnknownReferenceError
 from kvpatch_jax.repair import RepairBudget, behind_substitute, encoder_cached_reprefill, vlcache
 from kvpatch_jax.serving.linked_prompts import PromptServer, RequestCache, RetrievalOptions
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, ExactRetriever, StaticLibrary
@@ -285,3 +286,11 @@ def test_requests_without_images_or_without_a_question_are_refused(store, tmp_pa
         with pytest.raises(InputError, match="at least one image, video or sound, and a text at the end"):
             cache.splice(items)
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and ".kv" in path.name]
+
+
+def test_a_hybrid_model_is_refused_before_anything_is_kept(store: ChunkStore):
+    """Its prompts are answered by no repair; what was uploaded would be of no use."""
+    hybrid = copy.copy(backbone())
+    hybrid.layout = LAYOUT
+    with pytest.raises(LayoutError, match="repair: got a hybrid model"):
+        PromptServer(hybrid, StaticLibrary(store, quota=1 << 26))
