@@ -15,8 +15,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / "
 # Compiling takes longer than running here: LLVM optimises nothing (XLA's own passes all run), which halves it. Programs
 # for users are compiled with everything; JAX_DISABLE_MOST_OPTIMIZATIONS=0 runs the tests so.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# LLVM takes a sixth less time for the oldest vectors that XLA knows; and rounding is the same on every x86 machine.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
 # Operations keep no stack of callers, which costs a tenth of a compilation; errors show Python's own.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
