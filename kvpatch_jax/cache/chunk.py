@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Num
 from ..core import (
     PARTS,
     AnyArray,
+    EncodedMap,
     KVEncoding,
     KVLayout,
     PackedArray,
@@ -27,6 +28,7 @@ from ..core import (
     encode_kv,
     expect_frame,
     extent,
+    is_encoded_map,
     is_packed,
 )
 from ..core.encoding import resize
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     # Wherever an array is taken, a packed one decodes.
     KVArray = AnyArray
 else:
-    KVArray = Float[AnyArray, "L *B T _ _"] | PackedArray
+    KVArray = Float[AnyArray, "L *B T _ _"] | PackedArray | EncodedMap
 
 COMPUTED = "kv:"
 """What a content begins with that was computed from kv."""
@@ -124,6 +126,11 @@ class Chunk:
             raise InputError(
                 f"chunk {self.id!r}: got packed {packed} and encoding {self.encoding!r}; expected {rows} packed, and "
                 "the encoding's word (`encode_chunk` makes such chunks)"
+            )
+        if not packed and any(map(is_encoded_map, self.kv.values())):
+            raise InputError(
+                f"chunk {self.id!r}: got a map in factors beside rows as arrays; expected {rows} packed too "
+                "(`encode_chunk` makes such chunks)"
             )
         if "" in (self.content, self.lead):
             raise InputError(
@@ -211,7 +218,7 @@ def _kept(value: Any) -> Any:
     """Returns a value with its writeable NumPy arrays copied; mappings are copied, jax arrays are not."""
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
-    if is_packed(value):
+    if is_packed(value) or is_encoded_map(value):
         return jax.tree.map(_kept, value)
 
     # A read-only view may be of an array that is writeable.
@@ -265,7 +272,8 @@ def _not_finite(values: list[Num[AnyArray, "..."]]) -> list[Array]:
 def check_finite(values: Mapping[str, Any] | list[tuple[str, AnyArray]], what: str) -> None:
     """Raises NotFiniteError, naming the first channel that holds NaN or infinity; packed ones are decoded."""
     named = list(values.items()) if isinstance(values, Mapping) else values
-    counts = jax.device_get(_not_finite([jnp.asarray(value) if is_packed(value) else value for _, value in named]))
+    arrays = [value if isinstance(value, AnyArray) else jnp.asarray(value) for _, value in named]
+    counts = jax.device_get(_not_finite(arrays))
     for (name, _), count in zip(named, counts, strict=True):
         if count:
             raise NotFiniteError(
@@ -281,7 +289,8 @@ def encode_chunk(chunk: Chunk, encoding: KVEncoding | str) -> Chunk:
 
     Returns:
       A chunk whose kv is packed ({channel: `PackedArray`}), and decoded where it is used. Tokens beyond its length take
-      no part in the ranges of groups. The parts of a transition are arrays in bfloat16.
+      no part in the ranges of groups. The parts of a transition are arrays in bfloat16, with a map error the map is an
+      `EncodedMap`, on the host.
 
     Raises:
       InputError: not an encoding, or a chunk that is encoded already.

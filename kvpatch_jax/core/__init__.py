@@ -4,7 +4,12 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 """
 
 from .buckets import Buckets as Buckets
-from .encoding import PART_DTYPE as PART_DTYPE
+from .encoded_map import PART_DTYPE as PART_DTYPE
+from .encoded_map import EncodedMap as EncodedMap
+from .encoded_map import encode_map as encode_map
+from .encoded_map import is_encoded_map as is_encoded_map
+from .encoded_map import unpack_map as unpack_map
+from .encoded_map import with_decoded_map as with_decoded_map
 from .encoding import KVEncoding as KVEncoding
 from .encoding import PackedArray as PackedArray
 from .encoding import encode_kv as encode_kv

@@ -15,7 +15,19 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of, brief
-from ..core import Angles, FormPlan, Heads, PatchFrame, Start, arrays_of, as_start, check_uniform, is_packed, ops
+from ..core import (
+    Angles,
+    FormPlan,
+    Heads,
+    PatchFrame,
+    Start,
+    arrays_of,
+    as_start,
+    check_uniform,
+    is_encoded_map,
+    is_packed,
+    ops,
+)
 from ..errors import InputError
 from .basis import Basis, form_in_basis
 from .byte_budget import ByteBudget, form_ragged
@@ -207,7 +219,7 @@ def _is_canonical(chunk: Chunk, kv: KVArrays) -> bool:
     """Returns whether KV is a chunk's canonical, number for number; of traced arrays, whether it is the same."""
     for name, value in arrays_of(kv).items():
         own = chunk.kv[name]
-        own = jnp.asarray(own) if is_packed(own) else own
+        own = jnp.asarray(own) if is_packed(own) or is_encoded_map(own) else own
         if own is value:
             continue
         if isinstance(own, Tracer) or isinstance(value, Tracer):

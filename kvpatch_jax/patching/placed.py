@@ -23,6 +23,7 @@ from ..core import (
     is_packed,
     ops,
     rotate_kv,
+    with_decoded_map,
 )
 from ..errors import PositionError
 from ..utils.kinds import expect_kind
@@ -145,7 +146,7 @@ def apply_patch(placed: Placed) -> EngineKV:
         check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
 
     # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
-    layout, kv, local = placed.layout, dict(placed.kv), placed.chunk.local
+    layout, kv, local = placed.layout, with_decoded_map(placed.kv), placed.chunk.local
     start: Any = placed.start
     if not placed.factors and not any(map(is_packed, kv.values())):
         return EngineKV(rotate_kv(layout, kv, local, start))

@@ -3,6 +3,7 @@
 The sizes are those of the library's own header and codec, over arrays that take no memory.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ def canonical_bytes(
     Args:
       layout: of the model.
       tokens: of the chunk.
-      encoding: as of `ChunkStore.put`; None: unreduced.
+      encoding: as of `ChunkStore.put`; None: unreduced. With a map error the bytes are the most that a chunk takes: all
+        of its map whole.
       dtype: of the KV as it was prefilled, of its rows.
 
     Raises:
@@ -67,7 +69,7 @@ def canonical_bytes(
 
     axes = () if layout.rope.axes is None else (layout.rope.axes,)
     arrays = {"local": np.broadcast_to(np.float32(0), (tokens, *axes))}
-    layer = _layer(layout, word, tokens, body["dtypes"], packed=bits is not None)
+    layer = _layer(layout, word, tokens, body["dtypes"], bits)
     if bits is not None:
         layer |= _packed_layer(body, layout, bits, tokens)
     for number, name, _ in kept_by_layer(layout):
@@ -84,24 +86,33 @@ def canonical_bytes(
 
 
 def _dtypes(layout: KVLayout, word: str | None, dtype: str) -> dict[str, str]:
-    """Returns the dtype of each channel as it is decoded; few-bit encodings keep a transition in bfloat16."""
-    part = "float32" if few_bits(word) is None else PART_DTYPE.name
-    return {channel.name: dtype if channel.rows is None else part for channel in layout.channels}
+    """Returns the dtype of each channel as it is decoded; few-bit encodings keep a transition in bfloat16.
+
+    A map in factors is decoded to float32.
+    """
+    bits = few_bits(word)
+    part = "float32" if bits is None else PART_DTYPE.name
+    dtypes = {channel.name: dtype if channel.rows is None else part for channel in layout.channels}
+    return dtypes | ({"map": "float32"} if bits is not None and bits.map_error is not None and layout.parts else {})
 
 
 def _layer(
-    layout: KVLayout, word: str | None, tokens: int, dtypes: Mapping[str, str], packed: bool
+    layout: KVLayout, word: str | None, tokens: int, dtypes: Mapping[str, str], bits: KVEncoding | None
 ) -> dict[str, np.ndarray]:
     """Returns one layer's leaves, as `codec.chunk_blob` makes them; their values are zeros that take no memory.
 
     Args:
-      packed: whether the rows of tokens are, whose leaves `_packed_layer` returns.
+      bits: of the rows of tokens, whose leaves `_packed_layer` returns; None: they are arrays.
     """
     leaves: dict[str, np.ndarray] = {}
-    for channel in layout.parts if packed else layout.channels:
+    for channel in layout.channels if bits is None else layout.parts:
         zero = np.zeros((1, channel.heads, channel.width), jnp.dtype(dtypes[channel.name]))
         one, scale = encode(zero, dtype_for(channel, word))
         shape = (channel.rows_for(tokens), channel.heads, channel.width)
+        if channel.name == "map" and bits is not None and bits.map_error is not None:
+            leaves["map.ranks"] = np.broadcast_to(np.int32(0), (channel.heads,))
+            leaves["map.factors"] = np.broadcast_to(np.zeros((), PART_DTYPE), (math.prod(shape),))
+            continue
         leaves[channel.name] = np.broadcast_to(one[:, :1, :1], shape)
         if scale is not None:
             leaves[f"{channel.name}.scale"] = scale

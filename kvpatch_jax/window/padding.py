@@ -10,7 +10,17 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import Chunk, Patch, trusted
-from ..core import PARTS, AnyArray, Buckets, PackedArray, PhaseFreeKV, Quantised, RaggedFactors, is_low_rank
+from ..core import (
+    PARTS,
+    AnyArray,
+    Buckets,
+    EncodedMap,
+    PackedArray,
+    PhaseFreeKV,
+    Quantised,
+    RaggedFactors,
+    is_low_rank,
+)
 from ..core.encoding import resize as resize_packed
 
 Resize = Callable[[AnyArray, int, int], AnyArray]
@@ -50,7 +60,7 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     kv: dict[str, Any] = {}
     for name, value in chunk.kv.items():
         if name in PARTS:
-            kv[name] = value if isinstance(value, PackedArray) else jnp.asarray(value)
+            kv[name] = value if isinstance(value, PackedArray | EncodedMap) else jnp.asarray(value)
             continue
         # Packed tokens are rows of a matrix, and stay packed.
         packed = isinstance(value, PackedArray)

@@ -12,7 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import Buckets, EngineKV, Factors, KVLayout, Paged, PhaseFreeKV, as_start, identity, rotate_kv
+from ..core import (
+    Buckets,
+    EngineKV,
+    Factors,
+    KVLayout,
+    Paged,
+    PhaseFreeKV,
+    as_start,
+    identity,
+    rotate_kv,
+    with_decoded_map,
+)
 from ..errors import InputError, PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
@@ -247,7 +258,7 @@ class PagedPool:
         parts, factors = {name: kv[name] for name in self._part_names}, factors or {}
         if piece.transition is not None:
             own = {name: factor for name, factor in factors.items() if name in parts}
-            made = programs.make_transition(self.layout, parts, own, **options)
+            made = programs.make_transition(self.layout, with_decoded_map(parts), own, **options)
             lower = None if below is None else below.parts
             piece.transition.parts = made if lower is None else programs.replace_upper_layers(lower, made)
 
