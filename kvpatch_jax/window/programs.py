@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import rotate_patch, splice
 
 from ..core import (
-    AnyArray,
     KVLayout,
     PackedArray,
     Rope,
@@ -326,7 +325,7 @@ def compose_transitions(
 def extend_composition(
     front: Mapping[str, Float[Array, "L 1 R _ _"]],
     last: Mapping[str, Float[Array, "L R _ _"]],
-    length: Int[AnyArray, ""],
+    length: Int[Array, ""],
 ) -> dict[str, Float[Array, "L 1 R _ _"]]:
     """Composes what `compose_transitions` gave of a context with the stretch behind it, of `length` tokens."""
     composed = compose({name: value[:, 0] for name, value in front.items()}, last, length)
