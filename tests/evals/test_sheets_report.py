@@ -155,6 +155,20 @@ def test_what_is_said_of_the_second_architecture():
     assert mean("query_attention.budget=0.15", "chain") > 0.99
 
 
+def test_what_is_said_of_the_hybrid():
+    """Its guide: as much is lost as in a transformer; rows of the full layer bring it back, transitions nothing."""
+    kept = json.loads((ROOT / report.KEPT["sheets_qwen3_5"]).read_text("utf-8"))
+    value = {(row["arm"], row["metric"]): row["value"] for row in kept["rows"] if row["probe"] == "sheets.4"}
+    chain, aggregate = (lambda arm, kind=kind: value[arm, f"accuracy.{kind}"] for kind in ("chain", "aggregate"))
+    assert chain("re-prefill") > 0.99
+    assert aggregate("re-prefill") > 0.97
+    assert max(chain("blind"), aggregate("blind")) < 0.1
+    assert chain("patch.rows_only.rank=8") > 0.99
+    assert aggregate("patch.rows_only.rank=32") > aggregate("re-prefill") - 0.01
+    for arm in ("patch.transition_only.rank=16", "patch.transition_only.whole"):
+        assert max(abs(chain(arm) - chain("blind")), abs(aggregate(arm) - aggregate("blind"))) < 0.01
+
+
 def test_which_arms_are_asked():
     """Every way that could win with four chunks; fewer, but all ranks and the question's own, with more chunks."""
     layout = KVLayout.gqa(4, 2, 64, Rope(1e4, 64))
