@@ -41,6 +41,7 @@ HOLDS = {
     "batches": ["(report.answered, report.failed) == (1, 0)"],
     "certificates": ["alone > 0", "among > 0", "mixed > 0"],
     "checkpoint": ["int(counts.sum()) == counts.shape[0] * 2 * tokens.embeddings.shape[1]"],  # two experts a token
+    "hybrids": ["np.allclose(whole['state'], again['state'], atol=1e-5)", "few.ranks.tolist() == [[1, 1]]"],
     "index": ["session.closed"],
     "extending": ["page_error < 1e-5", "right['blind'] < right['deep_half']", "toy_chunk.tokens == 12"],
     "generation": ["both.shape == (2, 4)"],
@@ -52,6 +53,8 @@ HOLDS = {
         "{'conditions', 'no lost update', 'one winner'} <= set(broken)",
         "[path.endswith('.kv.safetensors') for path in Service.values] == [True]",
     ],
+    "repairs": ["repaired.flops > 0", "set(repaired.cache) == {'k', 'v'}"],
+    "sizing": ["one.rate > 0", "abs(sum(one.hits) - 1) < 1e-9"],
     "serving": ["backbone.text(answer[0]) == 'b5'", "kv['k'].shape[1] == len(slots)"],
     "start": ["both_patches['k'].shape[0] == 2"],
     "store": [
