@@ -169,7 +169,7 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
         check_language(path, dataset.spec.vocabulary.names, dataset.task, shipped)
     make_out(folder)
 
-    folder_of = paths[0].parent
+    group = paths[0].parent
     controls = [path.name for path in paths if path.name.endswith(NO_WINDOW) and len(paths) > 1]
     sizes, file = RunSizes(seed, contexts), folder / PARTS
     tables = {path.name: measure_instance(path, sizes, dataset, file, control=path.name in controls) for path in paths}
@@ -182,7 +182,7 @@ def run(name: str, seed: int, folder: Path, dataset: PackedDataset, *, quick: bo
         "config": {
             "task": dataset.task,
             # Shipped instances lie in a folder of their kind.
-            "kind": folder_of.name if len(paths) > 1 or folder_of.parent == dataset.folder.parent else dataset.task,
+            "kind": group.name if len(paths) > 1 or group.parent == dataset.folder.parent else dataset.task,
             "probes": {probe: described.title for probe, described in dataset.probes.items()},
             "visible": list(dataset.visible),
             "model": "mean" if len(seeds) > 1 else next(iter(seeds)),

@@ -61,13 +61,16 @@ class Trainer:
       folder: of recipe.json, checkpoints and curve; one that was used resumes.
 
     Raises:
-      ConfigError: the folder holds another recipe, or the recipe names an unknown backbone.
+      ConfigError: the folder holds another recipe, or the recipe names an unknown backbone or start.
     """
 
     def __init__(self, recipe: TrainingRecipe, folder: Path):
         self.recipe, self.folder = recipe, folder
         self.task = next(task for task in TASKS.values() if task.recipe is type(recipe))
         self.config, self.images = self.task.instance(recipe.backbone)
+
+        # A recipe that cannot begin leaves no folder behind, which would refuse the corrected one.
+        self.graph, state = nnx.split(self.task.initialise(recipe))
 
         # A folder is of one recipe, so that what resumes is what began.
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,6 @@ class Trainer:
             raise ConfigError(f"{path}: got another recipe; expected the one asked for, or an empty --out")
         path.write_text(text)
 
-        self.graph, state = nnx.split(self.task.initialise(recipe))
         self.optimiser = make_optimiser(recipe)
         # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.
         self.state, self.moments = jax.device_put((state, jax.jit(self.optimiser.init)(state)), jax.local_devices()[0])

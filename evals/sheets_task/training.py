@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from kvpatch_jax.errors import ConfigError
 from models import load
 from models.decoder.linear_attention import LinearAttention
 
@@ -107,8 +108,13 @@ def initialise(recipe: SheetsRecipe, spec: TaskSpec = SHEETS) -> Any:
 
     Both are starts only: nothing of them is in the loss. A recipe that begins with a trained transformer takes its
     weights instead.
+
+    Raises:
+      ConfigError: a backbone that is no hybrid is to begin with a transformer's weights.
     """
     config, _ = spec.instance(recipe.backbone)
+    if recipe.begin_with and not config.text.layout.parts:
+        raise ConfigError(f"begin_with: got {recipe.begin_with!r} for backbone {recipe.backbone!r}; expected a hybrid")
     model = config.family.module(config, nnx.Rngs(recipe.seed))
     if recipe.begin_with:
         take_weights(model, config.text, load(SHEETS_QWEN3_VL / recipe.begin_with, dtype="float32").parameters)

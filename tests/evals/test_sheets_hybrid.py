@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,10 @@ from evals.sheets_task.reader import PackedReader, class_shares, energy_ranks, m
 from evals.sheets_task.task_spec import SHEETS
 from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
 from evals.small_task.training import image_plan, make_tokenizer, run_branches
+from evals.train import Trainer
 from evals.trained import SHEETS as TRAINED
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import InputError, LayoutError
+from kvpatch_jax.errors import ConfigError, InputError, LayoutError
 from models import ModelBackbone, load
 
 SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, intermediate=64)})
@@ -189,6 +191,17 @@ def test_statistics_of_transitions():
             expected = np.linalg.norm(passed) / np.linalg.norm(passed + b)
             assert found["from_front"][0, context, head] == pytest.approx(expected, rel=1e-5)
     assert int(found["map_directions"][0, 0, 0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("backbone", "begin_with", "said"),
+    [("qwen2_5_vl", "qwen3_vl", "begin_with: got 'qwen3_vl'"), ("qwen3_5", "nope", "nope")],
+)
+def test_what_cannot_begin_leaves_no_folder(tmp_path: Path, backbone: str, begin_with: str, said: str):
+    """A transformer that is to begin as another, and weights that there are not: the same --out serves what can."""
+    with pytest.raises(ConfigError, match=said):
+        Trainer(SheetsRecipe(backbone=backbone, begin_with=begin_with), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_hybrid_begins_as_the_transformer_it_takes_weights_of():
