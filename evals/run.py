@@ -87,8 +87,9 @@ _TASK = flags.DEFINE_enum(
     "small",
     ("small", "sheets", "documents"),
     "version 1 of the small task, version 2 (evals.sheets_task), or documents drawn with fonts (evals.documents_task): "
-    "the last two have one suite of their own, and --backbone is one of evals/trained/sheets or documents, all, "
-    "sheets_qwen3_vl or sheets_qwen3_5 (the instances of another architecture), or a checkpoint directory",
+    "the last two have one suite of their own, sheets also window, and --backbone is one of evals/trained/sheets or "
+    "documents, all, sheets_qwen3_vl or sheets_qwen3_5 (the instances of another architecture), or a checkpoint "
+    "directory",
 )
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint",
@@ -99,8 +100,8 @@ _CHECKPOINT = flags.DEFINE_string(
 _PARTS = flags.DEFINE_integer(
     "parts",
     0,
-    "--suite=pretrained, repairs, bytes or modality: at most so many parts now, 0 for all; the same command goes on "
-    "from there",
+    "--suite=pretrained, repairs, bytes or modality, or window of the sheets task: at most so many parts now, 0 for "
+    "all; the same command goes on from there",
     lower_bound=0,
 )
 _ARMS = flags.DEFINE_enum(
@@ -274,6 +275,22 @@ def run_modality() -> None:
     print(f"results: {out / 'results.json'}", flush=True)
 
 
+def run_sheet_windows() -> None:
+    """Runs the window's operations on the sheets task, on instances of one architecture or of both that compare."""
+    from . import runner
+    from .sheet_windows import document, suite
+
+    name = _BACKBONE.value if _BACKBONE.present else "all"
+    out = Path(_OUT.value if _OUT.present else "out/sheet_windows")
+    with errors_as_one_line():
+        found = suite.instances(name)
+        make_out(out)
+        contexts = suite.QUICK_CONTEXTS if _QUICK.value else suite.CONTEXTS
+        results = runner.run_recorded(suite.dataset(found, _SEED.value, contexts), out, _PARTS.value)
+    print(document.printed(results))
+    print(f"results: {out / 'results.json'}", flush=True)
+
+
 def run_packed() -> None:
     """Runs a task of packed questions."""
     from . import runner
@@ -328,7 +345,13 @@ def main(arguments: list[str]) -> None:
         run_bytes()
     elif suite == (MODALITY,):
         run_modality()
+    elif _TASK.value == "sheets" and suite == (WINDOW,):
+        run_sheet_windows()
     elif _TASK.value != "small":
+        if _SUITE.value != ["all"]:
+            also = " or window" if _TASK.value == "sheets" else ""
+            given = ",".join(_SUITE.value)
+            raise app.UsageError(f"--suite: got {given} with --task={_TASK.value}; expected none{also}")
         run_packed()
     else:
         run_small(suite)

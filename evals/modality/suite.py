@@ -12,6 +12,7 @@ from models import ModelBackbone, load
 
 from ..arms import make_arms
 from ..datasets import RecordedDataset
+from ..probes.item_records import Record, answer_records, items_from
 from ..probes.results_table import ProbeItems
 from ..report.summary import NO_WINDOW
 from ..results.headline import headline_rows
@@ -26,14 +27,11 @@ from ..trained import MODALITY, training_of
 from .task import FULL
 from .task_spec import MODALITIES
 
-Record = dict[str, Any]
 REFERENCE, BLIND = "re-prefill", "blind"
 WITHOUT, BOUND = "without_antecedent", "page_of_re-prefill"
 """The page prefilled alone, and the page as re-prefill leaves it; questions do not look at what is in front."""
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy")
 QUICK_CONTEXTS = 16
-DIGITS = 4
-"""Significant digits of an answer's KL in the file of parts."""
 
 
 def instances(folder: Path = MODALITY) -> dict[str, Path]:
@@ -99,31 +97,17 @@ def reader_of(backbone: ModelBackbone, spec: TaskSpec, seed: int, number: int) -
 def records_of(backbone: ModelBackbone, name: str, seed: int, number: int) -> Iterator[Record]:
     """Measures every arm on one batch: whether each question is answered right, and its KL from re-prefill's answer."""
     reader = reader_of(backbone, MODALITIES[modality_of(name)], seed, number)
-    asked, page = reader.asked(""), reader.page
-    keep = asked.valid
-    clusters = number * len(page) + np.arange(len(page))
-    reference = reader.read(page.reference)
-    yield {
-        "instance": name,
-        "arm": REFERENCE,
-        "kind": asked.kind[keep].tolist(),
-        "cluster": np.broadcast_to(clusters[:, None], keep.shape)[keep].tolist(),
-        "predicted": reference.predicted[keep].tolist(),
-        "kl": [0.0] * int(keep.sum()),
+    page = reader.page
+    answers = {
+        REFERENCE: reader.read(page.reference),
+        WITHOUT: reader.read_alone(page.cache()),
+        BOUND: reader.read_alone(page.reference),
     }
-
-    answers = {WITHOUT: reader.read_alone(page.cache()), BOUND: reader.read_alone(page.reference)}
     for arm, made in make_arms(page, RULES.modality["arms"]):
         if arm != REFERENCE:
             answers[arm] = reader.read(made.cache)
-    for arm, said in answers.items():
-        kl = said.divergence_from(reference)[keep]
-        yield {
-            "instance": name,
-            "arm": arm,
-            "predicted": said.predicted[keep].tolist(),
-            "kl": [float(f"{value:.{DIGITS}g}") for value in kl],
-        }
+    clusters = number * len(page) + np.arange(len(page))
+    yield from answer_records({"instance": name}, reader.asked(""), clusters, answers, REFERENCE)
 
 
 def rows_of(finished: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -162,13 +146,5 @@ def mean_of(modality: str) -> str:
 
 def items_of(records: Sequence[Mapping[str, Any]]) -> ProbeItems:
     """Collects the answers to all batches of one instance."""
-    items = ProbeItems(f"modality.{modality_of(records[0]['instance'])}", REFERENCE, BLIND)
-    items.kinds = KINDS
-    for record in records:
-        if record["arm"] == REFERENCE:
-            items.asked["kind"].append(np.asarray(record["kind"]))
-            items.asked["cluster"].append(np.asarray(record["cluster"]))
-            items.asked["answer"].append(np.ones(len(record["kind"]), int))
-        items.predicted.setdefault(record["arm"], []).append(np.asarray(record["predicted"]))
-        items.divergence.setdefault(record["arm"], []).append(np.asarray(record["kl"], float))
-    return items
+    label = f"modality.{modality_of(records[0]['instance'])}"
+    return items_from(records, label, REFERENCE, BLIND, KINDS)

@@ -20,7 +20,8 @@ from models import ModelBackbone
 from ..datasets import PackedDataset
 from ..documents_task.dataset import DOCUMENTS_DATASET
 from ..sheets_task.dataset import SHEETS_DATASET
-from ..sheets_task.reader import PackedAnswers, PackedReader
+from ..sheets_task.packed_answers import PackedAnswers
+from ..sheets_task.reader import PackedReader
 from ..sheets_task.task import KINDS
 from ..small_task.prefix import within_own
 from ..small_task.scenes import log_probabilities

@@ -6,7 +6,7 @@ tokens of all of them, T tokens of the page, n chosen ones, C classes, S keys, L
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +22,10 @@ from models import ModelBackbone
 
 from ..arms.query_aware import marks_of
 from ..arms.reused_page import KV, ReusedPage, chunk_of, joined
-from ..small_task.prefix import Prefix, positions_behind, prefix_positions, within_own
+from ..small_task.prefix import Prefix, positions_behind, prefix_positions
 from ..small_task.reader import received_attention
-from ..small_task.scenes import divergence, log_probabilities
+from ..small_task.scenes import log_probabilities
+from .packed_answers import PackedAnswers, QuestionItems, groups_of, items_of, joined_answers, read_packed
 from .task import KINDS, SheetsContexts, SheetsQuestions
 from .task_spec import SHEETS, TaskSpec
 
@@ -33,32 +34,18 @@ MOVED = 37
 
 def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec = SHEETS) -> ReusedPage:
     """Prefills every image alone and all of them as one prompt, and places the prompt `MOVED` positions further on."""
-    config, count = backbone.config, len(contexts)
-    settings = spec.settings(backbone)
-    form = spec.form_of(config, settings, contexts.size)
-    ids, arrays = spec.inputs(config, settings, contexts)
-    shown = np.ones((count, form.chunks), bool)
-    positions, _ = prefix_positions(form, shown, np.zeros(count, int))
-    at_zero = backbone.embed(ids, positions, **arrays)
-
-    chunks, alone = [], at_zero
-    for place, where in enumerate(form.slices):
-        local = np.broadcast_to(form.chunk_local[place], (count, *form.chunk_local[place].shape))
-        # The features that a tower adds to deeper layers (Qwen3-VL's DeepStack) belong to the chunk as well.
-        alone = at_zero.take(where.start, where.stop)._replace(positions=jnp.asarray(local))
-        name = f"{place}:" + "-".join(map(str, contexts.ink_seed[:2].tolist()))
-        chunks.append(chunk_of(backbone, backbone.prefill(alone).kv, form.chunk_local[place], name, name))
-
+    count = len(contexts)
+    form, at_zero, images = images_alone(backbone, contexts, spec)
     conditioned, reference, transitions = _conditioned(backbone, at_zero, form)
-    moved, _ = prefix_positions(form, shown, np.full(count, MOVED))
+    moved, _ = prefix_positions(form, np.ones((count, form.chunks), bool), np.full(count, MOVED))
     page = ReusedPage(
         backbone=backbone,
         contexts=contexts,
         form=form,
-        chunks=tuple(chunks),
+        chunks=tuple(chunk for _, chunk in images),
         starts=tuple(int(start) for start in MOVED + np.cumsum([0, *form.spans[:-1]])),
         tokens=at_zero._replace(positions=jnp.asarray(moved)),
-        alone=alone,
+        alone=images[-1][0],
         conditioned=conditioned,
         reference=dict(kvp.to_engine(backbone.layout, {**conditioned, **reference}, moved, 0)),
         front={},
@@ -66,6 +53,28 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
     )
     page.front = joined([page.placed(place=place) for place in range(form.chunks)])
     return page
+
+
+def images_alone(
+    backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec = SHEETS
+) -> tuple[Prefix, Tokens, list[tuple[Tokens, kvp.Chunk]]]:
+    """Prefills every image alone: the prefix's form, its tokens from position 0, and each image's own with its
+    canonical, the page last.
+    """
+    config, settings, count = backbone.config, spec.settings(backbone), len(contexts)
+    form = spec.form_of(config, settings, contexts.size)
+    ids, arrays = spec.inputs(config, settings, contexts)
+    positions, _ = prefix_positions(form, np.ones((count, form.chunks), bool), np.zeros(count, int))
+    at_zero = backbone.embed(ids, positions, **arrays)
+
+    images = []
+    for place, (where, own) in enumerate(zip(form.slices, form.chunk_local, strict=True)):
+        # The features that a tower adds to deeper layers (Qwen3-VL's DeepStack) belong to the chunk as well.
+        local = jnp.asarray(np.broadcast_to(own, (count, *own.shape)))
+        alone = at_zero.take(where.start, where.stop)._replace(positions=local)
+        name = f"{place}:" + "-".join(map(str, contexts.ink_seed[:2].tolist()))
+        images.append((alone, chunk_of(backbone, backbone.prefill(alone).kv, own, name, name)))
+    return form, at_zero, images
 
 
 def _conditioned(backbone: ModelBackbone, tokens: Tokens, form: Prefix) -> tuple[KV, KV, tuple[KV, ...]]:
@@ -82,40 +91,6 @@ def _conditioned(backbone: ModelBackbone, tokens: Tokens, form: Prefix) -> tuple
     transitions = tuple(transition_of(piece) for piece in pieces)
     whole, composed = joined(pieces), fold(transitions)
     return {name: value for name, value in whole.items() if name not in composed}, composed, transitions
-
-
-class QuestionItems(NamedTuple):
-    """Packed questions as items: kind, whether it is asked, and the "answer" 1 (right), [B, Q] each."""
-
-    kind: np.ndarray
-    valid: np.ndarray
-    answer: np.ndarray
-
-
-class PackedAnswers:
-    """What an arm answers to packed questions, item by item.
-
-    A question of several tokens is right where all of them are, as greedy decoding would have it; its KL is their sum.
-    """
-
-    def __init__(self, log_probabilities: Float[np.ndarray, "B M V"], questions: SheetsQuestions):
-        self.log_probabilities, self.questions = log_probabilities, questions
-
-    @property
-    def predicted(self) -> Int[np.ndarray, "B Q"]:
-        """1 where a question is answered right, else 0."""
-        expected = self.questions.answer
-        right = (self.log_probabilities.argmax(axis=-1) == expected) | (expected < 0)
-        return np.stack([right[:, own].all(axis=1) for own in self._spans()], axis=1).astype(int)
-
-    def divergence_from(self, reference: "PackedAnswers") -> Float[np.ndarray, "B Q"]:
-        """Computes KL(reference ‖ this) per question, in nats."""
-        by_token = divergence(reference.log_probabilities, self.log_probabilities)
-        by_token = np.where(self.questions.answer >= 0, by_token, 0.0)
-        return np.stack([by_token[:, own].sum(axis=1) for own in self._spans()], axis=1)
-
-    def _spans(self) -> list[Bool[np.ndarray, " M"]]:
-        return [self.questions.own == number for number in range(len(self.questions.kind))]
 
 
 class PackedReader:
@@ -135,18 +110,11 @@ class PackedReader:
         shown, count = np.ones((len(page), self.form.chunks), bool), len(page)
         _, behind = prefix_positions(self.form, shown, np.full(count, MOVED))
         self.behind = positions_behind(self.form, behind, questions.step)
-        # Questions of one length are read together: the columns [Q, N] of each length.
-        by_length: dict[int, list[np.ndarray]] = {}
-        for number in range(questions.own.max() + 1):
-            columns = np.flatnonzero(questions.own == number)
-            by_length.setdefault(len(columns), []).append(columns)
-        self.groups = [np.stack(by_length[length]) for length in sorted(by_length)]
+        self.groups = groups_of(questions)
 
     def read(self, cache: KV, probe: str = "") -> PackedAnswers:
         """Asks all questions over a cache of the prefix."""
-        if self.backbone.layout.parts:
-            return self.joined_answers([self._read_apart(group, cache) for group in self.groups])
-        return self._answers(cache, slice(0, self.form.prefix_tokens))
+        return read_packed(self.backbone, self.questions, self.behind, cache)
 
     def read_alone(self, cache: KV) -> PackedAnswers:
         """Asks all questions over the page's part of a cache: what is in front of it is not looked at.
@@ -158,38 +126,11 @@ class PackedReader:
             raise LayoutError(
                 f"page alone: got a cache of {self.backbone.layout.names}; expected one with a row per token alone"
             )
-        return self._answers(cache, self.form.page)
-
-    def _answers(self, cache: KV, seen: slice) -> PackedAnswers:
-        """Asks all questions over some of a cache's tokens."""
-        ids = self.questions.ids
-        tokens = self.backbone.embed(ids, self.behind)
-        own = np.broadcast_to(within_own(self.questions.own), (len(ids), *[ids.shape[1]] * 2))
-        prefix = np.zeros((*ids.shape, self.form.prefix_tokens), bool)
-        prefix[..., seen] = True
-        mask = np.concatenate([prefix, own], axis=2)[:, None]
-        logits = self.backbone.prefill(tokens, cache, mask, logits="all").logits
-        return PackedAnswers(log_probabilities(logits), self.questions)
-
-    def _read_apart(self, group: Int[np.ndarray, "Q N"], cache: KV) -> Float[np.ndarray, "B M V"]:
-        """Asks questions of one length over a cache of the prefix, each as a row of its own: a linear layer knows of
-        no mask.
-        """
-        count, length = group.shape
-        rows = len(self.page) * count
-        wide = {name: jnp.repeat(value, count, axis=1) for name, value in cache.items()}
-        ids, positions = (
-            value[:, group].reshape(rows, length, *value.shape[2:]) for value in (self.questions.ids, self.behind)
-        )
-        logits = self.backbone.prefill(self.backbone.embed(ids, positions), wide, logits="all").logits
-        return log_probabilities(logits).reshape(len(self.page), count * length, -1)
+        return read_packed(self.backbone, self.questions, self.behind, cache, self.form.page)
 
     def asked(self, probe: str) -> QuestionItems:
         """Returns the questions as items."""
-        asked = self.questions.answer >= 0
-        numbers = range(len(self.questions.kind))
-        valid = np.stack([asked[:, self.questions.own == number].any(axis=1) for number in numbers], axis=1)
-        return QuestionItems(np.broadcast_to(self.questions.kind, valid.shape), valid, np.ones(valid.shape, int))
+        return items_of(self.questions)
 
     # -------------------------------------------------------------------------------- questions that choose tokens
 
@@ -235,11 +176,7 @@ class PackedReader:
 
     def joined_answers(self, parts: Sequence[np.ndarray]) -> PackedAnswers:
         """Puts the answers of all groups into the order of the questions' tokens."""
-        vocabulary = self.backbone.config.text.vocabulary
-        answers = np.zeros((*self.questions.ids.shape, vocabulary), np.float32)
-        for group, part in zip(self.groups, parts, strict=True):
-            answers[:, group.reshape(-1)] = part
-        return PackedAnswers(answers, self.questions)
+        return joined_answers(self.questions, self.groups, parts)
 
     def rerun_flops(self, index: Int[np.ndarray, "B Q n"]) -> int | float:
         """Counts the FLOPs of recomputing one question's tokens, each behind half of the page."""
