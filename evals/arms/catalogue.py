@@ -15,12 +15,12 @@ from .reused_page import ReusedPage
 def arm_makers(layout: KVLayout) -> dict[str, ArmMaker]:
     """Lists every arm that makes one cache for all questions; those of `query_aware` come on top.
 
-    Of a hybrid model those alone that run no token of the page again: what its linear layers made of that token stands
-    in no cache. Its pages are kept in no encoding, and in no pooled basis.
+    Of a hybrid model those alone that choose no tokens of the page to run again: what its linear layers made of one
+    token stands in no cache. Its pages are kept in no encoding, and in no pooled basis.
     """
     always: dict[str, ArmMaker] = {"re-prefill": make_reprefill, "blind": make_blind, **patch_makers(layout)}
     if layout.parts:
-        return {**always, **int8_makers(), **conditioned_makers(layout)}
+        return {**always, **int8_makers(), **conditioned_makers(layout), **rerun_makers(layout)}
     return {
         **always,
         **token_repair_makers(),

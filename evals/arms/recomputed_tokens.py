@@ -7,11 +7,12 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.repair import REPAIRS, RepairBudget, count_of_equal_bytes, fraction_to_count, repair_everywhere
+from kvpatch_jax.window import composing_flops
 
 from ..results.costs import ArmCost
 from ..rules import RULES
 from .arm import AlternativeArm, ArmFactory, ArmMaker
-from .reused_page import cut
+from .reused_page import joined
 
 METHODS = ("first_k", "cacheblend", "oracle_delta")
 """Repairs that are tried at every budget; `--suite=repairs` tries all."""
@@ -29,10 +30,18 @@ def token_repair_makers() -> dict[str, ArmMaker]:
 
 
 def rerun_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
-    """Lists the page run again from a layer up, and random tokens."""
+    """Lists the page run again from a layer up, and random tokens; of a hybrid model its first tokens, as first-k.
+
+    What a linear layer made of one token stands in no cache, so that no other tokens can be run again there.
+    """
     makers: dict[str, ArmMaker] = {
         f"residual.layer={layer}": functools.partial(make_residual, layer=layer) for layer in residual_layers(layout)
     }
+    if layout.parts:
+        shares = RULES.arms.budgets
+        return makers | {
+            f"first_k.budget={share:g}": functools.partial(make_first_tokens, share=share) for share in shares
+        }
     return {**makers, f"random_tokens.budget={RULES.arms.random_budget:g}": _random_tokens}
 
 
@@ -75,15 +84,49 @@ def make_residual(factory: ArmFactory, layer: int) -> AlternativeArm:
 
     The layers below keep the canonical's KV. In place of the layers above, the residual is kept: `input_bytes`.
     """
-    page, costs = factory.page, factory.costs
+    page, costs, layout = factory.page, factory.costs, factory.costs.layout
     tokens = page.tokens.take(page.slots.start, page.slots.stop)._replace(embeddings=factory.hidden[layer])
-    context = cut(page.front, slice(page.slots.start))
-    upper = page.backbone.prefill(tokens, context, start_layer=layer).kv
-    served = {name: jnp.concatenate([jnp.asarray(page.page.kv[name])[:layer], upper[name]]) for name in upper}
+    upper = page.backbone.prefill(tokens, page.context_in_front, start_layer=layer).kv
+    served = {}
+    for name, value in page.page.kv.items():
+        # Layers of unlike kinds keep unlike channels: some may lie below alone, or above.
+        below = sum(own < layer for own in layout.layers_of(name))
+        above = upper.get(name)
+        kept = jnp.asarray(value)[:below]
+        served[name] = kept if above is None else jnp.concatenate([kept, above])
     cost = ArmCost(
-        canonical=layer / costs.layout.layers,
+        canonical=costs.share_below(layer),
         inputs=costs.tokens,
         serving=costs.rotation + costs.forward.flops(costs.tokens, costs.behind, layer),
         forming=costs.alone,
     )
     return AlternativeArm(cost, page.served(served))
+
+
+def make_first_tokens(factory: ArmFactory, share: float) -> AlternativeArm:
+    """Runs the first tokens of the page again, a share of it, and keeps the rest as it is alone: first-k of a hybrid.
+
+    The rest needs a transition of its own, of its tokens behind the first ones. It is kept beside the canonical's, so
+    that the page can be placed either way.
+    """
+    page, costs = factory.page, factory.costs
+    count = fraction_to_count(share, costs.tokens)
+    first, rest = page.alone.take(0, count), page.alone.take(count, costs.tokens)
+    # The canonical in two pieces; positions are the page's own in both.
+    alone = page.backbone.prefill(first).kv
+    in_place = dict(kvp.to_engine(costs.layout, alone, first.positions, 0))
+    after = page.backbone.prefill(rest, in_place).kv
+
+    begin = page.slots.start
+    moved = page.tokens.take(begin, begin + count)
+    again = page.backbone.prefill(moved, page.context_in_front).kv
+    placed = kvp.to_engine(costs.layout, dict(again), moved.positions, 0)
+    kept = kvp.to_engine(costs.layout, dict(after), page.tokens.take(begin + count, page.slots.stop).positions, 0)
+    cost = ArmCost(
+        # The transition of the rest is kept once too, and read in place of the canonical's.
+        inputs=count + costs.layout.transition_numbers / costs.input_width,
+        moved_inputs=count,
+        serving=costs.rotation + composing_flops(costs.layout) + costs.forward.flops(count, costs.behind),
+        forming=costs.alone,
+    )
+    return AlternativeArm(cost, joined([page.context_in_front, dict(placed), dict(kept)]))

@@ -174,6 +174,15 @@ class ReusedPage:
         positions = np.asarray(self.tokens.positions)[:, self.slots]
         return self._with_page(dict(kvp.to_engine(self.page.layout, dict(kv), positions, 0)))
 
+    @property
+    def context_in_front(self) -> KV:
+        """The cache of what is in front of the page, as it is served."""
+        if not self.transitions:
+            return cut(self.front, slice(self.slots.start))
+        rows = {channel.name for channel in self.page.layout.token_channels}
+        front = cut({name: value for name, value in self.front.items() if name in rows}, slice(self.slots.start))
+        return {**front, **self._transition_in_front}
+
     def splice(self) -> SplicedCache:
         """Makes what token repairs start from: the blind cache and the page's tokens."""
         first, last = self.slots.start, self.slots.stop

@@ -115,6 +115,14 @@ class ChunkCosts:
         channel = self.layout.channel(name)
         return self.layout.depth(name) * channel.rows_for(self.tokens) * channel.features
 
+    def share_below(self, layer: int) -> float:
+        """Computes the share of its numbers that the layers below one keep."""
+        below = 0
+        for channel in self.layout.channels:
+            depth = sum(own < layer for own in self.layout.layers_of(channel.name))
+            below += depth * channel.rows_for(self.tokens) * channel.features
+        return below / self.numbers
+
     @property
     def rotation(self) -> int:
         """FLOPs of placing it: of turning its keys, and of composing its transition with that of what is in front."""

@@ -36,7 +36,7 @@ def move_page(backbone: ModelBackbone, contexts: SheetsContexts, spec: TaskSpec 
     """Prefills every image alone and all of them as one prompt, and places the prompt `MOVED` positions further on."""
     count = len(contexts)
     form, at_zero, images = images_alone(backbone, contexts, spec)
-    conditioned, reference, transitions = _conditioned(backbone, at_zero, form)
+    conditioned, reference, transitions = _conditioned(backbone, at_zero, [tokens for tokens, _ in images])
     moved, _ = prefix_positions(form, np.ones((count, form.chunks), bool), np.full(count, MOVED))
     page = ReusedPage(
         backbone=backbone,
@@ -77,20 +77,22 @@ def images_alone(
     return form, at_zero, images
 
 
-def _conditioned(backbone: ModelBackbone, tokens: Tokens, form: Prefix) -> tuple[KV, KV, tuple[KV, ...]]:
+def _conditioned(backbone: ModelBackbone, whole: Tokens, images: Sequence[Tokens]) -> tuple[KV, KV, tuple[KV, ...]]:
     """Prefills a prefix whole; returns the rows of its phase-free KV, its transition, and that of each chunk's tokens.
 
     Of a hybrid model every chunk takes a forward of its own behind those in front of it: that alone tells its own
     transition. Of others there are none.
+
+    Args:
+      whole: the prefix's tokens. images: each chunk's, with positions from its own start.
     """
     if not backbone.layout.parts:
-        return dict(backbone.prefill(tokens).kv), {}, ()
+        return dict(backbone.prefill(whole).kv), {}, ()
 
-    units = [tokens.take(where.start, where.stop) for where in form.slices]
-    pieces = [dict(kv) for kv in kvp.patching.conditioned(backbone, units)]
+    pieces = [dict(kv) for kv in kvp.patching.conditioned(backbone, images)]
     transitions = tuple(transition_of(piece) for piece in pieces)
-    whole, composed = joined(pieces), fold(transitions)
-    return {name: value for name, value in whole.items() if name not in composed}, composed, transitions
+    rows, composed = joined(pieces), fold(transitions)
+    return {name: value for name, value in rows.items() if name not in composed}, composed, transitions
 
 
 class PackedReader:

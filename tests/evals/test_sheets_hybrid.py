@@ -113,6 +113,58 @@ def test_rows_and_transitions_are_repaired_apart(page: ReusedPage, reader: Packe
         assert same == (name not in rows), name
 
 
+def test_the_reference_is_one_prefill_of_the_prompt():
+    """Chunks prefilled behind one another are the prompt in one forward: rows, and the transition of every layer."""
+    trained = load(TRAINED.parent / "sheets_qwen3_5" / "qwen3_5", dtype="float32")
+    page = move_page(trained, sheets_task.sample_contexts(np.random.default_rng(1), 2, SIZES["tiny"]))
+    expected = kvp.to_engine(trained.layout, trained.prefill(page.tokens).kv, page.tokens.positions, 0)
+    assert set(page.reference) == set(expected) == {"k", "v", "map", "state", "tail"}
+    for name, value in expected.items():
+        np.testing.assert_allclose(page.reference[name], value, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_hybrid_runs_first_tokens_or_upper_layers_again(page: ReusedPage):
+    """First-k is the page's first tokens behind what is in front, and the rest of the map of the page alone; from a
+    layer up, what lies below it stays as it is.
+    """
+    made = dict(make_arms(page, ["blind", "first_k.budget=0.5", "residual.layer=1", "residual.layer=3"]))
+    backbone, layout, slots = page.backbone, page.page.layout, page.slots
+    blind, first, count = made["blind"].cache, made["first_k.budget=0.5"], 3
+    own = page.tokens.take(slots.start, slots.stop)
+    again = kvp.to_engine(layout, backbone.prefill(own, page.context_in_front).kv, own.positions, 0)
+    alone = backbone.prefill(page.alone.take(0, count)).kv
+    behind = backbone.prefill(own.take(0, count), page.context_in_front).kv
+    for name in ("k", "v"):
+        rows = np.asarray(first.cache[name])
+        np.testing.assert_allclose(rows[:, :, slots][:, :, :count], again[name][:, :, :count], atol=1e-5)
+        np.testing.assert_allclose(rows[:, :, slots][:, :, count:], blind[name][:, :, slots][:, :, count:], atol=2e-5)
+
+    # The map of the rest, out of those of the page and of its first tokens: M = M_rest M_first.
+    def heads(kv, name):
+        return np.moveaxis(np.asarray(kv[name], np.float64), 3, 2)
+
+    canonical, front = page.page.kv, page.context_in_front
+    rest_map = heads(canonical, "map") @ np.linalg.inv(heads(alone, "map"))
+    rest_state = heads(canonical, "state") - rest_map @ heads(alone, "state")
+    state = heads(behind, "map") @ heads(front, "state") + heads(behind, "state")
+    np.testing.assert_allclose(heads(first.cache, "state"), rest_map @ state + rest_state, atol=1e-4)
+
+    for layer in (1, 3):
+        cache = made[f"residual.layer={layer}"].cache
+        for name, value in blind.items():
+            for row, at in enumerate(layout.layers_of(name)):
+                same = np.allclose(cache[name][row], value[row], atol=1e-6)
+                # The last inputs of the convolution at the layer itself are those of the residual, which was kept.
+                assert same == (at < layer or (name, at) == ("tail", layer)), (name, at)
+    cost = page.costs
+    below = 4 * 64 * 64 * 2 + 3 * 768
+    assert made["residual.layer=1"].cost.canonical == pytest.approx(below / cost.numbers)
+    assert made["residual.layer=3"].cost.canonical == pytest.approx(1 - below / cost.numbers)
+    assert first.cost.inputs == count + 3 * below / cost.input_width
+    assert first.cost.moved_inputs == count
+
+
 @pytest.mark.slow
 def test_what_arms_of_a_hybrid_cost(page: ReusedPage):
     """Every number of rows and transition counts once; composing is work of placing."""
@@ -135,12 +187,13 @@ def test_what_arms_of_a_hybrid_cost(page: ReusedPage):
     assert made["patch.transition_only.whole"].cost.serving == costs.rotation + linear * (map_ + state + tail)
 
 
-def test_arms_that_run_tokens_again_are_left_out():
+def test_arms_that_choose_tokens_to_run_again_are_left_out():
     """A linear layer keeps nothing of one token; what a hybrid adds is asked of rows and transitions apart."""
     layout = SMALLEST.instance("qwen3_5").config.text.layout
     names = set(arm_makers(layout))
     assert not query_aware_names(layout)
-    assert not [name for name in names if name.startswith(("first_k", "cacheblend", "residual", "random_tokens"))]
+    assert not [name for name in names if name.startswith(("oracle_delta", "cacheblend", "random_tokens"))]
+    assert {"first_k.budget=0.15", "residual.layer=1"} <= names
     assert {"blind", "patch.map_only.rank=16", "patch.rows_only.rank=16", "patch.transition_only.whole"} <= names
 
 
