@@ -10,7 +10,7 @@ from jaxtyping import Array, Num
 from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens, joined
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
 from ..core import AnyArray, EngineKV, PhaseFreeKV, end_position, to_engine
-from ..errors import InputError, ShapeError
+from ..errors import InputError, PositionError, ShapeError
 from ..utils.kinds import expect_kind
 
 
@@ -110,7 +110,7 @@ def conditioned(
 
     Args:
       units: each the items of one chunk, as `make_chunk` takes them; or `Tokens` as `embed` gives them, of one
-        row or several.
+        row or several, with positions from the unit's own start.
       lead: what precedes all of them, as in `make_chunk`, one row; its KV is not returned. `form_patch` of a chunk that
         was made after a lead needs KV that was conditioned on the same lead.
 
@@ -119,7 +119,8 @@ def conditioned(
       has the transition of its own tokens, so each takes a forward of its own.
 
     Raises:
-      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
+      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows. PositionError: positions of a unit
+      behind others do not begin at 0, as of tokens cut out of a longer prompt.
     """
     check_is_backbone(backbone, "conditioned")
     expect_kind(units, Iterable, "conditioned: units", "a sequence of units, each the items of one chunk")
@@ -132,6 +133,12 @@ def conditioned(
     for tokens in embedded:
         if len(tokens.embeddings) != rows:
             raise ShapeError(f"conditioned: got {len(tokens.embeddings)} rows; expected {rows} of each")
+    for number, tokens in enumerate(embedded[1:], 1):
+        first = np.asarray(tokens.positions).min()
+        if first >= 1:
+            raise PositionError(
+                f"conditioned: got unit {number} with positions from {first:g}; expected them from its own start, 0"
+            )
 
     # The lead is one row, and precedes each row.
     before = []
