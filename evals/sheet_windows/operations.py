@@ -131,7 +131,7 @@ def measure_recall(images: WindowImages, rng: np.random.Generator) -> Iterator[M
             # The oldest makes room before the next one is prefilled.
             window, held = images.window(window.images[1:]), held[1:]
             next_sheet = newer[turnover - 1]
-            held.append(window.behind(held, next_sheet) if held else dict(next_sheet.chunk.kv))
+            held.append(window.behind(held, next_sheet))
             window = images.window([*window.images, next_sheet])
 
         now, place = images.window([*window.images, images.page]), len(window)

@@ -109,8 +109,9 @@ def test_meaning_follows_the_sheets():
                     contexts.sheet_stripe[source, sheet],
                     strict=True,
                 )
-                for address, *colours in shown:
-                    known[int(address)] = (*map(int, colours), known.get(int(address), (0, 0, 0))[2] + 1)
+                for address, own_fill, own_stripe in shown:
+                    seen = known.get(int(address), (0, 0, 0))[2]
+                    known[int(address)] = int(own_fill), int(own_stripe), seen + 1
             for address in range(fill.shape[1]):
                 expected = known.get(address, (-1, -1, 0))
                 assert (fill[row, address], stripe[row, address], times[row, address]) == expected

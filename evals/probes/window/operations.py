@@ -5,13 +5,14 @@ Every probe serves images in several ways, asks the same questions over each cac
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.core import AnyArray
 from kvpatch_jax.patching import Accumulated, orders_of
 
 from ... import small_task
@@ -112,7 +113,7 @@ def measure_reorder(
         step(f"reorder {part}".strip())
 
 
-def without(total: Accumulated, conditioned: KV) -> Accumulated:
+def without(total: Accumulated, conditioned: Mapping[str, AnyArray]) -> Accumulated:
     """Takes one order out of a sum over orders: the mean of what is left never saw it."""
     gone = kvp.accumulate(None, conditioned, total.chunk, total.antecedent)
     left = {name: value - gone.total[name] for name, value in total.total.items()}

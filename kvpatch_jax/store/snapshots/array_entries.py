@@ -5,9 +5,10 @@ on the sharding, so each is verified on its devices.
 """
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -16,19 +17,22 @@ import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
 from ...cache import Chunk, Patch, bits_of, mixed
-from ...core import AnyArray, check_uniform, is_packed
-from ...errors import InputError, StoreCorruptError, StoreVersionError
-from ..format.codec import body_layout, chunk_body, decode, digest_in, encoder_blob, expect_part, unchecked_chunk
+from ...core import AnyArray, KVLayout, is_encoded_map, is_packed
+from ...core.encoded_map import join_layers, split_layers
+from ...errors import InputError, ShapeError, StoreCorruptError, StoreVersionError
+from ..format.codec import chunk_body, chunk_layout, decode, digest_in, encoder_blob, expect_part, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
+from ..format.layout_codec import kept_by_layer
 from ..format.naming import Encoding, encoding_in
 from ..format.objects import Blob, Kind
-from ..format.packed import kv_encoding, kv_forms, leaves_of, packed_of
+from ..format.packed import MAP_SUFFIXES, in_factors, kv_encoding, kv_forms, leaves_of, map_of, packed_of
 from ..format.patch_codec import patch_blob
 
 _BLOCK = 1 << 14
 _SECOND = 0x85EBCA77
 _DEPTH = 12
-_MOST_LAYERS = 1 << 16
+_RAGGED = f"map.{MAP_SUFFIXES[1]}"
+"""The leaf of a layer that has a size of its own."""
 _PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
 
 
@@ -85,7 +89,8 @@ class ArrayEntry:
     Attributes:
       about: JSON: kind, part ("kv.int8" and the like), body, expires, revision, leaves (their order in the file),
         arrays (dtype, shape and sum of each).
-      arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on.
+      arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on, L the layers that keep the channel. The
+        factors of maps, of another size in each layer, stay "layer.0.map.factors".
     """
 
     about: Mapping[str, Any]
@@ -107,13 +112,11 @@ def _stacked_name(leaf: str) -> tuple[str, int | None]:
     """Returns the name of a leaf's array, and its layer if the array is stacked."""
     word, _, rest = leaf.partition(".")
     layer, _, name = rest.partition(".")
-    return (f"layers.{name}", int(layer)) if word == "layer" else (leaf, None)
+    return (f"layers.{name}", int(layer)) if word == "layer" and name != _RAGGED else (leaf, None)
 
 
 def entry_of(blob: Blob, part: str) -> ArrayEntry:
     """Returns the entry of an object, with arrays on the host. `part` is as in `naming.part_of`."""
-    if blob.kind == "kv":
-        check_uniform(body_layout(blob.body), "StoreItem")
     stacks: dict[str, list[np.ndarray]] = {}
     for leaf, value in blob.arrays.items():
         stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
@@ -123,18 +126,27 @@ def entry_of(blob: Blob, part: str) -> ArrayEntry:
 
 def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
     """Returns the entry of a canonical. kv and residuals stay on their devices; packed kv are codes and scales."""
-    check_uniform(chunk.layout, "StoreItem")
     hidden: Any = {} if chunk.hidden is None else chunk.hidden
     kv: dict[str, Any] = {}
+    # The leaves of a layer, by channel: its own one, or those of what it is packed in.
+    named: dict[str, list[str]] = {}
     for name in chunk.layout.names:
         value: Any = chunk.kv[name]
-        kv |= leaves_of(value, name) if is_packed(value) else {name: value}
-    arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
-    arrays |= {f"layers.{name}": value for name, value in kv.items()}
+        own = {name: value}
+        if is_packed(value):
+            own = leaves_of(value, name)
+        elif is_encoded_map(value):
+            own = {f"{name}.{MAP_SUFFIXES[0]}": value.ranks}
+            for layer, one in zip(chunk.layout.layers_of(name), split_layers(value), strict=True):
+                kv[f"layer.{layer}.{_RAGGED}"] = one.factors
+        named[name] = [*own, *([_RAGGED] if is_encoded_map(value) else [])]
+        kv |= {f"layers.{leaf}": part for leaf, part in own.items()}
+
+    arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local), **kv}
     arrays |= {f"hidden.{layer}": hidden[layer] for layer in sorted(hidden)}
     leaves = ["local"]
-    for layer in range(chunk.layout.layers):
-        leaves += [f"layer.{layer}.{name}" for name in kv]
+    for layer, name, _ in kept_by_layer(chunk.layout):
+        leaves += [f"layer.{layer}.{leaf}" for leaf in named[name]]
     part = "kv" if chunk.encoding is None else f"kv.{chunk.encoding}"
     leaves += [name for name in arrays if "hidden" in name]
     return _described(part, Blob("kv", chunk_body(chunk), {}), leaves, arrays)
@@ -179,7 +191,7 @@ def check_about(about: Any) -> None:
         expires = about.get("expires")
         whole = whole and (expires is None or (type(expires) is float and math.isfinite(expires)))
         whole = whole and all(map(_is_array, about["arrays"].values()))
-        whole = whole and _leaves_of(about["arrays"]) == sorted(about["leaves"])
+        whole = whole and _are_leaves_of(about["leaves"], about["arrays"])
         check_depth(about["body"], _DEPTH)
     except MALFORMED:
         whole = False
@@ -195,17 +207,26 @@ def _is_array(spec: Any) -> bool:
     return whole and math.prod(size or 1 for size in shape) <= LARGEST_ARRAY
 
 
-def _leaves_of(arrays: Mapping[str, Any]) -> list[str]:
-    """Returns the leaves in some arrays. The number of layers of a stacked array is limited."""
-    leaves: list[str] = []
-    for name, (_, shape, _) in arrays.items():
-        if not name.startswith("layers."):
-            leaves.append(name)
-        elif not shape or shape[0] > _MOST_LAYERS:
-            raise StoreCorruptError(f"export: got {name} of shape {shape}; expected at most {_MOST_LAYERS} layers")
+def _are_leaves_of(leaves: Sequence[str], arrays: Mapping[str, Any]) -> bool:
+    """Returns whether these leaves are what is in some arrays: of a stacked one as many as it has layers, in order."""
+    stacks: dict[str, list[int]] = {}
+    alone: list[str] = []
+    for leaf in leaves:
+        name, layer = _stacked_name(leaf)
+        if layer is None:
+            alone.append(leaf)
+        elif leaf != f"layer.{layer}.{name.removeprefix('layers.')}":
+            return False  # another way of writing the number
         else:
-            leaves += [f"layer.{layer}.{name.removeprefix('layers.')}" for layer in range(shape[0])]
-    return sorted(leaves)
+            stacks.setdefault(name, []).append(layer)
+
+    if sorted([*stacks, *alone]) != sorted(arrays):
+        return False
+    for name, layers in stacks.items():
+        shape = arrays[name][1]
+        if layers != sorted(set(layers)) or not shape or shape[0] != len(layers):
+            return False
+    return True
 
 
 def nbytes_of(about: Mapping[str, Any]) -> int:
@@ -240,11 +261,13 @@ def check_entry(entry: ArrayEntry) -> None:
 
 def blob_of_entry(entry: ArrayEntry) -> Blob:
     """Returns the object of an entry, byte for byte as it was, with arrays on the host."""
-    host = entry.host
+    host, rows = entry.host, dict[str, Iterator[int]]()
     arrays: dict[str, np.ndarray] = {}
     for leaf in entry.about["leaves"]:
         name, layer = _stacked_name(leaf)
-        arrays[leaf] = host[name] if layer is None else host[name][layer]
+        # A stack has the layers that keep the channel, in their order.
+        row = next(rows.setdefault(name, itertools.count()))
+        arrays[leaf] = host[name] if layer is None else host[name][row]
     about = entry.about
     return Blob(about["kind"], about["body"], arrays, about["expires"], about.get("revision", 0))
 
@@ -258,14 +281,23 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
     body, arrays = entry.about["body"], entry.arrays
     try:
         expect_part(body, entry.about["part"])
-        layout, encoding = body_layout(body), kv_encoding(body)
+        layout, encoding = chunk_layout(body, entry.about["leaves"]), kv_encoding(body)
         kv: dict[str, Any] = {}
         if encoding is not None:
             for name, form in kv_forms(body, layout, encoding).items():
                 kv[name] = packed_of(arrays, f"layers.{name}", form)
+            for channel in layout.parts:
+                if in_factors(channel.name, encoding):
+                    kv[channel.name] = _map_in_factors(body, layout, arrays)
+                else:
+                    dtype = np.dtype(jnp.dtype(body["dtypes"][channel.name]))
+                    kv[channel.name] = decode(arrays[f"layers.{channel.name}"], None, dtype)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
             scale = arrays.get(f"layers.{name}.scale")
             kv[name] = decode(arrays[f"layers.{name}"], scale, np.dtype(jnp.dtype(dtype)))
+        for name, value in kv.items():
+            if value.shape[0] != layout.depth(name):
+                raise ShapeError(f"export: got {name} of {value.shape[0]} layers; expected {layout.depth(name)}")
         hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
         fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
         local = np.asarray(arrays["local"])
@@ -279,3 +311,13 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
             f"export: got a body of no chunk ({type(error).__name__}); expected a chunk's"
         ) from None
     return encoding_in(entry.about["part"]), chunk
+
+
+def _map_in_factors(body: Mapping[str, Any], layout: KVLayout, arrays: Mapping[str, AnyArray]) -> Any:
+    """Joins the maps of all layers, on the host, where maps in factors stay."""
+    ranks = np.asarray(arrays[f"layers.map.{MAP_SUFFIXES[0]}"])
+    leaves: dict[str, np.ndarray] = {}
+    for layer, own in zip(layout.layers_of("map"), ranks, strict=True):
+        factors = np.asarray(arrays[f"layer.{layer}.{_RAGGED}"])
+        leaves |= {f"layer.{layer}.map.{MAP_SUFFIXES[0]}": own, f"layer.{layer}.{_RAGGED}": factors}
+    return join_layers([map_of(body, layout, layer, leaves) for layer in layout.layers_of("map")])

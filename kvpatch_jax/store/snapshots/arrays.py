@@ -29,6 +29,7 @@ from ..format.buffers import expect_memory
 from ..format.header import MALFORMED
 from ..format.naming import name_at, part_of
 from ..format.objects import blob_of, file_size
+from ..format.packed import MAP_SUFFIXES
 from ..format.patch_codec import patch_parts
 from ..io.files import typed_errors
 from ..tiers.device_placement import Placement, packed_target, target_of
@@ -329,11 +330,14 @@ def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str
     for name, (dtype, shape) in specs_of(about).items():
         if 0 in shape:
             continue
-        if placement is None or not name.startswith("layers.") or (name.endswith(".scale") and not packed):
+        # A map in factors stays on the host, where it is padded before it is decoded.
+        on_host = (name.endswith(".scale") and not packed) or name == f"layers.map.{MAP_SUFFIXES[0]}"
+        if placement is None or not name.startswith("layers.") or on_host:
             template[name] = empty_array(dtype, shape)
             continue
         target = target_of(placement, name.split(".")[1])
-        target = packed_target(target, shape) if packed else target
+        # Of packed kv, what is stacked as [L, R, K, W] are the parts of a transition, which are arrays.
+        target = packed_target(target, shape) if packed and len(shape) == 3 else target
         if not isinstance(target, jax.sharding.Sharding):
             target = jax.sharding.SingleDeviceSharding(target)
         template[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=target)
