@@ -26,7 +26,7 @@ from .operations import BLIND, OPERATIONS, REFERENCE
 
 KINDS_OF_INSTANCES = ("sheets_qwen3_vl", "sheets_qwen3_5")
 """The transformer and the hybrid of the sheets task that have the same sizes."""
-SIZE, CONTEXTS, BATCH, QUICK_CONTEXTS = "4", 64, 16, 16
+SIZE, CONTEXTS, BATCH, QUICK_CONTEXTS = "4", 32, 16, 16
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy")
 
 
