@@ -1,7 +1,6 @@
 """The window's tables of docs/experiments/hybrids.md, from a run: `python -m evals.sheet_windows.document FOLDER`.
 
-Keeps the rows that the page shows in docs/sheet_windows.json; without a folder it writes the page from that file. A
-test compares the page with it.
+Keeps the rows that the page shows in docs/sheet_windows.json; a test compares the page with them.
 """
 
 import json
@@ -124,13 +123,5 @@ def _nats(found: Interval) -> str:
     return f"{found.value:.2g}" if found.n and found.value == found.value else "–"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Writes the page from the folder of a run, or from the rows that are kept."""
-    if len(arguments) > 1:
-        write(summary(json.loads((Path(arguments[1]) / "results.json").read_text(encoding="utf-8"))))
-    else:
-        write(json.loads((ROOT / KEPT).read_text(encoding="utf-8")))
-
-
 if __name__ == "__main__":
-    main(sys.argv)
+    write(summary(json.loads((Path(sys.argv[1]) / "results.json").read_text(encoding="utf-8"))))
