@@ -6,7 +6,7 @@ Keeps the rows that the page shows in docs/sheet_windows.json; a test compares t
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
