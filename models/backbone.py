@@ -228,7 +228,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         """
         return self._prompts.chat(messages, add_generation_prompt, **variables)
 
-    def chat_frame(self, system: str | None = None) -> ChatFrame:
+    def chat_frame(self, system: str | None = None, **variables: Any) -> ChatFrame:
         """Says what the chat template puts around the images and the question of one message of a user.
 
         So that images can stay chunks: `front`, images with `between` from one to the next, and then the question
@@ -238,13 +238,14 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
 
         Args:
           system: a system prompt; None: what the template has of its own.
+          variables: further names that the template knows (`enable_thinking`, …).
 
         Raises:
           InputError: no template or tokenizer, a template that does not place images and text in their order, or a
           tokenizer with tokens of its own around every text between images (Phi-3-vision). ConfigError: a template that
           cannot be used.
         """
-        return self._prompts.chat_frame(system)
+        return self._prompts.chat_frame(system, **variables)
 
     def ids(self, text: str) -> list[int]:
         """Turns a text into token ids, without what the tokenizer itself puts around one.

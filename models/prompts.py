@@ -167,7 +167,7 @@ class Prompts:
                 text = replaced(text, self._medium(sort).written(self.config, self.tokenizer), found, sort)
         return text, expansions
 
-    def chat_frame(self, system: str | None = None) -> ChatFrame:
+    def chat_frame(self, system: str | None = None, **variables: Any) -> ChatFrame:
         """See `ModelBackbone.chat_frame`."""
         template, sees = self._template(), self.family.vision is not None
 
@@ -179,7 +179,7 @@ class Prompts:
         messages: list[Message] = [{"role": "user", "content": [*shown, *said(_ASKED)] if sees else _ASKED}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": said(system)})
-        text = template.render(messages)
+        text = template.render(messages, **variables)
         front, between, rest = "", "", text
         if sees:
             parts = self._around_images(text)

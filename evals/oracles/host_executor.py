@@ -26,6 +26,7 @@ from kvpatch_jax.patching import Placed
 from kvpatch_jax.window import (
     ApplyPatch,
     Compact,
+    Compose,
     Copy,
     CostMeter,
     Drop,
@@ -215,8 +216,8 @@ class _HostRun:
                 self._forward("Prefill", HostPiece(edit.id, {}, local, resolved.start), 0)
             case Recompute():
                 self._forward("Recompute", self._held(edit.id), edit.start_layer)
-            case Compact():
-                pass  # there are no slots
+            case Compact() | Compose():
+                pass  # there are no slots, and contexts are composed when they are read
             case _:
                 raise WindowError(f"executor: an edit of type {type(edit).__name__}")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvpatch_jax.errors import InputError, StalePatchError
-from kvpatch_jax.window import Entry, PatchNote, PlacedPiece, Recompute, Window
+from kvpatch_jax.window import Entry, PatchNote, PlacedPiece, Recompute, Window, composing_edits
 
 from .piece_order import Cost, Front
 from .window_placement import NOTHING, Price, StoredPatches, contents_differ, flops_of, placing
@@ -119,13 +119,14 @@ def dependents(
 ) -> list[Dependent]:
     """Returns the pieces whose KV is not exact, in window order. Arguments as `cascade`."""
     found = []
-    for piece in window.pieces:
+    for index, piece in enumerate(window.pieces):
         id, tokens = piece.entry.id, piece.entry.tokens
         if piece.fidelity != "approximate" and (window.promise == "remember" or piece.fidelity == "exact"):
             continue
 
         behind = window.behind(id)
-        form = price((Recompute(id, 0, behind, **window.costs.prefill(tokens, behind)),))
+        composed = composing_edits(window.costs, id, index)
+        form = price((*composed, Recompute(id, 0, behind, **window.costs.prefill(tokens, behind))))
         if _fits(window, piece, stored):
             found.append(Dependent(id, 0, form))
             continue

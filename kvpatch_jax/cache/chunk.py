@@ -28,6 +28,7 @@ from ..core import (
     encode_kv,
     expect_frame,
     extent,
+    is_encoded,
     is_encoded_map,
     is_packed,
 )
@@ -218,7 +219,7 @@ def _kept(value: Any) -> Any:
     """Returns a value with its writeable NumPy arrays copied; mappings are copied, jax arrays are not."""
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
-    if is_packed(value) or is_encoded_map(value):
+    if is_encoded(value):
         return jax.tree.map(_kept, value)
 
     # A read-only view may be of an array that is writeable.

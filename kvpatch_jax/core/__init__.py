@@ -13,6 +13,7 @@ from .encoded_map import with_decoded_map as with_decoded_map
 from .encoding import KVEncoding as KVEncoding
 from .encoding import PackedArray as PackedArray
 from .encoding import encode_kv as encode_kv
+from .encoding import is_encoded as is_encoded
 from .encoding import is_packed as is_packed
 from .encoding import pack as pack
 from .encoding import packed_bytes as packed_bytes

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, UInt8
 
 from ..errors import InputError, ShapeError
 from ..utils.kinds import is_whole
-from .encoded_map import PART_DTYPE, encode_map
+from .encoded_map import PART_DTYPE, EncodedMap, encode_map, is_encoded_map
 from .layout import AnyArray, Channel, KVLayout
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -435,6 +435,11 @@ def encode_kv(
 def is_packed(value: Any) -> TypeGuard[PackedArray]:
     """Whether an array is in few bits."""
     return isinstance(value, PackedArray)
+
+
+def is_encoded(value: Any) -> TypeGuard[PackedArray | EncodedMap]:
+    """Whether an array's numbers are what it decodes to: it is in few bits, or a map in factors."""
+    return is_packed(value) or is_encoded_map(value)
 
 
 def resize(packed: PackedArray, axis: int, size: int, *, host: bool = False) -> PackedArray:

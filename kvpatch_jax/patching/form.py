@@ -24,8 +24,7 @@ from ..core import (
     arrays_of,
     as_start,
     check_uniform,
-    is_encoded_map,
-    is_packed,
+    is_encoded,
     ops,
 )
 from ..errors import InputError
@@ -219,7 +218,7 @@ def _is_canonical(chunk: Chunk, kv: KVArrays) -> bool:
     """Returns whether KV is a chunk's canonical, number for number; of traced arrays, whether it is the same."""
     for name, value in arrays_of(kv).items():
         own = chunk.kv[name]
-        own = jnp.asarray(own) if is_packed(own) or is_encoded_map(own) else own
+        own = jnp.asarray(own) if is_encoded(own) else own
         if own is value:
             continue
         if isinstance(own, Tracer) or isinstance(value, Tracer):

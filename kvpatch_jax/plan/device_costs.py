@@ -16,7 +16,7 @@ from ..window import Edit, Rotate
 
 FORMAT = "kvpatch_jax.device_costs"
 VERSION = 1
-KINDS = ("Drop", "Compact", "Fetch", "Rotate", "Copy", "ApplyPatch", "Prefill", "Recompute")
+KINDS = ("Drop", "Compact", "Fetch", "Rotate", "Copy", "ApplyPatch", "Compose", "Prefill", "Recompute")
 
 
 class Rates(NamedTuple):
@@ -59,7 +59,7 @@ class DeviceCosts:
     Attributes:
       device: its kind, as in `jax.devices()[0].device_kind`.
       date: of the measurement, ISO 8601; None if the rates are assumed.
-      kinds: rates by kind of edit. A kind that is missing costs nothing.
+      kinds: rates by kind of edit. A kind that is missing costs nothing, but for "Compose" (see `rates`).
       about: what it was measured with, or what is assumed.
 
     Raises:
@@ -101,7 +101,7 @@ class DeviceCosts:
 
         guess = next(row for row in _GUESSES if row.word in device.lower())
         rates = Rates(guess.launch, 1 / guess.flops, 1 / guess.bytes)
-        kinds = {kind: rates for kind in KINDS if kind not in ("Drop", "Fetch")}
+        kinds = {kind: rates for kind in KINDS if kind not in ("Drop", "Fetch", "Compose")}
         kinds["Fetch"] = Rates(1e-4, 0.0, 1e-9)  # from a disk, whatever the device
         about = f"assumed: {guess.flops:g} FLOP/s, {guess.bytes:g} bytes/s, {guess.launch:g} s per launch"
         return cls(device, None, kinds, about)
@@ -112,7 +112,10 @@ class DeviceCosts:
         return self.date is not None
 
     def rates(self, kind: str) -> Rates:
-        """Returns the rates of a kind of edit."""
+        """Returns the rates of a kind of edit; of "Compose", where it has none, those of "ApplyPatch"."""
+        # Both are small matrix products over what is read and written once.
+        if kind == "Compose" and kind not in self.kinds:
+            kind = "ApplyPatch"
         return self.kinds.get(kind, _FREE)
 
     def seconds(self, edits: Iterable[Edit]) -> float:

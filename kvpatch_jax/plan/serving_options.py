@@ -104,18 +104,25 @@ class EditPricing:
         self._prefill, self._recompute = devices.rates("Prefill"), devices.rates("Recompute")
         self._apply, self._copy = devices.rates("ApplyPatch"), devices.rates("Copy")
         self._fetch, self._rotate = devices.rates("Fetch"), devices.rates("Rotate")
+        self._compose = devices.rates("Compose")
 
         rotated = self.costs.rotate(1)
         self._copy_bytes, self._copy_flops = self.costs.copy_bytes, self.costs.copy_flops
         self._rotate_bytes, self._rotate_flops = rotated["bytes"], rotated["flops"]
         self._placed: dict[tuple[int, bool], Cost] = {}
-        self._patched: dict[tuple[int, int, int], Cost] = {}
+        self._patched: dict[tuple[int, ...], Cost] = {}
 
-    def forward(self, entry: Entry, preceding: int, again: bool) -> Cost:
-        """Returns the cost of a prefill, or of a recompute in place (`again`), behind so many tokens."""
+    def forward(self, entry: Entry, preceding: int, pieces: int, again: bool) -> Cost:
+        """Returns the cost of a prefill, or of a recompute in place (`again`), behind so many tokens of so many
+        pieces, whose transitions are composed first.
+        """
         rates = self._recompute if again else self._prefill
         nbytes = self.costs.forward_bytes(entry.tokens, preceding)
-        return _priced(nbytes, self.costs.run(entry.tokens, preceding), rates)
+        priced = _priced(nbytes, self.costs.run(entry.tokens, preceding), rates)
+        if not pieces or not self.costs.transition_bytes:
+            return priced
+        composed = self.costs.compose(pieces)
+        return _sum(priced, _priced(composed["bytes"], composed["flops"], self._compose))
 
     def rotation(self, tokens: int) -> Cost:
         """Returns the cost of rotating keys, without the launch, which all rotations share."""
@@ -152,10 +159,12 @@ class EditPricing:
     def patched(self, entry: Entry, patch: AvailablePatch) -> Cost:
         """Returns the cost of placing a base with a patch."""
         note, tokens = patch.note, entry.tokens
-        placed = self._patched.get((tokens, note.nbytes, note.flops))
+        key = tokens, note.nbytes, note.flops, note.transition_flops
+        placed = self._patched.get(key)
         if placed is None:
-            nbytes, flops = self.costs.placing_bytes(tokens) + note.nbytes, (self._copy_flops + note.flops) * tokens
-            placed = self._patched[tokens, note.nbytes, note.flops] = _priced(nbytes, flops, self._apply)
+            nbytes = self.costs.placing_bytes(tokens) + note.nbytes
+            flops = (self._copy_flops + note.flops) * tokens + note.transition_flops
+            placed = self._patched[key] = _priced(nbytes, flops, self._apply)
 
         # Base and patch are two objects of a store, each with a launch of its own.
         nbytes, flops, seconds = placed
@@ -172,6 +181,10 @@ class EditPricing:
 
 def _priced(nbytes: int, flops: int, rates: Rates) -> Cost:
     return nbytes, flops, rates.launch + flops * rates.flop + nbytes * rates.byte
+
+
+def _sum(first: Cost, second: Cost) -> Cost:
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2]
 
 
 class OptionTable:
@@ -222,9 +235,9 @@ class OptionTable:
         # As a canonical that is placed, and a forward of some of its tokens behind all that precedes it.
         count = math.ceil(REPAIRED_PERCENT / 100 * entry.tokens)
         bare = self.pricing.bare(entry)
-        again = self.pricing.forward(dataclasses.replace(entry, tokens=count), window.behind(entry.id), again=True)
-        nbytes, flops, seconds = (first + second for first, second in zip(bare, again, strict=True))
-        return ServingOption("repair", _BARE, int(nbytes), int(flops), seconds, (("repair", REPAIRED_PERCENT),))
+        behind = window.behind(entry.id)
+        again = self.pricing.forward(dataclasses.replace(entry, tokens=count), behind, index, again=True)
+        return ServingOption("repair", _BARE, *_sum(bare, again), (("repair", REPAIRED_PERCENT),))
 
     def mark_unseen(self, selected: Sequence[ServingOption], served: Window) -> bool:
         """Withdraws options to keep a piece because of what it has seen, where the selection runs that again.
@@ -246,7 +259,7 @@ class OptionTable:
 
     def _of_new(self, index: int, entry: Entry, preceding: int, skip_patches: bool) -> list[ServingOption]:
         """Returns the options of a piece that was not in the window before."""
-        forward = self.pricing.forward(entry, preceding, again=False)
+        forward = self.pricing.forward(entry, preceding, index, again=False)
         point: Point = "encoded" if entry.id in self._encoded else "prefill"
         if entry.kind == "text":
             return [ServingOption(point, PREFILL, *forward, (), True)]
@@ -344,7 +357,7 @@ class OptionTable:
             return [ServingOption(kept_point(piece), KEEP, *rotation)]
 
         # It is not as promised: a forward makes it so, and so does what was set aside, if that was.
-        nbytes, flops, seconds = pricing.forward(entry, preceding, again=True)
+        nbytes, flops, seconds = pricing.forward(entry, preceding, index, again=True)
         taken = nbytes + rotation[0], flops + rotation[1], seconds + rotation[2]
         again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, (), True, None))
         restorable = piece.aside is not None and promised is piece.aside

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from ..errors import CertificateError, PlanError
-from ..window import LIMIT, SURVIVOR_WAYS, Costs, Edit, Prefill, Promise, Recompute, Rotate
+from ..window import LIMIT, SURVIVOR_WAYS, Costs, Edit, Prefill, Promise, Recompute, Rotate, composing_edits
 from .device_costs import DeviceCosts
 from .goal import Goal
 from .online_certificate import AnyCertificate
@@ -328,13 +328,15 @@ def _steps(policy: EvictionPolicy, sizes: LoopSizes, costs: Costs) -> Iterator[t
 
     The edits are those of a session: of the chunk, with what leaves for it; of the question; of the text.
     """
-    # All chunks are alike, so a window is the tokens in front of its first chunk, and how many chunks there are.
-    front, chunks = sizes.lead, policy.low
+    # All chunks are alike, so a window is the tokens and pieces in front of its first chunk, and how many chunks there
+    # are.
+    front, ahead, chunks = sizes.lead, int(sizes.lead > 0), policy.low
     chunk, text, placeholder = sizes.chunk, sizes.text, sizes.placeholder or 0
     moves = not policy.placeholder or placeholder != (sizes.span or chunk)
+    shown = 1 + bool(text)
 
     while True:
-        rotations, forwards, behind = list[Edit](), list[Edit](), front
+        rotations, forwards, behind, count = list[Edit](), list[Edit](), front, ahead
         if policy.high is not None and chunks + 1 > policy.high:
             leaving = chunks + 1 - policy.low
             chunks -= leaving
@@ -343,23 +345,28 @@ def _steps(policy: EvictionPolicy, sizes: LoopSizes, costs: Costs) -> Iterator[t
             pieces = [(chunk, False), (text, False)] * chunks
             if policy.placeholder:
                 pieces = [(placeholder, True), (text, False)] * leaving + pieces
-                front += (placeholder + text) * leaving
+                front, ahead = front + (placeholder + text) * leaving, ahead + shown * leaving
             for tokens, new in pieces:
                 if tokens and moves and not new:
                     rotations.append(Rotate("", 1, 0, **costs.rotate(tokens)))
                 if tokens and new:
+                    forwards += composing_edits(costs, "", count)
                     forwards.append(Prefill("", behind, **costs.prefill(tokens, behind)))
                 elif tokens and policy.survivors == "prefilled":
+                    forwards += composing_edits(costs, "", count)
                     forwards.append(Recompute("", 0, behind, **costs.prefill(tokens, behind)))
-                behind += tokens
+                behind, count = behind + tokens, count + bool(tokens)
         else:
-            behind += (chunk + text) * chunks
+            behind, count = behind + (chunk + text) * chunks, count + shown * chunks
 
+        forwards += composing_edits(costs, "", count)
         forwards.append(Prefill("", behind, **costs.prefill(chunk, behind)))
-        behind, chunks = behind + chunk, chunks + 1
+        behind, count, chunks = behind + chunk, count + 1, chunks + 1
 
         # A question reads what precedes it, and its KV is not kept; so does each token of the answer but the last.
+        # Transitions in front of the chunk are composed already: its own comes behind them, once for all that is asked.
         questions = [(sizes.asked, behind)] if sizes.asked else []
+        forwards += composing_edits(costs, "", min(count, 2)) if questions else []
         questions += [(1, behind + sizes.asked + number) for number in range(max(sizes.answered - 1, 0))]
         for tokens, before in questions:
             flops = costs.run(tokens, before) + costs.forward.logit
@@ -367,6 +374,7 @@ def _steps(policy: EvictionPolicy, sizes: LoopSizes, costs: Costs) -> Iterator[t
 
         read = behind + sizes.asked + sizes.answered
         if text:
+            forwards += composing_edits(costs, "", count)
             forwards.append(Prefill("", behind, **costs.prefill(text, behind)))
         yield [*rotations, *forwards], max(read, behind + text)
 

@@ -368,6 +368,7 @@ class PieceRegistry:
             allocator = self.runtime.executor.books.allocator
             pages, free = allocator.pages, allocator.free_pages
             canonical_bytes = self.runtime.executor.sources.canonical_bytes
+            transition_bytes = self.runtime.executor.transition_bytes
 
         return Stats(
             **self.counters,
@@ -376,6 +377,7 @@ class PieceRegistry:
             pages=pages,
             free_pages=free,
             canonical_bytes=canonical_bytes,
+            transition_bytes=transition_bytes,
             formed=None if former is None else former.done,
             policy=self.policy,
         )

@@ -92,7 +92,7 @@ class Session:
         config = SessionConfig.with_options(config, options)
         check_arguments(backbone, store, keep, runtime, name)
         config.check_backbone(backbone)
-        if config.chat:
+        if config.chat is not False:
             lead, config = with_chat_template(backbone, lead, config)
 
         # A list is several inputs, unless it is token ids.

@@ -76,6 +76,7 @@ class SessionConfig:
       around: the texts before and after every question.
       chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
         image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
+        True, or names that the template knows with their values, such as {"enable_thinking": False}.
       placeholder: a short text that takes the place of a chunk that `keep` makes leave. The texts around it then stay,
         and what follows it is prefilled again, so that it has seen the placeholder. None: nothing takes its place, and
         texts leave with the chunks that they follow.
@@ -107,7 +108,7 @@ class SessionConfig:
     linker: Any = None
     retriever: Any = None
     around: tuple[str, str] = ("", "")
-    chat: bool = False
+    chat: bool | Mapping[str, Any] = False
     placeholder: str | None = None
     largest_image: Size = LARGEST_IMAGE
     largest_text: int = LARGEST_TEXT
@@ -158,9 +159,14 @@ class SessionConfig:
         pages = self.pages
         if pages is not None and (not isinstance(pages, int) or isinstance(pages, bool) or pages < 1):
             raise PoolError(f"session.pages: got {pages!r:.80}; expected a number of pages, 1 or more, or None")
-        for name in ("chat", "uncertified"):
-            if not isinstance(getattr(self, name), bool):
-                raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected True or False")
+        if not isinstance(self.uncertified, bool):
+            raise SessionError(f"session.uncertified: got {self.uncertified!r:.80}; expected True or False")
+        names = self.chat if isinstance(self.chat, Mapping) else {}
+        if not isinstance(self.chat, bool | Mapping) or not all(isinstance(name, str) for name in names):
+            raise SessionError(
+                f"session.chat: got {self.chat!r:.80}; expected True, False, or names that the chat template "
+                "knows, with their values"
+            )
 
         # By name or as a type; equal options have equal values from here on. Frozen fields are set through `object`.
         if self.dtype is not None:
@@ -295,7 +301,7 @@ def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple
 
     Returns:
       The token ids of the lead (None: the template begins with the first image), and `config` with the texts around
-      every question.
+      every question, in which the template's names have gone.
 
     Raises:
       SessionError: a lead that is no text, texts around questions, or a backbone without chat templates. What the
@@ -312,10 +318,11 @@ def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple
         raise SessionError(f"session.chat: got a {type(backbone).__name__}; expected a backbone of models.load")
 
     # Without a token in front of the first image, the window pins that image instead.
-    frame = backbone.chat_frame(None if lead is None else str(lead))
+    names = config.chat if isinstance(config.chat, Mapping) else {}
+    frame = backbone.chat_frame(None if lead is None else str(lead), **names)
     if frame.between:
         raise SessionError(
             f"session.chat: got a chat template with {len(frame.between)} tokens between two images, whose places move "
             "in a session; expected one that writes images one right behind the other (else `lead` and `around`)"
         )
-    return list(frame.front) or None, dataclasses.replace(config, around=(frame.before, frame.behind))
+    return list(frame.front) or None, dataclasses.replace(config, chat=True, around=(frame.before, frame.behind))

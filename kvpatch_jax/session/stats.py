@@ -32,6 +32,7 @@ class Stats:
       tokens_held: in the window.
       pages, free_pages: of the pool.
       canonical_bytes: of the canonicals that are held for pieces, as they are kept: of encoded ones, codes and scales.
+      transition_bytes: of a hybrid model's transitions in the pool's memory, of pieces and composed; 0 of other models.
       formed: counts of the patches that were formed in the background, or None.
       policy: how the window is kept, and why not otherwise, once `CheapestKeep` has chosen; else None.
     """
@@ -58,6 +59,7 @@ class Stats:
     pages: int = 0
     free_pages: int = 0
     canonical_bytes: int = 0
+    transition_bytes: int = 0
     formed: FormerStats | None = None
     policy: str | None = None
 
@@ -72,6 +74,8 @@ class Stats:
             f"reuse     {self.hits} hits, {self.misses} misses, {self.stale} stale, {self.encoded} encoded earlier",
             f"moved     {self.bytes / 2**20:.2f} MiB, {self.flops / 1e9:.3f} GFLOP",
         ]
+        if self.transition_bytes:
+            lines.append(f"states    {self.transition_bytes / 2**20:.2f} MiB of transitions, of pieces and composed")
         if self.audits:
             lines.append(f"audited   {self.audits} answers, {self.audit_flops / 1e9:.3f} GFLOP")
         if self.formed is not None:

@@ -5,7 +5,7 @@ and edits with exact costs, which `PagedExecutor` runs on a paged pool.
 """
 
 from .costs import CostEntry, Costs, Ledger
-from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
+from .edits import ApplyPatch, Compact, Compose, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
 from .entry import Entry, PatchNote, PieceState, PlacedPiece
 from .executor import PagedExecutor
 from .patch_former import FormerStats, PatchFormer
@@ -14,6 +14,7 @@ from .window import Window
 __all__ = [
     "ApplyPatch",
     "Compact",
+    "Compose",
     "Copy",
     "CostEntry",
     "Costs",
@@ -93,3 +94,4 @@ from .stored_prefill import keys_behind as keys_behind
 from .stored_prefill import likeness_keys as likeness_keys
 from .stored_prefill import unreduced as unreduced
 from .window_state import Promise as Promise
+from .window_steps import composing_edits as composing_edits

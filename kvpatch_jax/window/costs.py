@@ -61,8 +61,8 @@ class Costs:
       backbone: its fingerprint.
       layers: of the decoder.
       kv_bytes: of one token's KV, all layers and channels.
-      transition_bytes: of the transition of a piece, whatever its tokens, in a hybrid model; 0 in others. Composing
-        transitions, and adding patches to them, is no edit's: ledgers have it as "transition".
+      transition_bytes: of the transition of a piece, whatever its tokens, in a hybrid model; 0 in others.
+      composing: FLOPs of composing two of them.
       turning_bytes: of the channels that rotate.
       rotary: numbers of one token's KV, all layers, that a rotation changes.
       forward: FLOPs of forwards.
@@ -75,6 +75,7 @@ class Costs:
     rotary: int
     forward: ForwardCosts
     transition_bytes: int = 0
+    composing: int = 0
 
     @classmethod
     def of(cls, backbone: Backbone, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "Costs":
@@ -94,6 +95,7 @@ class Costs:
             rotary=sum(layout.depth(channel.name) * channel.heads * channel.rotary for channel in rotating),
             forward=backbone.forward_costs,
             transition_bytes=transition_bytes(layout),
+            composing=composing_flops(layout),
         )
 
     def prefill(self, tokens: int, behind: int, start_layer: int = 0, logits: int = 0) -> dict[str, int]:
@@ -149,11 +151,23 @@ class Costs:
         """Returns bytes of `copy`: of each token, and of the transition, read and written."""
         return self.copy_bytes * tokens + 2 * self.transition_bytes
 
-    def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
-        """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""
+    def patch(self, tokens: int, patch_bytes: int, patch_flops: int, transition_flops: int = 0) -> dict[str, int]:
+        """Returns costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added, per
+        token (`patch_flops`) and to the transition.
+        """
         # One pass over the KV: only the factors are read in addition.
         placing = self.copy(tokens)
-        return {"bytes": placing["bytes"] + patch_bytes, "flops": placing["flops"] + patch_flops * tokens}
+        flops = placing["flops"] + patch_flops * tokens + transition_flops
+        return {"bytes": placing["bytes"] + patch_bytes, "flops": flops}
+
+    def compose(self, pieces: int) -> dict[str, int]:
+        """Returns costs of composing the transitions of so many pieces from the first one on: all are read, and one is
+        written.
+        """
+        # An upper bound: which compositions an executor has kept, the window does not know.
+        if not pieces:
+            return {"bytes": 0, "flops": 0}
+        return {"bytes": self.transition_bytes * (pieces + 1), "flops": self.composing * (pieces - 1)}
 
     def fetch(self, tokens: int) -> dict[str, int]:
         """Returns costs of reading a canonical from a store."""
@@ -168,7 +182,7 @@ class Costs:
         """Returns the numbers as JSON has them; of a model without transitions, as it always had them."""
         table = dataclasses.asdict(self) | {"forward": self.forward._asdict()}
         if not self.transition_bytes:
-            del table["transition_bytes"]
+            del table["transition_bytes"], table["composing"]
         return table
 
 
@@ -297,11 +311,8 @@ class CostMeter:
           patch: as it was run, padded.
           nbytes: of the patch without padding.
         """
-        flops = adding_flops(patch)
-        self._add(kind, CostEntry(0, nbytes, flops * tokens, patch.nbytes, flops * size))
-        constant = transition_adding_flops(patch)
-        if constant:
-            self._add("transition", CostEntry(0, 0, constant, 0, constant))
+        flops, constant = adding_flops(patch), transition_adding_flops(patch)
+        self._add(kind, CostEntry(0, nbytes, flops * tokens + constant, patch.nbytes, flops * size + constant))
 
     def rotated(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Counts keys that were read, rotated and written; the other channels stay."""

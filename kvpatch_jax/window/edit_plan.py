@@ -16,7 +16,7 @@ from ..core import check_positions
 from ..errors import InputError, WindowError
 from ..patching import Placed
 from ..pool import compaction_moves
-from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
+from .edits import ApplyPatch, Compact, Compose, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
 from .entry import PlacedPiece, contents_differ
 from .paged_pool import KeyRotation, PagedPool
 from .slot_table import DecodedAnswer, PieceTransition, ResidentPiece, SlotTable, StashedKV
@@ -272,6 +272,8 @@ class EditPlan:
                 self._prefill(edit.id, resolved)
             case Recompute():
                 self._recompute(edit.id, edit.start_layer)
+            case Compose():
+                pass  # by the forward, when it reads what is in front of it
             case Compact():
                 # Of every branch, because all of them share the pool.
                 old, new = compaction_moves(self.table.compact())

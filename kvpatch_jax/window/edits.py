@@ -89,6 +89,19 @@ class Recompute:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compose:
+    """Composition of the transitions of the `pieces` in front of a piece's forward, in a hybrid model.
+
+    The forward's executor composes what it has not composed before: at most `bytes` move.
+    """
+
+    id: str
+    pieces: int
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Compact:
     """Compaction of the slots in use, so that only the last page is partly filled. At most `bytes` move."""
 
@@ -97,11 +110,11 @@ class Compact:
     flops: int = 0
 
 
-Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Prefill | Recompute
+Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Compose | Prefill | Recompute
 Edits = tuple[Edit, ...]
 
 _KINDS = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
-_RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
+_RANK = {kind: rank for rank, kind in enumerate(_KINDS)} | {Compose: _KINDS.index(Prefill)}
 """Slots are free before they are needed, sources are read before they are placed, and forwards run last."""
 
 

@@ -16,7 +16,7 @@ from ..backbone import Tokens
 from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
 from ..core import PackedArray, Quantised, RaggedFactors, end_position
 from ..errors import WindowError
-from .costs import adding_flops
+from .costs import adding_flops, transition_adding_flops
 
 Kind = Literal["chunk", "text"]
 How = Literal["prefill", "patch", "bare", "leading", "restored"]
@@ -174,6 +174,7 @@ class PieceState:
       base: what the patch is added to.
       rank, patch_bytes, patch_flops: of the patch: its rank as in `PatchNote`, bytes of its factors, FLOPs per token to
         add it.
+      transition_flops: FLOPs of adding it to the piece's transition, in a hybrid model.
     """
 
     kind: StateKind
@@ -184,6 +185,7 @@ class PieceState:
     rank: int = 0
     patch_bytes: int = 0
     patch_flops: int = 0
+    transition_flops: int = 0
 
     @functools.cached_property
     def digest(self) -> str:
@@ -315,6 +317,7 @@ class PatchNote:
         formed on an encoded canonical.
       nbytes: of its factors.
       flops: per token, of multiplying and adding them.
+      transition_flops: of multiplying and adding those of a transition, whatever the tokens, in a hybrid model.
       updated: whether a correction was folded in.
     """
 
@@ -329,6 +332,7 @@ class PatchNote:
     nbytes: int
     flops: int
     updated: bool = False
+    transition_flops: int = 0
 
     @classmethod
     def of(cls, patch: "Patch | PatchNote") -> "PatchNote":
@@ -371,6 +375,7 @@ class PatchNote:
             rank=rank,
             nbytes=patch.nbytes,
             flops=adding_flops(patch),
+            transition_flops=transition_adding_flops(patch),
         )
 
     @functools.cached_property
@@ -405,4 +410,5 @@ class PatchNote:
             rank=self.rank,
             patch_bytes=self.nbytes,
             patch_flops=self.flops,
+            transition_flops=self.transition_flops,
         )

@@ -22,7 +22,7 @@ from .entry import PlacedPiece
 from .padding import bucket, padded_tokens
 from .paged_pool import PagedPool, PoolOptions, key_count
 from .precompilation import Precompiler, samples
-from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots
+from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots, distinct_bytes
 from .sources import Encodings, Lead, PatchStore, PieceSources
 from .window import Window
 
@@ -439,6 +439,14 @@ class PagedExecutor:
         books.allocator = books.allocator.enlarged(pages)
         self.pool.enlarge(pages - self.books.allocator.pages)
         self.books = books
+
+    @property
+    def transition_bytes(self) -> int:
+        """Bytes beside the pool in a hybrid model: of transitions of pieces, around answers, and of the compositions
+        that are kept for later forwards and questions; 0 of other models.
+        """
+        # What is decoded behind a composition shares its arrays.
+        return distinct_bytes([*self.books.transitions(), *self.pool.compositions])
 
     def compaction(self, steps: int = 1) -> Compact | None:
         """Suggests packing the pool, `run(window, (edit,))`, if that pays by the next answer; None if it does not.

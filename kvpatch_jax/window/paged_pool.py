@@ -102,7 +102,8 @@ class PagedPool:
         self._composed: OrderedDict[tuple[weakref.ref[PieceTransition], ...], Composed] = OrderedDict()
 
     def allocate(self, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> None:
-        """Allocates vectors of zeros, in place of those there were."""
+        """Allocates vectors of zeros, in place of those there were, and keeps no composition of them."""
+        self._composed.clear()
         # The source has no padding of its own: it takes the shape of the channels it doubles.
         engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded, shardings=self.shardings)
         source = {}
@@ -186,6 +187,11 @@ class PagedPool:
             if len(self._composed) > COMPOSITIONS or any(reference() is None for reference in other):
                 del self._composed[other]
         return made
+
+    @property
+    def compositions(self) -> list[Composed]:
+        """The compositions that are kept, the latest last."""
+        return list(self._composed.values())
 
     @functools.cached_property
     def unit(self) -> dict[str, Float[Array, "L R _ _"]]:

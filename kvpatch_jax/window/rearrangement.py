@@ -19,6 +19,7 @@ from .window_steps import (
     check_fits,
     check_patch,
     check_positions_below_limit,
+    composing_edits,
     packed,
     patched_piece,
     placing_edits,
@@ -158,7 +159,7 @@ class Rearrangement[W: WindowState]:
         edits: list[Edit] = [Drop(id) for id in self.gone]
         forwards, behind = list[Edit](), 0
 
-        for piece, kept, service in zip(window.pieces, self.kept, services, strict=True):
+        for index, (piece, kept, service) in enumerate(zip(window.pieces, self.kept, services, strict=True)):
             entry, start, state = piece[:3]
             id, tokens, how = entry.id, entry.tokens, service.how
             old = before[id] if kept else piece
@@ -172,6 +173,7 @@ class Rearrangement[W: WindowState]:
             if how == "prefill":
                 fields = {"behind": behind, "bytes": costs.forward_bytes(tokens, behind)}
                 fields["flops"] = costs.run(tokens, behind)
+                forwards += composing_edits(costs, id, index)
                 if kept:
                     forwards.append(new_edit(Recompute, id=id, start_layer=0, **fields))
                 else:

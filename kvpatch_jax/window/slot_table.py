@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -26,11 +26,6 @@ class PieceTransition:
     """
 
     parts: Mapping[str, Float[Array, "L R _ _"]] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parts."""
-        return sum(value.nbytes for value in (self.parts or {}).values())
 
 
 @dataclasses.dataclass(eq=False)
@@ -231,14 +226,21 @@ class SlotTable:
         # What moves is read and written.
         return moved if 2 * moved < saved * steps else 0
 
-    @property
-    def transition_bytes(self) -> int:
-        """Bytes of the transitions of all branches, each counted once; 0 of a model that has none."""
-        found = set[PieceTransition]()
+    def transitions(self) -> Iterator[Mapping[str, Array]]:
+        """Yields what all branches hold of transitions: of pieces, of what is stashed, and around answers."""
         for piece in itertools.chain.from_iterable(self.groups()):
             stashed = None if piece.stash is None else piece.stash.transition
-            found |= {transition for transition in (piece.transition, stashed) if transition is not None}
-        return sum(transition.nbytes for transition in found)
+            for transition in (piece.transition, stashed):
+                if transition is not None:
+                    yield transition.parts or {}
+        for answer in self.answers.values():
+            yield answer.before or {}
+            yield answer.after or {}
+
+    @property
+    def transition_bytes(self) -> int:
+        """Bytes of `transitions`, each array counted once; 0 of a model that has none."""
+        return distinct_bytes(self.transitions())
 
     def owners(self) -> Int[np.ndarray, " S"]:
         """Counts the pieces and answers of all branches at each slot: what the allocator's counts must be."""
@@ -248,6 +250,11 @@ class SlotTable:
             for piece in pieces:
                 counts[piece.slots] += 1
         return counts
+
+
+def distinct_bytes(tables: Iterable[Mapping[str, Array]]) -> int:
+    """Returns the bytes of tables of arrays, of which some may be in several tables."""
+    return sum({id(value): value.nbytes for table in tables for value in table.values()}.values())
 
 
 def all_slots(pieces: Iterable[ResidentPiece]) -> Int[np.ndarray, " S"]:

@@ -20,6 +20,7 @@ from .window_steps import (
     check_entering,
     check_new,
     chunk_index,
+    composing_edits,
     movable_index,
     moving_edits,
     packed,
@@ -344,7 +345,7 @@ class Window(WindowState):
         mixed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
         there = with_piece(self, index, mixed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
-        return there, (Recompute(id, start_layer, behind, **costs),)
+        return there, (*composing_edits(self.costs, id, index), Recompute(id, start_layer, behind, **costs))
 
     def anew(self) -> "tuple[Window, Edits]":
         """Places the same pieces in an empty pool, from what was provided and stored: after the pool was lost.
@@ -365,9 +366,10 @@ class Window(WindowState):
 
         there = relinked(self, pieces, 0, clock=clock)
         edits, behind = list[Edit](), 0
-        for piece in there.pieces:
+        for index, piece in enumerate(there.pieces):
             id, tokens = piece.entry.id, piece.entry.tokens
             if piece.state.kind == "conditioned":
+                edits += composing_edits(self.costs, id, index)
                 edits.append(Prefill(id, behind, **self.costs.prefill(tokens, behind)))
             else:
                 edits += placing_edits(self.costs, piece, has_canonical=False, has_patch=False)

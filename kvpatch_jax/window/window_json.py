@@ -52,7 +52,11 @@ def body_of(window: Any) -> dict[str, Any]:
 
 
 def _fields(container: Entry | PieceState) -> dict[str, Any]:
-    return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
+    fields = {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
+    # Of a model without transitions their costs are left out, as they always were.
+    if not fields.get("transition_flops", True):
+        del fields["transition_flops"]
+    return fields
 
 
 def digest_of_body(body: Mapping[str, Any]) -> str:
@@ -213,6 +217,8 @@ def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece
 
 
 def _state(value: Any, version: int) -> PieceState:
+    if isinstance(value, dict):
+        value = {"transition_flops": 0, **value}
     if version == VERSION:
         table = dict(_table(value, "state", [field.name for field in dataclasses.fields(PieceState)]))
         table["ways"] = _ways(table["ways"])
@@ -232,7 +238,7 @@ def _state(value: Any, version: int) -> PieceState:
     if not (known and made and patched and approximate):
         raise WindowError(f"window: got {state!r:.200}; expected a state that pieces can have")
 
-    for word in ("rank", "patch_bytes", "patch_flops"):
+    for word in ("rank", "patch_bytes", "patch_flops", "transition_flops"):
         _number(getattr(state, word), word, 2**62)
     return state
 
@@ -262,13 +268,13 @@ def _older_ways(kind: Any, pure: Any) -> Ways:
 def _costs(value: Any) -> Costs:
     # Of a model without transitions their bytes are left out.
     if isinstance(value, dict):
-        value = {"transition_bytes": 0, **value}
+        value = {"transition_bytes": 0, "composing": 0, **value}
     table = dict(_table(value, "costs", [field.name for field in dataclasses.fields(Costs)]))
     forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
     if not isinstance(table["backbone"], str):
         raise WindowError(f"window.backbone: got {table['backbone']!r:.80}; expected a fingerprint")
 
-    for word in ("layers", "kv_bytes", "turning_bytes", "rotary", "transition_bytes"):
+    for word in ("layers", "kv_bytes", "turning_bytes", "rotary", "transition_bytes", "composing"):
         _number(table[word], word, 2**62)
     _number(forward["logit"], "logit", 2**62)
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, get_args
 from ..cache import brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
-from .edits import ApplyPatch, Copy, Edit, Fetch, Rotate, new_edit
+from .edits import ApplyPatch, Compose, Copy, Edit, Fetch, Rotate, new_edit
 from .entry import (
     BARE,
     FRESH,
@@ -115,9 +115,16 @@ def placing_edits(costs: Costs, piece: PlacedPiece, has_canonical: bool, has_pat
 
     if not has_patch:
         edits.append(new_edit(Fetch, id=id, what="patch", digest=patch, bytes=state.patch_bytes, flops=0))
-    nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens
+    nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens + state.transition_flops
     edits.append(new_edit(ApplyPatch, id=id, patch=patch, rank=state.rank, base=state.base, bytes=nbytes, flops=flops))
     return edits
+
+
+def composing_edits(costs: Costs, id: str, pieces: int) -> list[Edit]:
+    """Returns the composition that a forward behind so many pieces reads; none of a model without transitions."""
+    if not pieces or not costs.transition_bytes:
+        return []
+    return [new_edit(Compose, id=id, pieces=pieces, **costs.compose(pieces))]
 
 
 def restoring_edits(costs: Costs, piece: PlacedPiece) -> list[Edit]:

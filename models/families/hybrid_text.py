@@ -1,6 +1,6 @@
 """Hybrid text towers: linear attention by the gated delta rule, with full attention every so many layers.
 
-Source: transformers' Qwen3NextForCausalLM and Qwen3_5TextModel.
+Source: transformers' Qwen3NextForCausalLM and Qwen3_5TextModel (of Qwen3_5ForCausalLM and of the whole model).
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ def read_hybrid(
 ) -> DecoderConfig:
     """Reads Qwen3-Next (`kind` "qwen3_next"), or the text part of Qwen3.5, dense or with experts.
 
-    `sections` are M-RoPE's default; they are interleaved.
+    `sections` are M-RoPE's default; they are interleaved. None is for a model of texts alone: its tokens stand at one
+    position on every axis, so that sections, which its configuration may have, are one plain rope.
 
     Raises:
       ConfigError: layers of other kinds, or of one kind alone; layers without experts among others.
@@ -41,6 +42,8 @@ def read_hybrid(
     head_dim, bias = need(raw, "head_dim"), raw["attention_bias"]
     more: dict[str, Any] = {"order": "interleaved", "sections": sections, "partial": PARTIAL}
     rope = read_rope(raw, head_dim, angles=angles, regime=regime, **more)
+    if sections is None:
+        rope = dataclasses.replace(rope, sections=None)
     linear = LinearConfig(
         key_heads=need(raw, "linear_num_key_heads"),
         value_heads=need(raw, "linear_num_value_heads"),

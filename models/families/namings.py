@@ -41,6 +41,18 @@ QWEN2_5_VL = (
     same(RELEASED, "model.", "visual.", "lm_head."),
     Naming(MODULES, (("model.language_model.", "model."), ("model.visual.", "visual."), ("lm_head.", "lm_head."))),
 )
+QWEN3_5_TEXT = (
+    same("as transformers saves a model without a tower", "model.", "lm_head.", "mtp."),
+    Naming(
+        "as transformers saves a text model that it read out of a whole release",
+        (
+            ("model.language_model.", "model."),
+            ("model.visual.", "model.visual."),
+            ("lm_head.", "lm_head."),
+            ("mtp.", "mtp."),
+        ),
+    ),
+)
 ERNIE4_5_VL = (
     same("as transformers saves them", "model.", "lm_head."),
     Naming(RELEASED, (("model.", "model."), ("vision_model.", "model.vision_model."), ("lm_head.", "lm_head."))),

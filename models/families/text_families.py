@@ -1,5 +1,5 @@
-"""Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 (dense and MoE), Qwen3-Next, GLM-4, Gemma 3,
-Phi-3, DeepSeek-V2, -V3, Ernie 4.5 (dense and MoE).
+"""Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 and Qwen3.5 (dense and MoE), Qwen3-Next, GLM-4,
+Gemma 3, Phi-3, DeepSeek-V2, -V3, Ernie 4.5 (dense and MoE).
 
 Source: the transformers 5.23 classes of these names.
 """
@@ -14,7 +14,7 @@ from flax import nnx
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import TensorEntry
+from ..checkpoints import Naming, TensorEntry
 from ..decoder.config import DecoderConfig, ExpertConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import (
@@ -34,6 +34,7 @@ from ..decoder.weights import decoder_entries, expert_layout
 from .family import Family, Shapes
 from .gemma_text import NORMS, read_gemma3, read_gemma4
 from .hybrid_text import read_hybrid
+from .namings import QWEN3_5_TEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,9 @@ def read_ernie_moe(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfi
     return read_decoder(raw, rope, experts=experts)
 
 
-def text_family(architecture: str, model_type: str, read: ReadText, **options: Any) -> Family:
+def text_family(
+    architecture: str, model_type: str, read: ReadText, namings: tuple[Naming, ...] = (), **options: Any
+) -> Family:
     """Returns a family of text checkpoints; `options` go to `decoder_entries`."""
 
     def config(raw: Mapping[str, Any], angles: str, regime: Regime) -> TextConfig:
@@ -214,15 +217,20 @@ def text_family(architecture: str, model_type: str, read: ReadText, **options: A
     # What layers have no use for that read another's KV may be in files all the same.
     if model_type == "gemma4_text":
         ignore = (*ignore, r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
-    if model_type == "qwen3_next":
+    if model_type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         ignore = (*ignore, r"mtp\..*")
+    # A whole release's tower, where a text model's configuration stands beside its weights.
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
+        ignore = (*ignore, r"model\.visual\..*")
     # Layers for multi-token prediction, which are not run.
     if model_type == "ernie4_5_moe":
         ignore = (*ignore, r"model\.mtp_.*")
-    return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type)
+    return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type, namings=namings)
 
 
 _read_glm4 = functools.partial(read_glm, post_norms=True)
+_read_qwen3_5 = functools.partial(read_hybrid, kind="qwen3_5_text")
+_read_qwen3_5_moe = functools.partial(read_hybrid, kind="qwen3_5_moe_text")
 _read_deepseek_v2 = functools.partial(read_deepseek, version=2)
 
 TEXT_FAMILIES = {
@@ -234,6 +242,8 @@ TEXT_FAMILIES = {
         text_family("Qwen3ForCausalLM", "qwen3", read_qwen3),
         text_family("Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe),
         text_family("Qwen3NextForCausalLM", "qwen3_next", read_hybrid),
+        text_family("Qwen3_5ForCausalLM", "qwen3_5_text", _read_qwen3_5, QWEN3_5_TEXT),
+        text_family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen3_5_moe, QWEN3_5_TEXT),
         text_family("GlmForCausalLM", "glm", read_glm, fused=("gate_up",)),
         text_family("Glm4ForCausalLM", "glm4", _read_glm4, fused=("gate_up",)),
         text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),

@@ -83,7 +83,7 @@ class ChatTemplate:
 
         Raises:
           ConfigError: a template that is not Jinja, or does what the sandbox forbids. InputError: messages that the
-            template refuses.
+            template refuses, or with which it fails (arguments of a tool call as a text where it expects a table, say).
         """
         jinja2 = require("jinja2", "jinja2")
         given = {**dict(self.special_tokens), "tools": None, "documents": None, **variables}
@@ -97,6 +97,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"chat template {self.name}: got one that cannot be used ({error}); expected another"
+            ) from error
+        # A template's own code runs on the messages: it fails as any code does with values of kinds it does not expect.
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise InputError(
+                f"chat template {self.name}: got messages with which it fails ({type(error).__name__}: {error}); "
+                "expected others"
             ) from error
 
     def starts(self, text: str) -> bool:
@@ -173,9 +179,15 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Writes JSON without escapes for HTML, unlike Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Writes JSON without escapes for HTML, unlike Jinja's own filter; arguments and their order are transformers'."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.lru_cache(maxsize=32)

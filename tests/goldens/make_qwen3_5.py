@@ -1,8 +1,8 @@
-"""Make the Qwen3.5, Qwen3.5-MoE and Qwen3-Next goldens with transformers (5.24) and torch. See README.md beside this
-file.
+"""Make the goldens of Qwen3.5, dense and with experts (whole, and text alone), and of Qwen3-Next with transformers
+(5.24) and torch. See README.md beside this file.
 
-Run it in an environment that has them: `python tests/goldens/make_qwen3_5.py`. It rewrites `qwen3_5/`, `qwen3_5_moe/`
-and `qwen3_next/`.
+Run it in an environment that has them: `python tests/goldens/make_qwen3_5.py`. It rewrites `qwen3_5/`, `qwen3_5_moe/`,
+`qwen3_5_text/`, `qwen3_5_moe_text/` and `qwen3_next/`.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -14,9 +14,13 @@ import torch
 from PIL import Image
 from transformers import (
     Qwen3_5Config,
+    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -81,9 +85,9 @@ EXPERTS = {
 LONG = 150  # the rule goes by blocks of 64 tokens
 
 
-def write_release(family: str, architecture: str, text: dict) -> None:
-    """`config_release.json` as the released checkpoints have it."""
-    own = {
+def release_text(text: dict) -> dict:
+    """The text part of a released `config.json`."""
+    return {
         **text,
         "attn_output_gate": True,
         "dtype": "float32",
@@ -94,12 +98,16 @@ def write_release(family: str, architecture: str, text: dict) -> None:
         "partial_rotary_factor": 0.25,
         "rope_parameters": ROPE,
     }
+
+
+def write_release(family: str, architecture: str, text: dict) -> None:
+    """`config_release.json` as the released checkpoints have it."""
     release = {
         "architectures": [architecture],
         "model_type": family,
         "language_model_only": False,
         **TOP,
-        "text_config": {"model_type": f"{family}_text", **own},
+        "text_config": {"model_type": f"{family}_text", **release_text(text)},
         "vision_config": {"model_type": family, "deepstack_visual_indexes": [], **VISION},
     }
     (HERE / family / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
@@ -244,11 +252,25 @@ def make_next(text: dict) -> None:
         "torch_dtype": "float32",
     }
     (HERE / "qwen3_next" / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
+    save_text("qwen3_next", model)
+
+
+def make_text(family: str, config_class, model_class, text: dict) -> None:
+    """Qwen3.5 without a tower: the released text part is the whole `config.json`."""
+    config = config_class(**text, rope_parameters=ROPE)
+    model = build_model(family, config, model_class)
+    release = {"architectures": [model_class.__name__], "model_type": family, **release_text(text)}
+    (HERE / family / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
+    save_text(family, model)
+
+
+def save_text(family: str, model) -> None:
+    """The one case of a text model."""
     recorder = LayerRecorder(model.model, {}, "k_norm")
     input_ids = tokens_of([LONG])
     arrays, cache = prefill(model, recorder, input_ids, torch.arange(LONG)[None])
     arrays |= decode(model, cache, arrays["logits"], LONG, 1)
-    save("qwen3_next", "text", arrays)
+    save(family, "text", arrays)
 
 
 def main() -> None:
@@ -262,6 +284,8 @@ def main() -> None:
         moe = {name: value for name, value in text.items() if name != "intermediate_size"} | EXPERTS
         few = {case: cases[case] for case in ("text", "one_image")}
         make_family("qwen3_5_moe", Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, moe, few)
+        make_text("qwen3_5_text", Qwen3_5TextConfig, Qwen3_5ForCausalLM, text)
+        make_text("qwen3_5_moe_text", Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, moe)
         make_next({**text, "num_key_value_heads": 2})
 
 

@@ -60,6 +60,8 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
     "qwen3_next": ("Qwen3Next", {"num_hidden_layers": 5, "num_key_value_heads": 2, "num_experts": 11}),
+    "qwen3_5_text": ("Qwen3_5", {"num_hidden_layers": 4, "num_key_value_heads": 2}),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", {"num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 9}),
     "gemma3_text": ("Gemma3", {"num_hidden_layers": 7}),  # the sixth sees all
     "gemma4_text": ("Gemma4", {"num_hidden_layers": 7, "vocab_size_per_layer_input": VOCABULARY}),  # and the last
 }
@@ -420,7 +422,9 @@ def write(name: str, logits: torch.Tensor, arrays: dict[str, np.ndarray]) -> Non
 def make_text(kind: str) -> None:
     name, more = TEXTS[kind]
     architecture = f"{name}ForCausalLM"
-    model = build(kind, {"architectures": [architecture], "model_type": kind, **SIZES, **more}, architecture)
+    # A class of experts alone has no width of an MLP.
+    sizes = HYBRID if kind == "qwen3_5_moe_text" else SIZES
+    model = build(kind, {"architectures": [architecture], "model_type": kind, **sizes, **more}, architecture)
     input_ids = torch.tensor([(np.arange(TOKENS) * 37 + 11) % 290 + 3])
     write(kind, model(input_ids=input_ids).logits, {"input_ids": input_ids[0].numpy().astype(np.int32)})
 

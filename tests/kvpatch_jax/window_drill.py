@@ -9,7 +9,7 @@ from window_oracle import Naive, added, expect_equal, span_of, tiny, tokens_of
 import kvpatch_jax as kvp
 from evals.oracles import HostExecutor
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.window import Compact, Costs, Drop, Entry, PagedExecutor, Window
+from kvpatch_jax.window import Compact, Compose, Costs, Drop, Entry, PagedExecutor, Window
 
 BAR = 2e-5
 LENGTHS = (5, 7, 8)
@@ -67,11 +67,15 @@ class Drill:
         window, edits = changed
         for executor in self.executors:
             counted = executor.run(window, edits)
-            for kind in {type(edit) for edit in edits} - {Drop, Compact}:
+            for kind in {type(edit) for edit in edits} - {Drop, Compact, Compose}:
                 said = [edit for edit in edits if isinstance(edit, kind)]
                 tally = counted.of(kind.__name__)
                 assert tally.bytes == sum(edit.bytes for edit in said), (kind, executor, counted)
                 assert tally.flops == sum(edit.flops for edit in said), (kind, executor, counted)
+            # What was composed before need not be composed again.
+            said, tally = [edit for edit in edits if isinstance(edit, Compose)], counted.of("transition")
+            assert tally.bytes <= sum(edit.bytes for edit in said)
+            assert tally.flops <= sum(edit.flops for edit in said)
         self.windows[window.branch] = window
         if naive is not None:
             self.naive[window.branch] = naive

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, fold, to_engine, transition_of
+from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, fold, rope_tables, to_engine, transition_of
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.pool import make_pool
 from models import FAMILIES, load, save
@@ -36,6 +37,8 @@ CASES = {
     "qwen3_5": ("one_image", "text", "two_images", "video"),
     "qwen3_5_moe": ("one_image", "text"),
     "qwen3_next": ("text",),
+    "qwen3_5_text": ("text",),
+    "qwen3_5_moe_text": ("text",),
 }
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw")
 
@@ -133,6 +136,21 @@ def test_released_configuration_is_the_same_model(directory, backbone, tmp_path)
         ours = load(write_checkpoint(family, tmp_path / family / "a"), angles="float32").config.text
         released = write_checkpoint(family, tmp_path / family / "b", "config_release.json")
         assert load(released, angles="float32").config.text == ours
+
+
+def test_text_model_under_the_names_of_a_whole_release(tmp_path):
+    """As transformers saves a text model that it read out of a whole release; what stands beside it is passed over."""
+    plain = write_checkpoint("qwen3_5_text", tmp_path / "plain")
+    whole = write_checkpoint("qwen3_5_text", tmp_path / "whole")
+    tensors = {
+        name.replace("model.", "model.language_model."): value
+        for name, value in load_file(plain / "model.safetensors").items()
+    }
+    beside = dict.fromkeys(("model.visual.merger.norm.weight", "mtp.norm.weight"), np.ones(3, np.float32))
+    save_file(tensors | beside, whole / "model.safetensors")
+    expected, found = load(plain, angles="float32"), load(whole, angles="float32")
+    jax.tree.map(np.testing.assert_array_equal, found.parameters, expected.parameters)
+    assert found.fingerprint == expected.fingerprint
 
 
 @pytest.mark.parametrize("cut", [70, pytest.param(2, marks=SLOW)])
@@ -322,13 +340,17 @@ def raw_config(family):
         ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "got mamba_ssm_dtype 'bfloat16', which is not built"),
         ("qwen3_5", {"linear_num_key_heads": 3}, "linear attention: got 3 key heads, 4 value heads"),
         ("qwen3_5", {"linear_conv_kernel_dim": 0}, "got linear_conv_kernel_dim 0; expected a positive"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"] * 4}, "expected both of"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "got attn_output_gate False, which is not built"),
+        ("qwen3_5_text", {"vision_config": {}}, "got 'vision_config': {}, which this library does not know"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "got norm_topk_prob False, which is not built"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "got norm_topk_prob False, which is not built"),
         ("qwen3_5_moe", {"mlp_only_layers": [1]}, r"got mlp_only_layers \[1\], which is not built"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(family, changes, message):
     raw = raw_config(family)
-    raw["text_config"] |= changes
+    raw = raw | changes if family.endswith("_text") else raw | {"text_config": raw["text_config"] | changes}
     with pytest.raises(ConfigError, match=message):
         FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
 
@@ -350,6 +372,20 @@ def test_absent_layer_kinds_are_every_fourth_full():
     assert config.layout.layers_of("k") == (3, 7)
     config = FAMILIES["Qwen3NextForCausalLM"].config(raw | {"full_attention_interval": 2}, "exact", None).text
     assert config.layout.layers_of("k") == (1, 3, 5, 7)
+
+
+def test_texts_have_one_position_on_every_axis():
+    """Sections of a rope's frequencies are for images: without a tower it is a plain one, with the same frequencies."""
+    ropes = []
+    for family in ("qwen3_5_text", "qwen3_5"):
+        raw = raw_config(family)
+        ropes.append(FAMILIES[raw["architectures"][0]].config(raw, "exact", None).text.rope)
+    text, whole = ropes
+    assert (text.sections, whole.sections) == (None, (2, 1, 1))
+    places = np.arange(0, 9000, 500)
+    axes = np.broadcast_to(places[:, None], (len(places), 3))
+    for ours, theirs in zip(rope_tables(text, places), rope_tables(whole, axes), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -99,7 +99,9 @@ def test_specs_of_grouped_attention():
 
 def test_linear_attention_lies_over_its_key_heads():
     """Also where devices outnumber the KV heads: those of a group have key heads of their own."""
-    for family, maps in {"qwen3_5": ("query", "value", "decay"), "qwen3_next": ("inputs", "rates")}.items():
+    apart = ("query", "value", "decay")
+    families = {"qwen3_5": apart, "qwen3_5_text": apart, "qwen3_5_moe_text": apart, "qwen3_next": ("inputs", "rates")}
+    for family, maps in families.items():
         specs = specs_of(family, 2)
         linear, full = (f"decoder.{stack}.attention" for stack in ("layers_0", "layers_1"))
         for name in maps:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transition_cases import LAYOUT, LAYOUTS, PLAIN, drawn
 
-from kvpatch_jax.core import EncodedMap, KVEncoding, encode_kv, encode_map, unpack_map
+from kvpatch_jax.core import EncodedMap, KVEncoding, encode_kv, encode_map, is_encoded, unpack_map
 from kvpatch_jax.core.encoded_map import MOST_WIDTH, check_ranks, join_layers, split_layers
 from kvpatch_jax.errors import InputError, ShapeError
 from tests.compilations import compilations
@@ -209,6 +209,8 @@ def test_bytes_are_bounded_and_no_transition_is_changed_by_no_error():
     worst = encode_kv(LAYOUT, kv, KVEncoding.of("k4v4m0"))
     assert sum(value.nbytes for value in worst.values()) == encoding.nbytes(LAYOUT, 7)
     before = encode_kv(LAYOUT, kv, KVEncoding.of("k4v4"))
+    for values, decoded in ((kv, set()), (before, {"k", "v"}), (encoded, {"k", "v", "map"})):
+        assert {name for name, value in values.items() if is_encoded(value)} == decoded
     assert encoding.nbytes(PLAIN, 7) == KVEncoding.of("k4v4").nbytes(PLAIN, 7)
     for name in ("state", "tail"):
         np.testing.assert_array_equal(encoded[name], before[name])

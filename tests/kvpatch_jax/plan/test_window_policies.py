@@ -22,6 +22,7 @@ from kvpatch_jax.plan import (
 )
 from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, Window
 
+HYBRID = dataclasses.replace(COSTS, transition_bytes=1000, composing=70)
 SIZES = LoopSizes(9, text=4, lead=5, placeholder=2, span=6, steps=23)
 NO_TEXT = LoopSizes(9, lead=5, placeholder=9, steps=11)
 ALL = [
@@ -45,9 +46,11 @@ def text(number: int | str, tokens: int) -> Entry:
     return Entry(f"text {number}", f"words {number}", tokens, tokens, "text")
 
 
-def simulated(policy: EvictionPolicy, sizes: LoopSizes, promise: str) -> Iterator[tuple[Window, list[Edits]]]:
+def simulated(
+    policy: EvictionPolicy, sizes: LoopSizes, promise: str, costs: Costs = COSTS
+) -> Iterator[tuple[Window, list[Edits]]]:
     """Runs a loop on a window, by its operations or by plans, and yields each step's window and edits without end."""
-    window, numbers = Window.empty(COSTS, lead=1 if sizes.lead else 0, promise=promise), itertools.count()
+    window, numbers = Window.empty(costs, lead=1 if sizes.lead else 0, promise=promise), itertools.count()
     if sizes.lead:
         window, _ = window.append(text("lead", sizes.lead))
 
@@ -86,14 +89,15 @@ def simulated(policy: EvictionPolicy, sizes: LoopSizes, promise: str) -> Iterato
         yield window, done
 
 
+@pytest.mark.parametrize("costs", [COSTS, HYBRID], ids=["attention", "hybrid"])
 @pytest.mark.parametrize("sizes", [SIZES, NO_TEXT], ids=["texts", "no text"])
 @pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
-def test_prices_are_those_of_the_edits(policy, sizes):
+def test_prices_are_those_of_the_edits(policy, sizes, costs):
     # Nothing but placeholders is planned differently by a window that remembers: it would keep what stays.
     for promise in ("remember", "forget") if policy.placeholder or policy.survivors == "rotated" else ("forget",):
-        price = price_policy(policy, sizes, costs=COSTS, devices=DEVICES, promise=promise)
-        total, worst, tokens, last = np.zeros(2, np.int64), 0, 0, Window.empty(COSTS)
-        for window, done in itertools.islice(simulated(policy, sizes, promise), price.steps):
+        price = price_policy(policy, sizes, costs=costs, devices=DEVICES, promise=promise)
+        total, worst, tokens, last = np.zeros(2, np.int64), 0, 0, Window.empty(costs)
+        for window, done in itertools.islice(simulated(policy, sizes, promise, costs), price.steps):
             edits = [edit for each in done for edit in each]
             total += [sum(edit.bytes for edit in edits), sum(edit.flops for edit in edits)]
             worst, tokens = max(worst, sum(edit.bytes for edit in edits)), max(tokens, window.tokens)

@@ -91,7 +91,10 @@ def test_images_that_slide_change_places_and_return_are_served_as_they_were_comp
         oracle.add(1, [3, 2, 0])
         expect(session, oracle, [3, 2, 0, 1])
         executor = session.runtime.executor
-        assert executor.books.transition_bytes == 4 * 4 * backbone.layout.transition_numbers
+        one = 4 * backbone.layout.transition_numbers
+        assert executor.books.transition_bytes == 4 * one
+        assert session.stats().transition_bytes == executor.transition_bytes > 4 * one
+        assert f"states    {executor.transition_bytes / 2**20:.2f} MiB of transitions" in str(session.stats())
 
     with kvp.Session.restore(tmp_path / "session", backbone) as session:
         expect(session, oracle, [3, 2, 0])

@@ -81,6 +81,17 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, prepared, tm
             assert branch.ask(ASKED, steps=4, stop=()).ids == answer
 
 
+def test_a_session_gives_the_template_its_names(backbone, monkeypatch):
+    """Such as whether an answer opens with a thought."""
+    source = "<{% for part in messages[-1].content %}{{ part.text or '<|image_pad|>' }}{% endfor %}"
+    source += "{% if enable_thinking is defined and enable_thinking is false %}={% else %}?{% endif %}"
+    monkeypatch.setattr(backbone, "chat_template", ChatTemplate(source))
+    for chat, behind in ((True, "?"), ({"enable_thinking": False}, "="), ({}, "?")):
+        with kvp.Session(backbone, keep=1, chat=chat) as session:
+            assert session.config.chat is True
+            assert session.config.around == ("", behind)
+
+
 def test_a_placeholder_is_a_text_of_that_message(backbone, prepared):
     """Where an image left, its token ids are those of a message with the text in its place."""
     content = [
@@ -108,7 +119,7 @@ def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_
     plain.chat_template = ChatTemplate("{{ messages[0].content }}")
     with pytest.raises(InputError, match="chat template"):
         kvp.Session(plain, chat=True)
-    for wrong in ({"lead": image_of(0)}, {"lead": 0}, {"around": ("a", "b")}, {"chat": "yes"}):
+    for wrong in ({"lead": image_of(0)}, {"lead": 0}, {"around": ("a", "b")}, {"chat": "yes"}, {"chat": {1: 2}}):
         with pytest.raises(SessionError, match="expected"):
             kvp.Session(backbone, **{"chat": True, **wrong})
     with pytest.raises(SessionError, match=r"session\.chat: got a BackboneWithoutChat"):

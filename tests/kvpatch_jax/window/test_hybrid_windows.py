@@ -119,6 +119,35 @@ def test_forks_share_transitions_and_unchanged_windows_compose_once():
     assert drill.paged.books.transition_bytes == 2 * one
 
 
+def test_bytes_of_transitions_are_of_pieces_and_of_what_is_kept_composed():
+    """Every array once: an answer shares all but the map with the composition that it is decoded behind."""
+    drill = drill_of("c0", "c1")
+    executor, layout = drill.paged, drill.backbone.layout
+    one = 4 * layout.transition_numbers
+    drill.ask()  # c1 was prefilled behind c0 alone
+    assert executor.transition_bytes == (2 + 2) * one
+    drill.ask()
+    assert executor.transition_bytes == (2 + 2) * one
+
+    token = drill.tokens["c0"].take(0, 1)
+    executor.decode(drill.window, token)
+    own_map = 4 * layout.depth("map") * (layout.channel("map").rows or 0) * layout.channel("map").features
+    assert executor.transition_bytes == (2 + 2) * one + own_map + one
+    assert executor.books.transition_bytes == (2 + 1) * one + one
+
+    # What is composed of a piece that left goes with the next composition.
+    executor.discard(drill.window)
+    drill.evict("c1")
+    drill.ask()
+    assert executor.transition_bytes == (1 + 1) * one
+    for number in range(2, 8):
+        drill.append(f"c{number}")
+        drill.ask()
+    assert executor.transition_bytes == (7 + 4) * one
+    executor.renew()
+    assert executor.transition_bytes == 0
+
+
 def test_a_piece_behind_a_composed_window_is_composed_with_that():
     """One composition, whatever the window's length; bit for bit that of the window from its start."""
     drill = drill_of("c0", "c1", "c2")
