@@ -231,13 +231,22 @@ def _deficit(rows: Rows) -> ProbeTable:
 # ---------------------------------------------------------------------------------------------------- the guide
 
 
+APART = ("patch.rows_only.", "patch.transition_only.", "patch.whole_transition.", "residual.", "first_k.")
+"""Beginnings of the names of arms that repair rows or transitions alone, or run tokens again."""
+
+
 def kept(results: Results) -> dict[str, Any]:
-    """Keeps of a run what the guide shows; of each seed and the control, accuracies of the first probe's references."""
+    """Keeps of a run what the guide shows; of each seed and the control, accuracies of the first probe's references.
+
+    Of hybrids also the arms of each seed that say where the loss lies: in rows, or in transitions.
+    """
     own, rows = Rows(results).model, []
     first = f"{results['config']['task']}.{next(iter(results['config']['probes']))}"
+    hybrid = any(row["arm"].startswith("patch.transition_only.") for row in results["rows"])
     for row in results["rows"]:
         right = row["metric"].startswith("accuracy.")
-        of_seed = right and row["probe"] == first and row["arm"] in ("re-prefill", "blind")
+        named = row["arm"] in ("re-prefill", "blind") or (hybrid and row["arm"].startswith(APART))
+        of_seed = right and row["probe"] == first and named
         shown = right or row["metric"].startswith(("class_mean_share.", "e90")) or row["metric"] in (*AXES, *AMORTISED)
         if shown if row["model"] == own else of_seed:
             rows.append(rounded_row(row))
