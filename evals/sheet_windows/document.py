@@ -33,14 +33,13 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def models_of(results: Mapping[str, Any]) -> dict[str, tuple[Rows, int]]:
-    """Finds by kind of instances its rows, the mean of several seeds or those of one, and how many seeds there are."""
-    found = {}
-    kinds: Mapping[str, str] = results["config"]["kinds"]
+    """Finds by kind of instances its rows, the mean of several seeds or those of one, and how many were measured."""
+    measured, found = {row["model"] for row in results["rows"]}, {}
+    kinds: Mapping[str, str] = {name: kind for name, kind in results["config"]["kinds"].items() if name in measured}
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name in kinds if kinds[name] == kind]
         rows = Rows(results, mean_of(kind) if len(names) > 1 else names[0])
-        if rows.table:
-            found[kind] = rows, len(names)
+        found[kind] = rows, len(names)
     return found
 
 

@@ -211,6 +211,16 @@ def test_rows_pool_orders_and_keep_settings_apart():
     assert value["c", "re-prefill.gone=1", "kl.survivor"] == 0
     assert not any(model == suite.mean_of("y") for model, *_ in value)
 
+    # Of a run that was stopped, what is measured is shown.
+    config = {"kinds": {"a": "x", "b": "x", "c": "y", "d": "z"}}
+    assert {kind: seeds for kind, (_, seeds) in document.models_of({"config": config, "rows": rows}).items()} == {
+        "x": 2,
+        "y": 1,
+    }
+    one = suite.rows_of(parts[:1], config["kinds"])
+    [line, *_] = document.operation_table({"config": config, "rows": one}, "slide")[1]
+    assert line[:2] == ["`re-prefill.gone=1`", "1.000 [1.000, 1.000]"]
+
 
 def test_instances_are_those_of_both_architectures():
     names = [path.name for path in suite.instances("all")]
