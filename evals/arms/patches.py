@@ -34,7 +34,7 @@ def patch_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     )
 
     for name in layout.names:
-        part = functools.partial(_some_channels, names=(name,))
+        part = functools.partial(some_channels, names=(name,))
         makers[f"patch.{name}_only.rank={arms.shown_rank}"] = functools.partial(
             make_patch, rank=arms.shown_rank, part=part
         )
@@ -53,7 +53,7 @@ def transition_makers(layout: kvp.KVLayout) -> dict[str, ArmMaker]:
     makers: dict[str, ArmMaker] = {}
     for kind, names in (("rows", rows), ("transition", parts)):
         for rank in RULES.arms.ranks:
-            part = functools.partial(_some_channels, names=names)
+            part = functools.partial(some_channels, names=names)
             makers[f"patch.{kind}_only.rank={rank}"] = functools.partial(make_patch, rank=rank, part=part)
     makers["patch.transition_only.whole"] = functools.partial(_whole_transition, rank=0)
     for rank in RULES.arms.ranks:
@@ -88,7 +88,8 @@ def make_patch(
     return AlternativeArm(factory.costs.of_patch(patch), page.cache(patch), patch.nbytes / page.page.nbytes)
 
 
-def _some_channels(patch: kvp.Patch, names: Collection[str]) -> kvp.Patch:
+def some_channels(patch: kvp.Patch, names: Collection[str]) -> kvp.Patch:
+    """Keeps of a patch what it adds to some channels."""
     return kvp.Patch({name: own for name, own in patch.factors.items() if name in names}, patch.metadata)
 
 

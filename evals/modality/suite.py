@@ -17,7 +17,7 @@ from ..probes.results_table import ProbeItems
 from ..report.summary import NO_WINDOW
 from ..results.headline import headline_rows
 from ..results.parts import PlannedPart
-from ..results.rows import Row, measured_rows
+from ..results.rows import Row
 from ..rules import RULES
 from ..sheets_task.reader import PackedReader, move_page
 from ..sheets_task.task import KINDS
@@ -116,15 +116,7 @@ def rows_of(finished: Sequence[Mapping[str, Any]]) -> list[Row]:
     tables: dict[str, list[Row]] = {}
     for name in dict.fromkeys(record["instance"] for record in records):
         items = items_of([record for record in records if record["instance"] == name])
-        tables[name] = [
-            row
-            for kind, here in items.by_kind()
-            for arm in items.predicted
-            for row in measured_rows(
-                ((items.label, arm, f"{metric}.{kind}", value) for metric, value in items.metrics(arm, here).items()),
-                name,
-            )
-        ]
+        tables[name] = list(items.rows(name))
 
     rows = [row for table in tables.values() for row in table]
     for modality in MODALITIES:

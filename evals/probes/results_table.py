@@ -102,6 +102,13 @@ class ProbeItems:
             "flip_recover": intervals.flip_recover(reference_predicted, blind_predicted, predicted, cluster),
         }
 
+    def rows(self, model: str, wanted: Collection[str] = PER_ITEM) -> Iterator[Row]:
+        """Yields a row for each kind of question, arm and metric; arguments as of `metrics`."""
+        for kind, here in self.by_kind():
+            for arm in self.predicted:
+                for metric, interval in self.metrics(arm, here, wanted).items():
+                    yield measured_row(self.label, model, arm, f"{metric}.{kind}", interval)
+
     def paired(self, first: str, second: str) -> Iterator[tuple[str, str, intervals.Interval]]:
         """Yields kind, metric and the first arm's KL and accuracy minus the second's, question by question."""
         cluster, answer = self.column("cluster"), self.column("answer")
@@ -194,13 +201,7 @@ class ResultsTable:
 
     def rows(self) -> list[Row]:
         """Makes every row, long-form; what is undefined is NaN."""
-        rows = []
-        for items in self.probes.values():
-            for kind, of_kind in items.by_kind():
-                for arm in items.predicted:
-                    for metric, interval in items.metrics(arm, of_kind, self.metrics).items():
-                        rows.append(measured_row(items.label, self.model, arm, f"{metric}.{kind}", interval))
-
+        rows = [row for items in self.probes.values() for row in items.rows(self.model, self.metrics)]
         rows += [measured_row(*key[:1], self.model, *key[1:], share) for key, share in self.costs.items()]
         for (probe, arm, metric), batches in self.samples.items():
             values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))

@@ -12,6 +12,7 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.patching import orders_of
 
+from ..arms.patches import some_channels
 from ..arms.reused_page import KV
 from ..probes.window.common import setting
 from ..probes.window.image_sequence import Image
@@ -176,8 +177,7 @@ def with_rows_only(patches: Mapping[str, kvp.Patch | None]) -> dict[str, kvp.Pat
         patch = patches.get(arm)
         if patch is not None and patch.metadata.layout.parts:
             rows = {channel.name for channel in patch.metadata.layout.token_channels}
-            factors = {name: own for name, own in patch.factors.items() if name in rows}
-            found[f"{arm}.rows_only"] = kvp.Patch(factors, patch.metadata)
+            found[f"{arm}.rows_only"] = some_channels(patch, rows)
     return found
 
 

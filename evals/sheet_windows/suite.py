@@ -14,7 +14,7 @@ from ..probes.item_records import Record, answer_records, items_from
 from ..report.summary import NO_WINDOW
 from ..results.headline import headline_rows
 from ..results.parts import PlannedPart
-from ..results.rows import Row, measured_rows
+from ..results.rows import Row
 from ..sheets_task.dataset import SHEETS_DATASET
 from ..sheets_task.packed_answers import items_of
 from ..sheets_task.task import SIZES, sample_contexts
@@ -114,11 +114,8 @@ def _rows_of_part(own: Sequence[Mapping[str, Any]], name: str, operation: str, p
     here = [record for record in own if (record["probe"], record["part"]) == (operation, part)]
     items = items_from(here, f"sheet_windows.{operation}", REFERENCE, BLIND, here[0]["kinds"])
     suffix = f".{part}" if part else ""
-    for kind, chosen in items.by_kind():
-        for arm in items.predicted:
-            found = items.metrics(arm, chosen)
-            named = [(items.label, f"{arm}{suffix}", f"{metric}.{kind}", value) for metric, value in found.items()]
-            yield from measured_rows(named, name)
+    for row in items.rows(name):
+        yield {**row, "arm": f"{row['arm']}{suffix}"}
 
 
 def mean_of(kind: str) -> str:
