@@ -3,14 +3,12 @@
 import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.serving.linked_prompts import RequestCache
 from models import load
 from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
@@ -120,14 +118,3 @@ def test_a_batch_names_videos_in_json(loaded, tmp_path):
     assert 'expected {"image"' in answers[2]["message"]
     assert "no readable file" in answers[3]["message"]
     assert len(answers[4]["ids"]) == 2
-
-
-@pytest.mark.slow
-def test_a_request_cache_keeps_a_videos_features_and_kv(loaded, tmp_path):
-    backbone = loaded("qwen2_5_vl")
-    cache = RequestCache(backbone, kvp.ChunkStore(tmp_path / "store"))
-    items = [Video(FRAMES, rate=2), IMAGE, "What?"]
-    first, second = cache.splice(items), cache.splice(items)
-    assert (first.encoder, second.encoder) == ("computed", "store")
-    assert (first.images, second.images) == (("computed",) * 2, ("store",) * 2)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first.splice.cache, second.splice.cache))

@@ -457,16 +457,3 @@ def test_an_answer_goes_on_behind_a_video(checkpoint, rule):
     longer = backbone.prepare([Video(draw_frames("first", 6, 22, 41), rate=1.0), made[:2]])
     logits = backbone.prefill(backbone.embed(**longer), logits="all").logits[0, -3:]
     assert np.argmax(logits, axis=-1).tolist() == made
-
-
-def test_kv_of_another_rate_is_not_placed(checkpoint):
-    """A linked prompt refuses KV of the same frames shown at another rate."""
-    from kvpatch_jax import make_chunk
-    from kvpatch_jax.serving.linked_prompts.prompt_layout import PromptLayout
-
-    backbone = load(checkpoint("qwen2_5_vl"))
-    frames = draw_frames("first", 4, 22, 41)
-    chunk = make_chunk(backbone, [Video(frames, rate=1.0)])
-    layout = PromptLayout(backbone)
-    with pytest.raises(InputError, match="expected the KV of this content"):
-        layout.add_chunk(Video(frames, rate=2.0), chunk)
