@@ -31,7 +31,6 @@ OWN = {
     "patch_after": 2,
     "pending_bytes": 2 << 20,
     "ttl": 600,
-    "reports": 64,
     "chunking": {"separators": [[SEPARATOR]], "mean": 64, "least": 16, "most": 128},
     "default": {"policy": "exact", "tenant": "everybody"},
 }

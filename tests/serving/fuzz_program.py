@@ -52,7 +52,6 @@ SETTINGS = {
     "pending_bytes": 1 << 20,
     "host": 1 << 20,
     "disk": 16 << 20,
-    "reports": 16,
 }
 FIELDS = ("policy", "tenant", "kl", "flips", "segments", "save", "promise", "agent", "other", "")
 SCALARS = (

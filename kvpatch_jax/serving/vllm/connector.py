@@ -28,7 +28,6 @@ from .engine_metrics import PrometheusRecorder, collect_scheduler, collect_worke
 from .layouts import CacheFormat, check_model, layout_of
 from .messages import StepCommands
 from .parallel import check_parallel
-from .reports import SHELF
 from .scheduler_side import SchedulerSide
 from .settings import ConnectorConfig
 from .versions import check_versions
@@ -67,20 +66,17 @@ class KVPatchStats(KVConnectorStats):
 
 
 class KVPatchPromMetrics(KVConnectorPromMetrics):
-    """The connector's metrics on the page of the engine's server, and the reports that come with them."""
+    """The connector's metrics on the page of the engine's server."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._recorder = PrometheusRecorder(self._counter_cls, self._gauge_cls, labelnames, per_engine_labelvalues)
-        reports = vllm_config.kv_transfer_config.kv_connector_extra_config.get("reports", 0)
-        SHELF.limit = reports if isinstance(reports, int) else 0  # invalid settings are refused in the engine
         self._failed = False
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Records what an engine sent. An error, which would end the server's loop, is logged once instead."""
         try:
             self._recorder.observe(transfer_stats_data, engine_idx)
-            SHELF.add(transfer_stats_data.get("reports", {}))
         except Exception:
             if not self._failed:
                 logger.warning("kvpatch: metrics could not be recorded", exc_info=True)

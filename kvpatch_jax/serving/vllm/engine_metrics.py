@@ -3,7 +3,7 @@
     sides ── collect_scheduler, collect_worker ──► a payload per step ── merge ──► PrometheusRecorder, in the server
 
 A payload is plain data, because the engine sends it to the server's process: `{"counts": {metric: {word: number}},
-"gauges": {…}, "reports": {id: report}}`. Words are values of the metric's only label. There are few of them: no tenant,
+"gauges": {…}}`. Words are values of the metric's only label. There are few of them: no tenant,
 id or number is one.
 """
 
@@ -171,9 +171,7 @@ def collect_scheduler(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
         "tier_limit_bytes": limits,
         "open_tenants": {"": shared.tenants},
     }
-    payload = side.metrics.take(totals, gauges)
-    reports = side.reports.take()
-    return {**payload, "reports": reports} if reports else payload
+    return side.metrics.take(totals, gauges)
 
 
 def collect_worker(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
@@ -202,14 +200,13 @@ def by_hook(failures: Mapping[str, int]) -> dict[str, int]:
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the payload of two in order: counts are added, gauges are the later ones. Changes neither."""
-    result = {part: {metric: dict(words) for metric, words in first.get(part, {}).items()} for part in first}
+    result = {part: {metric: dict(words) for metric, words in metrics.items()} for part, metrics in first.items()}
     for metric, words in second.get("counts", {}).items():
         own = result.setdefault("counts", {}).setdefault(metric, {})
         for word, count in words.items():
             own[word] = own.get(word, 0) + count
-    for part in second.keys() - {"counts"}:
-        for metric, words in second[part].items():
-            result.setdefault(part, {}).setdefault(metric, {}).update(words)
+    for metric, words in second.get("gauges", {}).items():
+        result.setdefault("gauges", {}).setdefault(metric, {}).update(words)
     return result
 
 

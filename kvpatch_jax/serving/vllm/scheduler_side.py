@@ -19,7 +19,6 @@ from .left_behind import keep_served, left_behind
 from .messages import LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
 from .prefetcher import Prefetcher
 from .prompt_history import PromptHistory
-from .reports import ReportQueue
 from .request_plan import RequestPlan, plan_request, worth_learning
 from .request_state import PlannedRequest, RequestState
 from .segments import PromptFeature, segments_of
@@ -49,7 +48,6 @@ class SchedulerSide:
       counts: numbers of requests by outcome, such as "refused", "unread", "failed" or "saves", and of "loaded_tokens".
       metrics: what was counted and not reported to the engine yet.
       events: blocks that became available or unavailable.
-      reports: reports of finished requests.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class SchedulerSide:
         self._admission = Admission(config, self.stores, cache)
         self.counts: collections.Counter[str] = collections.Counter()
         self.metrics, self.events = EngineMetrics(), BlockEvents(page_size)
-        self.reports = ReportQueue(config.reports, config.log_requests)
         self._requests: dict[str, RequestState] = {}
         self._prefetcher: Prefetcher[PlannedRequest] = Prefetcher(config.readers, config.ahead, config.patience)
         self._loads: list[LoadCommand] = []
@@ -350,9 +347,7 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
-        report = state.report()
-        self.reports.add(request.request_id, report)
-        return {"kvpatch": report}
+        return {"kvpatch": state.report()}
 
     @property
     def reading(self) -> tuple[int, int]:

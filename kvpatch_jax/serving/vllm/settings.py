@@ -21,7 +21,6 @@ MAX_SEGMENTS = 4096
 """Number of chunks of a prompt."""
 MAX_TENANT = 200
 """Characters of a tenant's name, or an agent's."""
-MAX_REPORTS = 1 << 20
 _VARIABLE = re.compile(r"env:[A-Z_][A-Z0-9_]{0,63}")
 _KEY_FILE = re.compile(r"file:/[^\0]{1,4000}")
 
@@ -69,9 +68,6 @@ class ConnectorConfig:
         their own find each other's objects in a remote store if they have the same. None: the directory's own.
       remote: URL of a remote store (`open_remote`), or "env:NAME", an environment variable with it; a URL with a
         password has to be in one. None: none.
-      log_requests: whether one line per finished request says in the log how it was served.
-      reports: number of finished requests whose reports the engine's server keeps, to be asked for by their ids
-        (`reports`); 0: none.
       chunking: how text is divided for requests that declare no `segments`; None: only at images.
       default: options of requests that bring none, and of those that leave some out; it has no `segments` and no
         `agent`. None: a request without options is served as without the connector.
@@ -107,8 +103,6 @@ class ConnectorConfig:
     key: str | None = None
     secret: str | None = None
     remote: str | None = None
-    log_requests: bool = False
-    reports: int = 0
     chunking: ChunkingOptions | None = None
     default: "RequestOptions | None" = None
     require_tenant: bool = False
@@ -139,8 +133,6 @@ class ConnectorConfig:
             "host": (_is_whole(self.host, 0, 2**62), "a number of bytes >= 0"),
             "disk": (self.disk is None or _is_whole(self.disk, 1, 2**62), "a number of bytes >= 1, or None"),
             "ttl": (self.ttl is None or (_is_bound(self.ttl) and self.ttl > 0), "seconds > 0, or None"),
-            "log_requests": (isinstance(self.log_requests, bool), "True or False"),
-            "reports": (_is_whole(self.reports, 0, MAX_REPORTS), f"an integer from 0 to {MAX_REPORTS - 1}"),
             "chunking": (self.chunking is None or isinstance(self.chunking, ChunkingOptions), "a mapping, or None"),
             "require_tenant": (isinstance(self.require_tenant, bool), "True or False"),
             "ranges": (self.ranges is None or _is_whole(self.ranges, 1), "an integer >= 1, or None"),

@@ -30,7 +30,6 @@ def test_sizes_are_read_as_people_write_them():
     assert (config.host, config.disk, config.ttl) == (8 << 30, 500 * 10**9, 3600)
     plain = ConnectorConfig.read(GIVEN)
     assert (plain.host, plain.disk, plain.ttl, plain.key, plain.remote) == (1 << 30, None, None, None, None)
-    assert (plain.log_requests, plain.reports) == (False, 0)
     assert hash(config) != hash(plain), "the stores of a process are kept by their configuration"
 
 
@@ -40,8 +39,6 @@ def test_sizes_are_read_as_people_write_them():
         *(("host", value) for value in (-1, 1.5, True, None, "many", "-1 GiB", 2**70, [])),
         *(("disk", value) for value in (0, -1, True, "0", "lots", 2**70, {})),
         *(("ttl", value) for value in (0, -1, True, "1 h", float("inf"), float("nan"), 10**400)),
-        *(("reports", value) for value in (-1, 1.5, True, "10", 1 << 30)),
-        *(("log_requests", value) for value in (1, "yes", None)),
         *(("key", value) for value in ("", "key", "file:relative", "file:", "env:", "env:lower", "env:A B", 7, b"k")),
         *(("secret", value) for value in ("", "secret", "file:relative", "env:lower", 7)),
         *(("remote", value) for value in ("", "host:6379", "env:lower", "env:", 7, ["valkey://a"], "valkey://[::1/0")),

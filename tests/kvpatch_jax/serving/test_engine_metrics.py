@@ -6,7 +6,6 @@ import functools
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import prometheus_client
 import pytest
@@ -228,10 +227,6 @@ def test_counts_add_up_and_gauges_are_the_latest():
     assert result["gauges"] == {"forming_jobs": {"": 1}}
     assert (json.dumps(first), json.dumps(second)) == before
     assert merged({}, second) == second == merged(second, {})
-    assert merged({"reports": {"a": {"n": 1}}}, {"reports": {"b": {"n": 2}}})["reports"] == {
-        "a": {"n": 1},
-        "b": {"n": 2},
-    }
     assert flattened(result) == {
         "kvpatch requests exact": 3,
         "kvpatch requests blind": 1,
@@ -289,7 +284,7 @@ def connector():
 def test_the_engine_s_hooks_carry_the_counts_to_the_page(connector, tmp_path):
     registry, kinds = kinds_of_metrics()
     with engine_of(connector, tmp_path) as engine:
-        own = connector.KVPatchConnector.build_prom_metrics(config_like(), kinds, ["engine"], {0: ["0"]})
+        own = connector.KVPatchConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
         ask(engine, request_of("own", {"kvpatch": {"segments": [8]}}))
         worker, scheduler = (side.get_kv_connector_stats() for side in (engine.worker, engine.scheduler))
         stats = worker.aggregate(scheduler)
@@ -311,10 +306,6 @@ def kinds_of_metrics():
     return registry, {"Counter": counter, "Gauge": functools.partial(prometheus_client.Gauge, registry=registry)}
 
 
-def config_like(**extra):
-    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-
-
 def test_an_error_while_counting_costs_the_counts_only(connector, tmp_path, monkeypatch, caplog):
     with engine_of(connector, tmp_path) as engine:
         monkeypatch.setattr(engine.scheduler.scheduler_side.stores.shared, "held_bytes", lambda: 1 / 0)
@@ -330,7 +321,7 @@ def test_an_error_while_counting_costs_the_counts_only(connector, tmp_path, monk
 )
 def test_a_payload_that_cannot_be_read_does_not_end_the_server(connector, payload, caplog):
     registry, kinds = kinds_of_metrics()
-    own = connector.KVPatchConnector.build_prom_metrics(config_like(reports="x"), kinds, ["engine"], {0: ["0"]})
+    own = connector.KVPatchConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
     for _ in range(2):
         own.observe(payload)
     assert caplog.text.count("metrics could not be recorded") == 1

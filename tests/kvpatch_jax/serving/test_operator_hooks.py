@@ -1,10 +1,7 @@
-"""The engine's hooks for operators: events, reset, reports and the check of versions, in any order and with errors."""
+"""The engine's hooks for operators: events, reset and the check of versions, in any order and with errors."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
-import asyncio
-import collections
 import dataclasses
-import logging
 import sys
 import tomllib
 from pathlib import Path
@@ -14,10 +11,9 @@ import pytest
 from serving_hooks import ask, engine_of, imported_connector
 from serving_sides import PAGE, TOKENS, matched_of, output_of, request_of, served, sides_of
 
-from kvpatch_jax.serving.vllm import block_events, reports
+from kvpatch_jax.serving.vllm import block_events
 from kvpatch_jax.serving.vllm.block_events import BlockEvents, BlocksRemoved, BlocksStored
 from kvpatch_jax.serving.vllm.messages import StepCommands
-from kvpatch_jax.serving.vllm.reports import ReportQueue, ReportShelf, ReportsPlugin, answer_id
 from kvpatch_jax.serving.vllm.segments import segments_of
 from kvpatch_jax.serving.vllm.versions import TRIED, check_versions
 
@@ -34,7 +30,7 @@ def connector():
 
 @pytest.fixture
 def engine(connector, tmp_path):
-    with engine_of(connector, tmp_path, reports=4, log_requests=True) as made:
+    with engine_of(connector, tmp_path) as made:
         yield made
 
 
@@ -218,88 +214,6 @@ def test_a_reset_that_fails_says_so(engine, monkeypatch):
     assert ask(engine, request_of("own", LEADING)).count == 8
 
 
-# ------------------------------------------------------------------------------------------------------------- reports
-
-
-def test_how_a_request_was_served_is_in_the_log(engine, caplog):
-    with caplog.at_level(logging.INFO, "vllm.kvpatch"):
-        ask(engine, request_of("chatcmpl-7f-0123abcd", LEADING))
-        ask(engine, request_of("plain", None))
-    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.kvpatch"]
-    assert lines == ["kvpatch: request chatcmpl-7f: 8 tokens from the store (leading), exact"]
-
-
-def test_a_report_reaches_the_server_by_the_answers_id(connector, engine, monkeypatch):
-    shelf = ReportShelf(4)
-    monkeypatch.setattr(connector, "SHELF", shelf)
-    monkeypatch.setattr(reports, "SHELF", shelf)
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"reports": 4}))
-    kinds = dict.fromkeys(("Counter", "Gauge"), lambda **_: SimpleNamespace(labels=lambda *_: collections.Counter()))
-    own = connector.KVPatchConnector.build_prom_metrics(config, kinds, [], {0: []})
-    monkeypatch.setattr(own._recorder, "observe", lambda *_: None)
-    ask(engine, request_of("chatcmpl-7f-0123abcd", LEADING))
-    own.observe(engine.scheduler.get_kv_connector_stats().to_dict())
-    (report,) = shelf.find("chatcmpl-7f")
-    assert (report["matched"], report["served"], report["exact"]) == (8, [["leading", 0]], True)
-
-    class Response:
-        def __init__(self, content, status_code):
-            self.content, self.status = content, status_code
-
-    responses = ModuleType("fastapi.responses")
-    responses.JSONResponse = Response
-    monkeypatch.setitem(sys.modules, "fastapi", ModuleType("fastapi"))
-    monkeypatch.setitem(sys.modules, "fastapi.responses", responses)
-    routes = {}
-    plugin = ReportsPlugin()
-    plugin.attach_router(SimpleNamespace(add_api_route=lambda path, handler, **_: routes.update({path: handler})))
-    asyncio.run(plugin.init_state(None, None, None))
-    ((path, handler),) = routes.items()
-    assert path.startswith("/v1/"), "vLLM asks for its API key below it"
-    found, missing = asyncio.run(handler("chatcmpl-7f")), asyncio.run(handler("chatcmpl-80"))
-    assert (found.status, found.content) == (200, {"id": "chatcmpl-7f", "reports": [report]})
-    assert (missing.status, missing.content["reports"]) == (404, [])
-
-
-@pytest.mark.parametrize(
-    ("request_id", "answer"),
-    [
-        ("chatcmpl-7f-0123abcd", "chatcmpl-7f"),
-        ("3_chatcmpl-7f-0123abcd", "chatcmpl-7f"),
-        ("cmpl-7f-0-0123abcd", "cmpl-7f-0"),
-        ("chatcmpl-550e8400-e29b-41d4-a716-446655440000", "chatcmpl-550e8400-e29b-41d4-a716-446655440000"),
-        ("x", "x"),
-        ("", ""),
-    ],
-)
-def test_answers_are_known_by_their_own_ids(request_id, answer):
-    assert answer_id(request_id) == answer
-
-
-def test_the_shelf_keeps_the_latest_and_finds_all_of_one_answer():
-    shelf = ReportShelf(3)
-    shelf.add({"0_chatcmpl-a-00000000": 1, "1_chatcmpl-a-11111111": 2, "cmpl-b-0-22222222": 3, "cmpl-b-1-33333333": 4})
-    assert shelf.find("chatcmpl-a") == [1, 2]
-    assert shelf.find("cmpl-b") == [3, 4]
-    assert shelf.find("cmpl-b-1") == [4]
-    shelf.add({"chatcmpl-c-44444444": 5})
-    assert (shelf.find("chatcmpl-a"), shelf.find("chatcmpl-c")) == ([], [5])
-    none = ReportShelf()
-    none.add({"chatcmpl-a-00000000": 1})
-    assert none.find("chatcmpl-a") == []
-
-
-def test_reports_that_nobody_takes_do_not_pile_up():
-    queue = ReportQueue(2, logged=False)
-    for number in range(5):
-        queue.add(str(number), {})
-    assert set(queue.take()) == {"3", "4"}
-    assert queue.take() == {}
-    off = ReportQueue(0, logged=False)
-    off.add("1", {})
-    assert off.take() == {}
-
-
 # ------------------------------------------------------------------------------------------------------------ versions
 
 
@@ -308,13 +222,6 @@ def test_the_versions_that_were_tried_are_those_of_the_extra():
     assert dict(requirement.split("==") for requirement in extra) == {
         name: version for name, version in TRIED.items() if name != "jax"
     }
-
-
-def test_the_plugin_that_is_declared_exists():
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    (target,) = points["vllm.endpoint_plugins"].values()
-    assert target == f"{ReportsPlugin.__module__}:{ReportsPlugin.__name__}"
-    assert list(points["vllm.endpoint_plugins"]) == [ReportsPlugin.name]
 
 
 @pytest.mark.parametrize(
