@@ -6,7 +6,7 @@
 
 `segments` divides a prompt, and texts by `chunking`; `request_plan` decides, `scheduler_side` keeps requests;
 `prefetcher` reads for it on threads. `worker_side` writes into the pool and `forming` makes chunks from it. `parallel`
-checks the engine's parallelism. Only `connector` imports vllm (extra `vllm`). For operators: `token_ids` is a program.
+checks the engine's parallelism. Only `connector` imports vllm (extra `vllm`).
 """
 
 from .chunking import ChunkingOptions
