@@ -107,7 +107,6 @@ class HostExecutor:
         self.meter = CostMeter(backbone)
         self.formers: list[PrefillObserver] = []
         self._branches: dict[str, dict[str, HostPiece]] = {}
-        self._joined: set[str] = set()
         self._current: dict[str, tuple[PlacedPiece, ...]] = {}
 
     @property
@@ -131,12 +130,8 @@ class HostExecutor:
         run = _HostRun(self, window, {name: dict(pieces) for name, pieces in self._branches.items()})
         for edit in resolve_edits(window, edits):
             run.execute(edit)
-
-        # A branch is released once, when it was joined; one of the same name may begin later.
-        left = set(window.joined) - self._joined
-        branches = {name: pieces for name, pieces in run.branches.items() if name not in left}
         check_pieces(_ordered(run.own), window)
-        self._branches, self._joined = branches, self._joined | left
+        self._branches = run.branches
         self._current[window.branch] = window.pieces
         return self.ledger - before
 

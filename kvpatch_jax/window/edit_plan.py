@@ -221,12 +221,6 @@ class EditPlan:
             if rotations:
                 self._rotate(rotations.values())
 
-            # A joined branch is released once: the window names it for ever, and its name may not come back.
-            for branch in self.window.joined:
-                if branch not in self.table.joined:
-                    self.table.release(branch)
-                    self.table.joined.add(branch)
-
         check_pieces(self.table.ordered(self.window.branch), self.window)
 
     def _adopt(self, edits: Sequence[Edit], current: tuple[PlacedPiece, ...]) -> bool:

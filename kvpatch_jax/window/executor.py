@@ -200,9 +200,6 @@ class PagedExecutor:
         # Other threads may read the books at any moment, so they are replaced, never changed.
         books = self.books.copy()
         books.release(branch)
-
-        # Forks of it that were joined are forgotten with it, so that their names are free again.
-        books.joined = {other for other in books.joined if not other.startswith(f"{branch}/")}
         self.books = books
         self.current.pop(branch, None)
 
@@ -385,10 +382,6 @@ class PagedExecutor:
 
     def settle(self, window: Window) -> None:
         """Records that a window's edits were run."""
-        # A joined branch is gone, unless another of its name began since.
-        for branch in window.joined:
-            if branch not in self.books.branches:
-                self.current.pop(branch, None)
         self.current[window.branch] = window.pieces
 
     def check_current(self, window: Window) -> None:

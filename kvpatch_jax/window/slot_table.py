@@ -99,18 +99,16 @@ class SlotTable:
       allocator: slots and their owners.
       branches: {branch: {id: piece}}; a branch without pieces is absent.
       answers: what was decoded behind branches, by branch.
-      joined: branches that were joined into another one and released.
     """
 
     allocator: SlotAllocator
     branches: dict[str, dict[str, ResidentPiece]] = dataclasses.field(default_factory=dict)
     answers: dict[str, DecodedAnswer] = dataclasses.field(default_factory=dict)
-    joined: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> "SlotTable":
         """Returns a table that changes independently; the pieces, which are immutable, are shared."""
         branches = {name: dict(pieces) for name, pieces in self.branches.items()}
-        return SlotTable(self.allocator.copy(), branches, dict(self.answers), set(self.joined))
+        return SlotTable(self.allocator.copy(), branches, dict(self.answers))
 
     def held(self, branch: str, id: str) -> ResidentPiece:
         """Returns a piece of a branch.

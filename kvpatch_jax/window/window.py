@@ -11,7 +11,7 @@ from ..errors import WindowError
 from ..utils.kinds import all_of
 from . import window_json
 from .costs import Costs
-from .edits import Compact, Copy, Drop, Edit, Edits, Prefill, Recompute, in_order
+from .edits import Compact, Copy, Edit, Edits, Prefill, Recompute, in_order
 from .entry import FRESH, UNKNOWN_WAYS, Entry, How, Likeness, PatchNote, PieceState, PlacedPiece, short_digest
 from .rearrangement import KEEP, PREFILL, ServingChoice, arrange
 from .window_state import Gaps, Promise, WindowState
@@ -413,7 +413,7 @@ class Window(WindowState):
     # ------------------------------------------------------------------------------------------------- branches
 
     def renamed(self, branch: str) -> "Window":
-        """Returns the same window under another name, a fork of none: one that was read from JSON, for example.
+        """Returns the same window under another name: one that was read from JSON, for example.
 
         An executor holds nothing under the new name: `anew` places the pieces.
 
@@ -422,7 +422,7 @@ class Window(WindowState):
         """
         if not isinstance(branch, str) or "/" in branch:
             raise WindowError(f"window.branch: got {branch!r:.80}; expected a name without a slash")
-        return dataclasses.replace(self, branch=branch, origin=None, joined=())
+        return dataclasses.replace(self, branch=branch)
 
     def promising(self, promise: Promise) -> "Window":
         """Returns the same window, compared with something else from now on. No KV changes.
@@ -441,43 +441,11 @@ class Window(WindowState):
           name: of the branch, behind its parent's and a slash; random if None.
 
         Raises:
-          WindowError: an empty name, one with a slash, or that of a branch that was joined.
+          WindowError: an empty name, or one with a slash.
         """
         name = secrets.token_hex(4) if name is None else name
         if not isinstance(name, str) or not name or "/" in name:
             raise WindowError(f"fork.name: got {name!r:.80}; expected a name without a slash")
         branch = f"{self.branch}/{name}"
-        if branch in self.joined:
-            raise WindowError(f"fork.name: got {branch!r}, which was joined already; expected another name")
-        # The digest tells `join` whether this window changed since.
-        there = dataclasses.replace(self, branch=branch, origin=self.digest, joined=())
+        there = dataclasses.replace(self, branch=branch)
         return there, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
-
-    def join(self, branch: "Window") -> "tuple[Window, Edits]":
-        """Takes over the changes of a branch that was forked from this very window: commits it.
-
-        Pieces that both hold stay; the others are dropped here and shared with the branch.
-
-        Raises:
-          WindowError: a branch of another window, one that was joined already, or this window changed since the fork.
-        """
-        if not isinstance(branch, Window):
-            raise WindowError(f"join.branch: got a {type(branch).__name__}; expected a Window that `fork` made")
-        if branch.branch in self.joined:
-            raise WindowError(f"join.branch: got {branch.branch!r}, which was joined already; expected another")
-        if branch.origin is None or branch.branch.rpartition("/")[0] != self.branch or branch.costs != self.costs:
-            raise WindowError(f"join.branch: got {branch.branch!r}; expected a fork of {self.branch!r}")
-        if branch.origin != self.digest:
-            raise WindowError(
-                f"join.branch: got {branch.branch!r}, forked from window {branch.origin}; expected one of this window, "
-                f"{self.digest}: it changed since the fork, or is another"
-            )
-
-        # Pieces that both hold occupy the same slots; equal pieces are equal values.
-        joined = (*self.joined, branch.branch)
-        there = dataclasses.replace(branch, branch=self.branch, origin=self.origin, joined=joined)
-        own, theirs = set(self.pieces), set(branch.pieces)
-        # Drops come first in the order of execution, so that a piece of the same id can be shared.
-        drops = [Drop(piece.entry.id) for piece in self.pieces if piece not in theirs]
-        shared = [Copy(piece.entry.id, "shared", branch.branch) for piece in branch.pieces if piece not in own]
-        return there, in_order([*drops, *shared])

@@ -35,11 +35,11 @@ PURE = 2
 """The second one, whose windows say which states are pure, but not what the others went through."""
 
 _HEX = re.compile("[0-9a-f]{32}")
-_PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
+_PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "clock")
 
 
 def body_of(window: Any) -> dict[str, Any]:
-    """Returns all fields of a window but `joined` as JSON has them, without what is derived."""
+    """Returns all fields of a window as JSON has them, without what is derived."""
     body: dict[str, Any] = {"costs": window.costs.to_dict()}
     for word in ("pieces", "evicted"):
         body[word] = []
@@ -67,7 +67,7 @@ def digest_of_body(body: Mapping[str, Any]) -> str:
 
 def write(window: Any) -> str:
     """Returns a window as JSON, with a digest that reveals damage."""
-    saved = {"format": FORMAT, "version": VERSION, "digest": window.digest, "joined": window.joined}
+    saved = {"format": FORMAT, "version": VERSION, "digest": window.digest}
     return json.dumps({**saved, "window": body_of(window)})
 
 
@@ -86,7 +86,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     if version not in (UNTRACED, PURE, VERSION) or isinstance(version, bool):
         raise WindowError(f"window: got version {version!r:.80}; expected {VERSION}")
 
-    _table(saved, "window", ("format", "version", "digest", "joined", "window"))
+    _table(saved, "window", ("format", "version", "digest", "window"))
     body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
     costs = _costs(body["costs"])
     for word, found, expected in (("backbone", costs.backbone, backbone), ("store", body["store"], store)):
@@ -106,12 +106,6 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     if len(set(ids)) != len(ids):
         raise WindowError("window: got pieces of one id; expected distinct ids")
 
-    # A branch is joined once, into its parent.
-    joined = saved["joined"]
-    names = isinstance(joined, list) and all(isinstance(name, str) for name in joined)
-    if not names or len(set(joined)) != len(joined) or any(_parent(name) != fields["branch"] for name in joined):
-        raise WindowError(f"window.joined: got {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
-
     # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure. Then their
     # digests prove which pieces are exact; nothing proves that one is a survivor.
     forgets = fields["promise"] == "forget"
@@ -126,7 +120,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
             doubted.append(piece)
         pieces = linked(costs.backbone, doubted, 0, forgets)
 
-    return fields | {"pieces": pieces, "evicted": tuple(evicted), "joined": tuple(joined)}
+    return fields | {"pieces": pieces, "evicted": tuple(evicted)}
 
 
 def _parsed(text: Any) -> Any:
@@ -150,14 +144,12 @@ def _check_plain(fields: dict[str, Any]) -> None:
     for word in ("lead", "next_start", "clock"):
         _number(fields[word], word)
 
-    # A fork has the digest of its origin, and no other branch has one.
-    branch, origin = fields["branch"], fields["origin"]
+    branch = fields["branch"]
     checks = {
         "lead_settled": isinstance(fields["lead_settled"], bool),
         "promise": fields["promise"] in ("remember", "forget"),
         "gaps": fields["gaps"] in ("close", "keep"),
         "branch": isinstance(branch, str) and all(branch.split("/")[1:]),
-        "origin": origin is None if _parent(branch) is None else _is_digest(origin),
     }
     for word, right in checks.items():
         if not right:
@@ -318,10 +310,6 @@ def _number(value: Any, what: str, top: int = LIMIT) -> int:
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _HEX.fullmatch(value) is not None
-
-
-def _parent(branch: Any) -> str | None:
-    return branch.rpartition("/")[0] if isinstance(branch, str) and "/" in branch else None
 
 
 def _kind_of(value: Any) -> str:

@@ -48,8 +48,6 @@ class WindowState:
       gaps: whether pieces behind one that leaves move up ("close") or stay where they are ("keep").
       store: which store its chunks are in, or None.
       branch: "", or the name that it began under; a fork's is its parent's, a slash and its own name.
-      origin: digest of the window that this branch was forked from, or None.
-      joined: branches that were joined into it.
       clock: how many placements there were.
     """
 
@@ -63,8 +61,6 @@ class WindowState:
     gaps: Gaps = "close"
     store: str | None = None
     branch: str = ""
-    origin: str | None = None
-    joined: tuple[str, ...] = ()
     clock: int = 0
 
     @property
@@ -124,7 +120,7 @@ class WindowState:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of everything but `joined`, 32 hexadecimal digits."""
+        """Digest of everything, 32 hexadecimal digits."""
         return digest_of_body(body_of(self))
 
     def index(self, id: str) -> int:

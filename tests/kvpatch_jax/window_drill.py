@@ -201,15 +201,6 @@ class Drill:
         self.windows[self.branch], self.naive[self.branch] = changed[0], naive
         self.do(changed, naive)
 
-    def join(self) -> None:
-        """Joins the branch at hand into its parent."""
-        child, parent = self.branch, self.branch.rpartition("/")[0]
-        changed = self.windows[parent].join(self.windows[child])
-        naive = self.naive.pop(child)
-        del self.windows[child]
-        self.branch = parent
-        self.do(changed, naive)
-
     def abandon(self) -> None:
         """Lets go of the branch at hand."""
         for executor in self.executors:

@@ -70,7 +70,7 @@ def test_every_edit_equals_a_prefill_over_contiguous_contexts(options: dict[str,
     drill.replace("c3", "c4")
     drill.compact()
     drill.ask()
-    drill.join()
+    drill.abandon()
 
 
 def test_exact_windows_equal_one_forward_over_all_their_tokens():

@@ -289,9 +289,6 @@ BAD = {
     "a word unknown": lambda w: w.append(chunk("X"), "other"),
     "never conditioned": lambda w: w.recall("A", "bare")[0].condition("A"),
     "a layer that is not there": lambda w: w.recompute("B", 2),
-    "joining a stranger": lambda w: w.join(window_of("A")),
-    "joining itself": lambda w: w.join(w),
-    "joining what is no window": lambda w: w.join("branch"),
     "a fork of no name": lambda w: w.fork(""),
     "a fork of a path": lambda w: w.fork("a/b"),
     "positions beyond the limit": lambda w: w.append(chunk("X", 2**30 - 1)),
@@ -335,40 +332,23 @@ def test_a_patch_of_another_chunk_is_refused():
 # -------------------------------------------------------------------------------------------------------- branches
 
 
-def test_a_fork_is_joined_once_and_into_the_window_that_it_was_forked_from(used):
+def test_a_fork_shares_every_piece_under_a_name_of_its_own(used):
     first, edits = used.fork("first")
-    second, _ = used.fork("second")
     assert edits == tuple(Copy(piece.id, "shared", "") for piece in used.pieces)
-    assert first.branch == "/first"
-    first, _ = first.append(chunk("N"))
-    joined, edits = used.join(first)
-    assert edits == (Copy("N", "shared", "/first"),)
-    assert (joined.branch, joined.joined) == ("", ("/first",))
-    with pytest.raises(WindowError, match=r"join.*'/first', which was joined already"):
-        joined.join(first)
-    with pytest.raises(WindowError, match=r"fork.*'/first', which was joined already"):
-        joined.fork("first")
-    with pytest.raises(WindowError, match="it changed since the fork"):
-        joined.join(second)
-    inner, _ = first.fork("inner")
-    with pytest.raises(WindowError, match="expected a fork of ''"):
-        used.join(inner)
-    assert first.join(inner)[0].joined == ("/first/inner",)
+    assert (first.branch, first.pieces) == ("/first", used.pieces)
+    assert first.fork("inner")[0].branch == "/first/inner"
     assert used.fork()[0].branch != used.fork()[0].branch
 
 
 def test_windows_that_are_no_forks_have_names_of_their_own(unchecked, used):
     own = Window.empty(used.costs, branch="first")
-    assert (own.branch, own.origin, Window.empty(used.costs).branch) == ("first", None, "")
+    assert (own.branch, Window.empty(used.costs).branch) == ("first", "")
     fork, _ = own.fork("try")
     assert fork.branch == "first/try"
-    assert own.join(fork)[0].joined == ("first/try",)
-    for window in (own, fork, own.join(fork)[0]):
+    for window in (own, fork):
         assert Window.from_json(window.to_json(), backbone=own.backbone) == window
-    with pytest.raises(WindowError, match="expected a fork of ''"):
-        used.join(own)
     again = fork.renamed("second")
-    assert (again.branch, again.origin, again.pieces) == ("second", None, fork.pieces)
+    assert (again.branch, again.pieces) == ("second", fork.pieces)
     names: tuple[Any, ...] = ("a/b", "/", 3)
     for wrong in names:
         with pytest.raises(WindowError, match="expected a name without a slash"):

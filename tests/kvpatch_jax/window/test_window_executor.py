@@ -176,42 +176,15 @@ def test_forks_share_slots_until_one_changes_a_piece(drill: Drill):
     drill.branch = ""
     drill.compare()
     drill.branch = "/x"
-    drill.join()
+    drill.abandon()
     assert "/x" not in paged.books.branches
     drill.ask()
 
 
-@pytest.mark.slow
-def test_a_fork_of_a_fork_is_joined_from_the_inside_out():
-    drill = Drill("gqa", host=False)
-    for id in ("c0", "c1"):
-        drill.append(id)
-    drill.fork("x")
-    drill.append("c2")
-    drill.fork("y")
-    drill.evict("c1")
-    root, child, grandchild = (drill.windows[branch] for branch in ("", "/x", "/x/y"))
-    with pytest.raises(WindowError, match="expected a fork of ''"):
-        root.join(grandchild)
-    drill.branch = "/x"
-    drill.join()
-    # The child's value does not know that it was joined; the executor does.
-    before = lying(drill.paged, drill.window)
-    with pytest.raises(WindowError):
-        drill.paged.run(*child.join(grandchild))
-    assert same(lying(drill.paged, drill.window), before)
-    drill.branch = "/x/y"
-    drill.compare()
-    drill.paged.release("/x/y")
-    drill.branch = ""
-    del drill.windows["/x/y"]
-    drill.compare()
-
-
-def test_forking_and_joining_alone_changes_no_bit(drill: Drill):
+def test_a_fork_that_is_released_changes_no_bit(drill: Drill):
     before, counts = lying(drill.paged, drill.window), drill.paged.books.allocator.counts
     drill.fork("x")
-    drill.join()
+    drill.abandon()
     assert same(lying(drill.paged, drill.window), before)
     assert (drill.paged.books.allocator.counts == counts).all()
 
@@ -465,7 +438,7 @@ def test_a_decoded_answer_becomes_a_piece_without_a_forward(keep: str):
 
 @pytest.mark.slow
 def test_a_decoded_answer_follows_a_compaction_and_ends_with_its_branch():
-    """What grows behind one branch is moved with the pool, and is given up where its branch is joined."""
+    """What grows behind one branch is moved with the pool, and is given up where its branch is released."""
     drill = Drill("gqa", host=False, aligned=False)
     drill.append("c0")
     drill.fork("side")
@@ -481,7 +454,7 @@ def test_a_decoded_answer_follows_a_compaction_and_ends_with_its_branch():
     assert np.abs(np.asarray(logits - expected)).max() <= BAR * np.abs(np.asarray(expected)).max()
 
     paged.decode(side[0].compact()[0], text.take(0, 5), "tried")
-    paged.run(*root.join(side[0]))
+    paged.release("/side")
     assert not paged.books.answers
     assert set(paged.books.branches) == {""}
     assert (paged.books.owners() == paged.books.allocator.counts).all()

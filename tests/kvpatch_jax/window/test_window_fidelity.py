@@ -202,7 +202,7 @@ class Program:
         return self.window.anew()
 
     def fork(self):
-        """Goes another way, and comes back by a join or by giving up."""
+        """Goes another way, and goes on there or gives up."""
         kept, truth = self.window, self.truth
         self.window, self.truth = kept.fork(f"{self.count}.{self.draw.random()}")[0], truth.copy()
         for _ in range(3):
@@ -214,8 +214,6 @@ class Program:
                 self.window = after
                 self.truth.remember(after)
         if self.draw.random() < 0.5:
-            self.window = kept.join(self.window)[0]
-        else:
             self.window, self.truth = kept, truth
 
     def saved(self):

@@ -13,7 +13,7 @@ MOST = 6
 
 
 class Loop(RuleBasedStateMachine):
-    """Every operation, in any order, on branches that fork and join."""
+    """Every operation, in any order, on branches."""
 
     drill: Drill
 
@@ -98,17 +98,13 @@ class Loop(RuleBasedStateMachine):
     @rule(name=st.sampled_from("xy"))
     def fork(self, name: str):
         branch = f"{self.drill.branch}/{name}"
-        if branch not in self.drill.windows and branch not in self.window.joined:
+        if branch not in self.drill.windows:
             self.drill.fork(name)
 
     @precondition(lambda self: self.drill.branch)
-    @rule(joined=st.booleans())
-    def leave(self, joined: bool):
-        # A parent that moved on since the fork takes no join.
-        parent = self.drill.windows[self.drill.branch.rpartition("/")[0]]
-        if joined and self.window.origin == parent.digest:
-            self.drill.join()
-        elif not any(name.startswith(f"{self.drill.branch}/") for name in self.drill.windows):
+    @rule()
+    def leave(self):
+        if not any(name.startswith(f"{self.drill.branch}/") for name in self.drill.windows):
             self.drill.abandon()
 
     @rule(number=NUMBERS)
