@@ -2,7 +2,7 @@
 
 A trace is drawn (`--kind`), or was recorded (`--trace=FILE`, as `kvpatch_jax.session.Recorder` writes it). It is
 answered by re-prefill, behind a prefix cache (also with batched eviction, and with placeholders and all texts kept),
-by a window without patches, as planned, with patches at the first meeting and when all was met before, and blind.
+by a window without patches, with patches at the first meeting and when all was met before, and blind.
 Printed are which way is the cheapest, then forwards, tokens computed, FLOPs, bytes of KV, programs compiled,
 KL and flips against what the window promises; `--out` gets them as JSON and Markdown, with figures.
 

@@ -27,7 +27,6 @@ Of answers, and of what follows from configurations alone:
   window_pretrained  the sliding window on SmolLM2-135M, in parts
   needs              what Session.needs reports of a chunk, beside prefilling the window without it
   placement          orders of chunks and patches to keep, over whole traces
-  policies           what sliding, batched eviction and placeholders cost a step
   sizes              memory and least time of released checkpoints
   mesh_sizes         bytes of released checkpoints on each of eight TPUs, by the compiler
 """
@@ -53,7 +52,6 @@ from . import (
     mesh_sizes,
     needs,
     parallel_prefill,
-    policies,
     prompt_reuse,
     retrieval,
     sessions,
@@ -81,7 +79,6 @@ BENCHMARKS = {
         kernels.FACTORISATION,
         parallel_prefill.BENCHMARK,
         Benchmark("placement", placement.run, table=placement.table),
-        policies.BENCHMARK,
         prompt_reuse.BENCHMARK,
         retrieval.BENCHMARK,
         sessions.BENCHMARK,

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .replay_run import AGAIN, BATCHED, BLIND, FIRST, PLACEHOLDER, PLANNED, PREFILL, PREFIX, WINDOW
+from .replay_run import AGAIN, BATCHED, BLIND, FIRST, PLACEHOLDER, PREFILL, PREFIX, WINDOW
 
 matplotlib.use("Agg")
 Results = Mapping[str, Mapping[str, Any]]
@@ -19,7 +19,6 @@ STYLES = {
     BATCHED: ("tab:purple", "-"),
     PLACEHOLDER: ("tab:brown", "--"),
     WINDOW: ("tab:blue", "-"),
-    PLANNED: ("tab:cyan", (0, (2, 2))),
     FIRST: ("tab:orange", (0, (4, 3))),
     AGAIN: ("tab:green", "-"),
     BLIND: ("tab:red", ":"),

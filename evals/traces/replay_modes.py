@@ -313,13 +313,9 @@ class WindowReplay:
         contents: TraceContents,
         config: TraceConfig,
         policy: WindowPolicy,
-        rule: HoldingRule | None = None,
-        every: int = 1,
     ):
-        """Starts without windows. Under a rule they show what has not left yet, too, as in `HeldReplay`."""
-        self._every = every
+        """Starts without windows."""
         self.backbone, self.contents, self.config, self.policy = backbone, contents, config, policy
-        self.held = None if rule is None else HeldPrompts(rule)
         self.costs = Costs.of(backbone, np.float32)
         self.executor = HostExecutor(backbone) if policy.host else PagedExecutor(backbone, PAGES, PAGE, "float32")
         if policy.patches is not None and policy.learn:
@@ -331,20 +327,12 @@ class WindowReplay:
     def see(self, moment: Moment) -> ReplayStep | None:
         """Answers a question, brings a window up to date and forks it, or releases it."""
         before = self.executor.ledger
-        if self.held is not None:
-            self.held.see(moment)
         if isinstance(moment, TracedQuestion):
-            shown = moment.pieces if self.held is None else self.held.show(moment.session, moment.pieces)
-            window, edits = self._served(moment.session, shown)
+            window, edits = self._served(moment.session, moment.pieces)
             question = self.contents.questions[moment.text]
             logits = np.asarray(self.executor.ask(window, edits, question))[0, -1]
             self.windows[moment.session] = window
-            step = self._step(logits, before, prefilled(window, edits) + length_of(question))
-            if self.held is None or moment.number % self._every:
-                return step
-            pieces = [(entry.id, self.contents.pieces[entry.content or ""]) for entry in shown]
-            prompt = host_prompt([*pieces, ("question", question)])[1]
-            return step._replace(own=computed_behind(self.backbone, prompt, None)[0])
+            return self._step(logits, before, prefilled(window, edits) + length_of(question))
 
         if isinstance(moment, TracedFork):
             window, edits = self._served(moment.session, moment.pieces)

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from kvpatch_jax.core import Buckets
-from kvpatch_jax.plan import EvictionPolicy, LoopSizes, compare_policies
 from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Costs, Entry
 from models import ModelBackbone
@@ -47,8 +46,8 @@ RANKS = (1, 2, 4, 8, 16, 32)
 RANK = 16
 PREFILL, PREFIX, WINDOW = "re-prefill", "prefix cache", "window"
 FIRST, AGAIN, BLIND = "patches, first time", "patches, met before", "blind"
-BATCHED, PLACEHOLDER, PLANNED = "batched eviction", "placeholders, texts kept", "as planned"
-MODES = (PREFILL, PREFIX, BATCHED, PLACEHOLDER, WINDOW, PLANNED, FIRST, AGAIN, BLIND)
+BATCHED, PLACEHOLDER = "batched eviction", "placeholders, texts kept"
+MODES = (PREFILL, PREFIX, BATCHED, PLACEHOLDER, WINDOW, FIRST, AGAIN, BLIND)
 OWN_EVERY = 10
 """Of drawn traces, one answer in so many is compared with a re-prefill of what the mode itself showed."""
 COARSE = Buckets(64, 1)
@@ -186,16 +185,10 @@ def replay(
     # pool takes memory.
     results, counts, formed = dict[str, ReplayResult](), dict[str, Record](), Record()
     contents.pieces[left.content or ""] = drawn_tokens(padded, left.content or "", left.tokens)
-    planned = planned_policy(seen, contents, Costs.of(padded, np.float32), config.promise)
     rules = {BATCHED: HoldingRule(high), PLACEHOLDER: HoldingRule(high, texts=True, placeholder=left)}
 
     for name in MODES:
-        if name == PLANNED and planned.survivors == "prefilled":
-            mode = HeldReplay(padded, contents, HoldingRule(planned.high), block, every)
-        elif name == PLANNED:
-            rule = HoldingRule(planned.high, once=True)
-            mode = WindowReplay(padded, contents, config, policies[WINDOW], rule, every)
-        elif name in policies:
+        if name in policies:
             mode = WindowReplay(padded, contents, config, policies[name])
         elif name in rules:
             mode = HeldReplay(padded, contents, rules[name], block, every)
@@ -231,7 +224,6 @@ def replay(
         "rank": rank,
         "asks": len(forget.steps),
         "window": window_sizes(seen),
-        "planned": planned.name,
         "ways": {name: summary(result, promised, forget) | counts[name] for name, result in results.items()},
         "ranks": rows,
         "stock": formed,
@@ -274,27 +266,6 @@ def most_chunks(seen: Sequence[Moment]) -> int:
     return max([1, *(sum(entry.kind == "chunk" for entry in moment.pieces) for moment in asked)])
 
 
-def planned_policy(
-    seen: Sequence[Moment], contents: TraceContents | TraceSizes, costs: Costs, promise: Any
-) -> EvictionPolicy:
-    """Returns how a session with `CheapestKeep` keeps such windows, from as many chunks to twice as many.
-
-    Its choice is by mean sizes; it may be to evict in batches, as agents do without this library.
-    """
-    asked = [moment for moment in seen if isinstance(moment, TracedQuestion)]
-    chunks, texts = list[int](), list[int]()
-    for entry in dict.fromkeys(entry for moment in asked for entry in moment.pieces):
-        (chunks if entry.kind == "chunk" else texts).append(entry.tokens)
-    low = most_chunks(seen)
-    sizes = LoopSizes(
-        chunk=round(statistics.fmean(chunks or [1])),
-        text=sum(texts) // max(len(chunks), 1),
-        asked=round(statistics.fmean([contents.asked(moment.event) for moment in asked] or [1])),
-    )
-    compared = compare_policies(sizes, low, 2 * low, costs=costs, promise=promise, never=False)
-    return compared.cheapest.policy
-
-
 def window_sizes(seen: Sequence[Moment]) -> Record:
     """Returns tokens and pieces of the windows that were asked."""
     pieces, tokens = [], []
@@ -328,7 +299,6 @@ def table(record: Record) -> tuple[tuple[str, ...], list[list[str]]]:
     head = (*head, "KL to re-prefill", "KL to its own window's")
     lines = []
     for name, row in record["ways"].items():
-        name = f"{name}: {record['planned']}" if name == PLANNED else name
         costs = [str(row["forwards"]), str(row["tokens"]), f"{row['flops'] / 1e9:.2f}", f"{row['bytes'] / 1e6:.0f}"]
         kls = [_format_kl(row), f"{100 * row['flips']:.0f} %", f"{row['forget_kl']:.2g}", f"{row['own_kl']:.2g}"]
         lines.append([name, *costs, str(row["compiled"]), *kls])

@@ -1,7 +1,4 @@
-"""Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose.
-
-`compare_policies` prices ways of keeping a window small: sliding, batched eviction, placeholders.
-"""
+"""Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
 
 from ..window import Way, Ways
 from .byte_advice import ByteAdvice, KeptForm, advise, measured_forms
@@ -15,7 +12,6 @@ from .online_certificate import AuditPolicy, OnlineCertificate
 from .operating_points import MEANING, POINTS, Point
 from .planning import Plan, PlannedChunk, plan
 from .serving_options import PlanOptions
-from .window_policies import EvictionPolicy, LoopSizes, PolicyComparison, PolicyPrice, compare_policies, price_policy
 
 __all__ = [
     "MEANING",
@@ -27,27 +23,21 @@ __all__ = [
     "CertifiedLoss",
     "CertifiedPlan",
     "DeviceCosts",
-    "EvictionPolicy",
     "Goal",
     "KeptForm",
-    "LoopSizes",
     "OnlineCertificate",
     "PatchInventory",
     "Plan",
     "PlanOptions",
     "PlannedChunk",
     "Point",
-    "PolicyComparison",
-    "PolicyPrice",
     "RankChoice",
     "Rates",
     "Way",
     "Ways",
     "advise",
-    "compare_policies",
     "measured_forms",
     "plan",
-    "price_policy",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL
 from .online_certificate import AnyCertificate as AnyCertificate

@@ -9,7 +9,7 @@ from .answers import Answer, Audit
 from .disposability import AblatedAnswer, DisposabilityReport
 from .runtime import PrivateRuntime, Runtime
 from .session import Session
-from .session_config import CheapestKeep, SessionConfig
+from .session_config import SessionConfig
 from .sessions import Sessions, SharedStats
 from .shared_runtime import SharedConfig
 from .stats import Stats
@@ -18,7 +18,6 @@ __all__ = [
     "AblatedAnswer",
     "Answer",
     "Audit",
-    "CheapestKeep",
     "DisposabilityReport",
     "PrivateRuntime",
     "RetrievalQuery",

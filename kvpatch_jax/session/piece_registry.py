@@ -104,7 +104,6 @@ class PieceRegistry:
         self.ids: dict[str, str] = {}
         self.used_names: dict[str, int] = {}
         self.counters = Counters()
-        self.policy: str | None = None
         users.acquire()
 
     def check_open(self) -> None:
@@ -119,7 +118,7 @@ class PieceRegistry:
 
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch = PieceRegistry(name, self.users, window, self.config)
-        branch.ids, branch.used_names, branch.policy = dict(self.ids), dict(self.used_names), self.policy
+        branch.ids, branch.used_names = dict(self.ids), dict(self.used_names)
 
         # Records are copied, because each session releases its own tokens. The runtime has the arrays once.
         for id, record in self.records.items():
@@ -379,7 +378,6 @@ class PieceRegistry:
             canonical_bytes=canonical_bytes,
             transition_bytes=transition_bytes,
             formed=None if former is None else former.done,
-            policy=self.policy,
         )
 
     def reprefill(self) -> None:

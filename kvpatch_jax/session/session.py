@@ -76,7 +76,7 @@ class Session:
           store: a `ChunkStore`. Exact data (prefills, tower outputs) is always read from it. Patches are formed where
             they may be served: with a certificate, `uncertified`, or a `rank`.
           keep: the number of chunks that stay after the lead; the oldest leave. A pair: the number down to which they
-            leave together, and the one that makes them leave. `CheapestKeep`: such numbers are chosen. None: all.
+            leave together, and the one that makes them leave. None: all.
           lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
             before the first chunk, or without such texts, that chunk.
           promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
@@ -131,7 +131,7 @@ class Session:
 
     @property
     def keep(self) -> Keep:
-        """The number of chunks that stay after the lead, as it was passed; of a `CheapestKeep` with what was chosen."""
+        """The number of chunks that stay after the lead, as it was passed."""
         return self._planner.keeper.keep
 
     @property

@@ -25,36 +25,8 @@ MEMORY = 512 << 20
 """Bytes of tokens and pixels that a session keeps of evicted chunks."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CheapestKeep:
-    """Bounds on the number of chunks that stay in a session's window, which is kept in the cheapest way within them.
-
-    The session chooses once there would be more than `low` chunks, by their sizes, its promise, goal, certificate and
-    costs (`plan.compare_policies`). It slides, or evicts in batches where that is cheaper; with a placeholder, one
-    chunk or several become placeholders at a time.
-
-    Attributes:
-      low, high: the least and the largest number of chunks after the lead.
-      chosen: the number down to which chunks leave together, and the one that makes them leave. None until the choice
-        is made; `Session.keep` has it then, and `Stats.policy` the reason.
-
-    Raises:
-      SessionError: numbers that are no bounds.
-    """
-
-    low: int
-    high: int
-    chosen: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        numbers = (self.low, *(self.chosen or ()), self.high)
-        whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
-        if not whole or not 1 <= self.low <= self.high or list(numbers) != sorted(numbers):
-            raise SessionError(f"session.keep: got {self!r:.120}; expected 1 <= low <= high, and a choice within them")
-
-
-Keep = int | tuple[int, int] | CheapestKeep | None
-"""The chunks that stay after the lead: a number, the lowest and the highest, or bounds to choose within. None: all."""
+Keep = int | tuple[int, int] | None
+"""The chunks that stay after the lead: a number, or the lowest and the highest. None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,13 +255,10 @@ def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: An
 
 def check_keep(keep: Any) -> None:
     """Raises SessionError for an invalid number of chunks to keep."""
-    # Bounds to choose within have checked themselves.
-    if isinstance(keep, CheapestKeep):
-        return
     numbers = keep if isinstance(keep, tuple) else (keep, keep)
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if keep is not None and not (whole and len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]):
-        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, CheapestKeep, or None"
+        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
         raise SessionError(f"session.keep: got {keep!r:.80}; expected {expected}")
 
 

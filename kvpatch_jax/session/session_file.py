@@ -22,7 +22,7 @@ from ..utils.atomic_files import path_of, replace
 from ..window import SIDES, PatchStore, PieceSnapshot, Window, placed, taken
 from .piece_registry import PieceRecord, PieceRegistry, RuntimeRefCount
 from .runtime import Runtime
-from .session_config import CheapestKeep, Keep, SessionConfig, check_keep
+from .session_config import Keep, SessionConfig, check_keep
 from .session_input import SessionInput
 
 FORMAT, VERSION = "kvpatch session", 1
@@ -41,7 +41,7 @@ class SavedSession:
 
     Attributes:
       window: of `Window.to_json`.
-      settings: name, `keep` and its policy, and the options that are JSON.
+      settings: name, `keep`, and the options that are JSON.
       pool: dtype and page size.
       used: names and ids that were given out last, the oldest first.
       pieces: in the window or evicted from it: id, name, and the items of its input, None if that was discarded.
@@ -103,11 +103,10 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
             kept.append({"turns": snapshot.turns, "patch": snapshot.patch, "aside": aside})
 
     settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
-    settings |= {"name": registry.name, "policy": registry.policy}
+    settings |= {"name": registry.name, "keep": keep}
     # Files without an encoding are as they always were.
     if registry.config.encoding is not None:
         settings |= {name: getattr(registry.config, name) for name in ENCODING_OPTIONS}
-    settings["keep"] = dataclasses.asdict(keep) if isinstance(keep, CheapestKeep) else keep
     used = list(registry.used_names)
     window = registry.window.to_json()
     text = json.dumps(
@@ -247,8 +246,7 @@ def restore(
 
     saved = read(path)
     window = Window.from_json(saved.window, backbone=backbone).renamed(branch)
-    # Files of older versions lack these.
-    settings = {"chat": False, "placeholder": None, "policy": None, "encoding": None, **saved.settings}
+    settings = {"encoding": None, **saved.settings}
     _check_settings(settings)
     saved_options: dict[str, Any] = {name: settings[name] for name in SAVED_OPTIONS}
     saved_options["around"] = tuple(settings["around"])
@@ -277,7 +275,6 @@ def restore(
         registry.release()
         raise
 
-    registry.policy = settings["policy"]
     return registry, _keep_of(settings.get("keep"))
 
 
@@ -292,9 +289,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     pair = isinstance(around, list) and len(around) == 2
     valid = {
         "keep": _is_keep(settings.get("keep")),
-        "policy": isinstance(settings["policy"], str | None),
-        "placeholder": isinstance(settings["placeholder"], str | None),
-        "chat": isinstance(settings["chat"], bool),
+        "placeholder": isinstance(settings.get("placeholder", 0), str | None),
+        "chat": isinstance(settings.get("chat"), bool),
         "around": pair and all(isinstance(text, str) for text in around or ()),
         "uncertified": isinstance(settings.get("uncertified"), bool),
         "largest_image": is_count("largest_image", 1),
@@ -309,12 +305,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _keep_of(value: Any) -> Any:
-    """Returns a `keep` as it was saved: in JSON a pair is a list, and bounds to choose within are an object."""
-    if isinstance(value, dict):
-        fields: dict[str, Any] = dict(value)
-        if isinstance(fields.get("chosen"), list):
-            fields["chosen"] = tuple(fields["chosen"])
-        return CheapestKeep(**fields)
+    """Returns a `keep` as it was saved: in JSON a pair is a list."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -34,7 +34,6 @@ class Stats:
       canonical_bytes: of the canonicals that are held for pieces, as they are kept: of encoded ones, codes and scales.
       transition_bytes: of a hybrid model's transitions in the pool's memory, of pieces and composed; 0 of other models.
       formed: counts of the patches that were formed in the background, or None.
-      policy: how the window is kept, and why not otherwise, once `CheapestKeep` has chosen; else None.
     """
 
     added: int = 0
@@ -61,7 +60,6 @@ class Stats:
     canonical_bytes: int = 0
     transition_bytes: int = 0
     formed: FormerStats | None = None
-    policy: str | None = None
 
     def __str__(self) -> str:
         served = ", ".join(f"{count} {word}" for word, count in self.fidelity.items()) or "empty"
@@ -81,6 +79,4 @@ class Stats:
         if self.formed is not None:
             formed = self.formed
             lines.append(f"formed    {formed.patches} patches, {formed.canonicals} canonicals, {formed.failed} failed")
-        if self.policy is not None:
-            lines.append(f"policy    {self.policy.splitlines()[0]}")
         return "\n".join(lines)
