@@ -26,7 +26,6 @@ Windows and agents:
   Session             an agent's window with what it takes to run it: add, ask, slide, recall, fork
   Sessions            many sessions in one process, on one pool and one store
   answer_batch        many questions over shared images and texts, as lines of JSON
-  advise              which encoding and rank keeps a chunk in the fewest bytes at a quality
   Certificate         measured loss of each way of reuse on a backbone, with bounds
 
 Frames of keys, described by a layout:
@@ -91,7 +90,7 @@ if TYPE_CHECKING:
     from . import batch, plan, pool, repair, session, store, traces, window
     from .batch import answer_batch
     from .core import deficit
-    from .plan import Certificate, advise
+    from .plan import Certificate
     from .pool import engines
     from .session import Session, Sessions
     from .store import ChunkStore
@@ -114,7 +113,6 @@ __all__ = [
     "Tokens",
     "Video",
     "accumulate",
-    "advise",
     "answer_batch",
     "apply_patch",
     "attention_with_lse",
@@ -171,7 +169,6 @@ _LAZY_CLASSES = {
     "ChunkStore": "store",
     "Session": "session",
     "Sessions": "session",
-    "advise": "plan",
     "answer_batch": "batch",
 }
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpatch_jax.core import KVEncoding
 from kvpatch_jax.repair import REPAIRS, RepairBudget, Repaired
 from kvpatch_jax.repair.stored_kv import KVPrecision
 
@@ -51,7 +50,7 @@ class BytesArm:
       family: what it is. label: in figures and tables.
       make: makes it of a version, as one of so many antecedents.
       by_count: whether it depends on how many antecedents there are.
-      settings: of the curves: base, encoding, factors, share, rank, weights.
+      settings: of keys in few bits: how many, and the group.
     """
 
     name: str
@@ -71,14 +70,6 @@ def precision_of(word: str) -> KVPrecision:
     return KVPrecision.of(16 if word == "16" else word)
 
 
-def encoding_settings(word: str) -> dict[str, Any]:
-    """Returns the bits of keys and values, and the group, of an encoding's word; 16 bits have no group."""
-    if word == "16":
-        return {"keys": 16, "values": 16, "group": None}
-    found = KVEncoding.of(word)
-    return {"keys": found.keys, "values": found.values, "group": "all" if found.group is None else found.group}
-
-
 def kv_arm(word: str) -> BytesArm:
     """Makes the arm of KV(B|A) in an encoding, or in 16 bits ("16")."""
     precision = precision_of(word)
@@ -86,7 +77,7 @@ def kv_arm(word: str) -> BytesArm:
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
         return factory.few_bits(precision, version)
 
-    return BytesArm(f"kv.{word}", SIMPLE, "KV(B|A) in few bits", make, settings=encoding_settings(word))
+    return BytesArm(f"kv.{word}", SIMPLE, "KV(B|A) in few bits", make)
 
 
 def patch_arm(
@@ -114,8 +105,7 @@ def patch_arm(
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
         return factory.patched(base, precision, version, antecedents, factors=factors, **own)
 
-    settings = {**encoding_settings(word), "base": base, "factors": factors, **own}
-    return BytesArm(name, OURS, f"patch on {BASE_LABELS[base]}", make, depends_on_count(base), settings)
+    return BytesArm(name, OURS, f"patch on {BASE_LABELS[base]}", make, depends_on_count(base))
 
 
 def base_arm(base: str, word: str = "16") -> BytesArm:
@@ -125,8 +115,7 @@ def base_arm(base: str, word: str = "16") -> BytesArm:
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
         return factory.base_alone(base, precision, version, antecedents)
 
-    settings = {**encoding_settings(word), "base": base}
-    return BytesArm(f"base.{base}.{word}", BASES_ALONE, BASE_LABELS[base], make, depends_on_count(base), settings)
+    return BytesArm(f"base.{base}.{word}", BASES_ALONE, BASE_LABELS[base], make, depends_on_count(base))
 
 
 def depends_on_count(base: str) -> bool:
@@ -166,7 +155,7 @@ def key_arm(bits: int, where: str, group: int | None) -> BytesArm:
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
         return factory.keys_rounded(version, bits, where, group)
 
-    settings = {"keys": bits, "values": 16, "group": "all" if group is None else group, "where": where}
+    settings = {"keys": bits, "group": "all" if group is None else group}
     width = "gall" if group is None else f"g{group}"
     return BytesArm(f"keys.{where}.{bits}{width}", KEYS, KEY_PLACES[where], make, settings=settings)
 

@@ -1,8 +1,7 @@
 """The page docs/experiments/bytes.md, written from runs: `python -m evals.bytes.document out/bytes`.
 
 Reads results.json of the folder (small tasks) and of its folder `text` (real weights), where they are there; keeps the
-rows that the page shows, and the curves that a choice of what to keep is read from, in docs/bytes.json, and draws the
-figure. A test holds the page against that file.
+rows that the page shows in docs/bytes.json, and draws the figure. A test holds the page against that file.
 """
 
 import json
@@ -19,9 +18,8 @@ from ..report.figures import NARROW
 from ..results.intervals import Interval
 from ..results.rows import Rows, rounded_row
 from ..results.tables import aligned_table, markdown_table
-from .advice import write_curves
 from .arms import BASE_LABELS, KEY_PLACES, KEYS, OURS, RIVAL_LABELS, RIVALS, SIMPLE, all_arms
-from .fronts import BARS, COUNTS, ENOUGH, Point, Winner, curves, front, points_of, winners
+from .fronts import BARS, COUNTS, ENOUGH, Point, Winner, front, points_of, winners
 from .suite import COSTS, TEXT
 
 PAGE, KEPT, PICTURE = Path("docs/experiments/bytes.md"), Path("docs/bytes.json"), Path("docs/pictures/bytes.png")
@@ -236,24 +234,19 @@ def draw(kept: Mapping[str, Any], path: Path) -> None:
 
 
 def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Picks what the page shows out of runs by name ("tasks", "text"): configuration, rows, curves."""
+    """Picks what the page shows out of runs by name ("tasks", "text"): configuration and rows."""
     config, rows = {}, []
     for name, results in runs.items():
         config[name] = {word: results["config"].get(word) for word in CONFIG}
         rows += [row for row in results["rows"] if row["metric"] in METRICS]
     settings = settings_of({"rows": rows})
     whole = [settings[0], _first_task(settings)]
-    # Of each task the first model stands for all in the curves.
-    shown = dict.fromkeys(next(pair for pair in settings if pair[0] == task) for task, _ in settings)
-    listed = []
-    for probe, model in shown:
-        listed += curves({"rows": rows}, model, probe)
     picked = []
     for row in rows:
         pair = row["probe"].partition(".")[0], row["model"]
         if pair in whole or row["metric"] in FEW_METRICS:
             picked.append(rounded_row(row))
-    return {"config": config, "rows": picked, "curves": listed}
+    return {"config": config, "rows": picked}
 
 
 def _first_task(settings: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -279,17 +272,14 @@ def write(folder: Path, root: Path = ROOT) -> Path:
     for mark, text in sections(kept).items():
         (root / PAGE).write_text(block(text, root / PAGE, mark), encoding="utf-8")
     draw(kept, root / PICTURE)
-    write_curves(kept, root)
     return root / PAGE
 
 
 def _lines(kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yields strict JSON with a row and a curve a line."""
+    """Yields strict JSON with a row a line."""
     yield f'{{"config": {json.dumps(kept["config"], ensure_ascii=False)},\n"rows": [\n'
     compact: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     yield ",\n".join(json.dumps(row, **compact) for row in kept["rows"])
-    yield '\n],\n"curves": [\n'
-    yield ",\n".join(json.dumps(curve, **compact) for curve in kept["curves"])
     yield "\n]}\n"
 
 

@@ -118,28 +118,3 @@ def winners(results: Mapping[str, Any], model: str, probe: str, counts: Sequence
         by_family = [cheapest(points, (family,)) for family in (OURS, SIMPLE, RIVALS)]
         found.append(Winner(count, cheapest(points, JUDGED), *by_family))
     return found
-
-
-def curves(results: Mapping[str, Any], model: str, probe: str) -> list[dict[str, Any]]:
-    """Lists the curves that a choice of what to keep is read from: η of every KV in few bits and every patch.
-
-    Each has model, probe, antecedents (None: any number), family, keys, values, group ("all", a number, or None in 16
-    bits), base, factors, share, rank, weights, shared, relative, kept, once, eta, low, high, n.
-    """
-    found, known = [], all_arms()
-    probes = [probe, *(f"{probe}.{count}" for count in COUNTS)]
-    for where in probes:
-        rows = Rows(results, model)
-        for row in rows.arms(where):
-            name, _, count = row.partition("@")
-            arm = known.get(name)
-            eta = rows.get(where, row, "eta")
-            if arm is None or arm.family not in (SIMPLE, OURS, BASES_ALONE) or not math.isfinite(eta.value):
-                continue
-            blank = dict.fromkeys(("base", "factors", "share", "rank", "weights", "shared", "relative"))
-            costs = {metric: round(rows.get(where, row, metric).value, 5) for metric in ("kept", "once")}
-            quality = {"eta": eta.value, "low": eta.low, "high": eta.high}
-            numbers = {word: round(value, 4) if math.isfinite(value) else None for word, value in quality.items()}
-            about = {"model": model, "probe": where, "antecedents": int(count) if count else None}
-            found.append({**about, "family": arm.family, **blank, **arm.settings, **costs, **numbers, "n": eta.n})
-    return found

@@ -1,7 +1,6 @@
 """Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
 
 from ..window import Way, Ways
-from .byte_advice import ByteAdvice, KeptForm, advise, measured_forms
 from .certificate import Certificate
 from .certificate import is_promised as is_promised
 from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
@@ -18,13 +17,11 @@ __all__ = [
     "POINTS",
     "AuditPolicy",
     "AvailablePatch",
-    "ByteAdvice",
     "Certificate",
     "CertifiedLoss",
     "CertifiedPlan",
     "DeviceCosts",
     "Goal",
-    "KeptForm",
     "OnlineCertificate",
     "PatchInventory",
     "Plan",
@@ -35,8 +32,6 @@ __all__ = [
     "Rates",
     "Way",
     "Ways",
-    "advise",
-    "measured_forms",
     "plan",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from evals.bytes import advice, document, fronts, suite
+from evals.bytes import document, fronts, suite
 from evals.bytes.arms import all_arms, base_arm, kv_arm, patch_arm
 from evals.bytes.forms import FormFactory
 from evals.bytes.sources import scene_chunks
 from evals.bytes.versions import MetChunks, ScoredItems
-from evals.report.documents import block
 from evals.results.intervals import Interval
 from evals.results.parts import PlannedPart
 from evals.results.rows import Rows, measured_row
@@ -248,15 +247,6 @@ def test_a_front_has_no_point_with_more_bytes_and_less_quality():
     assert [(point.total, point.eta.value) for point in fronts.front(points)] == [(0.1, 0.5), (0.3, 0.95)]
 
 
-def test_curves_say_all_settings():
-    found = fronts.curves({"rows": suite.rows_of(parts_by_hand())}, "m", "text")
-    own = [curve for curve in found if curve["antecedents"] == 4]
-    assert len(own) == 1
-    wanted = {"base": "mean", "keys": 5, "values": 5, "group": "all", "factors": "int4", "share": 0.05, "kept": 0.05}
-    assert {word: own[0][word] for word in wanted} == wanted
-    assert {curve["family"] for curve in found} == {"base", "kv", "patch"}
-
-
 def test_sixteen_antecedents_are_read_where_they_were_measured():
     rows = suite.rows_of(parts_by_hand())
     for arm, total in (("patch.mean.k5v5gall.int4.share=0.05@16", 0.05), ("kv.k5v4gall", 0.3)):
@@ -301,7 +291,6 @@ def test_the_page_of_bytes_shows_the_kept_rows():
     for text in document.sections(kept).values():
         assert text in page
     assert (document.ROOT / document.PICTURE).exists()
-    assert {"model", "probe", "keys", "values", "kept", "once", "eta"} <= set(kept["curves"][0])
 
 
 def test_a_page_is_written_from_a_run(tmp_path):
@@ -343,16 +332,3 @@ def test_a_quick_part_ranks_more_bits_and_larger_patches_higher():
     assert eta("kv.k4v4gall") > eta("kv.k2v2gall") > eta("kv.k1v1g32")
     assert eta("patch.lead.k4v4gall.int4.share=0.07") > 0.9
     assert rows.get("small", "patch.lead.k4v4gall.int4.share=0.07", "kept").value <= 0.07
-
-
-def test_the_guide_and_the_shipped_curves_are_of_the_kept_run():
-    kept = json.loads((document.ROOT / document.KEPT).read_text("utf-8"))
-    shipped_curves = json.loads((document.ROOT / advice.CURVES).read_text("utf-8"))["points"]
-    assert shipped_curves == advice.forms_of(kept["curves"], kept["config"]["text"]["plan"]["sizes"][1])
-    guide = document.ROOT / advice.GUIDE
-    assert block(advice.table(), guide, "advice") == guide.read_text("utf-8")
-    # A form's average rank comes back as the bytes that were measured.
-    for form in advice.measured_forms():
-        if form.kept == "patched" and form.weights == "fisher" and form.antecedents == 2:
-            share = form.bytes_each(advice.MEASURED, 192) / (advice.MEASURED.bytes_per_token() * 192)
-            assert any(abs(curve["kept"] - share) < 1e-3 for curve in kept["curves"] if curve["weights"] == "fisher")
