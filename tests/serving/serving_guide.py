@@ -27,7 +27,6 @@ KINDS_OF_MODEL = {
 }
 """Of `tiny_model.KINDS`, whose import needs more than this file's."""
 LOOPS = ("sliding", "reopened", "appended")
-GAP_LOOPS = ("reopened", "replaced", "lost")
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
 LEAST_RATE = 8
@@ -47,7 +46,6 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "pretrained": _pretrained(results["pretrained"]),
         "documents": _loops(results, ("documents",)),
         "loops": _loops(results, LOOPS),
-        "gaps": _gaps(results),
         "failing": _failing(results["failing"]),
         "load": _load(results["load"]),
         "load tokens": _load_tokens(results["load"]),
@@ -101,25 +99,6 @@ def _interval(found: dict[str, float]) -> str:
     return f"{value:.2g} [{low:.2g}, {high:.2g}]" if high >= 1e-6 else f"{value:.2g}"
 
 
-def _gaps(results: dict[str, Any]) -> str:
-    heads = ["loop", "policy", "prefix cache", "without ranges", "with ranges", "× prefix cache: without", "with"]
-    heads += ["right: without / with", "KL to a re-prefill, with: mean", "largest", "within its bound"]
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for loop in GAP_LOOPS:
-        ways = results[f"gaps-{loop}"]["ways"]
-        alone = ways["prefix cache"]["prefilled_tokens"]
-        for policy in ("exact", "forget", "blind"):
-            own, ranged = ways[policy], ways[f"{policy}, ranges"]
-            counts = [each["prefilled_tokens"] for each in (own, ranged)]
-            cells = [loop, policy, *(f"{count:,}" for count in (alone, *counts))]
-            cells += [f"{count / alone:.3f}" for count in counts]
-            cells += [f"{own['right']['value']:.3f} / {ranged['right']['value']:.3f}"]
-            cells += [f"{max(ranged['kl']['value'], 0):.2g}", f"{ranged['largest_kl']:.2g}"]
-            cells += ["" if policy == "blind" else f"{ranged['within_their_bounds']} of {ranged['bounded']}"]
-            rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
 def _plumbing(results: dict[str, Any]) -> str:
     rows = [f"| | {' | '.join(KINDS_OF_MODEL.values())} |", f"|---|{'---|' * len(KINDS_OF_MODEL)}"]
     for what, places in PLUMBING.items():
@@ -162,12 +141,6 @@ def _together(results: dict[str, Any]) -> str:
     for what, key in ours:
         if key in results:
             rows.append(f"| {what} | {results[key]['preemptions']} | {whole(results[key]['together'])} of 8 |")
-    for what, key in (("no async scheduling", "gaps, 128"), ("async scheduling, the engine mended", "gaps_async, 128")):
-        found = results[key]
-        rows.append(
-            f"| {len(found['together'])} requests, at most eight at once, plain and with gaps of two kinds, the engine "
-            f"with ranges; {what} | {found['preemptions']} | {whole(found['together'])} of {len(found['together'])} |"
-        )
     many = results["many, 128"]
     right, of = (sum(many[name].values()) for name in ("equal_to_alone", "requests"))
     rows.append(

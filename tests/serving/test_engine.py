@@ -28,9 +28,6 @@ LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
 
 LEVEL = 0.95
 """Share of the answers that the bounds of the loops' certificates are for."""
-GAPS = {"gaps-reopened": 200, "gaps-replaced": 200, "gaps-lost": 100}
-"""Turns of the loops of `gap_loops_program.py`."""
-
 ALONE = {
     "load": "load_program.py",
     "failing": "failing_program.py",
@@ -55,10 +52,6 @@ def start(work, scenario, kind, *, dies=False):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in LOOPS:
         command = ["loops_program.py", work, LOOPS[scenario], scenario]
-    elif scenario in GAPS:
-        command = ["gap_loops_program.py", work, GAPS[scenario], scenario.removeprefix("gaps-")]
-    elif scenario in ("gaps", "gaps_async"):
-        command = ["gaps_program.py", scenario, work, kind]
     elif scenario in CONTEXTS:
         command = [f"{scenario}_program.py", work, CONTEXTS[scenario]]
     elif scenario == "shared":
@@ -78,10 +71,10 @@ def run(work, request):
     done = {}
 
     def run(scenario, kind="128"):
-        own = scenario in (*CONTEXTS, *LOOPS, *GAPS, *ALONE)
+        own = scenario in (*CONTEXTS, *LOOPS, *ALONE)
         key = scenario if own else f"{scenario}, {kind}"
         if key not in done:
-            found = work / f"{scenario}-{(CONTEXTS | LOOPS | GAPS).get(scenario, kind)}.json"
+            found = work / f"{scenario}-{(CONTEXTS | LOOPS).get(scenario, kind)}.json"
             if not found.exists():
                 start(work, scenario, kind)
             done[key] = json.loads(found.read_text())
@@ -559,69 +552,3 @@ def test_a_remote_store_that_is_silent_costs_time_alone(run):
         assert row["largest_difference"] <= 1e-3
     assert min(found["outbox"]["stopped"]) > 0
     assert found["outbox"]["after"] == [0, 0]
-
-
-@pytest.fixture(scope="module", params=["gaps", "gaps_async"])
-def gaps(run, request):
-    """Five chunks, the second and the fourth of which are not stored, in an engine that asks for ranges."""
-    return run(request.param)
-
-
-def test_behind_a_gap_exact_chunks_give_the_engines_own_tokens(gaps):
-    ways = [
-        "whole",
-        "exact",
-        "exact_behind_own_blocks",
-        "plain_after_exact",
-        "plain_after_bare",
-        "exact_without_ranges",
-    ]
-    ways += [way for way in ("not_loaded", "plain_after_not_loaded", "behind_one_that_was_abandoned") if way in gaps]
-    for way in ways:
-        assert gaps[way]["tokens_equal_in_front"] == gaps[way]["of"], way
-        assert gaps[way]["largest_difference_of_log_probabilities"] < 1e-3, way
-    assert gaps["exact"]["told"]["served"] == [["leading", 0], *[["prefilled", 0], ["restored", 0]] * 2]
-    assert (gaps["exact"]["cached"], gaps["exact_without_ranges"]["cached"]) == (115, LEADING)
-    assert gaps["failures"] == {}
-
-
-def test_a_chunk_prefilled_in_a_gap_is_what_its_stored_prefill_is(gaps):
-    """Behind both a bare chunk, which by itself changes the answer."""
-    assert gaps["first_gap"]["told"]["served"] == [["leading", 0], ["prefilled", 0], ["bare", 0]]
-    assert gaps["no_gap"]["told"]["served"] == [["leading", 0], ["restored", 0], ["bare", 0]]
-    assert gaps["first_gap"]["tokens_equal_in_front"] == gaps["first_gap"]["of"]
-    assert gaps["first_gap"]["largest_difference_of_log_probabilities"] < 1e-3
-    assert gaps["no_gap"]["largest_difference_of_log_probabilities"] > 0.1
-
-
-def test_a_range_that_is_not_loaded_is_recomputed(run):
-    told = run("gaps")["not_loaded"]["told"]
-    assert (told["failed"], told["served"]) == (True, [["leading", 0]])
-
-
-def test_dozens_at_once_with_gaps_answer_as_one_at_a_time(gaps):
-    assert gaps["preemptions"], "the pool is to be too small"
-    assert len(gaps["together"]) == 48
-    for answer in gaps["together"]:
-        assert answer["tokens_equal_in_front"] == answer["of"]
-        assert answer["largest_difference_of_log_probabilities"] < 1e-3
-    first, last = gaps["free_blocks"]
-    assert first == last
-    assert (gaps["tracked"], gaps["held"]) == (0, [0, 0])
-
-
-@pytest.mark.parametrize("loop", GAPS)
-def test_ranges_prefill_no_more_and_within_the_same_bounds(run, loop):
-    """Images of the trained model: what is skipped is not encoded either."""
-    found = run(loop)
-    ways = found["ways"]
-    assert found["failures"] == {}
-    for policy in ("exact", "forget"):
-        assert ways[f"{policy}, ranges"]["prefilled_tokens"] <= ways[policy]["prefilled_tokens"]
-    for way in ("exact, ranges", "forget, ranges"):
-        assert ways[way]["bounded"] == GAPS[loop]
-        assert ways[way]["within_their_bounds"] >= (1.0 if "exact" in way else LEVEL) * GAPS[loop]
-        assert ways[way]["right"]["value"] >= ways["re-prefill"]["right"]["value"] - 0.02
-    assert ways["exact, ranges"]["largest_kl"] < 1e-5
-    if loop == "gaps-lost":
-        assert ways["exact, ranges"]["prefilled_tokens"] <= 0.5 * ways["exact"]["prefilled_tokens"]

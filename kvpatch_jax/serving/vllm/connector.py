@@ -6,7 +6,6 @@ whatever fails for one request, which is then served without stored chunks. Erro
 
 import collections
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -106,8 +105,6 @@ class KVPatchConnector(KVConnectorBase_V1):
         check_parallel(vllm_config.parallel_config, getattr(vllm_config, "sharding_config", None), groups)
 
         config = ConnectorConfig.read(transfer.kv_connector_extra_config)
-        if config.ranges is not None:
-            _check_ranges(vllm_config.scheduler_config)
         page_size = vllm_config.cache_config.block_size
         model, weights = vllm_config.model_config, weights_digest(vllm_config)
 
@@ -177,25 +174,6 @@ class KVPatchConnector(KVConnectorBase_V1):
             return self._scheduler.order_load(request, ids, num_external_tokens)
 
         self._guarded("update_state_after_alloc", order, lose)
-
-    def get_next_range(self, request: Any, num_computed_tokens: int) -> tuple[int, int] | None:
-        """Returns begin and end of the next tokens of a running request that can be loaded; None if there are none.
-
-        No released engine asks for it: it is what `ConnectorConfig.ranges` needs (docs/experiments/vllm.md).
-        """
-        hook = "get_next_range"
-        return self._guarded(hook, lambda: self._scheduler.next_range(request, num_computed_tokens), lambda: None)
-
-    def update_state_after_range_alloc(self, request: Any, blocks: Any, begin: int, end: int) -> None:
-        """Commands the load of a range that the engine has allocated blocks for."""
-        ids = tuple(blocks.get_block_ids()[0])  # not guarded, as in `update_state_after_alloc`
-
-        def order() -> None:
-            self._scheduler.order_range(request, ids, begin, end)
-
-        # Its salt stays: what is in front may be approximate.
-        lose = functools.partial(self._scheduler.mark_range_lost, request, ids, begin, end)
-        self._guarded("update_state_after_range_alloc", order, lose, "the engine prefills the rest of the request")
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommandsMetadata:
         """Returns the commands of the next step. Those that the engine relies on are sent whatever else fails."""
@@ -359,21 +337,6 @@ def _check_async(policy: str) -> None:
         "kvpatch: under async scheduling tpu-inference 0.32 loses the last token of a request that it preempts, with "
         "or without this connector; if the pool may run out of blocks, use --no-async-scheduling"
     )
-
-
-def _check_ranges(scheduler_config: Any) -> None:
-    """Raises unless the engine asks for ranges.
-
-    Raises:
-      ConfigError: its connectors have no `get_next_range`, or it does not prefill in chunks.
-    """
-    if not hasattr(KVConnectorBase_V1, "get_next_range"):
-        raise ConfigError(
-            "connector.ranges: got a number with an engine whose KVConnectorBase_V1 has no get_next_range; expected "
-            "None, or vLLM with the change of docs/experiments/vllm.md"
-        )
-    if not scheduler_config.enable_chunked_prefill:
-        raise ConfigError("connector.ranges: got a number without chunked prefill; expected --enable-chunked-prefill")
 
 
 TPUOffloadConnector = KVPatchConnector

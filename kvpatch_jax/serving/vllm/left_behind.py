@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from ...window import Way
 from .messages import ChunkPayload, LeftBehind
 from .prompt_history import PromptHistory
 from .request_plan import EXACT, ChunkStep, states_of
@@ -17,11 +16,9 @@ def keep_served(
 
     What is approximate is found again as it was found now. The first chunk is always there as a canonical.
     """
-    steps = [payload.step for payload in payloads]
-    states, places = states_of(history, steps), history.places
-    for payload in payloads:
-        step, index = payload.step, places[payload.step.segment.begin]
-        key = history.survivor_key(index, options)
+    states = states_of(history, [payload.step for payload in payloads])
+    for index, payload in enumerate(payloads):
+        step, key = payload.step, history.survivor_key(index, options)
         if index and step.exact:
             survivors.put(key, Survivor(payload.chunk, states, index))
         elif step.point == "survivor":
@@ -31,18 +28,14 @@ def keep_served(
 def left_behind(
     survivors: Survivors, history: PromptHistory, options: RequestOptions, steps: Sequence[ChunkStep]
 ) -> tuple[LeftBehind, ...]:
-    """Returns the chunks that the engine prefills behind and between the steps of a plan, and that are not kept yet."""
+    """Returns the chunks that the engine prefills behind the steps of a plan, and that are not kept yet."""
     states, left = states_of(history, steps), []
-    served, ways = {step.segment.begin: step for step in steps}, set[Way]()
-    for index, segment in enumerate(history.segments):
-        step = served.get(segment.begin)
-        if step is not None:
-            # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
-            own = (*step.inherited, (step.point, step.rank))
-            ways.update(way for way in own if way[0] not in (*EXACT, "survivor"))
-        elif index:
-            key = history.survivor_key(index, options)
-            known = survivors.get(key)
-            if known is None or known.state != states[index]:
-                left.append(LeftBehind(index, key, states, tuple(sorted(ways))))
+    # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
+    ways = {way for step in steps for way in (*step.inherited, (step.point, step.rank))}
+    ways = tuple(sorted(way for way in ways if way[0] not in (*EXACT, "survivor")))
+    for index in range(max(len(steps), 1), len(states)):
+        key = history.survivor_key(index, options)
+        known = survivors.get(key)
+        if known is None or known.state != states[index]:
+            left.append(LeftBehind(index, key, states, ways))
     return tuple(left)

@@ -30,17 +30,15 @@ class LoadCommand(NamedTuple):
 
     Attributes:
       request: the request's id.
-      payloads: chunks that follow each other in the prompt.
+      payloads: every chunk of the plan, from the start of the prompt.
       first: the first token that the engine does not have yet.
       blocks: the request's blocks, in order.
-      front: ids of the chunks in front of them.
     """
 
     request: str
     payloads: tuple[ChunkPayload, ...]
     first: int
     blocks: tuple[int, ...]
-    front: tuple[str, ...] = ()
 
     @property
     def end(self) -> int:

@@ -52,11 +52,6 @@ class PromptHistory:
         return list(itertools.accumulate(self.segments, behind, initial=digest_of([b"front"], size=16)))
 
     @functools.cached_property
-    def places(self) -> dict[int, int]:
-        """Index of each chunk by its first token."""
-        return {segment.begin: index for index, segment in enumerate(self.segments)}
-
-    @functools.cached_property
     def _repeats(self) -> list[int]:
         """How many chunks with the same content stand in front of each."""
         seen, repeats = collections.Counter[str](), []

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ...cache import digest_of, encoded
@@ -17,8 +17,6 @@ from .survivors import ServedState, Survivor
 CLOSEST = ("leading", "restored", "stored", "orbit", "survivor", "moved", "mean", "near", "seen", "bare")
 """Points of a chunk, the one that is closest to a prefill first, as far as nothing measured says otherwise."""
 EXACT = ("leading", "restored")
-MOST_ATTEMPTS = 4
-"""Times that a prompt is planned with gaps until no range is too short."""
 
 
 class StockedPatch(NamedTuple):
@@ -95,12 +93,12 @@ class ChunkCatalog(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RequestPlan:
-    """The chunks of a prompt that are served from the store; the engine prefills the rest.
+    """The chunks from the start of a prompt that are served from the store; the engine prefills the rest.
 
     Attributes:
-      steps: one per chunk that is served, in order. Only an engine that loads ranges is given one with gaps.
+      steps: one per chunk that is served, in order.
       kl: nats that the answer may lose; 0 if every chunk is exact, None if nothing bounds the loss.
-      why: why the plan ends, or has its first gap, where it does, for people; empty if it serves every chunk.
+      why: why the plan ends where it does, for people; empty if it serves every chunk.
     """
 
     steps: tuple[ChunkStep, ...] = ()
@@ -110,11 +108,7 @@ class RequestPlan:
     @property
     def matched(self) -> int:
         """Number of tokens that are served."""
-        return self.remaining(0)
-
-    def remaining(self, computed: int) -> int:
-        """Counts the tokens that are served from the token `computed` on."""
-        return sum(max(0, step.segment.end - max(step.segment.begin, computed)) for step in self.steps)
+        return self.steps[-1].segment.end if self.steps else 0
 
     @property
     def exact(self) -> bool:
@@ -149,12 +143,8 @@ class RequestPlan:
         if self.exact:
             return own_salt
         fields = [b"plan", encoded(config.backbone), encoded(options.tenant), encoded(own_salt or "")]
-        end = 0
         for step in self.steps:
-            if step.segment.begin > end:  # or a chunk that is there twice, once served, had one salt for both
-                fields.append(encoded(f"gap {end} {step.segment.begin}"))
             fields += [encoded(step.segment.id), encoded(step.point), encoded(step.patch or step.version or "")]
-            end = step.segment.end
         return f"kvpatch-{digest_of(fields, size=16)}"
 
 
@@ -171,9 +161,6 @@ def plan_request(
     Else it is served in the way with the least bound; without a certificate, in the first one of `CLOSEST`. Approximate
     chunks are served as far as the certificate bounds the answer within the limits of the request and the operator,
     including the loss of chunks that the engine prefills behind them. If both allow "blind", all of them are served.
-
-    With `ConnectorConfig.ranges`, a chunk that is not stored or may not be served is a gap, and the plan goes on behind
-    it, if that serves more tokens.
     """
     segments = history.segments
 
@@ -193,22 +180,13 @@ def plan_request(
 
     # Take the longest prefix of the steps whose loss is within the limits.
     losses = _losses(steps, len(segments), limits.certificate, options.promise)
-    plan = None
     for count in range(len(steps), 0, -1):
-        if limits.allow(*losses[count - 1]):
-            plan = RequestPlan(tuple(steps[:count]), losses[count - 1][0], why)
-            break
+        kl, flips = losses[count - 1]
+        if limits.allow(kl, flips):
+            return RequestPlan(tuple(steps[:count]), kl, why)
         why = f"chunk {count} of {len(segments)} is not certified within {limits.max_kl:g} nats"
         why += f": {beyond}" if beyond else ""
-    plan = plan or RequestPlan((), 0.0, why)
-
-    if config.ranges is None or not plan.why:
-        return plan
-    # Behind an approximate chunk nothing is exact, so a plan of exact chunks alone may serve more.
-    plans = [plan, _plan_with_gaps(history, catalog, limits.exact(), config.ranges, plan.why)]
-    if options.policy != "exact":
-        plans.append(_plan_with_gaps(history, catalog, limits, config.ranges, plan.why))
-    return max(plans, key=lambda plan: (plan.matched, plan.exact))  # the first of equals, with the fewest gaps
+    return RequestPlan((), 0.0, why)
 
 
 def worth_learning(
@@ -235,8 +213,7 @@ def worth_learning(
     others, limits = max(0, len(history.segments) - 2), _Limits(config, options, certificate)
     if not limits.allow(certificate.bound("near", behind=others), certificate.flips("near", behind=others)):
         return None
-    served = {step.segment.begin for step in plan.steps}
-    return next((index for index in lacking if history.segments[index].begin not in served), None)
+    return next((index for index in lacking if index >= len(plan.steps)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,10 +236,6 @@ class _Limits:
             return True
         most = self.options.flips
         return kl is not None and kl <= self.max_kl and (most is None or (flips is not None and flips <= most))
-
-    def exact(self) -> "_Limits":
-        """Returns the limits of the same request if it asked for exact chunks."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, policy="exact", kl=None, flips=None))
 
 
 class _Front:
@@ -289,9 +262,9 @@ class _Front:
 
 def states_of(history: PromptHistory, steps: Sequence[ChunkStep]) -> tuple[ServedState, ...]:
     """Returns the state of every chunk of a prompt: those that a plan serves, and those that the engine prefills."""
-    front, served = _Front(history), {step.segment.begin: step for step in steps}
-    for segment in history.segments:
-        front.add(served.get(segment.begin))
+    front = _Front(history)
+    for index in range(len(history.segments)):
+        front.add(steps[index] if index < len(steps) else None)
     return tuple(front.states)
 
 
@@ -317,69 +290,8 @@ def _available_steps(history: PromptHistory, catalog: ChunkCatalog, limits: _Lim
     return steps
 
 
-def _plan_with_gaps(
-    history: PromptHistory, catalog: ChunkCatalog, limits: _Limits, least: int, why: str
-) -> RequestPlan:
-    """Plans every chunk that is stored and keeps the loss within the limits; the engine prefills those between.
-
-    Args:
-      least: tokens that make a range behind a gap worth a step of the engine.
-      why: of the plan without gaps.
-    """
-    skipped = set[int]()
-    for _ in range(MOST_ATTEMPTS):
-        steps = _steps_with_gaps(history, catalog, limits, skipped)
-        short = _short_ranges(history, steps, least)
-        if not short:
-            losses = _losses(steps, len(steps), limits.certificate, limits.options.promise)
-            served = tuple(step for step in steps if step is not None)
-            return RequestPlan(served, losses[-1][0] if losses else 0.0, why)
-        skipped |= short  # what is behind them is planned again, because they are now prefilled
-    return RequestPlan((), 0.0, why)
-
-
-def _steps_with_gaps(
-    history: PromptHistory, catalog: ChunkCatalog, limits: _Limits, skipped: Collection[int]
-) -> list[ChunkStep | None]:
-    """Returns for every chunk the best step that keeps the loss within the limits; None of a gap.
-
-    Args:
-      skipped: indices of chunks that are gaps whatever is stored of them.
-    """
-    steps, front, known = list[ChunkStep | None](), _Front(history), set[Way]()
-    promise, count = limits.options.promise, len(history.segments)
-
-    def fits(step: ChunkStep) -> bool:
-        ways = step.ways(promise)  # a way that is known adds nothing to the loss
-        return known.issuperset(ways) or limits.allow(*_losses([*steps, step], count, limits.certificate, promise)[-1])
-
-    for index in range(count):
-        step = None if index in skipped else _best_step(history, front, catalog, limits, fits)
-        steps.append(step)
-        front.add(step)
-        known.update(() if step is None else step.ways(promise))
-    return steps
-
-
-def _short_ranges(history: PromptHistory, steps: Sequence[ChunkStep | None], least: int) -> set[int]:
-    """Returns the indices of the chunks in ranges behind a gap that have fewer than `least` tokens."""
-    short, begin = set[int](), 0
-    for gap in [*(index for index, step in enumerate(steps) if step is None), len(steps)]:
-        tokens = sum(segment.end - segment.begin for segment in history.segments[begin:gap])
-        if begin and tokens < least:
-            short.update(range(begin, gap))
-        begin = gap + 1
-    return short
-
-
-def _best_step(
-    history: PromptHistory,
-    front: _Front,
-    catalog: ChunkCatalog,
-    limits: _Limits,
-    fits: Callable[[ChunkStep], bool] = lambda step: True,
-) -> ChunkStep | None:
-    """Returns the best available step for the next chunk; None if there is none that fits."""
+def _best_step(history: PromptHistory, front: _Front, catalog: ChunkCatalog, limits: _Limits) -> ChunkStep | None:
+    """Returns the best available step for the next chunk; None if there is none."""
     options, others = limits.options, max(0, len(history.segments) - 2)
 
     def bound(step: ChunkStep) -> tuple[float, int]:
@@ -391,7 +303,7 @@ def _best_step(
     is_encoded = limits.config.encoding is not None
     candidates = _candidates(history, front.states, front.is_exact, catalog, options, is_encoded)
     # What is listed may be damaged, or not fit the engine: then the next best.
-    return next((step for step in sorted(candidates, key=bound) if fits(step) and catalog.provide(step)), None)
+    return next((step for step in sorted(candidates, key=bound) if catalog.provide(step)), None)
 
 
 def _candidates(
@@ -455,7 +367,7 @@ def _bound(step: ChunkStep, others: int, certificate: Certificate | None, promis
 
 
 def _losses(
-    steps: Sequence[ChunkStep | None], count: int, certificate: Certificate | None, promise: Promise
+    steps: Sequence[ChunkStep], count: int, certificate: Certificate | None, promise: Promise
 ) -> list[tuple[float | None, float | None]]:
     """Bounds the loss of an answer if the first steps serve the first of `count` chunks and the engine prefills others.
 
@@ -463,14 +375,14 @@ def _losses(
     ways, as `Certificate.together` says.
 
     Returns:
-      For one step (None: prefilled), two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if
+      For one step, two, and so on: bounds of the KL in nats and of the share of flipped tokens; 0 if
       every step is as promised, None if nothing bounds it.
     """
     losses, known, others = list[tuple[float | None, float | None]](), set[Way](), 0
     kl: float | None = 0.0
     flips: float | None = 0.0
     for place, step in enumerate(steps):
-        for way in () if step is None else step.ways(promise):
+        for way in step.ways(promise):
             if way in known:
                 continue
             if not known:  # all behind the first approximate chunk are approximate too, those of the engine included

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from .admission import WantedChunks
 from .messages import ChunkPayload
 from .prompt_history import PromptHistory
-from .request_plan import ChunkStep, RequestPlan
+from .request_plan import RequestPlan
 from .segments import PromptSegment
 from .settings import RequestOptions
 
@@ -43,8 +43,7 @@ class RequestState:
       own_salt: the salt that it came with.
       planned: its plan. The payloads are kept until their load was commanded.
       settled: whether it was decided to serve it by the plan, and its salt set.
-      matched_end: index after the last token that was matched when the engine asked.
-      placed: whether it was allocated blocks since the plan was made.
+      placed: whether a load was commanded since the plan was made.
       served: plans under which it was computed, one after another if it was preempted in between.
       blocks: blocks to be filled for it, with the index of the first token of each.
       saved: whether nothing more is to be formed from it.
@@ -57,7 +56,6 @@ class RequestState:
     own_salt: str | None
     planned: PlannedRequest = dataclasses.field(default_factory=PlannedRequest)
     settled: bool = True
-    matched_end: int = 0
     placed: bool = False
     served: list[RequestPlan] = dataclasses.field(default_factory=list)
     blocks: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -69,37 +67,10 @@ class RequestState:
         """The prompt's chunks."""
         return self.history.segments
 
-    def next_range(self, computed: int) -> tuple[int, int] | None:
-        """Returns begin and end of the next tokens that can be loaded, from the token `computed` on; None of none."""
-        begin = end = computed
-        for payload in () if self.failed else self.planned.payloads:
-            segment = payload.step.segment
-            if segment.end <= computed:
-                continue
-            if begin == end:  # the first chunk, of which the engine may have a part
-                begin = max(segment.begin, computed)
-            elif segment.begin > end:
-                break
-            end = segment.end
-        return (begin, end) if end > begin else None
-
-    def exact_part(self, wanted: WantedChunks) -> WantedChunks:
-        """Returns what can be stored of a request that was served by its plans.
-
-        Behind an approximate chunk what the engine prefills is approximate too; what it prefilled in a gap in front of
-        the first one is not.
-        """
-        if all(plan.exact for plan in self.served):
-            return wanted
-        steps = [step for plan in self.served for step in plan.steps]
-        end = min(step.segment.begin for step in steps if not step.exact)
-        begins = {step.segment.begin for step in steps}
-
-        def prefilled(indices: tuple[int, ...]) -> tuple[int, ...]:
-            gaps = {index for index, segment in enumerate(self.segments) if segment.begin not in begins}
-            return tuple(index for index in indices if index in gaps and self.segments[index].begin < end)
-
-        return wanted._replace(formed=prefilled(wanted.formed), prefills=prefilled(wanted.prefills))
+    @property
+    def matched(self) -> int:
+        """Number of tokens that the plan serves; 0 once a load has failed."""
+        return 0 if self.failed else self.planned.plan.matched
 
     def expect(self, blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> None:
         """Registers that the blocks of tokens in [begin, end) are to be filled."""
@@ -130,16 +101,10 @@ class RequestState:
         bounds = [plan.kl for plan in self.served if plan.kl is not None]
         return {
             "matched": last.matched,
-            "served": [list(way) for way in self._ways(last.steps)],
+            "served": [[step.point, step.rank] for step in last.steps],
             "exact": all(plan.exact for plan in self.served),
             "kl": max(bounds, default=0.0) if len(bounds) == len(self.served) else None,
             "failed": self.failed,
             "promise": self.options.promise,
             "why": self.planned.plan.why,
         }
-
-    def _ways(self, steps: tuple[ChunkStep, ...]) -> list[tuple[str, int]]:
-        """Returns the point and rank of every chunk up to the last one that is served."""
-        served = {step.segment.begin: (step.point, step.rank) for step in steps}
-        last = self.history.places[steps[-1].segment.begin] + 1 if steps else 0
-        return [served.get(segment.begin, ("prefilled", 0)) for segment in self.segments[:last]]

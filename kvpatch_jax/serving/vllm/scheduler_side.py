@@ -190,17 +190,14 @@ class SchedulerSide:
         if state is not None and not state.settled and self._settle(state, computed):
             self.counts["asked_again"] += 1
             return None
-        if state is None or state.failed:
-            return 0
-        if state.placed and state.planned.plan.remaining(computed):
-            # It was preempted after payloads were released: read and plan it again.
-            state.placed, state.planned = False, state.planned._replace(payloads=())
+        count = 0 if state is None else max(0, state.matched - computed)
+        if state is not None and count and state.placed:
+            # It was preempted after its payloads were released: read and plan it again.
+            state.placed = False
             self._prefetch(state)
             self.counts["asked_again"] += 1
             return None
-        begin, end = state.next_range(computed) or (computed, computed)
-        state.matched_end = end if begin == computed else computed
-        return state.matched_end - computed
+        return count
 
     def _accept_plan(self, id: str) -> None:
         """Takes a plan that is ready."""
@@ -224,7 +221,7 @@ class SchedulerSide:
         """
         state.settled = True
         planned = state.planned
-        gain = planned.plan.matched - computed  # with gaps too: it would prefill them again
+        gain = planned.plan.matched - computed
         if not planned.plan.exact and state.request.cache_salt == state.own_salt and gain <= self.page_size:
             # With another salt the engine would no longer find its own blocks, which are exact.
             self.counts["left_to_the_engine"] += 1
@@ -233,8 +230,7 @@ class SchedulerSide:
                 self._prefetcher.release(state.request.request_id)
         if state.planned.plan.why:
             self.metrics.add("refusals", reason_of(state.planned.plan.why))
-        first = [step for step in state.planned.plan.steps[:1] if not step.segment.begin]  # else it begins with a gap
-        self.events.note_plan(state.request, state.options.tenant, state.segments, first)
+        self.events.note_plan(state.request, state.options.tenant, state.segments, state.planned.plan.steps)
         return self._set_salt(state.request, state.planned.salt)
 
     def _set_salt(self, request: Any, salt: str | None) -> bool:
@@ -249,54 +245,29 @@ class SchedulerSide:
         return True
 
     def order_load(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
-        """Commands the load of the last `count` tokens that were matched, and releases what is not needed any more."""
+        """Commands the load of the last `count` of a request's matched tokens, and releases their chunks."""
         id = request.request_id
         state = self._requests.get(id)
         if state is None:
             return
 
+        state.blocks = {}
+        if count:
+            first = state.matched - count
+            self._loads.append(LoadCommand(id, state.planned.payloads, first, blocks))
+            state.expect(blocks, self.page_size, first, state.matched)
+            self.counts["loaded_tokens"] += count
+            self.metrics.add_served(state.planned.plan.steps, first)
+
         if not state.failed:
             state.served.append(state.planned.plan)
             if self._leaves_survivors(state):
                 keep_served(self.survivors, state.history, state.options, state.planned.payloads)
-        state.blocks, state.placed = {}, True
-        self._load(state, blocks, state.matched_end - count, state.matched_end)
+        state.planned, state.placed = state.planned._replace(payloads=()), True
 
-    def next_range(self, request: Any, computed: int) -> tuple[int, int] | None:
-        """Returns begin and end of the next tokens of a request that can be loaded; None if there are none.
-
-        Args:
-          computed: tokens that the engine has, or was told that it can have.
-        """
-        state = self._requests.get(request.request_id)
-        return None if state is None else state.next_range(computed)
-
-    def order_range(self, request: Any, blocks: tuple[int, ...], begin: int, end: int) -> None:
-        """Commands the load of a running request's tokens in [begin, end), as `next_range` returned them."""
-        self._load(self._requests[request.request_id], blocks, begin, end)
-
-    def _load(self, state: RequestState, blocks: tuple[int, ...], begin: int, end: int) -> None:
-        """Commands the load of tokens in [begin, end), and releases the chunks up to there."""
-        id, segments = state.request.request_id, state.segments
-        payloads = [payload for payload in state.planned.payloads if payload.step.segment.end > begin]
-        loaded = tuple(payload for payload in payloads if payload.step.segment.begin < end)
-        if end > begin:
-            state.expect(blocks, self.page_size, begin, end)
-            place = state.history.places[loaded[0].step.segment.begin]
-            front = tuple(segment.id for segment in segments[:place])
-            self._loads.append(LoadCommand(id, loaded, begin, blocks, front))
-            self.counts["loaded_tokens"] += end - begin
-            self.metrics.add_served([payload.step for payload in loaded], begin)
-
-        state.planned = state.planned._replace(payloads=tuple(payloads[len(loaded) :]))
         # A request that reads no cache may still be planned at this point, to find what is to be formed from it.
-        if not state.planned.payloads and id not in self._prefetcher:
+        if id not in self._prefetcher:
             self._prefetcher.release(id)
-
-    def _end_ranges(self, state: RequestState) -> None:
-        """Loads nothing more of a running request."""
-        state.planned = state.planned._replace(payloads=())
-        self._prefetcher.release(state.request.request_id)
 
     def _leaves_survivors(self, state: RequestState) -> bool:
         own = state.options
@@ -318,7 +289,9 @@ class SchedulerSide:
             if not is_prefilled or state.saved:
                 continue
             state.saved = True
-            wanted = state.exact_part(state.planned.wanted)
+            wanted = state.planned.wanted
+            if not all(plan.exact for plan in state.served):  # so is what was prefilled behind them
+                wanted = WantedChunks(alone=wanted.alone)
             left: tuple[LeftBehind, ...] = ()
             if self._leaves_survivors(state):
                 steps = state.served[-1].steps if state.served else ()
@@ -366,8 +339,6 @@ class SchedulerSide:
             if state.failed or not state.blocks.keys() & blocks:
                 continue
             chunk = state.fail(blocks)
-            if state.placed:
-                self._end_ranges(state)
             self.counts["failed"] += 1
             if chunk is not None:
                 self._unplaced[state.options.tenant, chunk] = None
@@ -377,16 +348,8 @@ class SchedulerSide:
     def mark_lost(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
         """Registers that the last `count` of a request's matched tokens were promised and will not be loaded."""
         state = self._requests.get(request.request_id)
-        end = len(blocks) * self.page_size if state is None else state.matched_end
+        end = len(blocks) * self.page_size if state is None else state.matched
         self._lost |= blocks_from(blocks, self.page_size, max(0, end - count), end)
-
-    def mark_range_lost(self, request: Any, blocks: tuple[int, ...], begin: int, end: int) -> None:
-        """Registers that tokens of a running request were promised and will not be loaded, nor any behind them."""
-        self._lost |= blocks_from(blocks, self.page_size, begin, end)
-        state = self._requests.get(request.request_id)
-        if state is not None:
-            state.expect(blocks, self.page_size, begin, end)
-            self._end_ranges(state)
 
     def discard(self, request: Any) -> bool:
         """Forgets a request that could not be handled: the engine computes it from here on.
@@ -424,9 +387,7 @@ class SchedulerSide:
         self.counts["resets"] += 1
         for id, state in self._requests.items():
             state.saved = True  # its chunks' names are those of before
-            if state.placed and state.planned.payloads:
-                self._end_ranges(state)
-            elif id in self._prefetcher or state.planned.payloads:
+            if id in self._prefetcher or state.planned.payloads:
                 self._prefetch(state)  # finds nothing under the new name, and releases what was read
 
     def close(self) -> None:

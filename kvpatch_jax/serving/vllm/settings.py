@@ -72,9 +72,6 @@ class ConnectorConfig:
       default: options of requests that bring none, and of those that leave some out; it has no `segments` and no
         `agent`. None: a request without options is served as without the connector.
       require_tenant: serves a request as without the connector unless it names its tenant itself.
-      ranges: also loads chunks behind one that the engine has to prefill, if at least this many tokens follow each
-        other: every gap costs a step of the engine. None: nothing behind a gap. Needs an engine that asks for ranges
-        (docs/experiments/vllm.md), which vLLM 0.32 is not.
 
     Raises:
       ConfigError: a setting is out of range.
@@ -106,7 +103,6 @@ class ConnectorConfig:
     chunking: ChunkingOptions | None = None
     default: "RequestOptions | None" = None
     require_tenant: bool = False
-    ranges: int | None = None
 
     def __post_init__(self) -> None:
         frame = self.image_frame
@@ -135,7 +131,6 @@ class ConnectorConfig:
             "ttl": (self.ttl is None or (_is_bound(self.ttl) and self.ttl > 0), "seconds > 0, or None"),
             "chunking": (self.chunking is None or isinstance(self.chunking, ChunkingOptions), "a mapping, or None"),
             "require_tenant": (isinstance(self.require_tenant, bool), "True or False"),
-            "ranges": (self.ranges is None or _is_whole(self.ranges, 1), "an integer >= 1, or None"),
         }
         for name, (valid, expected) in checks.items():
             if not valid:

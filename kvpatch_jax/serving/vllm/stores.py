@@ -177,7 +177,6 @@ class StoreCatalog:
         self._patches: dict[str, Patch] = {}
         self._provided: dict[ChunkStep, Chunk] = {}
         self._left: dict[str, Survivor] = {}
-        self._found: dict[int, dict[str, str]] = {}
         self.unfit: list[KVPatchError] = []
 
     @functools.cached_property
@@ -212,14 +211,11 @@ class StoreCatalog:
         prefills = self.stored_prefills
         if prefills is None or id in self._unplaced:
             return {}
-        if index in self._found:  # a prompt is planned several times with gaps and without
-            return self._found[index]
         keys = {} if self._options.policy == "exact" else self._history.alike(index)
         found = dict[str, str]()
         for point, other in prefills.find(id, front, keys).items():
             if other not in found.values():
                 found[point] = other
-        self._found[index] = found
         return found
 
     def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
@@ -236,8 +232,6 @@ class StoreCatalog:
     def provide(self, step: ChunkStep) -> bool:
         """Reads what a step places. Returns whether it is there and fits the engine."""
         id, version = step.segment.id, step.version
-        if step in self._provided:
-            return True
         if version is None:
             chunk = self._canonicals[id]
         elif version in self._left and self._left[version].state.id == id:

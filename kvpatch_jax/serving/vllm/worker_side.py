@@ -122,7 +122,7 @@ class WorkerSide:
         if chunk.length != count or chunk.tokens != count:
             raise InputError(f"chunk {segment.id[:12]}…: got {chunk.length} tokens; expected {count}")
 
-        front = load.front + tuple(payload.step.segment.id for payload in load.payloads[:index])
+        front = tuple(payload.step.segment.id for payload in load.payloads[:index])
         start = self._start(load.request, segment.begin, np.asarray(chunk.local))
 
         # Padded to a few lengths, so that few programs are compiled. Slots of -1 are not written.
