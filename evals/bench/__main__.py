@@ -16,7 +16,6 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
-  prompt_reuse       MPIC and VLCache: FLOPs and seconds to the first token, beside what they replace
   parallel_prefill   chunk-parallel prefill beside ring attention on four host devices: seconds, bytes, FLOPs
   hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states, bytes of a
                      chunk by its length, programs at 9B's shape
@@ -52,7 +51,6 @@ from . import (
     mesh_sizes,
     needs,
     parallel_prefill,
-    prompt_reuse,
     retrieval,
     sessions,
     sizes,
@@ -79,7 +77,6 @@ BENCHMARKS = {
         kernels.FACTORISATION,
         parallel_prefill.BENCHMARK,
         Benchmark("placement", placement.run, table=placement.table),
-        prompt_reuse.BENCHMARK,
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,
@@ -135,7 +132,7 @@ flags.DEFINE_bool(
 flags.DEFINE_bool(
     "busy",
     False,
-    "costs, prompt_reuse: counts CPU seconds, where others use the machine too; pin the program to one core.",
+    "costs: counts CPU seconds, where others use the machine too; pin the program to one core.",
 )
 flags.DEFINE_integer("layers", 4, "hybrid: layers of the model that is run, a multiple of four.", lower_bound=4)
 flags.DEFINE_integer("image-tokens", 256, "hybrid: tokens of an image of the loop that is run.", lower_bound=4)
