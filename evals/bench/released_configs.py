@@ -2,8 +2,7 @@
 
 Published counts cover every parameter of the file, the tower included. Fields and counts are what is publicly known of
 these releases; not every file was read from its own repository, and a total that fits is the evidence that the fields
-are right. No weights of these were loaded: the table of `docs/reference/backbones.md` follows from the configurations
-alone.
+are right. No weights of these were loaded.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Every release of the corpus is read, or refused for the reason that `releases` states; the documents say which."""
+"""Every release of the corpus is read, or refused for the reason that `releases` states."""
 
 import json
 import re
@@ -18,7 +18,6 @@ from models.families.architectures import find_architecture
 from models.families.family import abstract, parameters
 from models.families.registry import AUTHORS
 from models.files import open_files
-from tests.models import corpus_table
 from tests.models.releases import NOT_BUILT, REFUSED, RELEASES, WARNED, Release
 
 IDS = [f"{name} ({source.split('/')[-1].split('.')[0][:24]})" for name, source in RELEASES]
@@ -132,15 +131,6 @@ def test_tensors_are_those_of_the_releases_index(release, tmp_path):
         cut = [found.expand(new) for rule, news in rules if (found := re.fullmatch(rule, numbered)) for new in news]
         ours = [translate(namings, family.knows(config), part) for part in cut or [numbered]]
         assert {without_numbers(str(part)) for part in ours} <= asked, name
-
-
-# ------------------------------------------------------------------------------------------------- documents
-
-
-def test_the_documents_have_the_tables_that_the_corpus_makes():
-    """`python -m tests.models.corpus_table` writes them."""
-    text = corpus_table.DOCUMENT.read_text(encoding="utf-8")
-    assert corpus_table.with_tables(text) == text
 
 
 def test_parameters_can_be_counted():
