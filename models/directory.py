@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
@@ -48,9 +47,9 @@ def load(
 
     Args:
       directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
-        preprocessor_config.json), a GGUF file, or a directory that holds exactly one. Quantised weights are
-        dequantised. `~` is the user's folder. A str "owner/name" that is no directory here is a repository of the
-        Hugging Face hub: the snapshot in the hub's cache, downloaded where it is not there, its size said before.
+        preprocessor_config.json), a GGUF file, or a directory that holds exactly one. `~` is the user's folder. A str
+        "owner/name" that is no directory here is a repository of the Hugging Face hub: the snapshot in the hub's cache,
+        downloaded where it is not there, its size said before.
       dtype: "float32" or "bfloat16"; when None the one at the top of the configuration, else that of the weights.
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
@@ -70,7 +69,7 @@ def load(
         (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
     Raises:
-      ConfigError: no such directory, no readable config.json, weights quantised in a way that is not read, a key that
+      ConfigError: no such directory, no readable config.json, quantised weights, a key that
         may change what the model computes and is not known, or one not of its kind, a layer that keeps no KV, a regime
         for a rope that has none, an architecture that is not built (the known ones are listed), a name in `ignore` that
         is known or not there, or a mesh without the axis "tensor" or with a number of devices on it that does not
@@ -164,7 +163,7 @@ def _read_config(
 
 def _open_source(files: Files, name: str, config: Any, adapter: Path | None) -> TensorSource:
     """Opens the tensors of a checkpoint under the names that the family's entries have, with an adapter merged."""
-    # Under an adapter quantised weights stay float32, so that the sum is rounded once.
+    # Under an adapter the weights of a GGUF file stay float32, so that the sum is rounded once.
     source = files.source(config.text.dtype if adapter is None else "float32")
 
     # A family's adapter names what the renamed file names; an authors' adapter is of the authors' own modules.
@@ -182,8 +181,8 @@ def _load_parameters(source: TensorSource, config: Any, mesh: Mesh | None, progr
     if mesh is not None:
         shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
     entries = config.family.entries(config, tensor_shapes(source))
-    unread = (*config.family.ignored(config), *map(re.escape, source.unused))
-    values = load_weights(source, entries, expected, ignore=unread, shardings=shardings, progress=progress)
+    ignored = config.family.ignored(config)
+    values = load_weights(source, entries, expected, ignore=ignored, shardings=shardings, progress=progress)
     check_parameters(flatten_params(values), expected, shardings)
     return values
 

@@ -11,11 +11,10 @@ from kvpatch_jax.errors import ConfigError
 
 from .checkpoints import (
     ADAPTER_CONFIG,
-    Conversion,
     GgufConversion,
+    SafetensorsSource,
     TensorSource,
-    find_conversion,
-    open_plain,
+    find_gguf,
     read_table,
 )
 from .inputs.chat import ChatTemplate
@@ -34,7 +33,7 @@ class Files(Protocol):
 
     Attributes:
       name: what they are called in messages.
-      config: `config.json`, or what stands in its place; of a model with plain weights.
+      config: `config.json`, or what stands in its place.
     """
 
     @property
@@ -48,7 +47,7 @@ class Files(Protocol):
         ...
 
     def source(self, dtype: DTypeLike) -> TensorSource:
-        """Opens the tensors; quantised ones are dequantised to `dtype`."""
+        """Opens the tensors; those of a GGUF file are dequantised to `dtype`."""
         ...
 
     def tokenizer(self) -> tuple[Any, str]:
@@ -71,31 +70,29 @@ class Files(Protocol):
 class DirectoryFiles:
     """A Hugging Face directory.
 
-    Args:
-      directory: the directory. conversion: how its weights are converted; None where they are plain.
-
     Raises:
-      ConfigError: no such directory, or no readable config.json.
+      ConfigError: no such directory, no readable config.json, or quantised weights.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], conversion: Conversion | None):
-        self._root, self._conversion = Path(directory), conversion
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._root = Path(directory)
         self.name = str(self._root / "config.json")
-        self.config = _read_config(self._root) if conversion is None else conversion.config
+        self.config = _read_config(self._root)
+        _check_plain(self.config, self._root)
 
     def dtype(self) -> str | None:
-        """See `Files`; that of most elements. None of quantised weights, which have no dtype of the model's."""
-        if self._conversion is not None or any(self.config.get(name) for name in ("dtype", "torch_dtype")):
+        """See `Files`; that of most elements."""
+        if any(self.config.get(name) for name in ("dtype", "torch_dtype")):
             return None
         sizes: dict[str, int] = {}
-        for info in open_plain(self._root).tensors.values():
+        for info in SafetensorsSource(self._root).tensors.values():
             if info.dtype in _FLOATS:
                 sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
         return _FLOATS[max(sizes, key=lambda name: sizes[name])] if sizes else None
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""
-        return open_plain(self._root) if self._conversion is None else self._conversion.source(dtype)
+        return SafetensorsSource(self._root)
 
     def tokenizer(self) -> tuple[Any, str]:
         """See `Files`."""
@@ -117,9 +114,9 @@ class DirectoryFiles:
 class GgufFiles:
     """A GGUF file."""
 
-    def __init__(self, path: Path, conversion: GgufConversion):
-        self.name, self._conversion = str(path), conversion
-        self.config = conversion.config
+    def __init__(self, path: Path):
+        self.name, self._conversion = str(path), GgufConversion(path)
+        self.config = self._conversion.config
 
     def dtype(self) -> str | None:
         """See `Files`: None, weights are dequantised to float32."""
@@ -154,13 +151,32 @@ def open_files(checkpoint: str | os.PathLike[str]) -> Files:
     """Opens a Hugging Face directory, a GGUF file, or a directory with exactly one GGUF file and no safetensors.
 
     Raises:
-      ConfigError: no such file, no readable config.json, weights quantised in a way that is not read, or a GGUF file
-        with metadata of a model that is not known. WeightsError: a damaged GGUF file, or several.
+      ConfigError: no such file, no readable config.json, quantised weights, or a GGUF file with metadata of a model
+        that is not known. WeightsError: a damaged GGUF file, or several.
     """
-    conversion = find_conversion(Path(checkpoint))
-    if isinstance(conversion, GgufConversion):
-        return GgufFiles(conversion.path, conversion)
-    return DirectoryFiles(checkpoint, conversion)
+    path = find_gguf(Path(checkpoint))
+    return DirectoryFiles(checkpoint) if path is None else GgufFiles(path)
+
+
+_QUANTISED_KEYS = ("quantization_config", "compression_config")
+_QUANTISED_FILES = ("quantize_config.json", "quant_config.json")
+
+
+def _check_plain(config: dict[str, Any], root: Path) -> None:
+    """Refuses a checkpoint that says that its weights are quantised.
+
+    Raises:
+      ConfigError: it names the method.
+    """
+    tables = (config, *(value for value in config.values() if isinstance(value, dict)))
+    settings = [table[key] for table in tables for key in _QUANTISED_KEYS if table.get(key)]
+    settings += [read_table(root / name) for name in _QUANTISED_FILES if (root / name).is_file()]
+    for table in settings:
+        method = table.get("quant_method") if isinstance(table, dict) else table
+        raise ConfigError(
+            f"{root}: got weights quantised by {method!r:.80}; expected plain ones: dequantise the checkpoint first "
+            "and save it without its quantization_config"
+        )
 
 
 def _read_config(root: Path) -> dict[str, Any]:

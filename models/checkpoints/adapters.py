@@ -75,7 +75,6 @@ class LoRASource:
     def __init__(self, inner: TensorSource, directory: str | os.PathLike[str], translate: Callable[[str], str | None]):
         self._inner, self._directory = inner, Path(directory)
         self.origin = f"{inner.origin} with the adapter {self._directory}"
-        self.unused = inner.unused
         config = read_adapter_config(self._directory)
         path = self._directory / ADAPTER_FILE
         try:

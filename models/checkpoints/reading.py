@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from .entries import Expected, ParamPath, Params, TensorEntry
 from .filling import Spans, check_finite, convert, fill
-from .opening import as_source
 from .planning import PlannedTensor, check_tensors, plan, resolve_ties, unpermuted
 from .progress import Advance, Progress, progress_bar
 from .source import TensorSource, stored_tensor
@@ -25,8 +24,6 @@ _COMPARED = 1 << 22
 """Values read at once where two tensors are compared."""
 _JOB = 8 << 20
 """Bytes of a parameter that one thread fills at a time."""
-_BLOCK = 128
-"""Rows: scales of quantised tensors and pieces of whole rows are of as many, or of a divisor."""
 _ALIGNMENT = 64
 """Bytes: XLA's CPU client takes host memory that begins on a multiple of it as it stands."""
 _THREADS = 16
@@ -36,22 +33,17 @@ Job = tuple[int, Callable[[], None]]
 """Bytes of the parameter that it fills, and what fills them."""
 
 
-def tensor_shapes(source: TensorSource | str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Returns name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes.
-
-    Raises:
-      WeightsError: as `open_source`.
-    """
-    return {name: info.shape for name, info in as_source(source).tensors.items()}
+def tensor_shapes(source: TensorSource) -> dict[str, tuple[int, ...]]:
+    """Returns name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes."""
+    return {name: info.shape for name, info in source.tensors.items()}
 
 
-def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, second: str) -> bool:
+def same_tensors(source: TensorSource, first: str, second: str) -> bool:
     """Returns whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
 
     Raises:
-      WeightsError: as `open_source`, or data that cannot be read.
+      WeightsError: data that cannot be read.
     """
-    source = as_source(source)
     if source.tensors[first] != source.tensors[second]:
         return False
 
@@ -65,7 +57,7 @@ def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, seco
 
 
 def load_weights(
-    source: TensorSource | str | os.PathLike[str],
+    source: TensorSource,
     entries: Sequence[TensorEntry],
     expected: Expected,
     dtype: DTypeLike | None = None,
@@ -84,7 +76,7 @@ def load_weights(
     layers: all the layers' part in it) and one piece per thread.
 
     Args:
-      source: the checkpoint's tensors, or a Hugging Face directory.
+      source: the checkpoint's tensors.
       entries: the family's map from tensors to parameters.
       expected: path to shape and type of every parameter of the model.
       dtype: type for floating parameters; None takes each parameter's expected one.
@@ -101,7 +93,6 @@ def load_weights(
         expected.
       MissingExtraError: a bar is asked for and tqdm is not installed.
     """
-    source = as_source(source)
     tensors = resolve_ties(plan(entries, expected), source.tensors)
     check_tensors(source, tensors, expected, ignore)
 
@@ -262,10 +253,8 @@ def _jobs(
         yield out.nbytes, functools.partial(copy, spans, out)
         return
 
-    # Whole blocks of rows, so that no block of a quantised tensor is dequantised twice.
     (first, last), *inner = spans
-    rows = max(1, len(out) * _JOB // out.nbytes)
-    step = rows - rows % _BLOCK or rows
+    step = max(1, len(out) * _JOB // out.nbytes)
 
     for start in range(first, last, step):
         part = out[start - first : start - first + step]

@@ -22,7 +22,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, as safetensors' own reader has it
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
-_BITS = {name: 8 * dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_BITS = {name: 8 * dtype.itemsize for name, dtype in NUMPY_TYPES.items()}
+_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,6 @@ class SafetensorsSource:
       WeightsError: no safetensors weights there, an index that cannot be read or names a file that is not there, or a
         damaged file.
     """
-
-    unused: frozenset[str] = frozenset()
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.origin = str(directory)

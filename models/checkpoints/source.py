@@ -18,12 +18,11 @@ NUMPY_TYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": jnp.dtype(jnp.bfloat16),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), np.dtype(np.uint8)),
     "C64": np.dtype(np.complex64),
     "BOOL": np.dtype(np.bool_),
     **{f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)},
 }
-"""NumPy's types by safetensors' names, where elements fill whole bytes. Floats of 8 bits are read as their bits."""
+"""NumPy's types by safetensors' names, where it has them."""
 
 Slices = tuple[slice, ...]
 """A region of a tensor: one slice of step 1 per axis; axes that are left out are whole."""
@@ -50,7 +49,7 @@ class TensorInfo:
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Tensors by name. Wrappers (renamed, merged, dequantised) state those of the checkpoint that results.
+    """Tensors by name. Wrappers (renamed, merged) state those of the checkpoint that results.
 
     A source may also have `stored(name) -> StoredTensor | None`, as `SafetensorsSource` has, for tensors whose bytes
     lie in a file as they are: these are then read in pieces of the cache's size. A wrapper hands on that of its inner
@@ -59,7 +58,6 @@ class TensorSource(Protocol):
     Attributes:
       origin: the directory or file, for messages.
       tensors: every tensor's name, shape and type.
-      unused: names of those that a model without such a parameter may leave unread.
     """
 
     @property
@@ -67,9 +65,6 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def unused(self) -> frozenset[str]: ...
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor, or a region of it and no more; from several threads at once, too.
@@ -191,7 +186,6 @@ class RenamedSource:
         if absent:
             raise WeightsError(f"{self.origin}: got no tensor {absent[0]!r}; expected it ({len(absent)} such in all)")
         self.tensors = {new: inner.tensors[old] for new, old in self._names.items()}
-        self.unused = frozenset(new for new, old in self._names.items() if old in inner.unused)
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, by its new name."""

@@ -65,7 +65,6 @@ class ViewSource:
                 self._views[target] = name, piece
 
         self.tensors = {target: self._info(*view) for target, view in self._views.items()}
-        self.unused = frozenset(target for target, (name, _) in self._views.items() if name in inner.unused)
 
     def _info(self, name: str, piece: TensorSelection) -> TensorInfo:
         info = self._inner.tensors[name]

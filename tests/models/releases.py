@@ -53,8 +53,15 @@ class Release:
         return self.config.keys() <= {"architectures", "model_type"}
 
     @property
+    def quantised(self) -> bool:
+        """Whether its weights are packed."""
+        return any("quantization_config" in table for table in (self.config, self.config.get("text_config", {})))
+
+    @property
     def refusal(self) -> str | None:
         """A regular expression of the message that refuses it; None where it is read."""
+        if self.quantised:
+            return "got weights quantised by .*; expected plain ones: dequantise the checkpoint first"
         if self.name in REFUSED:
             return REFUSED[self.name]
         return None if self.known else rf"config\.json: got architectures \['{self.architecture}'\]; expected one of \["
@@ -126,16 +133,14 @@ NOT_BUILT = {
     "LlamaForSequenceClassification": "a reward model",
     "MistralModel": "an embedding model, without a head",
 }
-"""Architectures of the corpus that are not built, and what they are. Take a line out when its family lands, and write
-the tables anew: its releases are read then, or have a reason in `REFUSED`.
-"""
+"""Architectures of the corpus that are not built, and what they are. Take a line out when its family lands: its
+releases are read then, or have a reason in `REFUSED`."""
 
 REFUSED = {
     "Alibaba-NLP/gte-Qwen2-7B-instruct": r"got 'is_causal': False, which this library does not know for qwen2",
     "deepseek-ai/Janus-1.3B": r"got 'gen_aligner_config': .*, which this library does not know for multi_modality",
     "mistralai/Devstral-Small-2-24B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
     "mistralai/Ministral-3-8B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
-    "openai/gpt-oss-20b": r"quantization_config: got weights quantised by 'mxfp4'",
 }
 """Releases that are refused for another reason than their architecture."""
 

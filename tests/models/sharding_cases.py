@@ -28,7 +28,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, to_engine
 from kvpatch_jax.errors import WeightsError
 from models import FAMILIES, ModelBackbone, load, save
-from models.checkpoints import StoredTensor, flatten_params, reading, tensor_shapes
+from models.checkpoints import SafetensorsSource, StoredTensor, flatten_params, reading, tensor_shapes
 from models.decoder.config import ExpertConfig
 from models.decoder.moe import Experts
 from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
@@ -49,7 +49,11 @@ def write_changed(directory: Path, **changes: Any) -> Path:
     config = FAMILIES["Qwen3ForCausalLM"].config(raw, "exact", None)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parameters(abstract(config)))
     save(ModelBackbone(config, zeros), directory)
-    save_file(redraw_all(tensor_shapes(directory)), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        redraw_all(tensor_shapes(SafetensorsSource(directory))),
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return directory
 
 

@@ -96,7 +96,7 @@ def test_no_value_of_any_key_gives_an_untyped_error(name):
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type: got 'spiral'"),
         ({"layer_types": ["full_attention"]}, "layer_types: got 1 layers; expected num_hidden_layers = 3"),
         ({"attention_sinks": 4}, "got 'attention_sinks': 4, which this library does not know for llama.*take it out"),
-        ({"quantization_config": {"bits": 4}}, "got 'quantization_config'"),
+        ({"quantization_config": {"bits": 4}}, "got weights quantised by None; expected plain ones: dequantise"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; expected true or false"),
         ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list of names"),
     ],

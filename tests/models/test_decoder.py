@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError
 from models.attention import Mask
-from models.checkpoints import flatten_params, load_weights, save_weights
+from models.checkpoints import SafetensorsSource, flatten_params, load_weights, save_weights
 from models.decoder.attention import LatentAttention
 from models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
 from models.decoder.decoder import Decoder
@@ -138,7 +138,7 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
     save_weights(tmp_path, params, entries)
     flat = flatten_params(params)
     expected = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
-    again = flatten_params(load_weights(tmp_path, entries, expected))
+    again = flatten_params(load_weights(SafetensorsSource(tmp_path), entries, expected))
     assert all(np.array_equal(again[path], leaf) for path, leaf in flat.items())
     file = load_file(tmp_path / "model.safetensors")
     kernel = lambda name: np.asarray(flat["layers", "attention", name, "kernel"][1]).T  # layer 2 of the file
@@ -154,7 +154,7 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
     save_file(file | {"model.layers.0.mlp.gate_up_proj.weight": np.zeros((39, 16), np.float32)}, tmp_path / "x")
     (tmp_path / "x").rename(tmp_path / "model.safetensors")
     with pytest.raises(Exception, match=r"gate_up_proj.weight' of shape \(39, 16\); expected \(40, 16\)"):
-        load_weights(tmp_path, entries, expected)
+        load_weights(SafetensorsSource(tmp_path), entries, expected)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def big(root: Path) -> tuple[list[TensorEntry], dict, dict[str, np.ndarray]]:
 def test_threads_fill_what_one_thread_fills(tmp_path, monkeypatch):
     entries, expected, tensors = big(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
-    params = load_weights(tmp_path, entries, expected)
+    params = load_weights(SafetensorsSource(tmp_path), entries, expected)
     for layer in range(7):
         assert np.array_equal(params["layers"]["kernel"][layer], tensors[f"layers.{layer}.w"].T.astype(np.float32))
     assert np.array_equal(params["embed"], tensors["embed"])
@@ -128,7 +128,7 @@ def test_a_cpu_takes_what_was_filled_without_a_copy(tmp_path, monkeypatch):
         return preadv(fd, parts, at)
 
     monkeypatch.setattr(os, "preadv", noted)
-    params = load_weights(tmp_path, entries, expected)
+    params = load_weights(SafetensorsSource(tmp_path), entries, expected)
     # What is stored as it is wanted is read into the very memory that the device keeps.
     assert {params[name].unsafe_buffer_pointer() for name in ("embed", "norm")} <= filled
 
@@ -141,14 +141,14 @@ def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
     for _ in range(3):
         with pytest.raises(WeightsError, match=r"'layers\.2\.w': got nan at \[600, 7\]"):
-            load_weights(tmp_path, entries, expected)
+            load_weights(SafetensorsSource(tmp_path), entries, expected)
 
 
 class Computed:
     """A source that computes its tensors, by regions."""
 
     def __init__(self, tensors: dict[str, np.ndarray]):
-        self.origin, self.unused, self._values = "computed", frozenset(), tensors
+        self.origin, self._values = "computed", tensors
         self.tensors = {name: TensorInfo(value.shape, "F32") for name, value in tensors.items()}
 
     def read(self, name: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -284,7 +284,7 @@ def test_a_bar_counts_every_byte_once(tmp_path, monkeypatch):
     entries, expected, _ = big(tmp_path)
     steps: list[int] = []
     monkeypatch.setitem(sys.modules, "tqdm", fake_tqdm(steps))
-    params = load_weights(tmp_path, entries, expected, progress=True)
+    params = load_weights(SafetensorsSource(tmp_path), entries, expected, progress=True)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert steps.pop() == -total
     assert sum(steps) == total

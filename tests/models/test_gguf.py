@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from kvpatch_jax.core import Scaling
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, MissingExtraError, WeightsError
 from models import load
-from models.checkpoints import flatten_params, open_source
-from models.checkpoints.conversion.gguf import read_config, read_header
+from models.checkpoints import GgufConversion, TensorSource, flatten_params
+from models.checkpoints.gguf import read_config, read_header
 from models.inputs.gguf_tokenizer import gguf_tokenizer
 from tests.models.gguf_files import (
     HEAD,
@@ -45,6 +45,10 @@ HF: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+
+
+def open_gguf(path: Path, dtype: str = "float32") -> TensorSource:
+    return GgufConversion(path).source(dtype)
 
 
 def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray], **config: Any) -> Path:
@@ -119,7 +123,7 @@ def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.getbasetemp() / "regions"
     architecture = data.draw(st.sampled_from(["llama", "qwen3moe"]))
     path = root / f"{architecture}.gguf"
-    source = open_source(path if path.exists() else write_model(path, architecture))
+    source = open_gguf(path if path.exists() else write_model(path, architecture))
     tensors = tiny_tensors(architecture)
     name = data.draw(st.sampled_from(sorted(tensors)))
     region = []
@@ -132,7 +136,7 @@ def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_halves_are_read_as_they_are(tmp_path: Path, dtype: Any) -> None:
     tensors = {name: value.astype(dtype) for name, value in tiny_tensors("llama").items()}
-    source = open_source(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), converted(tensors, "llama")))
+    source = open_gguf(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), converted(tensors, "llama")))
     assert all(source.read(name).tobytes() == value.tobytes() for name, value in tensors.items())
 
 
@@ -228,9 +232,9 @@ def test_quantised_types_by_loops_over_their_bits(tmp_path: Path, kind: int, siz
     tensors["blk.1.attn_q.weight"] = kind, (HEADS * HEAD, WIDTH), in_pairs(blocks, HEADS).tobytes()
     path = write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors)
     name, expected = "model.layers.1.self_attn.q_proj.weight", meant(blocks)
-    assert np.array_equal(open_source(path).read(name), expected)
-    assert np.array_equal(open_source(path).read(name, (slice(3, 9), slice(5, 30))), expected[3:9, 5:30])
-    half = open_source(path, "bfloat16")
+    assert np.array_equal(open_gguf(path).read(name), expected)
+    assert np.array_equal(open_gguf(path).read(name, (slice(3, 9), slice(5, 30))), expected[3:9, 5:30])
+    half = open_gguf(path, "bfloat16")
     assert half.tensors[name].dtype == "BF16"
     assert np.array_equal(half.read(name), expected.astype(ml_dtypes.bfloat16))
 
@@ -464,7 +468,7 @@ def test_a_file_cut_short_anywhere_is_told(tmp_path: Path) -> None:
     for length in [*range(0, 4200, 97), *range(4200, len(whole) - 32, 9973)]:
         cut.write_bytes(whole[:length])
         with pytest.raises(WeightsError, match=r"cut\.gguf"):
-            open_source(cut)
+            open_gguf(cut)
 
 
 @settings(max_examples=80, deadline=None)
@@ -479,7 +483,7 @@ def test_damage_is_told_by_typed_errors_or_does_no_harm(
     data = (root / "whole.gguf").read_bytes()
     (root / "m.gguf").write_bytes(data[:place] + damage + data[place + len(damage) :])
     try:
-        source = open_source(root / "m.gguf")
+        source = open_gguf(root / "m.gguf")
         for name in source.tensors:
             source.read(name)
     except KVPatchError:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from models import ModelBackbone, load
-from models.checkpoints import open_source
-from models.checkpoints.conversion.gguf import read_header
+from models.checkpoints import GgufConversion
+from models.checkpoints.gguf import read_header
 
 pytestmark = pytest.mark.pretrained
 GOLDEN = Path(__file__).parents[1] / "goldens" / "smollm2.npz"
@@ -67,7 +67,7 @@ def test_weights_are_those_of_their_bits(file: Path, ours: str, theirs: str, hea
             for place in range(width)
         ]
         expected = expected[order]
-    assert np.array_equal(open_source(file).read(ours), expected)
+    assert np.array_equal(GgufConversion(file).source("float32").read(ours), expected)
 
 
 def test_the_tokenizer_is_the_models_own(backbone: ModelBackbone, golden: dict[str, np.ndarray]) -> None:

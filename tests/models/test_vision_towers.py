@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from kvpatch_jax.errors import ConfigError, ShapeError
-from models.checkpoints import flatten_params, load_weights
+from models.checkpoints import SafetensorsSource, flatten_params, load_weights
 from models.decoder.layers import Linear
 from models.decoder.weights import linear_entries
 from models.towers import moonvit as moonvit_tower
@@ -52,7 +52,9 @@ def loaded(make, family, directory, entries, ignore):
     module = nnx.eval_shape(make)
     state = nnx.state(module, nnx.Param)
     expected = flatten_params(nnx.to_pure_dict(state))
-    nnx.replace_by_pure_dict(state, load_weights(write_checkpoint(family, directory), entries, expected, ignore=ignore))
+    nnx.replace_by_pure_dict(
+        state, load_weights(SafetensorsSource(write_checkpoint(family, directory)), entries, expected, ignore=ignore)
+    )
     nnx.update(module, state)
     return module
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.errors import WeightsError
-from models.checkpoints import TensorEntry, flatten_params, load_weights, save_weights, weight_index
+from models.checkpoints import SafetensorsSource, TensorEntry, flatten_params, load_weights, save_weights, weight_index
 from tests.goldens.load import golden_shapes
 from tests.goldens.redraw import redraw, redraw_all
 
@@ -52,7 +52,7 @@ def write_shards(root: Path, tensors: dict[str, np.ndarray]) -> None:
 def test_load_permutes_stacks_and_flattens(tmp_path: Path) -> None:
     tensors = file_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
-    params = load_weights(tmp_path, ENTRIES, EXPECTED)
+    params = load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED)
     assert {path: leaf.shape for path, leaf in flatten_params(params).items()} == SHAPES
     assert np.array_equal(params["layers"]["kernel"][2], tensors["layers.2.proj.weight"].T)
     assert np.array_equal(params["layers"]["experts"][1, 1], tensors["layers.1.experts.1.weight"].T)
@@ -64,7 +64,7 @@ def test_load_permutes_stacks_and_flattens(tmp_path: Path) -> None:
 def test_saved_weights_are_those_that_were_loaded(tmp_path: Path, dtype: jnp.dtype) -> None:
     tensors = {name: value.astype(dtype) for name, value in file_tensors().items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    params = load_weights(tmp_path, ENTRIES, EXPECTED, dtype=dtype)
+    params = load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED, dtype=dtype)
     path = save_weights(tmp_path / "again", params, ENTRIES)
     again = load_file(path)
     assert again.keys() == tensors.keys()
@@ -78,7 +78,7 @@ def test_golden_checkpoint_round_trip(qwen2_5_vl_directory: Path, tmp_path: Path
     shapes = golden_shapes("qwen2_5_vl")
     entries = [TensorEntry(name, (name.replace(".", "/"),)) for name in shapes]
     expected = {e.path: jax.ShapeDtypeStruct(tuple(shapes[e.pattern]), jnp.float32) for e in entries}
-    params = load_weights(qwen2_5_vl_directory, entries, expected)
+    params = load_weights(SafetensorsSource(qwen2_5_vl_directory), entries, expected)
     path = save_weights(tmp_path, params, entries)
     assert path.read_bytes() == (qwen2_5_vl_directory / "model.safetensors").read_bytes()
 
@@ -86,7 +86,7 @@ def test_golden_checkpoint_round_trip(qwen2_5_vl_directory: Path, tmp_path: Path
 def test_bfloat16_file_into_float32_and_back(tmp_path: Path) -> None:
     tensors = {name: value.astype(ml_dtypes.bfloat16) for name, value in file_tensors().items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    params = load_weights(tmp_path, ENTRIES, EXPECTED)
+    params = load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED)
     assert params["embedding"].dtype == jnp.float32
     assert np.array_equal(params["embedding"], tensors["embed.weight"].astype(np.float32))
 
@@ -98,7 +98,9 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     save_file(file_tensors(), whole / "model.safetensors")
-    first, second = (flatten_params(load_weights(root, ENTRIES, EXPECTED)) for root in (tmp_path, whole))
+    first, second = (
+        flatten_params(load_weights(SafetensorsSource(root), ENTRIES, EXPECTED)) for root in (tmp_path, whole)
+    )
     assert all(np.array_equal(first[path], second[path]) for path in SHAPES)
 
 
@@ -106,16 +108,16 @@ def test_tied_head_takes_the_embedding_and_is_not_written(tmp_path: Path) -> Non
     save_file(file_tensors(), tmp_path / "model.safetensors")
     entries = [*ENTRIES, TensorEntry("head.weight", ("head",), permute=(1, 0), tied_to="embed.weight")]
     expected = EXPECTED | {("head",): jax.ShapeDtypeStruct((4, 5), jnp.float32)}
-    params = load_weights(tmp_path, entries, expected)
+    params = load_weights(SafetensorsSource(tmp_path), entries, expected)
     assert np.array_equal(params["head"], params["embedding"].T)
     assert "head.weight" not in load_file(save_weights(tmp_path / "again", params, entries))
 
 
 def test_ignored_tensors_may_be_there(tmp_path: Path) -> None:
     save_file(file_tensors() | {"layers.0.inv_freq": np.ones(2)}, tmp_path / "model.safetensors")
-    load_weights(tmp_path, ENTRIES, EXPECTED, ignore=(r"layers\.\d+\.inv_freq",))
+    load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED, ignore=(r"layers\.\d+\.inv_freq",))
     with pytest.raises(WeightsError, match=r"'layers\.0\.inv_freq' \(1 such in all\)"):
-        load_weights(tmp_path, ENTRIES, EXPECTED)
+        load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_wrong_tensor_is_named(tmp_path: Path, name: str, value: np.ndarray | No
     tensors = file_tensors() | {name: value}
     save_file({key: part for key, part in tensors.items() if part is not None}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=message):
-        load_weights(tmp_path, ENTRIES, EXPECTED)
+        load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 900])
@@ -144,7 +146,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, keep: int) -> None
     save_file(file_tensors(), path)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(WeightsError, match=r"model\.safetensors: got a damaged"):
-        load_weights(tmp_path, ENTRIES, EXPECTED)
+        load_weights(SafetensorsSource(tmp_path), ENTRIES, EXPECTED)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
@@ -180,13 +182,17 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
 def test_map_and_model_must_match(tmp_path: Path) -> None:
     save_file(file_tensors(), tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"parameter patch\.kernel: got no entry"):
-        load_weights(tmp_path, ENTRIES[:-1], EXPECTED)
+        load_weights(SafetensorsSource(tmp_path), ENTRIES[:-1], EXPECTED)
     with pytest.raises(WeightsError, match="expected a parameter that the model has"):
-        load_weights(tmp_path, [*ENTRIES, TensorEntry("a", ("other",))], EXPECTED)
+        load_weights(SafetensorsSource(tmp_path), [*ENTRIES, TensorEntry("a", ("other",))], EXPECTED)
     with pytest.raises(WeightsError, match="parameter embedding: got a second entry"):
-        load_weights(tmp_path, [*ENTRIES, TensorEntry("a", ("embedding",))], EXPECTED)
+        load_weights(SafetensorsSource(tmp_path), [*ENTRIES, TensorEntry("a", ("embedding",))], EXPECTED)
     with pytest.raises(WeightsError, match=r"does not fit; expected .* for the parameter embedding"):
-        load_weights(tmp_path, [TensorEntry("embed.weight", ("embedding",), permute=(0, 2, 1)), *ENTRIES[1:]], EXPECTED)
+        load_weights(
+            SafetensorsSource(tmp_path),
+            [TensorEntry("embed.weight", ("embedding",), permute=(0, 2, 1)), *ENTRIES[1:]],
+            EXPECTED,
+        )
 
 
 def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ OFF = words("debug micro_forward pruned_heads skip_checkpoint use_deepep use_mro
 """Keys that change nothing while they are false or empty, and are refused otherwise: heads that were taken out, M-RoPE
 (Qwen2.5's files say that they have none), and switches of a trainer that InternVL3.5's files hold."""
 
-CHANGES = words("attention_sinks causal_attn quantization_config use_mla")
+CHANGES = words("attention_sinks causal_attn use_mla")
 """Keys that change what a model computes though no class of transformers reads them: masks of other code (StreamingLLM,
-Eagle), weights that are packed, DeepSeek-VL2's switch of latent attention."""
+Eagle), DeepSeek-VL2's switch of latent attention."""
 
 _KINDS = {
     "a positive whole number": """

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 
-from ...source import OpenFile, TensorSource
+from ..source import OpenFile, TensorSource
 from .header import GgufHeader, read_header
 from .source import GgufSource, TensorLocation
 
@@ -252,7 +252,7 @@ def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
 
 
 class GgufConversion:
-    """A GGUF file, as a `Conversion`.
+    """A GGUF file.
 
     Attributes:
       path: the file.
@@ -268,7 +268,7 @@ class GgufConversion:
         self.metadata, self.config = self._header.metadata, read_config(self._header)
 
     def source(self, dtype: DTypeLike) -> TensorSource:
-        """See `Conversion`."""
+        """Opens the tensors, as the model names them; quantised ones are dequantised to `dtype`."""
         return GgufSource(self._header, _tensor_places(self._header, self.config), dtype)
 
 

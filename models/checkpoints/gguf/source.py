@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import WeightsError
 
-from ...source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
+from ..source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
 from .blocks import BlockType, block_type
 from .header import GgufHeader, GgufTensor
 
@@ -44,8 +44,6 @@ class GgufSource:
       WeightsError: a tensor past the end of the file, of a type that is not read, or of a shape that its type or its
         heads do not divide. MissingExtraError: quantised tensors where `gguf` is not installed.
     """
-
-    unused: frozenset[str] = frozenset()
 
     def __init__(self, header: GgufHeader, places: Mapping[str, TensorLocation], dtype: DTypeLike = np.float32):
         self.origin, self._header, self._places = str(header.path), header, dict(places)
