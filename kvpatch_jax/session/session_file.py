@@ -96,11 +96,11 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
             arrays[f"local.{number}"] = np.asarray(snapshot.local)
             rows, aside = {f"kept.{number}": snapshot.rows}, None
             if snapshot.aside is not None:
-                aside, rows[f"aside.{number}"] = list(snapshot.aside[:3]), snapshot.aside[3]
+                aside, rows[f"aside.{number}"] = list(snapshot.aside[:2]), snapshot.aside[2]
             for prefix, sides in rows.items():
                 for side, channels in sides.items():
                     arrays |= {f"{prefix}.{side}.{channel}": value for channel, value in channels.items()}
-            kept.append({"turns": snapshot.turns, "patch": snapshot.patch, "aside": aside})
+            kept.append({"patch": snapshot.patch, "aside": aside})
 
     settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
     settings |= {"name": registry.name, "keep": keep}
@@ -194,10 +194,10 @@ def _parsed(body: Any, arrays: Arrays) -> SavedSession:
     for number, fields in enumerate(listed):
         aside = None
         if fields["aside"] is not None:
-            start, turns, patch = fields["aside"]
-            aside = int(start), int(turns), patch, rows(f"aside.{number}")
-        turns, local = int(fields["turns"]), arrays[f"local.{number}"]
-        snapshots.append(PieceSnapshot(turns, fields["patch"], local, rows(f"kept.{number}"), aside))
+            start, patch = fields["aside"]
+            aside = int(start), patch, rows(f"aside.{number}")
+        local = arrays[f"local.{number}"]
+        snapshots.append(PieceSnapshot(fields["patch"], local, rows(f"kept.{number}"), aside))
 
     kept = None if body["kept"] is None else snapshots
     used = tuple(_text(name) for name in body["used"])

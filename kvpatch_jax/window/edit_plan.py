@@ -291,7 +291,7 @@ class EditPlan:
 
         # The front is as the edits so far leave it, and the forward reads it when its turn comes.
         front = self.table.ordered(self.window.branch, before=start)
-        slots = self.table.allocate(len(local), self.pool.options.aligned, f"prefill of piece {brief(id)!r}")
+        slots = self.table.allocate(len(local), self.pool.aligned, f"prefill of piece {brief(id)!r}")
         piece = ResidentPiece(id, content, slots, local, start, transition=self.pool.new_transition())
         self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Prefill", tokens, piece, front))
@@ -305,7 +305,7 @@ class EditPlan:
         # The layers below the first one keep their KV, so it goes along to slots of the branch's own.
         own = self._owned(old, copied=start_layer > 0)
         transition, below = self.pool.new_transition(), old.transition if start_layer else None
-        piece = dataclasses.replace(own, rotations=0, stash=None, patch=None, transition=transition)
+        piece = dataclasses.replace(own, stash=None, patch=None, transition=transition)
         self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Recompute", tokens, piece, front, start_layer, below))
 
@@ -320,10 +320,8 @@ class EditPlan:
                 )
             check_positions(self.pool.layout.rope, old.local, np.asarray(edit.new, np.int32))
 
-            # From a source each rotation starts at phase 0, so roundings do not add up.
             own = self._owned(old)
-            rotations = 0 if self.pool.keeps_source else old.rotations + 1
-            new = dataclasses.replace(own, start=edit.new, rotations=rotations)
+            new = dataclasses.replace(own, start=edit.new)
             self.table.put(self.window.branch, new)
             moves[own is not old].append(KeyRotation(old, new))
 
@@ -365,7 +363,7 @@ class EditPlan:
         local, stashed = np.asarray(chunk.local, np.float32)[: chunk.length], None
         transition = self.pool.new_transition()
         if there is None:
-            slots = self.table.allocate(chunk.length, self.pool.options.aligned, f"{kind} of piece {brief(id)!r}")
+            slots = self.table.allocate(chunk.length, self.pool.aligned, f"{kind} of piece {brief(id)!r}")
             piece = ResidentPiece(id, chunk.content, slots, local, start, transition=transition)
         else:
             if there.length != chunk.length:
@@ -373,11 +371,10 @@ class EditPlan:
 
             stashed, stash = there if patch is None and resolved.keeps_stash else None, None
             if stashed is not None:
-                stash = StashedKV(there.start, there.rotations, there.patch, transition=there.transition)
+                stash = StashedKV(there.start, there.patch, transition=there.transition)
             piece = dataclasses.replace(
                 self._owned(there),
                 start=start,
-                rotations=there.rotations if removal else 0,
                 local=local,
                 stash=stash,
                 patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
@@ -395,11 +392,9 @@ class EditPlan:
             raise WindowError(f"condition: got {brief(id)!r}, of which nothing was kept; expected it bare before")
 
         # The stash has its keys at their old positions; they rotate in place if the piece moved meanwhile.
-        rotated = int(stash.start != start and not self.pool.keeps_source)
         piece = dataclasses.replace(
             self._owned(old),
             start=start,
-            rotations=stash.rotations + rotated,
             stash=None,
             patch=stash.patch,
             transition=stash.transition,
@@ -417,7 +412,7 @@ class EditPlan:
         if not (self.table.allocator.owners(old.slots) > 1).any():
             return old
 
-        aligned = self.pool.options.aligned
+        aligned = self.pool.aligned
         slots = self.table.allocate(old.length, aligned, f"a copy of shared piece {brief(old.id)!r}")
         self.table.allocator.release(old.slots)
 

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 from ..backbone import Backbone, Tokens
 from ..cache import brief
 from ..errors import NotFiniteError
-from . import programs
 from .edit_plan import (
     AdoptLaunch,
     CopyLaunch,
@@ -28,7 +27,6 @@ from .edit_plan import (
 )
 from .padding import bucket
 from .paged_pool import KeyRotation, PagedPool, key_count
-from .slot_table import all_slots
 from .window import Window
 
 Undo = Callable[[], None]
@@ -135,7 +133,7 @@ class EditRun:
             case RotateLaunch(moves=moves, whole=whole):
                 # Rotations into new slots leave the old ones as they are.
                 rotation = pool.rotation_of(moves)
-                undo = self._rotation_undo(rotation, moves) if not whole and self._forwards_left else None
+                undo = self._rotation_undo(moves) if not whole and self._forwards_left else None
                 pool.rotate(rotation, whole=whole)
                 return undo
 
@@ -210,19 +208,11 @@ class EditRun:
         rows = self.pool.read(slots)
         return lambda: self.pool.put(slots, rows)
 
-    def _rotation_undo(self, rotation: programs.SlotRotation, moves: Sequence[KeyRotation]) -> Undo:
-        """Returns the undo of a rotation in place: from the source again, or of saved keys."""
-        pool = self.pool
-        if pool.keeps_source:
-            # The rotation has no influence on the source, from which the old keys come back bit for bit.
-            back = rotation._replace(old=rotation.new, new=rotation.old)
-            return lambda: pool.rotate(back, counted=False)
-
-        # Without a source, rotating back would round a second time.
-        slots = all_slots(move.new for move in moves)
-        saved = pool.read(slots).engine
-        keys = {channel.name: saved[channel.name] for channel in pool.layout.channels if channel.rotates}
-        return lambda: pool.put(slots, programs.SavedRows(keys, {}))
+    def _rotation_undo(self, moves: Sequence[KeyRotation]) -> Undo:
+        """Returns the undo of a rotation in place."""
+        # The rotation has no influence on the source, from which the old keys come back bit for bit.
+        back = self.pool.rotation_of([KeyRotation(move.new, move.old) for move in moves])
+        return lambda: self.pool.rotate(back, counted=False)
 
 
 def packed(first: Tokens, length: int, second: Tokens, count: int) -> Tokens:

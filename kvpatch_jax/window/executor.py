@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Chunk, Patch, brief
-from ..core import AnyArray, EngineKV, KVEncoding, Paged, PhaseFreeKV, end_position
+from ..core import AnyArray, KVEncoding, Paged, PhaseFreeKV, end_position
 from ..errors import InputError, WindowError
 from ..patching import lead_digest, lead_tokens
 from ..pool import SlotAllocator
@@ -20,7 +20,7 @@ from .edit_run import EditRun, FusedQuestion, PrefillObserver
 from .edits import Compact, Edit
 from .entry import PlacedPiece
 from .padding import bucket, padded_tokens
-from .paged_pool import PagedPool, PoolOptions, key_count
+from .paged_pool import PagedPool, key_count
 from .precompilation import Precompiler, samples
 from .slot_table import DecodedAnswer, ResidentPiece, SlotTable, all_slots, distinct_bytes
 from .sources import Encodings, Lead, PatchStore, PieceSources
@@ -61,8 +61,8 @@ class PagedExecutor:
         store: PatchStore | None = None,
         lead: Lead = None,
         encodings: Encodings = (None,),
-        options: PoolOptions | None = None,
-        **changes: Any,
+        aligned: bool = True,
+        padded: bool = False,
     ):
         """Allocates the pool.
 
@@ -73,15 +73,14 @@ class PagedExecutor:
           encodings: words of the encodings in which canonicals, and patches of them, are read from the store, the first
             in preference; None among them stands for canonicals as they were prefilled. They stay packed, and are
             decoded where they are placed.
-          options: of the pool.
-          changes: fields of `PoolOptions`, such as `keep="none"`, which override `options`.
+          aligned: pieces begin on a page of their own, whose tail is masked; else they share pages, and `compact`
+            closes the holes that dropped pieces leave.
+          padded: rows of whole lanes, as TPUs require.
 
         Raises:
-          PoolError: no pages, or an empty page. InputError: an invalid option.
+          PoolError: no pages, or an empty page.
         """
-        # Options are checked before anything is allocated.
-        options = PoolOptions(**{**vars(options or PoolOptions()), **changes})
-        self.backbone, self.layout, self.store, self.aligned = backbone, backbone.layout, store, options.aligned
+        self.backbone, self.layout, self.store, self.aligned = backbone, backbone.layout, store, aligned
         self.buckets = getattr(backbone, "buckets", None)
 
         # Canonicals were prefilled behind this lead, and are padded to the buckets of the backbone's prompts.
@@ -96,7 +95,9 @@ class PagedExecutor:
         # The pool's vectors on the device, and the books of them on the host.
         self.meter = CostMeter(backbone)
         shardings = getattr(backbone, "kv_shardings", None)
-        self.pool = PagedPool(self.layout, self.meter, self.buckets, options, shardings)
+        self.pool = PagedPool(
+            self.layout, self.meter, self.buckets, aligned=aligned, padded=padded, shardings=shardings
+        )
         self.books = SlotTable(SlotAllocator(pages, page_size))
         self.pool.allocate(pages, page_size, self.dtype)
         self.current: dict[str, tuple[PlacedPiece, ...]] = {}
@@ -266,7 +267,7 @@ class PagedExecutor:
 
     def _asked(
         self, window: Window, tokens: Tokens, length: int | None, logits: int
-    ) -> tuple[Tokens, int, Paged | EngineKV | None]:
+    ) -> tuple[Tokens, int, Paged | None]:
         """Returns a question in place, how many of its tokens count and its context; counts it in the ledger."""
         # The question is checked first, because a context is of no use without it.
         tokens, length = self.question(window, tokens, length)
@@ -274,8 +275,8 @@ class PagedExecutor:
 
         # Attention reads whole pages; the ledger records the keys that count, and those with padding.
         keys = key_count(context)
-        seen = int(np.asarray(context.seen).sum()) if isinstance(context, Paged) else keys
-        vectors: Any = context.pool if isinstance(context, Paged) else context or {}
+        seen = 0 if context is None else int(np.asarray(context.seen).sum())
+        vectors = {} if context is None else context.pool
         self.meter.asked(vectors, (length, tokens.embeddings.shape[1]), (seen, keys), logits)
         return tokens, length, context
 
@@ -291,7 +292,7 @@ class PagedExecutor:
         padded = padded_tokens(tokens, max(size, bucket(self.buckets, count)))
         return padded.shift(window.next_start), count
 
-    def context(self, window: Window) -> Paged | EngineKV | None:
+    def context(self, window: Window) -> Paged | None:
         """Returns the window's KV in place: what `backbone.prefill` and `generate` read. None of an empty window.
 
         Raises:
@@ -364,10 +365,6 @@ class PagedExecutor:
         self.books = books
 
     # -------------------------------------------------------------------------------------------------- inspection
-
-    def rotations(self, window: Window) -> dict[str, int]:
-        """Returns how often each piece's keys were rotated in place; 0 with a phase-free source."""
-        return {piece.id: piece.rotations for piece in self.books.ordered(window.branch)}
 
     def read(self, window: Window, id: str) -> PhaseFreeKV:
         """Copies a piece's phase-free KV out of the pool, {channel: [L,T,K,H]}.

@@ -26,18 +26,16 @@ class PieceSnapshot:
     """What a pool holds of one piece, on the host.
 
     Attributes:
-      turns: rotations in place since its keys were written.
       patch: digest of a removal patch added to it, or None.
       local: positions relative to its start.
       rows: its vectors as they are.
-      aside: start, turns, patch and rows of what was stashed when it was switched to bare; None without a stash.
+      aside: start, patch and rows of what was stashed when it was switched to bare; None without a stash.
     """
 
-    turns: int
     patch: str | None
     local: np.ndarray
     rows: HostRows
-    aside: tuple[int, int, str | None, HostRows] | None = None
+    aside: tuple[int, str | None, HostRows] | None = None
 
 
 def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
@@ -54,8 +52,8 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
         rows = _on_host(executor.pool.read(piece.slots), piece.transition, piece.length)
         if stash is not None and stash.rows is not None:
             own = _on_host(stash.rows, stash.transition, piece.length)
-            aside = stash.start, stash.rotations, stash.patch, own
-        found.append(PieceSnapshot(piece.rotations, piece.patch, piece.local, rows, aside))
+            aside = stash.start, stash.patch, own
+        found.append(PieceSnapshot(piece.patch, piece.local, rows, aside))
 
     return found
 
@@ -87,11 +85,11 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
         slots = books.allocate(length, executor.aligned, f"placing of piece {brief(id)!r}")
 
         if own.aside is not None:
-            start, turns, patch, rows = own.aside
+            start, patch, rows = own.aside
             _check(executor, rows, own.local, length, id)
-            stash = StashedKV(start, turns, patch, _on_device(rows, size), _transition(rows))
+            stash = StashedKV(start, patch, _on_device(rows, size), _transition(rows))
 
-        own_fields = own.local, piece.start, own.turns, own.patch, stash, _transition(own.rows)
+        own_fields = own.local, piece.start, own.patch, stash, _transition(own.rows)
         resident = ResidentPiece(id, content, slots, *own_fields)
         books.put(window.branch, resident)
         pending.append((slots, own.rows, size))

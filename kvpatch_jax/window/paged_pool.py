@@ -1,11 +1,10 @@
 """Vectors of a paged pool, and every launch on them: reading, writing, rotating and copying pieces, each counted."""
 
-import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from ..core import (
     Buckets,
-    EngineKV,
     Factors,
     KVLayout,
     Paged,
@@ -24,46 +22,18 @@ from ..core import (
     rotate_kv,
     with_decoded_map,
 )
-from ..errors import InputError, PoolLostError
+from ..errors import PoolLostError
 from ..pool import make_pool, trimmed
 from . import programs
 from .costs import CostMeter
 from .padding import bucket, zero_padded
 from .slot_table import DecodedAnswer, PieceTransition, ResidentPiece, all_slots
 
-Keep = Literal["all", "rotating", "none"]
 Composed = Mapping[str, Float[Array, "L 1 R _ _"]]
 """Transition of a whole context, as backbones read it."""
 
 COMPOSITIONS = 4
 """Windows whose composed transitions are kept: many questions behind one of them compose once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolOptions:
-    """How a pool is laid out and read.
-
-    Attributes:
-      aligned: pieces begin on a page of their own, whose tail is masked; else they share pages, and `compact` closes
-        the holes that dropped pieces leave.
-      keep: what is kept phase-free beside the pool, slot by slot, in its dtype: the channels that carry phase
-        ("rotating"), from which survivors rotate, with one rounding however often; every channel ("all"), which is more
-        bytes for the same keys; or "none": survivors rotate in place, and roundings add up (`rotations` counts).
-      padded: rows of whole lanes, as TPUs require.
-      gather: contexts are copied out of the pool, for a backbone that reads no page tables.
-
-    Raises:
-      InputError: another word to keep.
-    """
-
-    aligned: bool = True
-    keep: Keep = "rotating"
-    padded: bool = False
-    gather: bool = False
-
-    def __post_init__(self) -> None:
-        if self.keep not in ("all", "rotating", "none"):
-            raise InputError(f"executor.keep: got {self.keep!r}; expected 'all', 'rotating' or 'none'")
 
 
 class KeyRotation(NamedTuple):
@@ -76,14 +46,15 @@ class KeyRotation(NamedTuple):
 class PagedPool:
     """Vectors of a paged pool, and the launches on them.
 
-    The vectors are donated from launch to launch: after a launch that fails they may be lost.
+    The vectors are donated from launch to launch: after a launch that fails they may be lost. Channels that carry phase
+    are kept phase-free beside the pool, slot by slot: survivors rotate from there, with one rounding however often.
 
     Of hybrid models the pieces' transitions lie beside it, and are composed in the order of the pieces that are read.
 
     Attributes:
       vectors: the pool and its source.
       meter: counts the launches.
-      keeps_source: whether keys rotate from a phase-free source.
+      aligned: whether pieces begin on a page of their own.
     """
 
     def __init__(
@@ -91,13 +62,15 @@ class PagedPool:
         layout: KVLayout,
         meter: CostMeter,
         buckets: Buckets | None,
-        options: PoolOptions,
+        *,
+        aligned: bool,
+        padded: bool,
         shardings: Mapping[str, jax.sharding.Sharding] | None = None,
     ):
         """Describes a pool; `allocate` makes its vectors, over devices as `shardings` of each channel say."""
-        self.layout, self.meter, self.buckets, self.options = layout, meter, buckets, options
-        self.vectors, self.keeps_source = programs.Pools({}, {}), False
-        self.shardings = shardings
+        self.layout, self.meter, self.buckets, self.aligned = layout, meter, buckets, aligned
+        self.vectors = programs.Pools({}, {})
+        self._padded, self._shardings = padded, shardings
         # By the transitions that were composed, which may end meanwhile.
         self._composed: OrderedDict[tuple[weakref.ref[PieceTransition], ...], Composed] = OrderedDict()
 
@@ -105,12 +78,9 @@ class PagedPool:
         """Allocates vectors of zeros, in place of those there were, and keeps no composition of them."""
         self._composed.clear()
         # The source has no padding of its own: it takes the shape of the channels it doubles.
-        engine = make_pool(self.layout, pages, page_size, dtype, padded=self.options.padded, shardings=self.shardings)
-        source = {}
-        for channel in self.layout.token_channels:
-            if self.options.keep == "all" or (self.options.keep == "rotating" and channel.rotates):
-                source[channel.name] = jnp.zeros_like(engine[channel.name])
-        self.vectors, self.keeps_source = programs.Pools(engine, source), bool(source)
+        engine = make_pool(self.layout, pages, page_size, dtype, padded=self._padded, shardings=self._shardings)
+        rotating = [channel.name for channel in self.layout.token_channels if channel.rotates]
+        self.vectors = programs.Pools(engine, {name: jnp.zeros_like(engine[name]) for name in rotating})
 
     def enlarge(self, more: int) -> None:
         """Appends pages of zeros; the vectors stay. Programs compile for the new size."""
@@ -147,18 +117,12 @@ class PagedPool:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def context_of(self, pieces: Sequence[ResidentPiece]) -> Paged | EngineKV | None:
+    def context_of(self, pieces: Sequence[ResidentPiece]) -> Paged | None:
         """Returns the KV of pieces as a backbone reads it; None without pieces."""
         slots = all_slots(pieces)
         if not slots.size:
             return None
-        transition = self.composed(pieces)
-
-        # A copy has the tokens in their order, without padding of pages or lanes.
-        if self.options.gather:
-            rows = trimmed(self.layout, programs.read_rows(self.vectors, slots).engine)
-            return EngineKV({**{name: value[:, None] for name, value in rows.items()}, **(transition or {})})
-        return Paged.of(self.vectors.engine, slots, self.buckets, transition)
+        return Paged.of(self.vectors.engine, slots, self.buckets, self.composed(pieces))
 
     def composed(self, pieces: Sequence[ResidentPiece]) -> Composed | None:
         """Returns the transition of pieces that follow each other, {part: [L,1,R,K,W]}; None of a model without any."""
@@ -205,16 +169,14 @@ class PagedPool:
         return None if composed is None else {**composed, "map": self.unit["map"][:, None]}
 
     def phase_free(self, piece: ResidentPiece, size: int, rotate_back: bool = False) -> PhaseFreeKV:
-        """Returns the phase-free KV of a piece, padded to `size` tokens: of the source, or by rotating keys back.
-
-        Of a hybrid model the piece's transition is part of it.
+        """Returns the phase-free KV of a piece, padded to `size` tokens, with its transition in a hybrid model.
 
         Args:
-          rotate_back: even if there is a source, which may not have the piece yet.
+          rotate_back: rotates the pool's keys back, because the source does not have the piece yet.
         """
         parts = {} if piece.transition is None else piece.transition.parts or {}
         rows = programs.read_rows(self.vectors, np.asarray(zero_padded(piece.slots, 0, size)))
-        if self.keeps_source and not rotate_back:
+        if not rotate_back:
             # Channels that do not rotate are phase-free in the pool; the source replaces the others.
             return PhaseFreeKV({**trimmed(self.layout, {**rows.engine, **rows.source}), **parts})
 
@@ -284,7 +246,7 @@ class PagedPool:
         # Forwards were counted together with what they write.
         if kind not in ("Prefill", "Recompute"):
             self.meter.placed(kind, self.vectors.engine, piece.length, size, piece.transition is not None)
-        if self.keeps_source:
+        if self.vectors.source:
             self.meter.moved("source", self.vectors.source, piece.length, size, times=1)
 
     def adopt(self, answer: DecodedAnswer) -> None:
@@ -296,7 +258,7 @@ class PagedPool:
 
         # The backbone wrote the keys rotated, so that rotating them back rounds once more.
         size = bucket(self.buckets, piece.length)
-        if self.keeps_source:
+        if self.vectors.source:
             kv = self.phase_free(piece, size, rotate_back=True)
             self.put(piece.slots, programs.SavedRows({}, {name: kv[name] for name in self.vectors.source}))
         self.meter.moved("adopted", self.vectors.source, piece.length, size, times=1)
@@ -308,14 +270,13 @@ class PagedPool:
 
         # One start per token, and per axis where positions have axes.
         lengths = [move.new.length for move in moves]
-        starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32)
-        old, new = np.repeat(starts, lengths, axis=0).T
+        starts = np.repeat(np.array([move.new.start for move in moves], np.int32), lengths)
         if local.ndim > 1:
-            old, new = (np.broadcast_to(column[:, None], local.shape) for column in (old, new))
+            starts = np.broadcast_to(starts[:, None], local.shape)
 
         # Programs are compiled per bucket, so lengths are rounded up before the launch.
         size = bucket(self.buckets, len(read))
-        arrays = [np.asarray(zero_padded(array, 0, size)) for array in (read, write, local, old, new)]
+        arrays = [np.asarray(zero_padded(array, 0, size)) for array in (read, write, local, starts)]
         return programs.SlotRotation(*arrays, length=np.int32(len(read)))
 
     def rotate(self, rotation: programs.SlotRotation, *, whole: bool = False, counted: bool = True) -> None:
@@ -330,8 +291,6 @@ class PagedPool:
             self.meter.moved("copy on write", self.vectors.engine, length, size)
 
 
-def key_count(context: Paged | EngineKV | None) -> int:
+def key_count(context: Paged | None) -> int:
     """Returns how many keys a backbone reads of a context, those that do not count included."""
-    if context is None:
-        return 0
-    return context.key_count if isinstance(context, Paged) else next(iter(context.values())).shape[2]
+    return 0 if context is None else context.key_count

@@ -169,7 +169,7 @@ class Precompiler:
         axes = () if layout.rope.axes is None else (layout.rope.axes,)
         slots, starts = np.zeros(size, np.int32), np.zeros((size, *axes), np.int32)
         local = np.zeros((size, *axes), np.float32)
-        rotation = programs.SlotRotation(slots, slots, local, starts, starts, NO_TOKENS)
+        rotation = programs.SlotRotation(slots, slots, local, starts, NO_TOKENS)
 
         # In place, and into slots of the branch's own.
         for whole in (False, True):

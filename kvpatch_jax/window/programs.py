@@ -3,8 +3,8 @@
 Axis letters: L layers, P pages, O offset in a page, S = P·O slots, T and N tokens (padded to buckets), K KV heads,
 H head width, A position axes.
 
-Beside a pool, which is in the engine frame, there may be its *source*: the same slots, phase-free, of the channels that
-carry phase (or of all). Survivors are rotated from there by one gather and one scatter.
+Beside a pool, which is in the engine frame, lies its *source*: the same slots, phase-free, of the channels that carry
+phase. Survivors are rotated from there by one gather and one scatter.
 
 Hybrid models' transitions are beside the pool too, an array for each piece and part: R rows, W width.
 """
@@ -28,7 +28,6 @@ from ..core import (
     fold,
     is_packed,
     ops,
-    relocation_tables,
     rope_tables,
     unpack,
 )
@@ -42,7 +41,7 @@ ROTATION_ARGUMENTS = ("cos", "sin", "scale")
 
 
 class Pools(NamedTuple):
-    """A pool in the engine frame and its phase-free source, {} without one; both are donated and returned together."""
+    """A pool in the engine frame and its phase-free source; both are donated and returned together."""
 
     engine: Vectors
     source: Vectors
@@ -77,15 +76,14 @@ class SlotRotation(NamedTuple):
     Attributes:
       read, write: slots, int32 [N].
       local: positions relative to the starts, [N] or [N,A].
-      old, new: the start of every token, int32 of the same shape.
+      start: the new start of every token, int32 of the same shape.
       length: how many count, int32 scalar.
     """
 
     read: Any
     write: Any
     local: Any
-    old: Any
-    new: Any
+    start: Any
     length: Any
 
 
@@ -244,20 +242,16 @@ def write_layers(
 def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whole: bool) -> Pools:
     """Rotates the keys at slots `read` to their new starts and writes them to slots `write`.
 
-    With a source keys rotate from phase 0 to local + new, else from where they are by new − old.
+    Keys rotate from phase 0, in the source, to local + new.
 
     Args:
       whole: also copies the other channels, and the source, from `read` to `write`.
     """
-    read, write, local, old, new, length = rotation
+    read, write, local, start, length = rotation
     turns: dict[Rope, dict[str, Any]] = {}
     for rope in layout.ropes:
-        if pools.source:
-            cos, sin = (table[:, 0] for table in rope_tables(rope, local[:, None], new))  # one start per token
-            turns[rope] = {"cos": cos, "sin": sin, "scale": rope.attention_scaling}
-        else:
-            cos, sin = relocation_tables(rope, old, new)
-            turns[rope] = {"cos": cos, "sin": sin, "scale": 1.0}  # the pool's keys have the attention scaling already
+        cos, sin = (table[:, 0] for table in rope_tables(rope, local[:, None], start))  # one start per token
+        turns[rope] = {"cos": cos, "sin": sin, "scale": rope.attention_scaling}
 
     engine, source = dict(pools.engine), dict(pools.source)
     for channel in layout.token_channels:
@@ -268,7 +262,7 @@ def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whol
         # Reading completes before the write begins, so `read` and `write` may overlap.
         rope = layout.rope_of(name)
         arguments = turns[rope] if channel.rotates else {}
-        begun = source.get(name, engine[name]) if channel.rotates else engine[name]
+        begun = source[name] if channel.rotates else engine[name]
         rows = flat(begun)[:, read, :, : channel.width].astype(engine[name].dtype)
         engine[name] = splice(engine[name], write, rows, layout=rope.cached, length=length, **arguments)
         if whole and name in source:

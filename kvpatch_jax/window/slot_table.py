@@ -33,12 +33,11 @@ class StashedKV:
     """Conditioned vectors that a switch to the bare canonical took out of the pool, to be restored.
 
     Attributes:
-      start, rotations, patch, transition: of the piece at that time.
+      start, patch, transition: of the piece at that time.
       rows: the vectors of its slots, padded; None until the run that plans it is executed.
     """
 
     start: int
-    rotations: int
     patch: str | None
     rows: SavedRows | None = None
     transition: PieceTransition | None = None
@@ -52,7 +51,6 @@ class ResidentPiece:
       content: digest of what it shows, None if unknown.
       slots: [T], one per token that counts, in order.
       local: positions relative to its start, float32 [T] or [T, A].
-      rotations: how often the keys were rotated in place since they were written; 0 where they rotate from a source.
       patch: digest of a removal patch that was added to its conditioned KV.
       stash: what `condition` restores.
       transition: of its tokens, in a hybrid model; None in others.
@@ -63,7 +61,6 @@ class ResidentPiece:
     slots: Int[np.ndarray, " T"]
     local: Float[np.ndarray, "*positions"]
     start: int
-    rotations: int = 0
     patch: str | None = None
     stash: StashedKV | None = None
     transition: PieceTransition | None = None

@@ -13,7 +13,6 @@ from kvpatch_jax import pool
 from kvpatch_jax.core import RaggedFactors
 from kvpatch_jax.pool.page_layout import Split
 from kvpatch_jax.window import programs
-from kvpatch_jax.window.paged_pool import PoolOptions
 
 A = ("A1", "A2")
 PAGES, PAGE_SIZE, LENGTH = 6, 8, 19
@@ -97,23 +96,15 @@ def test_engines_pages_hold_the_twins_bits(kind, format, convert, options):
         check_twins(spliced, chunk, plain, patches_of(chunk))
 
 
-SOURCES = [("rotating", True), *(pytest.param(keep, False, marks=pytest.mark.slow) for keep in ("none", "all"))]
-
-
-@pytest.mark.parametrize(("keep", "padded"), SOURCES)
-def test_a_windows_pool_holds_the_twins_bits(keep, padded):
+def test_a_windows_pool_holds_the_twins_bits():
     """In the pool and in its phase-free source, also where the pool has fewer bits than the chunk."""
-    options = PoolOptions(keep=keep, padded=padded)
     for kind, dtype, held in (("gqa", jnp.float32, jnp.bfloat16), ("mla", jnp.bfloat16, jnp.bfloat16)):
         chunk, plain = twins(kind, dtype)
 
         def written(placed, kind=kind, held=held):
             layout = LAYOUTS[kind]
-            engine = pool.make_pool(layout, PAGES, PAGE_SIZE, held, padded=options.padded)
-            source = {}
-            for channel in layout.channels:
-                if options.keep == "all" or (options.keep == "rotating" and channel.rotates):
-                    source[channel.name] = jnp.zeros_like(engine[channel.name])
+            engine = pool.make_pool(layout, PAGES, PAGE_SIZE, held, padded=True)
+            source = {name: jnp.zeros_like(engine[name]) for name in layout.names if layout.channel(name).rotates}
             local = np.asarray(placed.chunk.local, np.float32)
             destination = programs.Destination(SLOTS, local, placed.start, np.int32(LENGTH))
             own = {word: value for word, value in placed.options.items() if word != "frame"}

@@ -47,7 +47,7 @@ def drill_of(*ids: str, **options: Any) -> Drill:
     [
         {"host": False},
         pytest.param({"host": True}, marks=SLOW),
-        pytest.param({"host": True, "keep": "none", "aligned": False, "gather": True}, marks=SLOW),
+        pytest.param({"host": True, "aligned": False}, marks=SLOW),
     ],
 )
 def test_every_edit_equals_a_prefill_over_contiguous_contexts(options: dict[str, Any]):

@@ -115,7 +115,7 @@ def test_edits_that_end_in_no_prefill_give_the_question_its_own_forward(drill: D
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mla", "window", "mrope", "experts", "mha", "unlike"])
-@pytest.mark.parametrize("more", [{}, {"gather": True}, {"keep": "none"}, {"aligned": False}])
+@pytest.mark.parametrize("more", [{}, {"aligned": False}])
 def test_every_layout_asks_in_one_forward(name: str, more: dict):
     drill = Drill(name, pages=8, host=False, **more)
     for id in ("c0", "c1", "c2"):

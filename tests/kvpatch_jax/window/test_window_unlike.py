@@ -9,16 +9,9 @@ import pytest
 from window_drill import Drill
 
 
-@pytest.mark.parametrize(
-    ("name", "keep"),
-    [
-        ("unlike", "rotating"),
-        pytest.param("shared", "rotating", marks=pytest.mark.slow),
-        pytest.param("unlike", "none", marks=pytest.mark.slow),
-    ],
-)
-def test_every_edit_equals_a_prefill_over_contiguous_contexts(name: str, keep: str):
-    drill = Drill(name, host=False, keep=keep)
+@pytest.mark.parametrize("name", ["unlike", pytest.param("shared", marks=pytest.mark.slow)])
+def test_every_edit_equals_a_prefill_over_contiguous_contexts(name: str):
+    drill = Drill(name, host=False)
     layout = drill.backbone.layout
     assert [layout.layers_of(name) for name in layout.names] == [(1,), (1,), (0, 2), (0, 2)]
     assert layout.rope_of("k") != layout.rope_of("k_local")
