@@ -29,9 +29,6 @@ KINDS_OF_MODEL = {
 LOOPS = ("sliding", "reopened", "appended")
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
-LEAST_RATE = 8
-"""Requests per second below which the table of the load has no rows."""
-TOKENS = ("computed_tokens", "prefix_cache_tokens", "connector_tokens")
 KINDS = ("page", "legend", "chain", "aggregate")
 
 
@@ -47,9 +44,6 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "documents": _loops(results, ("documents",)),
         "loops": _loops(results, LOOPS),
         "failing": _failing(results["failing"]),
-        "load": _load(results["load"]),
-        "load tokens": _load_tokens(results["load"]),
-        "background": _background(results["background-load"]),
         "shared": _shared(results),
     }
 
@@ -219,62 +213,6 @@ def _pretrained(found: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _load(found: dict[str, Any]) -> str:
-    ways = list(dict.fromkeys(row["way"] for row in found["rows"]))
-    each = " | ".join(f"{way}: first token p50 / p95, ms | tokens/s" for way in ways)
-    rows = [f"| traffic | requests/s | {each} |", f"|---|---|{'---|---|' * len(ways)}"]
-    for traffic, rate in dict.fromkeys((row["traffic"], row["rate"]) for row in found["rows"]):
-        if rate < LEAST_RATE:
-            continue  # the figure shows them
-        cells = [f"| {traffic} | {rate:g} "]
-        for way in ways:
-            own = _of(found, traffic=traffic, rate=rate, way=way)[0]
-            first = own["first_token_ms"]
-            cells.append(f"{first['p50']:.0f} / {first['p95']:.0f} | {own['output_tokens_per_second']:.1f} ")
-        rows.append("| ".join(cells) + "|")
-    return "\n".join(rows)
-
-
-def _load_tokens(found: dict[str, Any]) -> str:
-    rows = [
-        "| traffic | | prompt tokens computed | from the prefix cache | from chunks | right | first token, mean of all "
-        "rates, ms: client / engine |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for traffic, way in dict.fromkeys((row["traffic"], row["way"]) for row in found["rows"]):
-        own = _of(found, traffic=traffic, way=way)
-        mean = lambda read, own=own: sum(read(row) for row in own) / len(own)
-        tokens = [mean(lambda row, name=name: row[name]) for name in TOKENS]
-        client = mean(lambda row: row["first_token_ms"]["mean"])
-        engine = mean(lambda row: row["engine_first_token_ms"])
-        counted = " | ".join(f"{count:.1f}" for count in tokens)
-        right = mean(lambda row: row["right"])
-        rows.append(f"| {traffic} | {way} | {counted} | {right:.3f} | {client:.0f} / {engine:.0f} |")
-    return "\n".join(rows)
-
-
-def _background(found: dict[str, Any]) -> str:
-    heads = ["requests/s", "off: first token p50 / p99, ms", "on", "on / off", "p99 of single runs: off", "on"]
-    heads += [
-        "tokens formed a second",
-        "requests that met a forward",
-        "longest wait, ms",
-        "p99 with / without these waits",
-    ]
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in found["rows"]:
-        off, on, waits = row["off"], row["on"], row["waits"]
-        single = [", ".join(f"{own:.0f}" for own in each["p99_of_runs"]) for each in (off, on)]
-        cells = [
-            f"{row['requests_per_second']:.1f}",
-            *(f"{own['p50_ms']:.0f} / {own['p99_ms']:.0f}" for own in (off, on)),
-        ]
-        cells += [f"{row['p50_ratio']:.2f} / {row['p99_ratio']:.2f}", *single, f"{on['formed_tokens_per_second']:.0f}"]
-        cells += [f"{waits['share']:.1%}", f"{waits['largest_ms']:.0f}", f"{waits['p99_ratio']:.3f}"]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
 def _shared(results: dict[str, Any]) -> str:
     heads = ["remote store", "what happens", "engine", "answers", "equal to its prefill", "tokens of its prompts"]
     heads += ["from the store", "calls of the remote store a request", "seconds a request: median, longest"]
@@ -299,10 +237,6 @@ def _shared(results: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _of(found: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    return [row for row in found["rows"] if all(row[name] == value for name, value in wanted.items())]
-
-
 def _share(one: dict[str, Any]) -> str:
     return f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
 
@@ -316,11 +250,9 @@ def marked(name: str, text: str) -> tuple[int, int]:
 def write() -> None:
     """Writes the tables into the guide, and draws its figures."""
     import bounded_figure
-    import load_figure
 
     text, results = GUIDE.read_text(), json.loads(RESULTS.read_text())
     pictures = GUIDE.parents[1] / "pictures"
-    load_figure.draw(results["load"], pictures / "engine_load.png")
     bounded_figure.draw(results["bounded"], pictures / "engine_bounded.png")
     for name, table in tables(results).items():
         begin, end = marked(name, text)

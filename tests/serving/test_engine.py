@@ -29,9 +29,7 @@ LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
 LEVEL = 0.95
 """Share of the answers that the bounds of the loops' certificates are for."""
 ALONE = {
-    "load": "load_program.py",
     "failing": "failing_program.py",
-    "background-load": "background_load_program.py",
 }
 """Programs of one run, by scenario: they start a server, or measure."""
 
@@ -46,8 +44,6 @@ def start(work, scenario, kind, *, dies=False):
     """Runs a scenario's process to its end, whatever that is to be."""
     if scenario in ALONE:
         command = [ALONE[scenario], work]
-    elif scenario == "background":
-        command = ["background_program.py", work, kind]
     elif scenario in ("bfloat16", "divided"):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in LOOPS:
@@ -383,21 +379,6 @@ def test_released_weights_are_served_exactly_and_patches_come_nearer_with_their_
     assert ways["rank 32"]["computed_tokens"] < ways["leading"]["computed_tokens"]
 
 
-def test_under_load_every_request_is_answered_and_chunks_save_what_they_save_alone(run):
-    """Times are in the results; they are another machine's. What was computed and answered is everybody's."""
-    rows = run("load")["rows"]
-    for row in rows:
-        assert row["failed"] == 0
-        assert row["prompt_tokens"] == 173
-    for traffic in ("repeated", "reordered"):
-        mean = lambda name, way, traffic=traffic: np.mean(
-            [row[name] for row in rows if (row["traffic"], row["way"]) == (traffic, way)]
-        )
-        assert mean("computed_tokens", "reuse off") == 173
-        assert mean("computed_tokens", "chunks and patches") <= mean("computed_tokens", "prefix cache")
-        assert mean("right", "chunks and patches") >= mean("right", "reuse off") - 0.05
-
-
 def test_stores_that_fail_cost_no_answer(run):
     """Chunks are served while the disk takes no more; without the store's directory requests are served plainly."""
     phases = run("failing")["phases"]
@@ -464,40 +445,6 @@ def test_loops_pay_as_they_come_and_within_their_bounds(run, loop):
         assert ways["remember"]["prefilled_tokens"] <= 0.3 * alone
     if loop == "reopened":
         assert ways["forget"]["prefilled_tokens"] <= 0.35 * alone
-
-
-@pytest.mark.parametrize("kind", ["128", "bfloat16", "images"])
-def test_a_canonical_of_the_background_is_that_of_the_chunk_alone(run, kind):
-    """Of a chunk that a request had behind another one. Its forwards have other shapes, and so other roundings."""
-    found = run("background", kind)
-    assert found["counts"] == {"background": 1}
-    assert found["same_positions"]
-    assert max(found["apart"].values()) <= (2**-6 if kind == "bfloat16" else 1e-5), "shares of the largest number"
-    assert found["held_bytes"] == 0
-    for other in ("leading", "as_alone"):
-        own = found[other]
-        assert own["told"]["served"] == [["leading", 0]]
-        assert own["told"]["exact"]
-        assert own["tokens_equal_in_front"] == own["of"]
-
-
-@pytest.mark.parametrize("kind", ["128", "bfloat16"])
-def test_what_an_engine_was_killed_over_another_one_forms_once_its_lease_is_over(run, kind):
-    found = run("background", kind)["revived"]
-    assert found["killed_by"] == signal.SIGKILL
-    before, after = found["counts"]
-    assert (before["background"], before["lease_lost"]) == (1, 1)
-    assert (after["background"], after["lease_lost"]) == (2, 1)
-    for answer in found["answers"]:
-        assert answer["tokens_equal_in_front"] == answer["of"]
-        assert answer["told"]["exact"]
-
-
-def test_forming_in_the_background_goes_on_under_load(run):
-    """That it delays nobody is in the results, with the machine's load; it is another machine's."""
-    for row in run("background-load")["rows"]:
-        assert row["on"]["formed_tokens_per_second"] > 0
-        assert row["off"]["formed_tokens_per_second"] == 0
 
 
 @pytest.fixture(scope="module", params=["file", "valkey"])

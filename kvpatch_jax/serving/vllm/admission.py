@@ -26,7 +26,6 @@ class WantedChunks(NamedTuple):
 
     formed: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
-    alone: tuple[int, ...] = ()
     lacking: tuple[int, ...] = ()
 
 
@@ -41,25 +40,21 @@ class Admission:
         self._config, self._stores, self._cache = config, stores, cache
         self._demand, self._near_demand = Demand(), Demand()
 
-    def wanted(
-        self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None, exact: bool = False
-    ) -> WantedChunks:
+    def wanted(self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None) -> WantedChunks:
         """Returns what to store of a prompt.
 
         The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
         this lead yet, or, for its first histories, nothing behind what is nearest to it now. All else is kept when it
         is asked for as often as the config says, behind this front or behind what is nearest: the chunk's patch, where
-        its canonical is stored, and otherwise its prefill. A chunk that was met behind as many fronts gets a canonical
-        in the background, if the config allows it.
+        its canonical is stored, and otherwise its prefill.
 
         Args:
           prefills: the tenant's, which a plan has looked at just now.
-          exact: whether the request is served exact chunks alone: canonicals behind others are of no use to it.
 
         Raises:
           StoreError, WeightsError: as `Stores.of`.
         """
-        formed, kept, alone, lacking, stores = [], [], [], [], self._stores
+        formed, kept, lacking, stores = [], [], [], self._stores
         prefills = stores.prefills(tenant, self._cache.dtype) if prefills is None else prefills
         ids = tuple(segment.id for segment in history.segments)
         for index, id in enumerate(ids):
@@ -68,14 +63,10 @@ class Admission:
                 if not stores.has_canonical(tenant, id):
                     formed.append(index)
                 continue
-            is_kept = prefills is not None and prefills.may_have(id, front)
             times = self._demand.note(tenant, id, front)
-            is_asked = not is_kept and times >= self._config.patch_after
-            is_shared = is_asked or self._is_shared(tenant, id)
-            if self._config.forming_rate and not exact and is_shared and not stores.has_canonical(tenant, id):
-                alone.append(index)
-            if is_kept:
+            if prefills is not None and prefills.may_have(id, front):
                 continue
+            is_asked = times >= self._config.patch_after
             if is_asked and stores.has_canonical(tenant, id):
                 if not stores.is_formed(tenant, id, ids[:index]):
                     formed.append(index)
@@ -92,11 +83,7 @@ class Admission:
                 is_new = not met or (lacks_near and self._demand.histories(tenant, id) <= MOST_HISTORIES)
                 if is_asked or is_new or comes_again:
                     kept.append(index)
-        return WantedChunks(tuple(formed), tuple(kept), tuple(alone), tuple(lacking))
-
-    def _is_shared(self, tenant: str, id: str) -> bool:
-        """Returns whether a chunk was met behind so many fronts that it needs a canonical."""
-        return self._demand.histories(tenant, id) >= self._config.patch_after
+        return WantedChunks(tuple(formed), tuple(kept), tuple(lacking))
 
 
 class Demand:

@@ -20,7 +20,7 @@ MAX_WORDS = 48
 
 POINTS = ("leading", "restored", "stored", "orbit", "survivor", "moved", "mean", "near", "seen", "bare")
 POLICIES = ("exact", "approximate", "blind", "invalid")
-OUTCOMES = ("canonicals", "background", "prefills", "patches", "orbits", "survivors", "known", "lease_lost", "failed")
+OUTCOMES = ("canonicals", "prefills", "patches", "orbits", "survivors", "known", "failed")
 OUTCOMES += ("over_budget", "dropped", "unsaved")
 TIERS = ("host", "disk", "outbox")
 
@@ -69,7 +69,6 @@ METRICS: Mapping[str, Metric] = {
     "hook_failures": Metric("counter", "Exceptions caught in the engine's hooks.", "hook", ()),
     "forming_jobs": Metric("gauge", "Prefills that wait to be formed or are in work."),
     "forming_bytes": Metric("gauge", "Bytes on the device that wait to be formed or are in work."),
-    "background_jobs": Metric("gauge", "Chunks that wait for an idle engine to become canonicals."),
     "reading_requests": Metric("gauge", "Requests that wait for a read or hold its data.", "state", ("wait", "held")),
     "tier_bytes": Metric("gauge", "Bytes of stored chunks, by tier; disk: of the whole root.", "tier", TIERS),
     "tier_limit_bytes": Metric("gauge", "Limits of the tiers that have one.", "tier", ()),
@@ -176,14 +175,11 @@ def collect_scheduler(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
 
 def collect_worker(side: Any, failures: Mapping[str, int]) -> dict[str, Any]:
     """Returns the payload of the worker's side, a `WorkerSide`, since the last call, as `collect_scheduler`."""
-    canonicals = side.canonicals
-    background = {} if canonicals is None else canonicals.counts
-    formed = dict(collections.Counter(side.former.counts) + collections.Counter(background))
-    formed["unsaved"] = side.counts["unsaved"]
-    totals = {"formed": formed, "hook_failures": by_hook(failures)}
+    totals = {
+        "formed": {**side.former.counts, "unsaved": side.counts["unsaved"]},
+        "hook_failures": by_hook(failures),
+    }
     gauges = {"forming_jobs": {"": side.former.jobs}, "forming_bytes": {"": side.former.held_bytes}}
-    if canonicals is not None:
-        gauges["background_jobs"] = {"": canonicals.jobs}
     return side.metrics.take(totals, gauges)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...cache import Chunk, encode_chunk
-from ...core import EngineKV, KVLayout, PackedArray, PhaseFreeKV, end_position, to_phase_free
+from ...core import EngineKV, KVLayout, PackedArray, end_position, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch, orbit_patch
@@ -148,7 +148,7 @@ class ChunkFormer:
                 continue
 
             job.append(_ReadTask(task, kv, nbytes))
-            self.reserve(nbytes)
+            self._reserve(nbytes)
 
         if job and not self._queue.add(job):  # closed in the meantime
             self._drop(job)
@@ -173,14 +173,14 @@ class ChunkFormer:
         """
         return self._queue.close(patience)
 
-    def reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int) -> None:
         """Adds to the held bytes; a negative number releases them."""
         with self._lock:
             self.held_bytes += nbytes
 
     def _drop(self, job: list[_ReadTask]) -> None:
         self.counts["dropped"] += 1
-        self.reserve(-sum(read.nbytes for read in job))
+        self._reserve(-sum(read.nbytes for read in job))
 
     def _note_failure(self, error: Exception) -> None:
         self.counts["failed"] += 1
@@ -195,8 +195,8 @@ class ChunkFormer:
             except Exception as error:  # the engine prefills a chunk that is not formed, as it did before
                 self._note_failure(error)
             del kv  # freed before its bytes are available to others
-            self.reserve(-nbytes)
-        self.reserve(-sum(read.nbytes for read in job))
+            self._reserve(-nbytes)
+        self._reserve(-sum(read.nbytes for read in job))
 
     def _form(self, task: FormingTask, kv: ChunkKV) -> None:
         """Forms what is wanted of one chunk, unless another request or engine has done so."""
@@ -209,11 +209,15 @@ class ChunkFormer:
 
         dtype = np.dtype(kv[self.layout.names[0]].dtype)
         start, local = task.positions[0], (task.positions - task.positions[0]).astype(np.float32)
-        free = self._phase_free(kv, local, start)
+        # Keys are unrotated in float32. Rounded then and again when they are placed, they would not be the engine's.
+        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
+        wide = EngineKV({name: rows.astype(jnp.float32) if name in rotating else rows for name, rows in kv.items()})
+        free = to_phase_free(self.layout, wide, local, start)
 
         host: Chunk | None = None
         if not task.antecedent or task.prefill is not None or task.survivor is not None:
-            host = self._chunk(segment.id, self.stores.backbone, free, local)
+            span, host_kv = int(end_position(local[None])[0]) + 1, jax.device_get(dict(free))
+            host = Chunk(host_kv, local, span, len(local), segment.id, self.layout, self.stores.backbone)
 
         # First what the agent's next request needs, which may come at once.
         if host is not None and task.survivor is not None:
@@ -226,7 +230,7 @@ class ChunkFormer:
             return
 
         if host is not None and not task.antecedent:
-            self._put(task.tenant, host)
+            store.put(host if self.config.encoding is None else encode_chunk(host, self.config.encoding))
             self.counts["canonicals"] += 1
             return
 
@@ -244,48 +248,6 @@ class ChunkFormer:
         if orders.count > 1:
             store.put_patches([orbit_patch(orders, self.config.rank, dtype=dtype)])
             self.counts["orbits"] += 1
-
-    def store_canonical(
-        self, tenant: str, id: str, backbone: str, kv: ChunkKV, local: Int[np.ndarray, "*positions"]
-    ) -> None:
-        """Stores the canonical of a chunk that was prefilled alone, at start 0.
-
-        Args:
-          backbone: the name that it is stored under.
-          local: positions of its tokens.
-
-        Raises:
-          StoreError: as `ChunkStore.put`.
-        """
-        positions = local.astype(np.float32)
-        start = np.zeros(local.shape[1:], np.int32)
-        self._put(tenant, self._chunk(id, backbone, self._phase_free(kv, positions, start), positions))
-
-    def _phase_free(self, kv: ChunkKV, local: Float[np.ndarray, "*positions"], start: Any) -> PhaseFreeKV:
-        """Returns KV without its positions. Keys are unrotated in float32.
-
-        Rounded then and again when they are placed, they would not be the engine's.
-        """
-        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
-        wide = EngineKV({name: rows.astype(jnp.float32) if name in rotating else rows for name, rows in kv.items()})
-        return to_phase_free(self.layout, wide, local, start)
-
-    def _chunk(self, id: str, backbone: str, free: ChunkKV, local: Float[np.ndarray, "*positions"]) -> Chunk:
-        """Returns a chunk on the host."""
-        return Chunk(
-            jax.device_get(dict(free)),
-            local,
-            int(end_position(local[None])[0]) + 1,
-            len(local),
-            id,
-            self.layout,
-            backbone,
-        )
-
-    def _put(self, tenant: str, canonical: Chunk) -> None:
-        """Stores a canonical in the config's encoding."""
-        encoding = self.config.encoding
-        self.stores.of(tenant).put(canonical if encoding is None else encode_chunk(canonical, encoding))
 
     def _keep(self, chunk: Chunk, task: FormingTask, note: PrefillNote, dtype: np.dtype) -> None:
         """Stores a prefill as it is, to be found by what was in front of it."""

@@ -72,7 +72,6 @@ class SaveCommand(NamedTuple):
       blocks: the request's blocks, in order.
       prefills: indices of the segments to store as they are, to be placed behind like chunks again.
       survivors: chunks to keep for the next request of the same agent.
-      alone: indices of the segments whose canonicals are to be formed of a prefill without what is in front.
     """
 
     request: str
@@ -82,7 +81,6 @@ class SaveCommand(NamedTuple):
     blocks: tuple[int, ...]
     prefills: tuple[int, ...] = ()
     survivors: tuple[LeftBehind, ...] = ()
-    alone: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,6 @@ class SchedulerSide:
 
     def add_request(self, request: Any) -> None:
         """Queues a request to be planned and its chunks to be read. One that cannot be planned is not tracked."""
-        self.stores.shared.activity.begin(request.request_id)
         try:
             state = self._read_request(request)
         except KVPatchError as error:
@@ -161,8 +160,7 @@ class SchedulerSide:
         if not (self.config.save and state.options.save) or state.saved:
             return WantedChunks()
         try:
-            options = state.options
-            return self._admission.wanted(options.tenant, state.history, prefills, options.policy == "exact")
+            return self._admission.wanted(state.options.tenant, state.history, prefills)
         except (KVPatchError, OSError) as error:  # the plan can be served all the same
             self.counts["unsaved"] += 1
             logger.warning("kvpatch: request %s is not saved: %s", state.request.request_id, error)
@@ -289,18 +287,16 @@ class SchedulerSide:
             if not is_prefilled or state.saved:
                 continue
             state.saved = True
-            wanted = state.planned.wanted
-            if not all(plan.exact for plan in state.served):  # so is what was prefilled behind them
-                wanted = WantedChunks(alone=wanted.alone)
+            # Behind an approximate chunk what the engine prefills is approximate too.
+            wanted = state.planned.wanted if all(plan.exact for plan in state.served) else WantedChunks()
             left: tuple[LeftBehind, ...] = ()
             if self._leaves_survivors(state):
                 steps = state.served[-1].steps if state.served else ()
                 left = left_behind(self.survivors, state.history, state.options, steps)
-            if wanted.formed or wanted.prefills or wanted.alone or left:
+            if wanted.formed or wanted.prefills or left:
                 (blocks,) = output.kv_connector_block_state.get_block_ids(id)
                 tenant, segments = state.options.tenant, state.segments
-                own = (wanted.formed, tuple(blocks), wanted.prefills, left, wanted.alone)
-                saves.append(SaveCommand(id, tenant, segments, *own))
+                saves.append(SaveCommand(id, tenant, segments, wanted.formed, tuple(blocks), wanted.prefills, left))
                 self.counts["saves"] += 1
 
         for id in self._prefetcher.ready(0.0 if output.num_scheduled_tokens else IDLE_SECONDS):
@@ -315,7 +311,6 @@ class SchedulerSide:
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request. Returns the report of how it was served, if it asked for stored chunks."""
-        self.stores.shared.activity.end(request.request_id)
         self._prefetcher.release(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:

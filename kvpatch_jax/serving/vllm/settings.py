@@ -51,8 +51,6 @@ class ConnectorConfig:
       pending: prefills that may wait to be formed into patches; more are dropped.
       pending_bytes: bytes of KV on the device that may wait to be formed or be in work; a chunk beyond it is not
         formed. JSON may say "512 MiB".
-      forming_rate: tokens a second that are prefilled in the background, while the engine has no request, to form
-        canonicals of chunks that requests have behind others; 0: none are.
       readers: threads that read chunks for new requests while the engine serves others.
       ahead: requests whose chunks are held in memory before they are placed; more wait.
       patience: seconds, from a request's arrival, within which its chunks have to be read; otherwise it is served
@@ -90,7 +88,6 @@ class ConnectorConfig:
     survivor_bytes: int = 1 << 30
     pending: int = 8
     pending_bytes: int = 512 << 20
-    forming_rate: float | int = 0
     readers: int = 2
     ahead: int = 8
     patience: float = 30.0
@@ -122,7 +119,6 @@ class ConnectorConfig:
             "survivor_bytes": (_is_whole(self.survivor_bytes, 0, 2**63), "a number of bytes >= 0"),
             "pending": (_is_whole(self.pending, 1), "an integer >= 1"),
             "pending_bytes": (_is_whole(self.pending_bytes, 1, 2**63), "a number of bytes >= 1"),
-            "forming_rate": (_is_bound(self.forming_rate), "a finite number of tokens a second >= 0"),
             "readers": (_is_whole(self.readers, 1), "an integer >= 1"),
             "ahead": (_is_whole(self.ahead, 1), "an integer >= 1"),
             "patience": (is_patience, f"seconds from 0 to {MAX_PATIENCE:g}"),

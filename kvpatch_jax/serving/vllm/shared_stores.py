@@ -18,7 +18,6 @@ from ...errors import ConfigError, InputError, KVPatchError, MissingExtraError, 
 from ...store import Budget, ChunkStore, RemoteStore, RetryPolicy, SharedHostTier, open_remote
 from ...utils.background import JobQueue, start_thread
 from ...utils.optional_packages import require
-from .engine_activity import EngineActivity
 from .settings import ConnectorConfig
 from .survivors import Survivors
 
@@ -43,7 +42,6 @@ class SharedStores:
     Attributes:
       host_tier: the host tier of all tenants.
       survivors: what requests of all tenants leave for the next ones of their agents.
-      activity: the requests that the engine has.
       backbone: the name under which chunks are stored and looked up; another one after each `reset`.
       users: number of sides that use the stores.
 
@@ -54,7 +52,6 @@ class SharedStores:
     def __init__(self, config: ConnectorConfig):
         self.config, self.backbone, self.users = config, config.backbone, 0
         self.host_tier, self.survivors = SharedHostTier(config.host), Survivors(config.survivor_bytes)
-        self.activity = EngineActivity()
         self._key, self._secret = read_key(config, "key"), read_key(config, "secret")
         self._remote = remote_of(config)
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()

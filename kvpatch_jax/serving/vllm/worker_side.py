@@ -17,12 +17,10 @@ from ...core import DEFAULT, EngineKV, KVLayout
 from ...errors import ConfigError, InputError, PositionError
 from ...patching import Placed
 from ...window import padded_chunk, padded_patch
-from .canonical_former import CanonicalFormer
 from .engine_metrics import EngineMetrics
 from .forming import ChunkFormer, FormingTask, PrefillNote
 from .layouts import page_format
-from .lone_forward import LoneForward, read_chunk
-from .messages import LoadCommand, SaveCommand, StepCommands, blocks_from, slots_of
+from .messages import LoadCommand, StepCommands, blocks_from, slots_of
 from .prompt_history import PromptHistory
 from .segments import PromptSegment
 from .settings import ConnectorConfig
@@ -42,7 +40,6 @@ class WorkerSide:
 
     Attributes:
       former: forms chunks from prefills.
-      canonicals: forms canonicals in the background; None if the config or the engine does not allow it.
       counts: numbers of "tokens" written, and of loads that "failed" and requests "unsaved".
       metrics: what of that was not reported to the engine yet.
     """
@@ -51,7 +48,6 @@ class WorkerSide:
         self.config, self.layout, self.page_size = config, layout, page_size
         self.stores = Stores(config, weights)
         self.former = ChunkFormer(config, layout, self.stores)
-        self.canonicals: CanonicalFormer | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.metrics = EngineMetrics()
         self._format = page_format(layout)
@@ -74,19 +70,6 @@ class WorkerSide:
             raise ConfigError(f"connector: got {pages[0].dtype} pages; expected 16 or 32 bits (kv_cache_dtype 'auto')")
         self._format.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # raises for another format
         self._runner = runner
-        if self.config.forming_rate and self.config.save:
-            self._prepare_background()
-
-    def _prepare_background(self) -> None:
-        """Has canonicals formed in the background, if that works on the runner, and compiles what it takes."""
-        try:
-            # Prefills that wait to be formed have the other half of the bytes.
-            forward = LoneForward(self._runner, self.layout, self._format, self.config.pending_bytes // 2)
-            forward.compile()
-        except Exception as error:  # whatever this engine lacks
-            logger.warning("kvpatch: no canonicals are formed in the background: %s", error)
-            return
-        self.canonicals = CanonicalFormer(self.config, self.stores, self.former, forward)
 
     # ------------------------------------------------------------------------------------------------- loading
 
@@ -161,28 +144,9 @@ class WorkerSide:
                 token_bytes = self.layout.bytes_per_token(self._runner.kv_caches[0].dtype)
                 if tasks:
                     self.former.add(tasks, functools.partial(self._rows, save.blocks), token_bytes)
-                self._queue_canonicals(save)
             except Exception as error:
                 self.counts["unsaved"] += 1
                 logger.warning("kvpatch: request %s is not saved: %s", save.request, error)
-
-    def _queue_canonicals(self, save: SaveCommand) -> None:
-        """Queues the chunks of a request that are to become canonicals in the background."""
-        canonicals = self.canonicals
-        if canonicals is None:
-            return
-        for index in save.alone:
-            segment = save.segments[index]
-            if not canonicals.wants(save.tenant, segment.id, segment.end - segment.begin):
-                continue
-            positions = self._positions(save.request, segment.begin, segment.end)
-            backbone, local = self.stores.backbone, positions - positions[0]
-            try:
-                chunk = read_chunk(self._runner, save.request, save.tenant, backbone, segment, local)
-            except InputError as error:  # its images' embeddings are gone: a later request has them again
-                logger.debug("kvpatch: %s", error)
-                continue
-            canonicals.add(chunk)
 
     def _rows(self, blocks: tuple[int, ...], segment: PromptSegment) -> EngineKV:
         """Reads a chunk's rows from the pool."""
@@ -218,8 +182,6 @@ class WorkerSide:
     def close(self) -> None:
         """Finishes forming and closes the stores; a store that hangs is waited for within the config's patience."""
         deadline = time.monotonic() + self.config.patience
-        if self.canonicals is not None:
-            self.canonicals.close(self.config.patience)
         finished = self.former.close(max(0.0, deadline - time.monotonic()))
         if not self.stores.close(max(0.0, deadline - time.monotonic())) or not finished:
             logger.warning("kvpatch: closed after %g s; chunks may not have been saved", self.config.patience)
