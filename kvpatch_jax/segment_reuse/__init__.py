@@ -12,7 +12,6 @@ from .canonical_text import CanonicalRules as CanonicalRules
 from .canonical_text import canonical_units as canonical_units
 from .canonical_text import canonicalise as canonicalise
 from .reuse_plan import PlannedRun as PlannedRun
-from .reuse_plan import break_even_tokens as break_even_tokens
 from .reuse_plan import plan_runs as plan_runs
 from .reuse_plan import run_savings as run_savings
 from .reuse_plan import run_test_cost as run_test_cost

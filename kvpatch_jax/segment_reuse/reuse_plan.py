@@ -95,25 +95,6 @@ def run_test_cost(costs: ForwardCosts, run: PlannedRun, thresholds: ReuseThresho
     return upper + 4 * probes * costs.logit
 
 
-def break_even_tokens(
-    costs: ForwardCosts, thresholds: ReuseThresholds, reuse_layers: int, behind: int = 0, limit: int = 1 << 14
-) -> int | None:
-    """Computes the length of the shortest run, its halos included, that saves more than its test costs.
-
-    Args:
-      behind: tokens in front of the run. limit: the longest run that is looked at.
-
-    Returns:
-      Tokens of the run; None: none up to the limit.
-    """
-    for length in range(2 * thresholds.halo + 1, limit + 1):
-        piece = EqualRun(behind, behind + length, "", 0, 1.0, 1.0)
-        run = PlannedRun((piece,), thresholds.halo, False, 0)
-        if _pays(run, thresholds, costs, reuse_layers):
-            return length
-    return None
-
-
 def _pays(run: PlannedRun, thresholds: ReuseThresholds, costs: ForwardCosts, reuse_layers: int) -> bool:
     return run_savings(costs, *run.interior, reuse_layers) > run_test_cost(costs, run, thresholds, reuse_layers)
 

@@ -12,7 +12,6 @@ from kvpatch_jax.segment_reuse import (
     SegmentIndex,
     SegmentIndexOptions,
     TokenRange,
-    break_even_tokens,
     plan_runs,
     run_savings,
     run_test_cost,
@@ -159,26 +158,23 @@ def test_only_an_equal_prefix_needs_no_halo():
     assert not planned(index, SYSTEM + DOCUMENT, equal_prefix=False)[0].equal_prefix
 
 
-def test_a_run_shorter_than_its_break_even_length_is_left_out():
-    thresholds = ReuseThresholds(halo=4, probes=2)
-    length = break_even_tokens(COSTS, thresholds, 2)
-    assert length is not None
-    # By hand: two lower layers of the interior against both probes' upper layers, and logits of both sides.
-    for tokens, pays in ((length - 1, False), (length, True)):
-        saved = sum(2 * (1000 + 10 * (at + 1)) for at in range(4, tokens - 4))
-        places = [2, 3, tokens - 4, tokens - 3]
-        spent = sum(2 * (1000 + 10 * (at + 1)) for at in places) + 8 * 500
-        assert (saved > spent) == pays
-
-    index = filled(DOCUMENT)
-    text = f"{words(5, 9)}\n{DOCUMENT}"
-    costly = COSTS._replace(logit=10**9)
-    read = prompt(text)
+def test_a_run_that_costs_more_than_it_saves_is_left_out():
+    index, thresholds = filled(DOCUMENT), ReuseThresholds(halo=4, probes=2)
+    read = prompt(f"{words(5, 9)}\n{DOCUMENT}")
     runs = index.runs(read, thresholds)
-    assert plan_runs(read, runs, index.spans, thresholds, costly, 2) == []
     (run,) = plan_runs(read, runs, index.spans, thresholds, COSTS, 2)
-    assert run_savings(COSTS, *run.interior, 2) > run_test_cost(COSTS, run, thresholds, 2)
-    assert break_even_tokens(costly, thresholds, 2, limit=500) is None
+
+    # By hand: two lower layers of the interior against both probes' upper layers, and logits of both sides.
+    begin, end = run.interior
+    saved = sum(2 * (1000 + 10 * (at + 1)) for at in range(begin, end))
+    upper = sum(2 * (1000 + 10 * (at + 1)) for at in (begin - 2, begin - 1, end, end + 1))
+    assert run_savings(COSTS, begin, end, 2) == saved
+    assert run_test_cost(COSTS, run, thresholds, 2) == upper + 8 * 500
+
+    # The highest price of logits at which the run still pays, and the next one.
+    logit = (saved - upper - 1) // 8
+    assert plan_runs(read, runs, index.spans, thresholds, COSTS._replace(logit=logit), 2) == [run]
+    assert plan_runs(read, runs, index.spans, thresholds, COSTS._replace(logit=logit + 1), 2) == []
 
 
 @pytest.mark.parametrize(
