@@ -25,7 +25,6 @@ Of answers, and of what follows from configurations alone:
 
   window_pretrained  the sliding window on SmolLM2-135M, in parts
   needs              what Session.needs reports of a chunk, beside prefilling the window without it
-  placement          orders of chunks and patches to keep, over whole traces
   sizes              memory and least time of released checkpoints
   mesh_sizes         bytes of released checkpoints on each of eight TPUs, by the compiler
 """
@@ -39,7 +38,6 @@ from absl import app, flags
 
 from ..command_line import errors_as_one_line
 from ..console import quiet_backends
-from ..placement import suite as placement
 from . import (
     backbones,
     calls,
@@ -60,7 +58,6 @@ from . import (
     window,
     window_pretrained,
 )
-from .benchmark import Benchmark
 
 BENCHMARKS = {
     benchmark.name: benchmark
@@ -76,7 +73,6 @@ BENCHMARKS = {
         needs.BENCHMARK,
         kernels.FACTORISATION,
         parallel_prefill.BENCHMARK,
-        Benchmark("placement", placement.run, table=placement.table),
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,
@@ -117,7 +113,6 @@ flags.DEFINE_string(
 flags.DEFINE_integer(
     "parts", 0, "window_pretrained: parts measured now, of 34; the same command resumes. 0 for all.", lower_bound=0
 )
-flags.DEFINE_list("traces", [], "placement: files of recorded traces, measured beside those that are drawn.")
 flags.DEFINE_list("objects", [], "store: numbers of small objects, with where they are: 1000,1000000@/dev/shm.")
 flags.DEFINE_list("sections", list(store.SECTIONS), "store: what is measured.")
 flags.DEFINE_enum("fill", "direct", ["direct", "put"], "store: how a root is filled: object files unsynced, or puts.")
