@@ -1,4 +1,4 @@
-"""The sheets task on a hybrid: questions as rows of their own, pages with transitions, what is measured of those."""
+"""The sheets task on a hybrid: questions as rows of their own, pages with transitions."""
 
 import dataclasses
 import functools
@@ -13,11 +13,8 @@ from flax import nnx
 import kvpatch_jax as kvp
 from evals import sheets_task
 from evals.arms import ReusedPage, arm_makers, make_arms, query_aware_names
-from evals.datasets import PackedProbe
-from evals.probes.transitions import map_statistics as transitions
 from evals.results.costs import stored_bits
 from evals.sheets_task import SIZES, VOCABULARY
-from evals.sheets_task.dataset import SHEETS_DATASET
 from evals.sheets_task.hybrid_start import take_weights
 from evals.sheets_task.instances import qwen3_5
 from evals.sheets_task.reader import PackedReader, class_shares, energy_ranks, move_page
@@ -27,7 +24,7 @@ from evals.small_task.training import image_plan, make_tokenizer, run_branches
 from evals.train import Trainer
 from evals.trained import SHEETS as TRAINED
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import ConfigError, InputError, LayoutError
+from kvpatch_jax.errors import ConfigError, LayoutError
 from models import ModelBackbone, load
 
 SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, intermediate=64)})
@@ -204,46 +201,6 @@ def test_a_page_alone_is_refused(reader: PackedReader, page: ReusedPage):
         reader.read_alone(page.reference)
     assert set(next(iter(class_shares(page, SMALLEST).values()))) == {"k", "v"}
     assert {name: ranks.shape for name, ranks in energy_ranks(page).items()}["map"] == (2, 3)
-
-
-@pytest.mark.slow
-def test_transitions_are_measured_by_layer_and_head(backbone: ModelBackbone):
-    """Of chunks of 5 and 6 tokens; a backbone without transitions is refused."""
-    probes = {"tiny": PackedProbe("tiny", "tiny")}
-    dataset = dataclasses.replace(SHEETS_DATASET, spec=SMALLEST, probes=probes, questions={"page": 1})
-    rows = transitions.measure(backbone, "fresh", dataset, 1, 2)
-    assert {row["probe"] for row in rows} == {"transition.5", "transition.6"}
-    assert len(rows) == 2 * 3 * 4 * 4
-    assert len(transitions.table(rows).splitlines()) == 2 + 3 * 4
-    norms = [row["value"] for row in rows if row["metric"] == "map_norm"]
-    # No decay lengthens a state.
-    assert 0 < min(norms) < max(norms) <= 1 + 1e-5
-    config, images = SHEETS.instance("qwen3_vl")
-    attention = ModelBackbone(
-        config, nnx.to_pure_dict(nnx.state(initialise(SheetsRecipe(backbone="qwen3_vl")))), images
-    )
-    with pytest.raises(InputError, match="transitions"):
-        transitions.measure(attention, "attention", dataset, 1, 2)
-
-
-def test_statistics_of_transitions():
-    """Against NumPy: the norm of a map, the directions that hold its energy, what it lets through."""
-    rng = np.random.default_rng(0)
-    map_, state, before = (rng.normal(size=(1, 2, 8, 3, width)).astype(np.float32) for width in (8, 5, 5))
-    map_[0, 0, :, 0] = np.outer(np.arange(8), np.ones(8))
-    front = {"map": map_, "state": before}
-    found = transitions.statistics({"map": map_, "state": state}, front)
-    for context in range(2):
-        for head in range(3):
-            m, b, s = (part[0, context, :, head].astype(float) for part in (map_, state, before))
-            singular = np.linalg.svd(m, compute_uv=False)
-            share = np.cumsum(singular**2) / np.sum(singular**2)
-            assert found["map_norm"][0, context, head] == pytest.approx(singular[0], rel=1e-5)
-            assert int(found["map_directions"][0, context, head]) == int(np.argmax(share >= 0.999)) + 1
-            passed = m @ s
-            expected = np.linalg.norm(passed) / np.linalg.norm(passed + b)
-            assert found["from_front"][0, context, head] == pytest.approx(expected, rel=1e-5)
-    assert int(found["map_directions"][0, 0, 0]) == 1
 
 
 @pytest.mark.parametrize(
