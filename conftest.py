@@ -38,7 +38,6 @@ LONG = (
     "test_image_families.py",
     "test_remote_adapters.py",
     "test_reused_chat.py",
-    "test_session_online.py",
     "test_patch.py",
     "test_hybrid_sessions.py",
     "test_rotate_patch.py",

@@ -15,14 +15,13 @@ from ..results.tables import markdown_table
 from .figures import draw
 from .rows import COUNTS, OTHER, RevisitRows, Row
 from .served_visit import POINTS
-from .visits import FIRST, FORK, SAME, VISITS
+from .visits import FIRST, SAME, VISITS
 from .ways import (
     BEFORE,
     BEFORE_UNCERTIFIED,
     COUNTED_WAYS,
     DEFAULT,
     NO_STORE,
-    ONLINE,
     STORED_WAYS,
     UNCERTIFIED,
     WAYS,
@@ -33,7 +32,7 @@ PAGE, KEPT, PICTURE = (
     Path("docs/revisits.json"),
     Path("docs/pictures/revisits.png"),
 )
-OTHERS_KEPT = (NO_STORE, DEFAULT, ONLINE, UNCERTIFIED)
+OTHERS_KEPT = (NO_STORE, DEFAULT, UNCERTIFIED)
 """Ways of the models that are not the first of their task."""
 DIGITS = 4
 Table = tuple[list[str], list[list[str]]]
@@ -54,7 +53,7 @@ def tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
 
 def reuse_table(rows: RevisitRows, window: int) -> Table:
     """Makes the table before and since stored prefills: a line for each task and visit, a column for each way."""
-    ways = (BEFORE, BEFORE_UNCERTIFIED, DEFAULT, ONLINE, UNCERTIFIED)
+    ways = (BEFORE, BEFORE_UNCERTIFIED, DEFAULT, UNCERTIFIED)
     lines = []
     for task in rows.mains:
         for visit in (name for name in (*VISITS, OTHER) if name != FIRST):
@@ -135,9 +134,6 @@ def forming_table(rows: RevisitRows) -> Table:
             if not steps:
                 continue
 
-            ended = [row for window in rows.windows if (row := rows.get(task, window, way, FORK)) is not None]
-            audits = sum(row.get("audits", 0) for row in ended) / sum(row["traces"] for row in ended)
-
             def each(name: str, present: Sequence[Row] = present, steps: int = steps) -> float:
                 return sum(row.get(name, 0) for row in present) / steps
 
@@ -149,7 +145,6 @@ def forming_table(rows: RevisitRows) -> Table:
                     f"{each('read') / 1024:.0f}",
                     f"{1000 * each('formed seconds'):.1f}",
                     f"{each('formed flops') / 1e6:.3g}",
-                    f"{audits:.1f}" if audits else "",
                 ]
             )
     return [
@@ -159,7 +154,6 @@ def forming_table(rows: RevisitRows) -> Table:
         "KiB read",
         "ms in the background",
         "MFLOP in the background",
-        "audits of a trace",
     ], lines
 
 
@@ -174,9 +168,8 @@ def models_table(rows: RevisitRows) -> Table:
             if exact is None or near is None or truth is None:
                 continue
             right = [f"{row['accuracy']:.0%}" if "accuracy" in row else "–" for row in (truth, near)]
-            learnt = rows.get(task, window, ONLINE, OTHER, model)
-            lines.append([model, task, str(window), _reuse(exact), _reuse(learnt), _reuse(near), " → ".join(right)])
-    return ["model", "task", "window", DEFAULT, ONLINE, UNCERTIFIED, "right answers, no store → uncertified"], lines
+            lines.append([model, task, str(window), _reuse(exact), _reuse(near), " → ".join(right)])
+    return ["model", "task", "window", DEFAULT, UNCERTIFIED, "right answers, no store → uncertified"], lines
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,11 +179,7 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
         main = rows.mains[row["task"]] == row["model"]
         if main or (row["way"] in OTHERS_KEPT and row["visit"] in (SAME, OTHER)):
             kept.append(
-                {
-                    name: _rounded(value)
-                    for name, value in row.items()
-                    if value or name not in (*COUNTS, *POINTS, "audits")
-                }
+                {name: _rounded(value) for name, value in row.items() if value or name not in (*COUNTS, *POINTS)}
             )
     config = {name: results["config"][name] for name in ("plan", "parts_done")}
     return {"config": config, "cpu_seconds": round(results["cpu_seconds"]), "rows": kept}

@@ -8,13 +8,12 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from .rows import OTHER, SMALL_LOSS, RevisitRows, Row
-from .ways import BEFORE_UNCERTIFIED, DEFAULT, ONLINE, UNCERTIFIED
+from .ways import BEFORE_UNCERTIFIED, DEFAULT, UNCERTIFIED
 
 matplotlib.use("Agg")
 STYLES = {
     BEFORE_UNCERTIFIED: ("grey", "--", "s"),
     DEFAULT: ("tab:blue", "-", "o"),
-    ONLINE: ("tab:green", "-", "^"),
     UNCERTIFIED: ("tab:red", "-", "v"),
 }
 """Colour, line and marker of each way."""
@@ -34,7 +33,7 @@ def draw(rows: RevisitRows, path: Path) -> Path:
             found = [row for window in rows.windows if (row := rows.get(task, window, way, OTHER)) is not None]
             found = [row for row in found if row.get("revisits") and "kl" in row]
             # Side by side, so that what is equal can be told apart.
-            where = [places[row["window"]] + 0.06 * (number - 1.5) for row in found]
+            where = [places[row["window"]] + 0.06 * (number - 1) for row in found]
             look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5, "label": way}
             hits.plot(where, [100 * row.get("hits", 0) / row["revisits"] for row in found], **look)
             losses.errorbar(where, [max(row["kl"], FLOOR) for row in found], _spread(found), capsize=2, **look)

@@ -62,11 +62,6 @@ def _row(labels: Row, records: Sequence[Record]) -> Row:
     row = labels | {"counted": not run, "traces": len({record["trace"] for record in records})}
     for name in COUNTS:
         row[name] = sum(record["counts"].get(name, 0) for record in records)
-    # Counted over all visits of a trace so far, the later visit counts.
-    audits: dict[int, int] = {}
-    for record in records:
-        audits[record["trace"]] = max(audits.get(record["trace"], 0), record["counts"].get("audits", 0))
-    row["audits"] = sum(audits.values())
     for point in POINTS:
         row[point] = sum(record["points"].get(point, 0) for record in run)
 

@@ -13,7 +13,6 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.plan import OnlineCertificate
 from kvpatch_jax.session.logit_comparison import compared
 from kvpatch_jax.window import Costs
 from models import ModelBackbone
@@ -182,7 +181,7 @@ def _serve_all(
 ) -> Iterator[tuple[Visit, ServedVisit]]:
     """Serves all visits of a trace in one way, over one store if the way has one."""
     way, shown, first = WAYS[name], set[int](), None
-    options = way.opened(window, backbone.fingerprint)
+    options = way.opened(window)
     with contextlib.ExitStack() as stack:
         store = None
         if way.stored:
@@ -194,10 +193,6 @@ def _serve_all(
             else:
                 served = serve(backbone, store, contents, visit, questions[visit.name], way, options, shown)
             first = served if visit.name == FIRST else first
-            certificate = options.get("certificate")
-            if isinstance(certificate, OnlineCertificate):
-                # Of all visits so far.
-                served.counts["audits"] = sum(certificate.audits(point) for point in ("near", "seen"))
             yield visit, served
 
 

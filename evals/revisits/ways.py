@@ -9,11 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvpatch_jax.plan import OnlineCertificate
-
 NO_STORE = "no store"
 BEFORE, BEFORE_UNCERTIFIED = "before: default", "before: uncertified"
-DEFAULT, ONLINE, UNCERTIFIED = "default", "online certificate", "uncertified"
+DEFAULT, UNCERTIFIED = "default", "uncertified"
 ONE_BY_ONE, BATCHED = "prefix cache, one leaves", "prefix cache, batched"
 REPREFILL, PLACEHOLDER = "re-prefill", "placeholder in place"
 UNBOUNDED, KEPT_OVER_VISITS = ", unbounded", ", kept over visits"
@@ -33,12 +31,9 @@ class RevisitWay:
     stored: bool = True
     batched: bool = False
 
-    def opened(self, window: int, fingerprint: str) -> dict[str, Any]:
-        """Returns the arguments of every session of one trace: a certificate that learns goes on over its visits."""
-        options = dict(self.options)
-        if options.get("certificate") == "online":
-            options["certificate"] = OnlineCertificate(fingerprint)
-        return options | {"keep": (window, 2 * window) if self.batched else window}
+    def opened(self, window: int) -> dict[str, Any]:
+        """Returns the arguments of every session of one trace."""
+        return {**self.options, "keep": (window, 2 * window) if self.batched else window}
 
 
 WAYS: dict[str, RevisitWay] = {
@@ -47,7 +42,6 @@ WAYS: dict[str, RevisitWay] = {
     BEFORE: RevisitWay({"prefills": 0}),
     BEFORE_UNCERTIFIED: RevisitWay({"prefills": 0, "uncertified": True}),
     DEFAULT: RevisitWay(),
-    ONLINE: RevisitWay({"certificate": "online"}),
     # What a patch of the very history would serve, its stored prefill serves, so none is formed.
     UNCERTIFIED: RevisitWay({"uncertified": True, "rank": 0}),
     ONE_BY_ONE: RevisitWay({"promise": "forget"}, stored=False),

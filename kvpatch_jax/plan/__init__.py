@@ -7,7 +7,6 @@ from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal
 from .inventory import AvailablePatch, PatchInventory
-from .online_certificate import AuditPolicy, OnlineCertificate
 from .operating_points import MEANING, POINTS, Point
 from .planning import Plan, PlannedChunk, plan
 from .serving_options import PlanOptions
@@ -15,14 +14,12 @@ from .serving_options import PlanOptions
 __all__ = [
     "MEANING",
     "POINTS",
-    "AuditPolicy",
     "AvailablePatch",
     "Certificate",
     "CertifiedLoss",
     "CertifiedPlan",
     "DeviceCosts",
     "Goal",
-    "OnlineCertificate",
     "PatchInventory",
     "Plan",
     "PlanOptions",
@@ -35,4 +32,3 @@ __all__ = [
     "plan",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL
-from .online_certificate import AnyCertificate as AnyCertificate

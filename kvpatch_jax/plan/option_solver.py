@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from ..window import UNKNOWN, Promise, Ways
-from .online_certificate import AnyCertificate
+from .certificate import Certificate
 from .serving_options import ServingOption
 
 Uncertified = Literal["none", "patches", "all"]
@@ -34,7 +34,7 @@ class CertifiedBounds:
       beyond: how the window exceeds everything the certificate was measured on; then nothing is certified.
     """
 
-    def __init__(self, certificate: AnyCertificate | None, promise: Promise, most: int, beyond: str | None = None):
+    def __init__(self, certificate: Certificate | None, promise: Promise, most: int, beyond: str | None = None):
         """Prepares lookups for a window of at most `most` pieces with this promise."""
         self._certificate = None if beyond else certificate
         self._promise: Promise = promise

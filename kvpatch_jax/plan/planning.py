@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from ..cache import brief
 from ..errors import CertificateError, PlanError
 from ..window import UNKNOWN_WAYS, AtHand, Edits, Entry, Executor, Fidelity, Rotate, Window, arrange
+from .certificate import Certificate
 from .device_costs import DeviceCosts
 from .goal import Goal
 from .inventory import PatchInventory
-from .online_certificate import AnyCertificate
 from .operating_points import MEANING, Point
 from .option_solver import CertifiedBounds, OptionSelection, OptionSolver, Uncertified
 from .serving_options import REPAIRED_PERCENT, EditPricing, OptionTable, PlanOptions, ServingOption, kept_point
@@ -230,7 +230,7 @@ def plan(
     goal: Goal | None = None,
     *,
     stored: PatchInventory,
-    certificate: AnyCertificate | None = None,
+    certificate: Certificate | None = None,
     costs: DeviceCosts | None = None,
     executor: Executor | None = None,
     **options: Any,
@@ -306,7 +306,7 @@ def _check_arguments(window: Any, goal: Any, stored: Any, certificate: Any, cost
         if not isinstance(value, kind):
             raise PlanError(f"plan.{name}: got {value!r:.80}; expected {expected}")
 
-    if not isinstance(certificate, AnyCertificate | None):
+    if not isinstance(certificate, Certificate | None):
         raise CertificateError(f"plan.certificate: got {certificate!r:.80}; expected Certificate.read(…), or None")
 
     own = window.backbone[:16]

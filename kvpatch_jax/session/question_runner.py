@@ -1,4 +1,4 @@
-"""Questions after a session's window: answers as they are decoded, audits, and chunks that a question refers to."""
+"""Questions after a session's window: answers as they are decoded, audits, and chunks that it refers to."""
 
 import dataclasses
 import secrets
@@ -12,13 +12,11 @@ from ..cache import Text, check_text
 from ..errors import InputError, SessionError
 from ..sampling import Sampling, TextPiece, check_steps
 from ..window import Window
-from .answer_auditor import AnswerAuditor
 from .answer_retrieval import AnswerRetrieval
 from .answers import Answer, Audit
 from .logit_comparison import compared, prefilled_logits, served_logits, with_answer
 from .piece_registry import PieceRegistry
-from .reuse_planner import ReusePlanner
-from .runtime import LogitObserver, Runtime, TokenIterator
+from .runtime import Runtime, TokenIterator
 from .session_input import EmbeddedInput, embedded
 
 STEPS = 256
@@ -46,12 +44,9 @@ class AnswerOptions:
     audit: bool
     look: int
 
-    def start(
-        self, runtime: Runtime, window: Window, asked: EmbeddedInput, observe: LogitObserver | None = None
-    ) -> TokenIterator:
-        """Starts the answer to an embedded question after a window. `observe` is that of `Runtime.answer`."""
-        choice = self.sampling, self.key, self.stop
-        return runtime.answer(window, asked.tokens, asked.length, self.steps, *choice, observe)
+    def start(self, runtime: Runtime, window: Window, asked: EmbeddedInput) -> TokenIterator:
+        """Starts the answer to an embedded question after a window."""
+        return runtime.answer(window, asked.tokens, asked.length, self.steps, self.sampling, self.key, self.stop)
 
     @classmethod
     def of(
@@ -100,16 +95,10 @@ class AnswerOptions:
 
 
 class QuestionRunner:
-    """Runner of questions after a session's window, whose answers it has audited for an online certificate."""
+    """Runner of questions after a session's window."""
 
-    def __init__(self, registry: PieceRegistry, planner: ReusePlanner):
-        self._auditor = AnswerAuditor.of(registry, planner)
+    def __init__(self, registry: PieceRegistry):
         self._registry, self._config = registry, registry.config
-
-    def close(self) -> None:
-        """Ends audits, which run on forks and so need the runtime."""
-        if self._auditor is not None:
-            self._auditor.close()
 
     def ask(self, question: Any, options: AnswerOptions, fork: Callable[[], tuple[Any, PieceRegistry]]) -> Answer:
         """Answers a question. The window stays as it is.
@@ -127,15 +116,10 @@ class QuestionRunner:
         items = self.items(question)
         asked = embedded(backbone, items)
         registry.check_text_length(asked.length)
-        # An audit compares with the logits that the answer began from, which saves it a forward.
-        first: list[Any] = []
-        observe = None if self._auditor is None else first.append
-        answer = Answer(options.start(registry.runtime, registry.window, asked, observe), options.key)
+        answer = Answer(options.start(registry.runtime, registry.window, asked), options.key)
         registry.counters["questions"] += 1
         if options.audit:
             answer.audit = self._audit(registry, items, asked, answer.ids)
-        if self._auditor is not None:
-            self._auditor.after_answer(asked, first[0] if first else None)
         return answer
 
     def items(self, question: Any, framed: bool = True) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..cache import Antecedent
 from ..errors import InputError, PatchMismatchError, ShapeError
-from ..plan import AvailablePatch, OnlineCertificate, PatchInventory, Plan, plan
+from ..plan import AvailablePatch, PatchInventory, Plan, plan
 from ..traces import Op
 from ..window import (
     Encodings,
@@ -212,9 +212,7 @@ class ReusePlanner:
         """Plans the pieces that stay and the entries after them; with or without what is stored."""
         config, runtime = self._registry.config, self._registry.runtime
         # With a certificate every option has a bound by which it is compared; without one, ranks are all there is.
-        certificate = config.certificate
-        assert not isinstance(certificate, str)  # the word became a certificate when the session was composed
-        certified = certificate is not None
+        certified = config.certificate is not None
         kind = LargestPatchInventory if config.uncertified and not certified else PatchInventory
         inventory = PatchInventory(runtime.backbone.fingerprint)
         if fetching:
@@ -226,7 +224,7 @@ class ReusePlanner:
             [*(piece.entry for piece in stay.pieces), *entries],
             DEFAULT_GOAL if config.goal is None and certified else config.goal,
             stored=inventory,
-            certificate=certificate,
+            certificate=config.certificate,
             costs=config.costs,
             uncertified=config.uncertified,
             forming=runtime.former is not None and bool(runtime.former.rank),
@@ -238,10 +236,7 @@ class ReusePlanner:
         runtime = self._registry.runtime
         if not StoredPrefills.supports(runtime.store):
             return None
-        # A certificate that learns has not seen what its audits have not tried.
-        certificate = self._registry.config.certificate
-        covers = certificate.covers if isinstance(certificate, OnlineCertificate) else None
-        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype, covers)
+        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype)
 
     def _is_stored(self, entry: Entry, encodings: Encodings) -> bool:
         """Returns whether the store has an entry in one of these encodings, as far as it can say without reading."""

@@ -7,14 +7,12 @@ serves one session and its forks, `SharedRuntime` all sessions of a `Sessions`.
 import collections
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Float
 
 from ..backbone import Backbone, Tokens
-from ..core import AnyArray
 from ..errors import PoolError, PoolLostError
 from ..patching import Rank
 from ..sampling import Sampling, TextPiece
@@ -28,8 +26,6 @@ PREFILLS = 1 << 30
 """Bytes of prefills that a session adds to its store, unless it says otherwise."""
 RANK = 16
 """Default rank of patches that are formed in the background."""
-LogitObserver = Callable[[Float[AnyArray, "B V"]], object]
-"""What is given the logits that the first token of an answer is chosen from."""
 Stops = Sequence[int] | None
 """Token ids that end an answer; None for the backbone's own."""
 
@@ -108,7 +104,6 @@ class Runtime(Protocol):
         sampling: Sampling,
         key: int | None,
         stop: Stops,
-        observe: LogitObserver | None = None,
     ) -> TokenIterator:
         """Continues a question after a window, token by token. Closing the iterator ends the work.
 
@@ -120,7 +115,6 @@ class Runtime(Protocol):
           steps: the largest number of tokens.
           key: the seed, for a temperature above 0.
           stop: token ids that end the answer.
-          observe: called with the logits of the first token, where the runtime makes them for one answer alone.
 
         Raises:
           As `Executor.stream`.
@@ -264,14 +258,10 @@ class PrivateRuntime(ExecutorRuntime):
         sampling: Sampling,
         key: int | None,
         stop: Stops,
-        observe: LogitObserver | None = None,
     ) -> Generator[TextPiece, None, None]:
         """Implements `Runtime.answer`."""
         with self._lock:
-            options: dict[str, Any] = {"sampling": sampling, "key": key, "stop": stop}
-            if observe is not None:
-                options["observe"] = observe
-            stream = self.executor.stream(window, tokens, steps, length, **options)
+            stream = self.executor.stream(window, tokens, steps, length, sampling=sampling, key=key, stop=stop)
             # With the first token, the window's KV is in the answer's own cache. The pool may change from then on.
             first = next(stream, None)
         if first is not None:

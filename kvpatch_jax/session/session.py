@@ -122,7 +122,7 @@ class Session:
     def _compose(self, registry: PieceRegistry, keep: Keep) -> None:
         """Sets all attributes. New, forked and restored sessions are composed alike."""
         self._registry, self._planner = registry, ReusePlanner(registry, keep)
-        self._questions = QuestionRunner(registry, self._planner)  # makes an online certificate of the config's word
+        self._questions = QuestionRunner(registry)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
         self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
@@ -331,7 +331,6 @@ class Session:
             for answer in list(self._answers):
                 answer.close()
 
-            self._questions.close()
             registry.release()
 
     def __enter__(self) -> "Session":

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -11,7 +11,7 @@ from ..cache import Text, check_text
 from ..core import KVEncoding
 from ..errors import CertificateError, PoolError, RankError, SessionError
 from ..patching import GROUPS, Rank
-from ..plan import AnyCertificate, DeviceCosts, Goal, OnlineCertificate
+from ..plan import Certificate, DeviceCosts, Goal
 from ..utils.sizes import Size, size_of
 from ..window import CANONICALS, CanonicalEncoding, PatchFormer, PatchStore, encoding_choice
 from .argument_checks import check_rank, float_dtype
@@ -36,8 +36,7 @@ class SessionConfig:
     Attributes:
       certificate: the measured loss of each reuse method on this backbone. With one, a returning chunk is served by a
         stored patch where that keeps to the goal. Without one, it is prefilled, unless a prefill behind the very same
-        pieces is stored. "online": an `OnlineCertificate`, which starts from what the store has of earlier audits, and
-        learns from a share of this session's answers.
+        pieces is stored.
       goal: bounds on the loss of an answer, or on bytes or seconds. None: 0.05 nats with a certificate, otherwise
         exactly what the window promises.
       costs: of this device, for plans. None: assumed.
@@ -73,7 +72,7 @@ class SessionConfig:
       of pages or dtype.
     """
 
-    certificate: AnyCertificate | Literal["online"] | None = None
+    certificate: Certificate | None = None
     goal: Goal | None = None
     costs: DeviceCosts | None = None
     uncertified: bool = False
@@ -95,6 +94,7 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         for name, kind, expected in (
+            ("certificate", Certificate, "Certificate.read(...), or None"),
             ("goal", Goal, "a kvpatch_jax.plan.Goal, or None"),
             ("costs", DeviceCosts, "DeviceCosts.read(...), or None"),
         ):
@@ -102,10 +102,6 @@ class SessionConfig:
             if value is not None and not isinstance(value, kind):
                 raise SessionError(f"session.{name}: got {value!r:.80}; expected {expected}")
 
-        if not isinstance(self.certificate, AnyCertificate | None) and self.certificate != "online":
-            raise SessionError(
-                f"session.certificate: got {self.certificate!r:.80}; expected Certificate.read(...), 'online', or None"
-            )
         if self.retriever is not None and not callable(self.retriever) and not hasattr(self.retriever, "search"):
             raise SessionError(
                 f"session.retriever: got {self.retriever!r:.80}; expected a function, an object with `search`, or None"
@@ -180,9 +176,7 @@ class SessionConfig:
         if former is None or (self.certificate is None and not self.uncertified):
             return
         former.form_means()
-        # A certificate that learns admits no patch.
-        if not isinstance(self.certificate, OnlineCertificate):
-            former.form_patches(RANK)
+        former.form_patches(RANK)
 
     def check_runtime(self, runtime: Runtime) -> None:
         """Refuses an encoding that a shared runtime does not have: canonicals of all its sessions are kept alike.
@@ -216,7 +210,7 @@ class SessionConfig:
                 raise SessionError(f"session.placeholder: got {found}; expected 1 to {self.largest_text}")
 
         certificate = self.certificate
-        if isinstance(certificate, AnyCertificate) and certificate.backbone != fingerprint:
+        if certificate is not None and certificate.backbone != fingerprint:
             raise CertificateError(
                 f"session.certificate: got one of {certificate.model!r:.80}, backbone "
                 f"{certificate.backbone[:16]!r}; expected backbone {fingerprint[:16]!r}"

@@ -39,7 +39,7 @@ from .argument_checks import check_rank, float_dtype
 from .decode_batch import DecodeRequest
 from .decode_loop import DecodeLoop
 from .fair_lock import FairLock, WaitQueue, WaitTicket, arrival
-from .runtime import PAGE_SIZE, PREFILLS, ExecutorRuntime, LogitObserver, TokenIterator
+from .runtime import PAGE_SIZE, PREFILLS, ExecutorRuntime, TokenIterator
 
 LOST = -1
 """Pool number of a branch whose KV was lost, and which is not prefilled again yet."""
@@ -319,9 +319,8 @@ class SharedRuntime(ExecutorRuntime):
         sampling: Sampling | None,
         key: int | None,
         stop: Sequence[int] | None,
-        observe: LogitObserver | None = None,
     ) -> TokenIterator:
-        """Implements `Runtime.answer`. The question is queued when this returns, and nothing is observed.
+        """Implements `Runtime.answer`. The question is queued when this returns.
 
         Raises:
           InputError: invalid steps, stop tokens or length, or a temperature without a key. WindowError: another window

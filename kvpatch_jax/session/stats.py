@@ -26,7 +26,6 @@ class Stats:
       encoded: images whose tower did not run, because the store had its output.
       stale: misses for which the store had patches, but none for the current antecedent.
       rotated: rotations of pieces that stayed.
-      audits, audit_flops: answers that were audited for an online certificate, and what that took.
       bytes, flops: of all edits of the window, as in the ledger; questions are not included.
       fidelity: the number of pieces by fidelity: "exact", "survivor", "approximate".
       tokens_held: in the window.
@@ -49,8 +48,6 @@ class Stats:
     encoded: int = 0
     stale: int = 0
     rotated: int = 0
-    audits: int = 0
-    audit_flops: int = 0
     bytes: int = 0
     flops: int = 0
     fidelity: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -74,8 +71,6 @@ class Stats:
         ]
         if self.transition_bytes:
             lines.append(f"states    {self.transition_bytes / 2**20:.2f} MiB of transitions, of pieces and composed")
-        if self.audits:
-            lines.append(f"audited   {self.audits} answers, {self.audit_flops / 1e9:.3f} GFLOP")
         if self.formed is not None:
             formed = self.formed
             lines.append(f"formed    {formed.patches} patches, {formed.canonicals} canonicals, {formed.failed} failed")

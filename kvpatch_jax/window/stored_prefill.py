@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,21 +85,10 @@ class StoredPrefills:
       backbone: fingerprint of the weights.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        backbone: str,
-        dtype: jax.typing.DTypeLike,
-        covers: Callable[[Likeness, str], bool] | None = None,
-    ):
-        """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV.
-
-        Args:
-          covers: whether a chunk, by its id, may be offered by a likeness; None: every chunk may.
-        """
+    def __init__(self, store: Any, backbone: str, dtype: jax.typing.DTypeLike):
+        """Names prefills of this backbone that read KV of a pool of this dtype: another rounding is another KV."""
         self.store, self.backbone = store, backbone
         self._dtype = np.dtype(dtype).name
-        self._covers = covers
         self._remote, self._missing = _Remembered[list[ListedPrefill]](), _Remembered[bool]()
 
     @staticmethod
@@ -150,12 +139,8 @@ class StoredPrefills:
         Args:
           far: whether the remote store's listing is read too.
         """
-        offered = dict[Likeness, str](keys)
-        for likeness in keys:
-            if self._covers is not None and not self._covers(likeness, id):
-                del offered[likeness]
-        listing, found = self._listing(id, far) if offered else [], dict[Likeness, str]()
-        for likeness, key in offered.items():
+        listing, found = self._listing(id, far) if keys else [], dict[Likeness, str]()
+        for likeness, key in keys.items():
             for record in listing:
                 if record.keys.get(likeness) == key and self._is_available(id, record.front):
                     found[likeness] = record.front

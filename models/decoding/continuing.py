@@ -51,10 +51,9 @@ def first(
     last: Int[Array, " B"],
     draw: Draw,
     filled: Bool[Array, "B T"] | None = None,
-) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-    """Chooses the token behind a prompt, and keeps no cache. Returns it, and the logits."""
-    now, _, logits = begin(model, state, tokens, context, mask, last, draw, filled, room=0, apart=False)
-    return now.token, logits
+) -> Int[Array, " B"]:
+    """Chooses the token behind a prompt, and keeps no cache."""
+    return begin(model, state, tokens, context, mask, last, draw, filled, room=0, apart=False)[0].token
 
 
 def begin(
@@ -69,8 +68,8 @@ def begin(
     *,
     room: int,
     apart: bool,
-) -> tuple[Continuation, Any, Float[Array, "B V"]]:
-    """Runs a prompt and chooses the first token of each row. Returns where it stands, its cache and the logits.
+) -> tuple[Continuation, Any]:
+    """Runs a prompt and chooses the first token of each row. Returns where it stands, and its cache.
 
     Args:
       last: index of each row's last token: nothing behind it (padding) is read.
@@ -87,8 +86,7 @@ def begin(
         filled = behind if filled is None else behind & filled
     layers: Any = {"context": model.spread(context), "start_layer": 0, "hidden_at": (), "chunk": None, "filled": filled}
     run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
-    logits = decoder.logits(run.hidden)[:, 0]
-    token = choose(logits, draw, 0)
+    token = choose(decoder.logits(run.hidden)[:, 0], draw, 0)
 
     # Padding has positions too, which must not move the first token that is made.
     inside = (jnp.arange(T) <= last[:, None]).reshape(B, T, *(1,) * (tokens.positions.ndim - 2))
@@ -122,7 +120,7 @@ def begin(
     cache = model.spread(cache)
     if apart:
         cache = {name: tuple(value) for name, value in cache.items()}
-    return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache, logits
+    return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache
 
 
 def advance(

@@ -1,11 +1,11 @@
 """Continuing prompts in blocks of tokens: `generate` and `stream` of a backbone. Everything here runs on the host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from kvpatch_jax.backbone import Context, Tokens, check_tokens
 from kvpatch_jax.core import Buckets
@@ -19,8 +19,6 @@ from .sampling import REFUSED, Draw, draw_of
 from .text_pieces import pieces_of
 from .traced import key_count
 
-LogitObserver = Callable[[Float[Array, "B V"]], object]
-"""What is given the logits that the first token of an answer is chosen from."""
 LEAST_ROOM = 64
 """Tokens that a cache has room for at least, so that short answers of other lengths compile nothing again."""
 
@@ -34,7 +32,6 @@ def make_blocks(
     draw: Draw,
     steps: int,
     block: int = BLOCK,
-    observe: LogitObserver | None = None,
     filled: Bool[Array, "B T"] | None = None,
 ) -> Iterator[Int[np.ndarray, "B n"]]:
     """Yields the next `steps` tokens of each row, at most `block` at a time; fewer once every row has a stop token.
@@ -43,7 +40,6 @@ def make_blocks(
 
     Args:
       tokens, context, mask: padded to their buckets. last: index of each row's last token.
-      observe: given the logits of the first token, [B,V], as they are on the device.
       filled: as `continuing.begin` takes it.
 
     Raises:
@@ -52,10 +48,8 @@ def make_blocks(
     rows, length, _ = tokens.embeddings.shape
     state = programs.state_for(rows)
     if steps == 1:
-        token, logits = programs.first(programs.state, tokens, context, mask, last, draw, filled)
+        token = programs.first(programs.state, tokens, context, mask, last, draw, filled)
         found = np.asarray(token)[:, None]
-        if observe is not None:
-            observe(logits)
         _check_chosen(found, 0)
         yield found
         return
@@ -63,10 +57,7 @@ def make_blocks(
     room = Buckets(smallest=LEAST_ROOM).round_up(max(steps - 1, LEAST_ROOM))
     apart = state is not programs.state
     prompt = tokens, context, mask, last, draw, filled
-    now, cache, logits = programs.begin(programs.state, *prompt, room=room, apart=apart)
-    if observe is not None:
-        observe(logits)
-    del logits
+    now, cache = programs.begin(programs.state, *prompt, room=room, apart=apart)
     written, stops = np.int32(key_count(context) + length), np.asarray(draw.stop)
 
     ids, count, left, made = now.token[:, None], 1, steps - 1, 0
@@ -145,7 +136,7 @@ class Generating(LoadedModel):
           InputError: steps, stop tokens or lengths that are none, or a temperature without a key. NotFiniteError:
           logits of which no token can be chosen. What `prefill` raises.
         """
-        blocks = self._blocks(tokens, steps, context, mask, sampling, key, stop, lengths, BLOCK, None)
+        blocks = self._blocks(tokens, steps, context, mask, sampling, key, stop, lengths, BLOCK)
         none = np.zeros((len(tokens.embeddings), 0), np.int32)
         return np.concatenate([none, *blocks], axis=1)
 
@@ -161,7 +152,6 @@ class Generating(LoadedModel):
         key: PRNGKeyArray | int | None = None,
         stop: Sequence[int] | None = None,
         lengths: Sequence[int] | Int[np.ndarray, " B"] | None = None,
-        observe: LogitObserver | None = None,
     ) -> Iterator[TextPiece]:
         """Continues as `generate` does, and yields each token as it is made.
 
@@ -171,14 +161,13 @@ class Generating(LoadedModel):
         Pieces of text never split a character, and leave out stop tokens. Closing the iterator (or leaving the loop,
         and letting go of it) ends the work: one token may be under way.
 
-        Args:
-          observe: called with the logits of the first token, [B,V], before it is yielded. The others are of `generate`.
+        Arguments are those of `generate`.
 
         Raises:
           What `generate` raises, most of it when the iterator is made.
         """
         stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
-        blocks = self._blocks(tokens, steps, context, mask, sampling, key, stops, lengths, 1, observe)
+        blocks = self._blocks(tokens, steps, context, mask, sampling, key, stops, lengths, 1)
         return pieces_of(blocks, self.tokenizer, len(tokens.embeddings), steps, stops)
 
     def _blocks(
@@ -192,7 +181,6 @@ class Generating(LoadedModel):
         stop: Sequence[int] | None,
         lengths: Any,
         block: int,
-        observe: LogitObserver | None,
     ) -> Iterator[np.ndarray]:
         """Returns tokens of `generate`, at most `block` at a time; everything is checked before the first is asked
         for.
@@ -204,7 +192,7 @@ class Generating(LoadedModel):
         last = last_tokens(tokens, lengths)
         if not steps:
             return iter(())
-        return make_blocks(self.programs, padded, context, mask, last, draw, steps, block, observe, filled)
+        return make_blocks(self.programs, padded, context, mask, last, draw, steps, block, filled)
 
 
 def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:

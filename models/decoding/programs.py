@@ -66,8 +66,8 @@ class Forward:
         self.recompute_in_pages = self._program(recompute, written, *layers, donate="pool")
         self.attention = self._program(observe_attention, whole, "layers", "reduce", "start_layer")
 
-        self.first = self._program(first, (whole, whole))
-        self.begin = self._program(begin, (whole, kv, whole), "room", "apart")
+        self.first = self._program(first, whole)
+        self.begin = self._program(begin, (whole, kv), "room", "apart")
         self.advance = self._program(advance, (whole, whole, kv), donate="cache")
         self.first_in_pages = self._program(first_in_pages, (whole, kv), donate="pool")
         self.next_in_pages = self._program(next_in_pages, (whole, kv), donate="pool")

@@ -2,6 +2,8 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from memory_store import MemoryStore
@@ -12,6 +14,8 @@ from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.core import KVEncoding
 from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.session import session_file
+
+CERTIFICATE = Path(__file__).parents[3] / "evals/trained/qwen2_5_vl/certificate.json"
 
 
 def loop(backbone, store, images=(0, 1, 2), **options) -> tuple[np.ndarray, kvp.session.Stats, MemoryStore]:
@@ -102,8 +106,11 @@ def test_invalid_encodings_are_refused(backbone, unchecked):
             kvp.Sessions(backbone, pages=8, encoding=wrong)
     with pytest.raises(SessionError, match="canonicals"):
         kvp.Session(backbone, encoding="auto", canonicals="many")
+    certificate = kvp.Certificate.read(CERTIFICATE, backbone=None)
     with pytest.raises(SessionError, match="certificate"):
-        kvp.Session(backbone, encoding="k8v8", certificate="online")
+        kvp.Session(backbone, encoding="k8v8", certificate=certificate)
+    with pytest.raises(SessionError, match="certificate"):
+        kvp.Session(backbone, certificate=0.05)
 
 
 def test_sessions_that_share_a_runtime_share_its_encoding(backbone, kept):
