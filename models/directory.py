@@ -21,7 +21,7 @@ from .decoder.known_keys import reading
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
-from .families.registry import AUTHORS, FAMILIES
+from .families.registry import FAMILIES
 from .files import Files, open_files
 from .hub import resolve
 from .inputs.chat import template_with_images
@@ -102,9 +102,12 @@ def load(
     files = open_files(root)
 
     name = find_architecture(files.config, files.name)
-    authors = AUTHORS.get(name)
     with reading(files.name, ignore):
-        config, raw, settings = _read_config(files, root, name, angles, regime)
+        family = FAMILIES[name]
+        raw = files.config if family.amend is None else family.amend(files.config, root)
+        config = family.config(raw, angles, regime)
+        # An architecture may stand for several families (LLaVA with Pixtral's tower).
+        settings = config.family.settings(root)
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
             raise ConfigError(
@@ -120,20 +123,19 @@ def load(
         )
 
     # Whether the output head is the embedding is settled by the file, before its parameters are counted.
-    source = _open_source(files, name, config, adapter)
+    source = _open_source(files, config, adapter)
     silent = raw.get("tie_word_embeddings") is None
     config = config.family.settle_ties(config, tensor_shapes(source), functools.partial(same_tensors, source), silent)
     mesh = None if mesh is None else split_mesh(mesh, config.text.layout)
     values = _load_parameters(source, config, mesh, progress)
 
     tokenizer, without = files.tokenizer()
-    template = config.family.template if authors is None else authors.template(files.config)
     return ModelBackbone(
         config,
         values,
         tokenizer=tokenizer,
         buckets=buckets,
-        chat_template=template_with_images(files.chat_template(), template, root, name),
+        chat_template=template_with_images(files.chat_template(), config.family.template, root, name),
         mesh=mesh,
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),
@@ -142,37 +144,12 @@ def load(
     )
 
 
-def _read_config(
-    files: Files, root: Path, name: str, angles: str, regime: str | int | None
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Returns a family's configuration, what it was read from, and the settings of its media, by name.
-
-    The authors' own formats are read as the family that transformers made of them.
-    """
-    authors = AUTHORS.get(name)
-    if authors is None:
-        config = FAMILIES[name].config(files.config, angles, regime)
-        # An architecture may stand for several families (LLaVA with Pixtral's tower).
-        return config, files.config, config.family.settings(root)
-
-    raw = authors.config(files.config, root)
-    config = FAMILIES[raw["architectures"][0]].config(raw, angles, regime)
-    settings = {"image_config": authors.settings(files.config, root), "video_config": authors.video(files.config, root)}
-    return config, raw, settings
-
-
-def _open_source(files: Files, name: str, config: Any, adapter: Path | None) -> TensorSource:
+def _open_source(files: Files, config: Any, adapter: Path | None) -> TensorSource:
     """Opens the tensors of a checkpoint under the names that the family's entries have, with an adapter merged."""
     # Under an adapter the weights of a GGUF file stay float32, so that the sum is rounded once.
     source = files.source(config.text.dtype if adapter is None else "float32")
-
-    # A family's adapter names what the renamed file names; an authors' adapter is of the authors' own modules.
-    authors = AUTHORS.get(name)
-    if authors is None:
-        source = config.family.renamed(config, source)
-        return source if adapter is None else config.family.merged(config, source, adapter)
-    source = source if adapter is None else authors.merged(source, adapter)
-    return authors.source(config, files.config, source)
+    source = config.family.renamed(config, source)
+    return source if adapter is None else config.family.merged(config, source, adapter)
 
 
 def _load_parameters(source: TensorSource, config: Any, mesh: Mesh | None, progress: bool | None) -> dict[str, Any]:

@@ -56,7 +56,6 @@ UNTIMED = {
     "Phi3VForCausalLM": "transformers has no such class",
     "MiniCPMV": "transformers has no such class",
     "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
-    "DeepseekOCRForCausalLM": "transformers has no such class",
     "DeepseekVLV2ForCausalLM": "transformers has no such class",
     **dict.fromkeys(
         (

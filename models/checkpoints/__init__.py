@@ -33,9 +33,4 @@ from .source import StoredTensor as StoredTensor
 from .source import TensorInfo as TensorInfo
 from .source import TensorSource as TensorSource
 from .source import stored_tensor as stored_tensor
-from .views import WHOLE as WHOLE
-from .views import Rule as Rule
-from .views import TensorSelection as TensorSelection
-from .views import ViewSource as ViewSource
-from .views import split_rows as split_rows
 from .writing import save_weights as save_weights

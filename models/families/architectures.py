@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from .registry import AUTHORS, FAMILIES
+from .registry import FAMILIES
 
 ALIASES = {
     # decapoda-research's first conversions of LLaMA; vLLM's registry reads them as Llama too.
@@ -29,17 +29,16 @@ def find_architecture(raw: Mapping[str, Any], path: str) -> str:
     Raises:
       ConfigError: none that is known; the message lists those that are, and the one whose name is nearest.
     """
-    known = {*FAMILIES, *AUTHORS}
-    types = {family.model_type: family.architecture for family in (*FAMILIES.values(), *AUTHORS.values())}
+    types = {family.model_type: family.architecture for family in FAMILIES.values()}
     names = raw.get("architectures") or [types.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: got architectures {names!r}; expected a list of names")
     for name in names:
         found = ALIASES.get(str(name), str(name))
-        if found in known:
+        if found in FAMILIES:
             return found
 
-    near = difflib.get_close_matches(str(names[0])[:_LONGEST_NAME], known, n=1)
+    near = difflib.get_close_matches(str(names[0])[:_LONGEST_NAME], FAMILIES, n=1)
     nearest = f"; the nearest is {near[0]!r}" if near else ""
     shown = [name if name is None else name[:_LONGEST_NAME] for name in names[:_SHOWN]]
-    raise ConfigError(f"{path}: got architectures {shown}; expected one of {sorted(known)}{nearest}")
+    raise ConfigError(f"{path}: got architectures {shown}; expected one of {sorted(FAMILIES)}{nearest}")

@@ -45,7 +45,7 @@ TEMPLATE = (
     "{%- endfor -%}{%- endif -%}"
     "{%- endfor -%}"
 )
-"""The authors' format "plain", which both models are asked in: texts one behind the other, and no roles."""
+"""The authors' format "plain": texts one behind the other, and no roles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +207,6 @@ _VIEWS: dict[str, Any] = {
     "max_patches": 6,
     "background_color": GREY,
 }
-DEFAULT_SETTINGS = PictureConfig.from_dict(_VIEWS)
-"""The class's, and those of the authors' `infer`."""
 read_settings = PictureConfig.reader(only={"do_resize": True, "do_convert_rgb": True}, **_VIEWS)
 FAMILY = Family(
     architecture=ARCHITECTURE,

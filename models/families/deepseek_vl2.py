@@ -8,7 +8,7 @@ Source: DeepSeek's `modeling_deepseek_vl_v2.py`, `siglip_vit.py`, `modeling_deep
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import WHOLE, Rule, TensorEntry, read_table
+from ..checkpoints import TensorEntry, read_table
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_decoder, read_deepseek_experts, read_latent, read_rope
@@ -34,7 +34,6 @@ from ..inputs.view_images import TILES, process_vl2
 from ..towers.projectors import Projector
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import CONV2D, block_entries, norm_entries, projector_entries
-from .authors import AuthorsFormat, Raw
 from .family import Family, Shapes, Vision
 from .image_family import freeze, one_size, thaw
 from .view_packing import NEWLINE, SEPARATOR, grids_of, pack_views, view_fills, view_plan, view_tokens
@@ -148,7 +147,7 @@ class DeepseekVL2Model(nnx.Module):
         return pack_views(folded[:views], folded[views:], learned, plan)
 
 
-def _read_text(raw: Raw, angles: str, regime: Regime) -> DecoderConfig:
+def _read_text(raw: Mapping[str, Any], angles: str, regime: Regime) -> DecoderConfig:
     """Reads the decoder: DeepSeek-V2's or -V3's experts, with V3's latent attention or Llama's."""
     latent = raw.get("use_mla", True)
     if not latent:
@@ -171,7 +170,7 @@ def _read_text(raw: Raw, angles: str, regime: Regime) -> DecoderConfig:
     return read_decoder(raw, rope, **switches)
 
 
-def _sizes(table: Raw, place: str, *names: str) -> list[int]:
+def _sizes(table: Mapping[str, Any], place: str, *names: str) -> list[int]:
     """Returns sizes of a table.
 
     Raises:
@@ -270,6 +269,12 @@ def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
     return PictureConfig.from_dict(options | {name: points, "size": size, "background_color": grey})
 
 
+def _amend(raw: Mapping[str, Any], root: Path) -> Mapping[str, Any]:
+    """Names the placeholder, which only the tokenizer's files do."""
+    token = token_id(root, PLACEHOLDER) if raw.get("image_token_id") is None else None
+    return raw if token is None else {**raw, "image_token_id": token}
+
+
 FAMILY = Family(
     architecture=ARCHITECTURE,
     config=_read,
@@ -280,19 +285,5 @@ FAMILY = Family(
     ignore=(r".*\.rotary_emb\.inv_freq", r"vision\.attn_pool\..*"),
     model_type=MODEL_TYPE,
     template=TEMPLATE,
-)
-
-
-def _config(raw: Raw, root: Path) -> dict[str, Any]:
-    """Names the placeholder, which only the tokenizer's files do."""
-    found = token_id(root, PLACEHOLDER) if raw.get("image_token_id") is None else None
-    return {**raw, "architectures": [ARCHITECTURE], **({} if found is None else {"image_token_id": found})}
-
-
-def _rules(config: Any, raw: Raw) -> Sequence[Rule]:
-    return [(r"(.*)", {r"\1": WHOLE})]
-
-
-FORMAT = AuthorsFormat(
-    ARCHITECTURE, MODEL_TYPE, _config, _rules, lambda raw, root: _settings(root), lambda raw: TEMPLATE
+    amend=_amend,
 )

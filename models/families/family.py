@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -152,6 +153,7 @@ class Family:
         configuration that has none do so; None where attention is causal throughout.
       template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
         that knows none; None where directories bring theirs.
+      amend: (config.json, directory) → config.json with what only the tokenizer's files say; None where it says all.
     """
 
     architecture: str
@@ -168,6 +170,7 @@ class Family:
     namings: tuple[Naming, ...] = ()
     ahead: Callable[[Any, np.ndarray], np.ndarray | None] | None = None
     template: str | None = None
+    amend: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
 
     def settings(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Reads what a directory says of images, videos and sounds: by `ModelBackbone`'s names, None where the family
@@ -334,10 +337,9 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
 
 def tower_heads(config: Any) -> dict[str, int]:
     """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
-    # DeepSeek-VL-7B has a second tower for images, MiniCPM-V one of queries behind its first, DeepSeek-OCR CLIP or an
-    # encoder behind SAM.
-    parts = {"visual": "vision", "high": "high", "audio": "audio", "resampler": "resampler"}
-    parts |= {"clip": "clip", "encoder": "encoder"}
+    # DeepSeek-VL-7B has a second tower for images, MiniCPM-V one of queries behind its first, DeepSeek-OCR-2 an encoder
+    # behind SAM.
+    parts = {"visual": "vision", "high": "high", "audio": "audio", "resampler": "resampler", "encoder": "encoder"}
     towers: dict[str, Any] = {name: getattr(config, part, None) for name, part in parts.items()}
     # Where several heads share one of keys, that many stay together.
     return {name: getattr(tower, "kv_heads", tower.heads) for name, tower in towers.items() if hasattr(tower, "heads")}

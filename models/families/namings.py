@@ -68,4 +68,3 @@ DEEPSEEK_VL_HYBRID = _siglip_inside(
     "model.high_res_vision_proj.",
     "model.high_res_vision_alpha",
 )
-DEEPSEEK_OCR = (same(RELEASED, "model.", "lm_head."),)

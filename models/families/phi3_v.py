@@ -26,7 +26,6 @@ from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_phi3_v
 from ..towers.projectors import Projector, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries, projector_entries
-from .authors import expect
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders, freeze, thaw
 from .text_families import read_phi3
@@ -116,12 +115,24 @@ class Phi3VModel(nnx.Module):
         return self.projector(packed)[None]
 
 
+def _expect(raw: Mapping[str, Any], place: str, **values: Any) -> None:
+    """Refuses a table where a key has another value than this, or than these (a tuple of them).
+
+    Raises:
+      ConfigError: it names the key, its value and those that are read.
+    """
+    for key, allowed in values.items():
+        choices = allowed if isinstance(allowed, tuple) else (allowed,)
+        if raw.get(key) not in choices:
+            raise ConfigError(f"{place}: got {key} {raw.get(key)!r}; expected {' or '.join(map(repr, choices))}")
+
+
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Phi3VConfig:
     model = complete(raw, "phi3_v")
     layer, tower = (_table(model, name) for name in ("embd_layer", "img_processor"))
-    expect(layer, "embd_layer", embedding_cls="image", projection_cls="mlp", hd_transform_order=(*ORDERS, None))
-    expect(layer, "embd_layer", use_hd_transform=True, with_learnable_separator=True)
-    expect(tower, "img_processor", name="clip_vision_model", model_name=tuple(TOWERS), type_feature=("patch", None))
+    _expect(layer, "embd_layer", embedding_cls="image", projection_cls="mlp", hd_transform_order=(*ORDERS, None))
+    _expect(layer, "embd_layer", use_hd_transform=True, with_learnable_separator=True)
+    _expect(tower, "img_processor", name="clip_vision_model", model_name=tuple(TOWERS), type_feature=("patch", None))
 
     text = read_phi3({key: value for key, value in raw.items() if key not in _OWN}, angles, regime)
     sizes = TOWERS[tower["model_name"]]
@@ -140,7 +151,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Phi3VConfig:
     config = Phi3VConfig(
         text, vision, layer.get("hd_transform_order") != "sub_glb", model["image_token_id"], freeze(raw)
     )
-    expect(tower, "img_processor", image_dim_out=vision.width, num_img_tokens=(config.tile_side**2, None))
+    _expect(tower, "img_processor", image_dim_out=vision.width, num_img_tokens=(config.tile_side**2, None))
     return config
 
 

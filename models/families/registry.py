@@ -1,9 +1,7 @@
 """Every family, by its architecture's name in `config.json`."""
 
 from . import (
-    deepseek_ocr,
     deepseek_ocr2,
-    deepseek_ocr2_release,
     deepseek_vl,
     deepseek_vl2,
     deepseek_vl_hybrid,
@@ -11,14 +9,11 @@ from . import (
     gemma3,
     gemma4,
     glm4v,
-    internlm2,
     internvl,
-    internvl_chat,
     kimi_vl,
     llava,
     minicpmv,
     mistral3,
-    multi_modality,
     phi3_v,
     qwen2_5_omni,
     qwen2_5_vl,
@@ -28,7 +23,6 @@ from . import (
     qwen3_vl,
     smolvlm,
 )
-from .authors import AuthorsFormat
 from .family import Family
 from .text_families import TEXT_FAMILIES
 
@@ -45,7 +39,6 @@ IMAGE_FAMILIES: dict[str, Family] = {
         *glm4v.FAMILIES.values(),
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
-        deepseek_ocr.FAMILY,
         deepseek_ocr2.FAMILY,
         deepseek_vl2.FAMILY,
         internvl.FAMILY,
@@ -61,15 +54,3 @@ IMAGE_FAMILIES: dict[str, Family] = {
 """Families with images, beside Qwen2.5-VL."""
 
 FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES
-
-AUTHORS: dict[str, AuthorsFormat] = {
-    found.architecture: found
-    for found in (
-        internvl_chat.FORMAT,
-        multi_modality.FORMAT,
-        internlm2.FORMAT,
-        deepseek_ocr2_release.FORMAT,
-        deepseek_vl2.FORMAT,
-    )
-}
-"""Authors' own formats of some of them, by their architecture's name."""

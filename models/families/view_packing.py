@@ -1,5 +1,5 @@
-"""How DeepSeek-OCR and DeepSeek-OCR-2 put an image together: its tiles, then the view of the whole, then a separator;
-and DeepSeek-VL2: the view, a separator, then the tiles.
+"""How DeepSeek-OCR-2 puts an image together (its tiles, then the view of the whole, then a separator), and DeepSeek-VL2
+(the view, a separator, then the tiles).
 
 A prompt's features are rows of two arrays, views [n,E,D] and tiles [t,F,D]; a plan says for each placeholder which row
 it takes, or which learned vector.

@@ -16,7 +16,6 @@ from kvpatch_jax.cache import Video
 from kvpatch_jax.errors import ConfigError, InputError
 
 from .images import kimi_size, longest_side
-from .qwen_images import normalise, resize
 from .resampling import resize_frames
 from .video_frames import Rate, Stream, VideoConfig, asked, check_count, clips_of, normalise_frames
 
@@ -139,26 +138,8 @@ def sample_internvl(stream: Stream, fps: Rate, frames: int | None, config: Video
     return np.arange(first, stream.count, stream.count / count).astype(np.int64)
 
 
-def sample_internvl_chat(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
-    """Chooses frames as InternVL's authors do (`get_index` of the model cards of InternVL2 to 3.5, without bounds):
-    steps from half a step on, which end before the last frame; of a short video some frames several times.
-
-    Raises:
-      InputError: no frames.
-    """
-    if fps is not None and frames is None:
-        frames = int(stream.count / stream.rate * fps)
-    count = config.option("num_frames", FRAMES) if frames is None else frames
-    if count < 1:
-        raise InputError(f"video: got {count} frames to sample; expected 1 or more")
-    step = (stream.count - 1) / count
-    return (step / 2 + np.round(step * np.arange(count))).astype(np.int64)
-
-
 def process_internvl_videos(videos: Sequence[Video], config: VideoConfig) -> dict[str, np.ndarray]:
     """Processes videos for InternVL: each frame one tile, whatever its shape.
-
-    With the option `frames_as_images`, as InternVL's authors do: Pillow resizes frames, as it does images.
 
     Returns:
       `pixel_values` float32 [frames of all videos, 3, S, S] and `video_frames` int32 [videos].
@@ -166,15 +147,9 @@ def process_internvl_videos(videos: Sequence[Video], config: VideoConfig) -> dic
     Raises:
       InputError, ImageError: as `read_clip`.
     """
-    as_images = config.option("frames_as_images", False)
-    sample = sample_internvl_chat if as_images else sample_internvl
-    clips = clips_of(videos, functools.partial(sample, config=config))
+    clips = clips_of(videos, functools.partial(sample_internvl, config=config))
     tiles, side = [], config.length("size")
     for clip in clips:
-        if as_images:
-            resized = [resize(frame, side, side, config.pixels) for frame in clip.frames]
-            tiles.append(np.stack([normalise(frame, config.pixels).transpose(2, 0, 1) for frame in resized]))
-            continue
         resized = resize_frames(clip.frames, side, side, config.pixels.resample)
         tiles.append(_tiles(resized if config.pixels.do_resize else clip.frames, config))
     return {

@@ -32,7 +32,7 @@ _PIXELS = {
 _PATCHES = {"patch_size", "merge_size", "temporal_patch_size"}
 _SAMPLING = {
     *("fps", "num_frames", "min_frames", "max_frames", "initial_shift", "video_sampling"),
-    *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type", "frames_as_images"),
+    *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type"),
 }
 FPS = 2.0
 """Frames sampled in a second where neither settings nor a caller say it: what the authors of Qwen-VL have."""

@@ -1,11 +1,9 @@
-"""DeepSeek-OCR's and DeepSeek-VL2's pixels: of each image a padded square view of the whole, and square tiles of it.
+"""DeepSeek-OCR-2's and DeepSeek-VL2's pixels: of each image a padded square view of the whole, and square tiles of it.
 
-Every step rounds as transformers' Pillow processor of DeepSeek-OCR-2, as the `infer` of DeepSeek-OCR's own code, or as
-the processor of DeepSeek-VL2's.
+Every step rounds as transformers' Pillow processor of DeepSeek-OCR-2, or as the processor of DeepSeek-VL2's authors.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -17,8 +15,6 @@ from .qwen_images import ImageSource, resize
 TILES = "pixel_values_local"
 COUNTS = "num_local_patches"
 GRIDS = "tile_grids"
-SQUASHED = 640
-"""Sides up to this one are not padded to where DeepSeek-OCR makes no tiles: the image is squashed."""
 MOST_TILED = 2
 """Images of which DeepSeek-VL2 makes as many tiles as suit them; of more it makes one each."""
 
@@ -29,23 +25,18 @@ def process_views(images: Sequence[ImageSource], config: PictureConfig) -> dict[
     Returns pixel_values [n,3,S,S], num_local_patches [n] and, where there are tiles, pixel_values_local [tiles,3,s,s].
     """
     tiled = config["crop_to_patches"]
-    side = config.side() if tiled else config["tile_size"]
-    out = _tiles(images, config, [_padded(image, (side, side), config, False) for image in read_images(images)])
-    grids = out.pop(GRIDS)
-    return out | {COUNTS: grids.prod(axis=1, dtype=np.int32)}
-
-
-def process_ocr(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """Processes images for DeepSeek-OCR: as `process_views`, with tile_grids [n,2] (rows and columns of tiles, 0 for
-    none) in place of the counts.
-    """
-    side, views = config.side(), []
+    tile = config["tile_size"]
+    side = config.side() if tiled else tile
+    views, tiles, counts = [], [], []
     for image in read_images(images):
-        if config["crop_to_patches"] or side > SQUASHED:
-            views.append(_padded(image, (side, side), config, True))
-        else:
-            views.append(resize(image, side, side, config.pixels))
-    return _tiles(images, config, views)
+        views.append(channels_first(_padded(image, (side, side), config, False), config))
+        (height, width), (rows, columns) = image.shape[:2], (0, 0)
+        if tiled and max(height, width) > tile:
+            rows, columns = tile_canvas(height, width, tile, config["min_patches"], config["max_patches"])
+            tiles += cut(resize(image, rows * tile, columns * tile, config.pixels), tile)
+        counts.append(rows * columns)
+    out = {"pixel_values": np.stack(views), COUNTS: np.array(counts, np.int32)}
+    return out | ({TILES: np.stack([channels_first(each, config) for each in tiles])} if tiles else {})
 
 
 def process_vl2(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
@@ -64,21 +55,6 @@ def process_vl2(images: Sequence[ImageSource], config: PictureConfig) -> dict[st
     pixels = {"pixel_values": views, TILES: tiles}
     out = {name: np.stack([channels_first(each, config) for each in parts]) for name, parts in pixels.items()}
     return out | {GRIDS: np.array(grids, np.int32)}
-
-
-def _tiles(images: Sequence[ImageSource], config: PictureConfig, views: list[np.ndarray]) -> dict[str, Any]:
-    side, tiles, grids = config["tile_size"], [], []
-    for image in read_images(images):
-        (height, width), (rows, columns) = image.shape[:2], (0, 0)
-        if config["crop_to_patches"] and max(height, width) > side:
-            rows, columns = tile_canvas(height, width, side, config["min_patches"], config["max_patches"])
-            tiles += cut(resize(image, rows * side, columns * side, config.pixels), side)
-        grids.append((rows, columns))
-    out = {
-        "pixel_values": np.stack([channels_first(view, config) for view in views]),
-        GRIDS: np.array(grids, np.int32),
-    }
-    return out | ({TILES: np.stack([channels_first(tile, config) for tile in tiles])} if tiles else {})
 
 
 def _padded(

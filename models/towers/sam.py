@@ -31,7 +31,7 @@ class SamConfig:
       global_layers: layers that attend over the whole image.
       neck: channels behind the neck.
       positions, relative: learned absolute positions; learned relative ones in every layer.
-      interpolate: images of other sizes are taken too, with positions resampled to them (DeepSeek-OCR).
+      interpolate: images of other sizes are taken too, with positions resampled to them (DeepSeek-OCR-2).
     """
 
     depth: int = 12

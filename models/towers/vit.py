@@ -7,7 +7,6 @@ Axis letters: B images (or tiles), T tokens (class token included), E features p
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -187,18 +186,6 @@ class ViT(nnx.Module):
         hidden = self.patch_embedding(patches)
         table = self.position_embedding[...].astype(hidden.dtype)
         return self._run(hidden, table if positions is None else table[positions])
-
-    def over(self, patches: Float[Array, "B h w D"]) -> Float[Array, "B E D"]:
-        """Returns features of squares of patches that another tower has embedded (DeepSeek-OCR); positions for another
-        side are resampled with antialiasing.
-        """
-        table, side = self.position_embedding[...], patches.shape[1]
-        if side != self.config.side:
-            first, old = int(self.config.class_token), self.config.side
-            square = table[first:].reshape(old, old, -1).astype(jnp.float32)
-            square = jax.image.resize(square, (side, side, table.shape[1]), "cubic", antialias=True)
-            table = jnp.concatenate([table[:first], square.reshape(side**2, -1).astype(table.dtype)])
-        return self._run(patches.reshape(len(patches), side**2, -1), table.astype(patches.dtype))
 
     def _run(self, hidden: Float[Array, "B P D"], positions: Float[Array, "... T D"]) -> Float[Array, "B E D"]:
         """Returns features of embedded patches, with these positions."""

@@ -1,7 +1,7 @@
 """Make the InternVL goldens with transformers (5.23) and torch. See README.md beside this file.
 
 Run it in an environment that has them: `python tests/goldens/make_internvl.py`. It rewrites `internvl/` and
-`internvl_6b/` (InternViT-6B's kind of tower before Llama, as InternLM2 is once its matrices are taken apart).
+`internvl_6b/` (InternViT-6B's kind of tower before Llama).
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 

@@ -32,7 +32,6 @@ SIZES = {
     "llava_next": [(64, 20), (60, 30)],
     "deepseek_vl": [(64, 40), (40, 64)],
     "deepseek_vl_hybrid": [(64, 40), (40, 64)],
-    "deepseek_ocr": [(150, 100), (160, 90)],
     "deepseek_ocr2": [(60, 50), (70, 40)],
     "deepseek_vl2": [(40, 70), (35, 64)],
     "internvl": [(64, 40), (60, 20)],

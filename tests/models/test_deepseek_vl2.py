@@ -26,7 +26,6 @@ from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, InputError
 from models.decoder.known_keys import DEFAULTS
 from models.families.family import abstract, parameters
-from models.families.registry import AUTHORS
 from models.families.view_packing import NEWLINE, SEPARATOR, place_view
 from models.inputs.chat import ChatTemplate
 from models.inputs.view_images import process_vl2
@@ -252,7 +251,7 @@ def test_features_stand_in_the_authors_order(grid):
 
 def test_prompts_are_the_authors():
     """`format_messages_v2`: a question ends where its answer begins, an answer with the end of a sentence."""
-    template = AUTHORS[ARCHITECTURE].template({})
+    template = models.FAMILIES[ARCHITECTURE].template
     assert template is not None
     chat = ChatTemplate(template, (("bos_token", "<s>"), ("eos_token", "</s>")))
     content = [{"type": "text", "text": "One: "}, {"type": "image"}, {"type": "text", "text": "What is it? "}]
@@ -321,8 +320,7 @@ def test_conversations_are_tokenized_as_the_authors_do(tmp_path):
 def release_of(name: str, directory: Path) -> Any:
     """A release's configuration, read without its tokenizer."""
     (release,) = [found for key, found in RELEASES.items() if key[0] == f"deepseek-ai/{name}"]
-    raw = AUTHORS[ARCHITECTURE].config(release.config, directory)
-    return models.FAMILIES[ARCHITECTURE].config(raw, "exact", None)
+    return models.FAMILIES[ARCHITECTURE].config(release.config, "exact", None)
 
 
 def test_tiny_is_read_as_published(tmp_path):
@@ -381,11 +379,15 @@ def test_the_placeholder_is_the_tokenizers(tmp_path):
     """No configuration names it; where neither does, the largest vocabularies' is taken, or it is refused."""
     raw = json.loads((GOLDENS / FULL / "config.json").read_text())
     del raw["image_token_id"]
-    form, read = AUTHORS[ARCHITECTURE], models.FAMILIES[ARCHITECTURE].config
+    family = models.FAMILIES[ARCHITECTURE]
+    assert family.amend is not None
     with pytest.raises(ConfigError, match=r"image_token_id: got 128815; expected one of 320 tokens"):
-        read(form.config(raw, tmp_path), "exact", None)
+        family.config(family.amend(raw, tmp_path), "exact", None)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": "<image>"}}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: got added tokens of another form"):
+        family.amend(raw, tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<image>": 311}))
-    assert read(form.config(raw, tmp_path), "exact", None).image_token == 311
+    assert family.config(family.amend(raw, tmp_path), "exact", None).image_token == 311
 
 
 def test_experts_need_a_routing():

@@ -258,15 +258,3 @@ def test_a_videos_size_is_one_length(directory):
     (directory / "video_preprocessor_config.json").write_text('{"size": "448"}')
     with pytest.raises(ConfigError, match="video size: got '448'; expected one length"):
         load(directory).prepare([Video(np.zeros((4, 8, 8, 3), np.uint8), rate=2.0)])
-
-
-def test_added_tokens_of_another_form_are_refused(directory):
-    """Authors' releases of InternVL name the image's token there."""
-    with_config(directory, architectures=["InternVLChatModel"])
-    raw = json.loads((directory / CONFIG).read_text())
-    vision = {key: raw["vision_config"][key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")}
-    chat = {"architectures": ["InternVLChatModel"], "vision_config": vision | {"num_attention_heads": 2}}
-    chat |= {"llm_config": {"architectures": ["Qwen2ForCausalLM"]}, "ps_version": "v2"}
-    (directory / CONFIG).write_text(json.dumps(chat))
-    (directory / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": "<IMG_CONTEXT>"}}')
-    refused(directory, r"tokenizer_config\.json: got added tokens of another form")

@@ -21,7 +21,6 @@ from models import FAMILIES, load, save
 from models.checkpoints import flatten_params
 from models.checkpoints.planning import plan
 from models.families.family import abstract, parameters
-from models.families.registry import AUTHORS
 from models.files import open_files
 from models.inputs.qwen_images import CONFIG_FILE
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
@@ -51,11 +50,7 @@ def written(root: Path, raw: dict[str, Any]) -> Path:
 def configuration(root: Path) -> Any:
     """What `load` makes of a directory's configuration."""
     raw = open_files(root).config
-    name = raw["architectures"][0]
-    if name in AUTHORS:
-        raw = AUTHORS[name].config(raw, root)
-        name = raw["architectures"][0]
-    return FAMILIES[name].config(raw, "exact", None)
+    return FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
 
 
 def total(config: Any) -> tuple[int, int]:
@@ -67,7 +62,6 @@ def total(config: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "billions", "bytes_per_token"),
     [
-        ("internvl3_5_8b_release", 8.528, 147_456),
         ("internvl3_5_hf_finetune", 0.905, 114_688),  # without a head of its own, of which it says nothing
         ("kimi_k25_release", 1026.879, 70_272),
         ("kimi_k25_complete", 1026.879, 70_272),
@@ -146,7 +140,6 @@ SWITCHES = ("debug", "micro_forward", "skip_checkpoint", "use_deepep")
 @pytest.mark.parametrize(
     ("name", "part", "key"),
     [
-        *(("internvl3_5_8b_release", "llm_config", key) for key in SWITCHES),
         *(("internvl3_5_hf_finetune", "text_config", key) for key in SWITCHES),
         ("qwen2_5_7b", None, "use_mrope"),
     ],

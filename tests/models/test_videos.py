@@ -457,3 +457,11 @@ def test_an_answer_goes_on_behind_a_video(checkpoint, rule):
     longer = backbone.prepare([Video(draw_frames("first", 6, 22, 41), rate=1.0), made[:2]])
     logits = backbone.prefill(backbone.embed(**longer), logits="all").logits[0, -3:]
     assert np.argmax(logits, axis=-1).tolist() == made
+
+
+@pytest.mark.parametrize("family", ["llava_next", "llava", "deepseek_vl"])
+def test_families_without_a_rule_say_what_to_give_instead(family, tmp_path):
+    """LLaVA-NeXT-Video has one, under another architecture; these releases have none."""
+    backbone = load(write_checkpoint(family, tmp_path / family))
+    with pytest.raises(InputError, match=r"which takes none; expected its frames as images"):
+        backbone.prepare([Video(draw_frames("film", 2, 16, 16), rate=2.0)])

@@ -9,7 +9,7 @@ some class reads.
 from typing import Any
 
 from . import (
-    deepseek_ocr,
+    deepseek_ocr2,
     deepseek_vl2,
     ernie,
     gemma,
@@ -36,7 +36,7 @@ MODULES = (
     paper_models,
     minicpm,
     ernie,
-    deepseek_ocr,
+    deepseek_ocr2,
     deepseek_vl2,
 )
 

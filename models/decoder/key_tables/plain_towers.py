@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .parts import PARTS, SIGLIP, tower, words
+from .parts import PARTS, SIGLIP, tower
 
 _LLAVA = PARTS | {
     "image_token_index": 32000,
@@ -11,12 +11,6 @@ _LLAVA = PARTS | {
     "vision_feature_layer": -2,
     "multimodal_projector_bias": True,
 }
-_UNUSED_EXPERTS = """
-    capacity_factor eval_capacity_factor laux_allreduce moe_coeff_ratio moe_config moe_intermediate_size
-    moe_output_scale noisy_gate_policy num_experts num_routed_experts num_shared_experts shared_expert_intermediate_size
-    use_residual use_rts use_weighted_residual
-"""
-"""What InternViT's files say of experts that `use_moe` leaves out."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llava": _LLAVA,
@@ -38,27 +32,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "siglip_vision_model": tower(768, 3072, 12, 12, 224, 16) | SIGLIP | {"vision_use_head": True},
     "smolvlm": PARTS | {"image_token_id": 128257, "scale_factor": 2},
     "smolvlm_vision": tower(1152, 3072, 12, 16, 224, 32) | SIGLIP,
-    "internvl_chat": {
-        "llm_config": None,
-        "vision_config": None,
-        "tie_word_embeddings": False,
-        "select_layer": -1,
-        "downsample_ratio": 0.5,
-        "ps_version": "v1",
-        "force_image_size": None,
-        "dynamic_image_size": False,
-        "min_dynamic_patch": 1,
-        "max_dynamic_patch": 6,
-        "use_thumbnail": False,
-        "img_context_token_id": None,
-        **dict.fromkeys(words("pad2square use_backbone_lora use_llm_lora"), 0),
-        **dict.fromkeys(words("template system_message image_fold hidden_size num_hidden_layers")),
-    },
-    "intern_vit_6b": tower(3200, 12800, 48, 25, 224, 14)
-    | {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "norm_type": "rms_norm", "qkv_bias": False}
-    | {"qk_normalization": True, "use_flash_attn": True, "use_moe": False}
-    | dict.fromkeys(words(_UNUSED_EXPERTS)),
-    "multi_modality": {"language_config": None, "vision_config": None, "aligner_config": None},
 }
 
 ONLY: dict[str, dict[str, Any]] = {
@@ -69,5 +42,3 @@ ONLY: dict[str, dict[str, Any]] = {
     },
     "smolvlm_vision": {"vision_use_head": False, "use_base_siglip": False},
 }
-
-AUTHORS = {"internvl_chat", "intern_vit_6b", "multi_modality"}
