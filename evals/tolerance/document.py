@@ -15,16 +15,12 @@ from ..results.rows import Rows, rounded_row
 from ..results.tables import markdown_table
 from .contexts import TASKS
 from .figures import draw
-from .gaps import CLOSED
-from .histories import ALONE, KINDS, LEAD, MEANS, SUM, TRUTH
+from .histories import ALONE, KINDS, MEANS, SUM, TRUTH
 
 PAGE, KEPT = Path("docs/experiments/tolerance.md"), Path("docs/tolerance.json")
 PICTURE = Path("docs/pictures/tolerance.png")
 METRICS = ("kl", "within", "eta", "bound", "coverage", "coverage elsewhere")
-BOUNDED = (
-    *("far differ", "far missing", "far moved", "mean, same nearest", "nearest differs", "all differ", LEAD, ALONE),
-    *CLOSED,
-)
+BOUNDED = ("far differ", "mean, same nearest", ALONE)
 """Kinds of history whose bounds the page shows."""
 
 
@@ -32,7 +28,7 @@ def main_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Makes the table of KV served whole: mean KL of an answer, and the share of answers within .05 nats."""
     probes = list(dict.fromkeys(row["probe"] for row in results["rows"] if "front=" in row["probe"]))
     lines = []
-    for kind in (*KINDS, *MEANS, SUM, *CLOSED):
+    for kind in (*KINDS, *MEANS, SUM):
         if kind == TRUTH:
             continue
         line = [kind]

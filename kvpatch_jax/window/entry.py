@@ -233,13 +233,13 @@ class PlacedPiece(NamedTuple):
       born: the step at which its KV was computed; it has seen pieces in front that were placed before. 0: none but
         those that it was made behind, or stands for.
       placed: the step at which it came in front of those behind it, in its present form.
-      front: digest of what precedes it, the gap included. This and what follows is derived, by `linked`.
+      front: digest of what precedes it. This and what follows is derived, by `linked`.
       fidelity: "exact", "survivor" or "approximate".
       ways: what makes it differ from what the window promises, where it is; none: it does not.
       latest: the last step at which it, or one in front of it, was placed.
       absorbed: the ways of all approximate pieces up to this one, which a prefill behind it goes through.
       target: digest of what would precede it if everything in front were served as promised.
-      target_exact: whether all of that would be exact, and no positions free in front of the piece.
+      target_exact: whether all of that would be exact.
       promised: the state in which it would be as promised then: its own or the one set aside; None: a prefill's.
       settled: whether no piece up to this one has to be run again for that.
       steady: whether every piece up to this one has been there, in some form, since those in front of it were placed.
@@ -287,14 +287,10 @@ class PlacedPiece(NamedTuple):
         # Until it is linked, `aside` has the state that those behind it have seen.
         return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
-    def member(self, gap: int = 0) -> Member:
-        """Returns the piece as a member of an antecedent; `gap` positions are free behind it."""
-        return Member(self.entry.id, self.entry.content, apart(self.service, gap))
-
-
-def apart(service: str, gap: int) -> str:
-    """Returns how a piece is served with so many free positions behind it: readers find it further away."""
-    return f"apart:{short_digest(f'apart {gap} {service}')}" if gap else service
+    @property
+    def member(self) -> Member:
+        """The piece as a member of an antecedent."""
+        return Member(self.entry.id, self.entry.content, self.service)
 
 
 def is_unmeasured(factors: object) -> bool:

@@ -1,18 +1,18 @@
 """What the KV of each piece has absorbed, and how faithfully it serves the piece: decided here and nowhere else.
 
 The record of a piece is its state and two steps of the window's clock. `PieceState.behind` digests what its KV was
-computed behind: contents, in order, at their distances, and how each of them was served. `PieceState.ways` has the
+computed behind: contents, in order, and how each of them was served. `PieceState.ways` has the
 approximations that it went through, in any of these. `born` says which of the pieces in front it has seen: those that
 were placed by then. `linked` derives everything else from that: fidelity, the ways that bound an answer, and what a
 piece would have to be to be as promised.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from ..cache import EXACT, Antecedent, Member
-from .entry import FRESH, UNKNOWN_WAYS, PatchNote, PieceState, PlacedPiece, Ways, apart, merged, short_digest, tuple_of
+from .entry import FRESH, UNKNOWN_WAYS, PatchNote, PieceState, PlacedPiece, Ways, merged, short_digest, tuple_of
 
 SURVIVOR_WAYS: Ways = (("survivor", 0),)
 """Ways of a survivor in a window that forgets."""
@@ -70,14 +70,12 @@ def linked(
 
     for index, (entry, start, state, aside, born, placed, *_) in enumerate(pieces[first:], first):
         if previous is not None:
-            before, gap = previous[0], start - previous[1] - previous[0].span
-            old_front, old_target = previous.front, previous.target
+            before, old_front, old_target = previous[0], previous.front, previous.target
             latest, absorbed, settled, steady = previous.latest, previous.absorbed, previous.settled, previous.steady
-            exact = previous.fidelity == EXACT and not gap
+            exact = previous.fidelity == EXACT
 
-            # What is in front, as it is served. A gap is part of that, because readers find it further away.
-            service = previous.service
-            front = next_digest(old_front, before.key, apart(service, gap) if gap else service)
+            # What is in front, as it is served.
+            front = next_digest(old_front, before.key, previous.service)
 
             # The same if everything in front is served as promised. In most windows everything is.
             promised = previous.promised
@@ -88,8 +86,7 @@ def linked(
             else:
                 target_exact = previous.target_exact and (promised is None or promised.behind == old_target)
                 service = EXACT if target_exact else promised_service(previous)
-                target = next_digest(old_target, before.key, apart(service, gap) if gap else service)
-                target_exact = target_exact and not gap
+                target = next_digest(old_target, before.key, service)
 
         if state is FRESH:
             state = PieceState.conditioned(front, absorbed)
@@ -155,14 +152,6 @@ def promised_service(piece: PlacedPiece) -> str:
     return f"survivor:{state.digest}"
 
 
-def pieces_and_gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterator[tuple[PlacedPiece, int]]:
-    """Yields each piece, and the free positions between it and the next one, or `start`."""
-    for index, piece in enumerate(pieces):
-        following = pieces[index + 1].start if index + 1 < len(pieces) else start
-        yield piece, following - piece.end
-
-
-def promised_members(pieces: Sequence[PlacedPiece], start: int) -> Iterator[Member]:
-    """Yields the pieces as what begins at `start` must have met them to be as promised."""
-    for piece, gap in pieces_and_gaps(pieces, start):
-        yield Member(piece.entry.id, piece.entry.content, apart(promised_service(piece), gap))
+def promised_member(piece: PlacedPiece) -> Member:
+    """Returns a piece as what stands behind it must have met it to be as promised."""
+    return Member(piece.entry.id, piece.entry.content, promised_service(piece))

@@ -5,7 +5,7 @@ piece is rotated at most once.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..cache import brief
@@ -20,14 +20,12 @@ from .window_steps import (
     check_patch,
     check_positions_below_limit,
     composing_edits,
-    packed,
     patched_piece,
     placing_edits,
     relinked,
     reordered,
     restored_state,
     restoring_edits,
-    room_for,
     shown,
 )
 
@@ -229,55 +227,40 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
     return patched_piece(piece, note, clock)
 
 
-def arrange[W: WindowState](
-    window: W, entries: Sequence[Entry], instead: Mapping[str, PlacedPiece] | None = None
-) -> Rearrangement[W]:
+def arrange[W: WindowState](window: W, entries: Sequence[Entry], renewed: Collection[str] = ()) -> Rearrangement[W]:
     """Arranges a window to hold these entries, in this order, and no others.
 
     Args:
       entries: everything that is to be there, what is pinned in front included. An entry that is in the window or was
         evicted from it is that piece; another one of the same id replaces it.
-      instead: by id, pieces that entries take the place of, whose start they get if it is free.
+      renewed: ids of entries that come in anew, also where the window has the very same.
 
     Raises:
       WindowError: an entry named twice; what is pinned missing or elsewhere; chunks in another order that are not
       order-free; an id that was evicted as another entry; positions beyond 2**30.
     """
-    wanted, own, places = {entry.id: entry for entry in entries}, window.pieces, window.places
+    wanted, own = {entry.id: entry for entry in entries}, window.pieces
     _check_entries(window, entries, wanted)
-    instead = instead or {}
     kept = set[str]()
     for piece in own:
         entry = piece[0]
         same = wanted.get(entry.id)
         # Most are the very same object, and comparing fields takes longer.
-        if same is not None and (same is entry or same == entry) and entry.id not in instead:
+        if same is not None and (same is entry or same == entry) and entry.id not in renewed:
             kept.add(entry.id)
     staying, moved = _staying_pieces(window, [id for id in wanted if id in kept])
-    lead, settled, next_start = window.lead, window.lead_settled, window.next_start
-    if window.gaps == "close":
-        next_start = sum(piece.entry.span for piece in staying)
+    lead, settled = window.lead, window.lead_settled
 
-    # From the front: pieces that stay move on by `shift` once something new in front of them needed more room.
+    # From the front, each right behind the one before.
     pieces = list[PlacedPiece]()
-    clock, shift, end, seen = window.clock + 1, 0, 0, 0
+    clock, end, remaining = window.clock + 1, 0, iter(staying)
     for id, entry in wanted.items():
         if id in kept:
-            piece = staying[seen]
-            seen += 1
-            if shift:
-                piece = piece._replace(start=piece.start + shift)
+            piece = next(remaining)
+            if piece[1] != end:
+                piece = tuple_of(PlacedPiece, (entry, end, *piece[2:]))
         else:
-            # In front of a piece that stays, or behind all of them.
-            if seen < len(staying):
-                gone = instead.get(id) or (own[places[id]] if id in places else window.evicted_by_id.get(id))
-                start, more = room_for(entry.span, end, staying[seen].start + shift, gone)
-                shift += more
-            else:
-                start = max(end, next_start + shift)
-                next_start = start + entry.span - shift
-
-            piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
+            piece = tuple_of(PlacedPiece, (entry, end, FRESH, None, clock, clock, *_UNLINKED))
 
             # Until the first chunk the pieces at the front join the lead.
             if not settled:
@@ -285,7 +268,7 @@ def arrange[W: WindowState](
                 lead = lead if settled and lead else len(pieces) + 1
 
         pieces.append(piece)
-        end = piece[1] + entry.span
+        end += entry.span
 
     check_positions_below_limit(end)
 
@@ -304,7 +287,6 @@ def arrange[W: WindowState](
         evicted=recallable(evicted, [piece for piece in gone if piece.entry.id not in wanted]),
         lead=lead,
         lead_settled=settled,
-        next_start=max(next_start + shift, end),
         clock=clock if moved or len(kept) < len(wanted) else window.clock,
     )
     ids = tuple(piece.entry.id for piece in gone)
@@ -331,13 +313,9 @@ def _check_entries(window: WindowState, entries: Sequence[Entry], wanted: Mappin
 
 
 def _staying_pieces(window: WindowState, order: Sequence[str]) -> tuple[list[PlacedPiece], bool]:
-    """Returns the pieces that stay, in their new order, where they are before anything enters; and whether the order
-    changed."""
-    # First where they are once everything else has left.
+    """Returns the pieces that stay, in their new order, at their old starts; and whether the order changed."""
     chosen = set(order)
     old = [piece for piece in window.pieces if piece.entry.id in chosen]
-    if window.gaps == "close":
-        old = packed(old)
     place_of = {piece.entry.id: place for place, piece in enumerate(old)}
     came_from = [place_of[id] for id in order]
     changed = [place for place, source in enumerate(came_from) if place != source]

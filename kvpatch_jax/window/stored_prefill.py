@@ -8,7 +8,6 @@ several histories that share the nearest piece, in which what they do not share 
 
 import collections
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -37,11 +36,9 @@ def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[
       lead: how many are pinned at the front.
 
     Returns:
-      Nothing at the front of a window, nor where positions are free in front of the piece or in front of what precedes
-      it: there a chunk is read at another distance.
+      Nothing at the front of a window.
     """
-    front = pieces[: index + 1]
-    if not index or any(after.start != before.end for before, after in itertools.pairwise(front)):
+    if not index:
         return {}
 
     farther = [piece.entry.key for piece in pieces[lead : index - 1]]

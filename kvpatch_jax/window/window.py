@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 from ..backbone import Backbone
@@ -12,9 +12,9 @@ from ..utils.kinds import all_of
 from . import window_json
 from .costs import Costs
 from .edits import Compact, Copy, Edit, Edits, Prefill, Recompute, in_order
-from .entry import FRESH, UNKNOWN_WAYS, Entry, How, Likeness, PatchNote, PieceState, PlacedPiece, short_digest
+from .entry import FRESH, UNKNOWN_WAYS, Entry, How, Likeness, PatchNote, PieceState, short_digest
 from .rearrangement import KEEP, PREFILL, ServingChoice, arrange
-from .window_state import Gaps, Promise, WindowState
+from .window_state import Promise, WindowState
 from .window_steps import (
     PatchOptions,
     check_entering,
@@ -22,8 +22,6 @@ from .window_steps import (
     chunk_index,
     composing_edits,
     movable_index,
-    moving_edits,
-    packed,
     placing_edits,
     relinked,
     shown,
@@ -54,7 +52,6 @@ class Window(WindowState):
         *,
         lead: int | None = None,
         promise: Promise = "remember",
-        gaps: Gaps = "close",
         store: str | None = None,
         branch: str = "",
     ) -> "Window":
@@ -64,11 +61,11 @@ class Window(WindowState):
           costs: of the backbone that reads it, or that backbone (then of KV in bfloat16).
           lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or without texts
             that chunk. Without a lead (0) the first tokens, which serve as attention sinks, may leave: `sink_left`.
-          promise, gaps, store: see the attributes.
+          promise, store: see the attributes.
           branch: its name, if several windows that are no forks of one another share one pool; without a slash.
 
         Raises:
-          WindowError: an invalid promise, gaps, lead or branch.
+          WindowError: an invalid promise, lead or branch.
         """
         if not isinstance(costs, Costs) and not hasattr(costs, "forward_costs"):
             raise WindowError(f"window.costs: got {costs!r:.80}; expected Costs, or a Backbone")
@@ -76,10 +73,9 @@ class Window(WindowState):
         costs = costs if isinstance(costs, Costs) else Costs.of(costs)
         if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
             raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0, or None")
-        if promise not in ("remember", "forget") or gaps not in ("close", "keep"):
-            found = f"promise {promise!r:.80}, gaps {gaps!r:.80}"
-            raise WindowError(f"window: got {found}; expected 'remember' or 'forget', and 'close' or 'keep'")
-        window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, gaps=gaps, store=store)
+        if promise not in ("remember", "forget"):
+            raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
+        window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, store=store)
         return window.renamed(branch)
 
     def to_json(self) -> str:
@@ -133,8 +129,7 @@ class Window(WindowState):
         patch: Patch | PatchNote | None = None,
         **options: Unpack[PatchOptions],
     ) -> "tuple[Window, Edits]":
-        """Places an entry in front of another, else as `append`. What follows moves if there is no room, and has not
-        seen it.
+        """Places an entry in front of another, else as `append`. What follows moves, and has not seen it.
 
         Args:
           before: id of the piece that will follow it.
@@ -186,7 +181,7 @@ class Window(WindowState):
         if not isinstance(entry, Entry) or entry.id != id:
             check_new(self, entry)
 
-        return self._entered(index, entry, how, patch, self.pieces[index], **options)
+        return self._entered(index, entry, how, patch, True, **options)
 
     def evict(self, *ids: str) -> "tuple[Window, Edits]":
         """Takes pieces out. Chunks can be recalled; texts cannot.
@@ -268,12 +263,8 @@ class Window(WindowState):
         return self._rearranged([self.pieces[old].entry for old in came_from], services, fetched)
 
     def compact(self) -> "tuple[Window, Edits]":
-        """Closes what is free between pieces, in positions and in slots."""
-        # Linked from the front, because a gap is part of how a piece is served.
-        pieces = packed(self.pieces)
-        there = relinked(self, pieces, 0, next_start=pieces[-1].end if pieces else 0)
-        packing = Compact(there.tokens, **self.costs.compact(there.tokens))
-        return there, in_order([*moving_edits(self, there), packing])
+        """Packs the slots in use, so that only the last page is partly filled."""
+        return self, (Compact(self.tokens, **self.costs.compact(self.tokens)),)
 
     # ------------------------------------------------------------------------------------- serve otherwise in place
 
@@ -382,7 +373,7 @@ class Window(WindowState):
         entry: Entry,
         how: How | None,
         patch: Patch | PatchNote | None,
-        instead: PlacedPiece | None = None,
+        instead: bool = False,
         /,
         *,
         fetched: bool = False,
@@ -390,23 +381,23 @@ class Window(WindowState):
         behind: str | None = None,
         likeness: Likeness | None = None,
     ) -> "tuple[Window, Edits]":
-        """Places an entry at an index, or in place of the piece there (`instead`)."""
+        """Places an entry at an index, or in place of the piece there if `instead`."""
         note = None if patch is None else PatchNote.of(patch)
         how = check_entering(entry, how, note, behind, likeness)
         entries = [piece.entry for piece in self.pieces]
-        entries[index : index + (instead is not None)] = [entry]
+        entries[index : index + instead] = [entry]
         service = ServingChoice(how, note, allow_stale, behind, likeness)
-        return self._rearranged(entries, {entry.id: service}, fetched, instead and {entry.id: instead})
+        return self._rearranged(entries, {entry.id: service}, fetched, {entry.id} if instead else ())
 
     def _rearranged(
         self,
         entries: Sequence[Entry],
         services: Mapping[str, ServingChoice] | None = None,
         fetched: bool = False,
-        instead: Mapping[str, PlacedPiece] | None = None,
+        renewed: Collection[str] = (),
     ) -> "tuple[Window, Edits]":
         """Holds these entries, some of them served so, the others as they are; `fetched`: everything is at hand."""
-        arranged, services = arrange(self, entries, instead), services or {}
+        arranged, services = arrange(self, entries, renewed), services or {}
         chosen = [services.get(piece[0].id, KEEP) for piece in arranged.placed]
         return arranged.serve(chosen, (lambda id, patch: True) if fetched else None)
 

@@ -35,7 +35,7 @@ PURE = 2
 """The second one, whose windows say which states are pure, but not what the others went through."""
 
 _HEX = re.compile("[0-9a-f]{32}")
-_PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "clock")
+_PLAIN = ("lead", "lead_settled", "promise", "store", "branch", "clock")
 
 
 def body_of(window: Any) -> dict[str, Any]:
@@ -141,14 +141,13 @@ def _parsed(text: Any) -> Any:
 
 def _check_plain(fields: dict[str, Any]) -> None:
     """Refuses fields of wrong types, or that contradict one another."""
-    for word in ("lead", "next_start", "clock"):
+    for word in ("lead", "clock"):
         _number(fields[word], word)
 
     branch = fields["branch"]
     checks = {
         "lead_settled": isinstance(fields["lead_settled"], bool),
         "promise": fields["promise"] in ("remember", "forget"),
-        "gaps": fields["gaps"] in ("close", "keep"),
         "branch": isinstance(branch, str) and all(branch.split("/")[1:]),
     }
     for word, right in checks.items():
@@ -157,17 +156,12 @@ def _check_plain(fields: dict[str, Any]) -> None:
 
 
 def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
-    """Refuses pieces that overlap, positions that no operation gives, and an invalid lead."""
-    end, closed = 0, fields["gaps"] == "close"
+    """Refuses pieces that are not right behind one another, and an invalid lead."""
+    end = 0
     for piece in pieces:
-        if piece.start < end or (closed and piece.start != end):
-            expected = end if closed else f"{end} or more"
-            raise WindowError(f"window: got {brief(piece.entry.id)!r} at {piece.start}; expected it at {expected}")
+        if piece.start != end:
+            raise WindowError(f"window: got {brief(piece.entry.id)!r} at {piece.start}; expected it at {end}")
         end = piece.end
-
-    # What is appended follows the last piece, at a gap where gaps are kept.
-    if fields["next_start"] < end or (closed and fields["next_start"] != end):
-        raise WindowError(f"window.next_start: got {fields['next_start']}; expected {end}")
 
     # A lead that is still open has taken in every piece, and no chunk has come yet.
     open_lead = fields["lead"] == len(pieces) and all(piece.entry.kind == "text" for piece in pieces)

@@ -9,11 +9,10 @@ from ..cache import EXACT, Antecedent, brief
 from ..errors import WindowError
 from .costs import Costs
 from .entry import Fidelity, PlacedPiece
-from .fidelity import pieces_and_gaps, promised_members
+from .fidelity import promised_member
 from .window_json import body_of, digest_of_body
 
 Promise = Literal["remember", "forget"]
-Gaps = Literal["close", "keep"]
 
 MOST_GONE = 512
 """Evicted chunks that can be recalled. Beyond that the oldest is forgotten, which bounds the cost of a step."""
@@ -38,14 +37,12 @@ class WindowState:
 
     Attributes:
       costs: of its backbone, whose fingerprint is the window's.
-      pieces: what is placed, from the front.
+      pieces: what is placed, from the front, right behind one another.
       evicted: chunks that left and can be recalled, in the order in which they left; at most `MOST_GONE`.
       lead: how many pieces at the front are pinned: they never leave and never move.
       lead_settled: whether the lead is final; until then texts in front of the first chunk join it.
-      next_start: where what is appended is placed.
       promise: what the window is measured against: "remember" (the model if no token sees a chunk that had left by
         then) or "forget" (a prefill of the window as it is).
-      gaps: whether pieces behind one that leaves move up ("close") or stay where they are ("keep").
       store: which store its chunks are in, or None.
       branch: "", or the name that it began under; a fork's is its parent's, a slash and its own name.
       clock: how many placements there were.
@@ -56,9 +53,7 @@ class WindowState:
     evicted: tuple[PlacedPiece, ...] = ()
     lead: int = 0
     lead_settled: bool = False
-    next_start: int = 0
     promise: Promise = "remember"
-    gaps: Gaps = "close"
     store: str | None = None
     branch: str = ""
     clock: int = 0
@@ -98,6 +93,11 @@ class WindowState:
     def __bool__(self) -> bool:
         # An empty window is a window: without this its length would make it false.
         return True
+
+    @property
+    def next_start(self) -> int:
+        """Where what is appended is placed."""
+        return self.pieces[-1].end if self.pieces else 0
 
     @property
     def tokens(self) -> int:
@@ -148,8 +148,7 @@ class WindowState:
     def fidelity(self, id: str) -> Fidelity:
         """Returns how faithfully a piece is served.
 
-        "exact": its KV is that of a prefill of this window as it is, everything in front is exact too, and no positions
-        are free between the pieces.
+        "exact": its KV is that of a prefill of this window as it is, and everything in front is exact too.
 
         "survivor": its KV is that of the model if no token sees a chunk that had left by then (the banded mask). So it
         was prefilled in all layers behind pieces that were exact or survivors then, and it has seen everything that is
@@ -177,8 +176,7 @@ class WindowState:
 
         A prefill there is conditioned on this, and so is the patch formed of it.
         """
-        pieces, start = self._front(id)
-        return Antecedent(tuple(piece.member(gap) for piece, gap in pieces_and_gaps(pieces, start)))
+        return Antecedent(tuple(piece.member for piece in self._front(id)))
 
     def target(self, id: str | None = None) -> Antecedent:
         """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
@@ -186,20 +184,17 @@ class WindowState:
         Those in front as they would have to be served: where the window remembers, survivors as they are, or were
         before they were switched to bare; all others as a prefill in their place would have them.
         """
-        return Antecedent(tuple(promised_members(*self._front(id))))
+        return Antecedent(tuple(promised_member(piece) for piece in self._front(id)))
 
-    def _front(self, id: str | None) -> tuple[tuple[PlacedPiece, ...], int]:
-        """Returns the pieces in front of a piece, or of what will be appended, and its start."""
-        if id is None:
-            return self.pieces, self.next_start
-        index = self.index(id)
-        return self.pieces[:index], self.pieces[index].start
+    def _front(self, id: str | None) -> tuple[PlacedPiece, ...]:
+        """Returns the pieces in front of a piece, or of what will be appended."""
+        return self.pieces if id is None else self.pieces[: self.index(id)]
 
     def __repr__(self) -> str:
         # The whole window can be long, so pieces are only counted here.
         name = f"branch {self.branch!r}, " if self.branch else ""
         counts = f"{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted"
-        return f"Window({name}{counts}, next at {self.next_start}, {self.promise}, gaps {self.gaps}, lead {self.lead})"
+        return f"Window({name}{counts}, next at {self.next_start}, {self.promise}, lead {self.lead})"
 
     def __str__(self) -> str:
         # One line for each piece: positions, kind, id, and what is special about it.

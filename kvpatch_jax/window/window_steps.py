@@ -1,4 +1,4 @@
-"""Steps that the operations of windows have in common: where pieces start, which edits place them, what is refused.
+"""Steps that the operations of windows have in common: their order, which edits place them, what is refused.
 
 They take a `WindowState` and return one of the same class, because `Window`, which has the operations, calls them.
 """
@@ -10,7 +10,7 @@ from typing import Any, TypedDict, get_args
 from ..cache import brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
-from .edits import ApplyPatch, Compose, Copy, Edit, Fetch, Rotate, new_edit
+from .edits import ApplyPatch, Compose, Copy, Edit, Fetch, new_edit
 from .entry import (
     BARE,
     FRESH,
@@ -28,22 +28,11 @@ from .entry import (
 from .fidelity import chain_digest, linked
 from .window_state import WindowState
 
-# ------------------------------------------------------------------------------------------------------- positions
-
-
-def packed(pieces: Sequence[PlacedPiece], first: int = 0) -> list[PlacedPiece]:
-    """Returns the pieces, those from `first` on moved right behind one another."""
-    result = list(pieces[:first])
-    start = result[-1].end if result else 0
-    for piece in pieces[first:]:
-        entry, old, state, aside, born, placed = piece[:6]
-        result.append(piece if old == start else PlacedPiece(entry, start, state, aside, born, placed))
-        start += entry.span
-    return result
+# ----------------------------------------------------------------------------------------------------------- order
 
 
 def reordered(old: Sequence[PlacedPiece], came_from: Sequence[int], clock: int) -> list[PlacedPiece]:
-    """Returns the pieces in a new order; the gap in front of every place stays.
+    """Returns the pieces in a new order, their starts as they were.
 
     Args:
       came_from: the old place of the piece at every new place.
@@ -56,31 +45,8 @@ def reordered(old: Sequence[PlacedPiece], came_from: Sequence[int], clock: int) 
             unseen.add(place)
         earliest = min(earliest, came_from[place])
 
-    # `end` runs over the new pieces, `before` over the old ones.
-    result, end, before = [], 0, 0
-    for place, (was, source) in enumerate(zip(old, came_from, strict=True)):
-        piece, start = old[source], end + was.start - before
-        if piece.start != start or place in unseen:
-            entry, _, state, aside, born, placed, *derived = piece
-            placed = clock if place in unseen else placed
-            piece = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived))
-        result.append(piece)
-        end, before = piece.end, was.end
-
-    return result
-
-
-def room_for(span: int, low: int, high: int, before: PlacedPiece | None) -> tuple[int, int]:
-    """Returns where an entry starts between two positions, and by how much what starts at `high` has to move.
-
-    Args:
-      before: the piece that it was, or replaces, whose start it gets again if that is free.
-    """
-    # Without room it starts as far in front as it can, so that the others move least.
-    if high - low < span:
-        return low, span - (high - low)
-    wanted = low if before is None else before.start
-    return (wanted if low <= wanted <= high - span else low), 0
+    pieces = [old[source] for source in came_from]
+    return [piece._replace(placed=clock) if place in unseen else piece for place, piece in enumerate(pieces)]
 
 
 # ----------------------------------------------------------------------------------------------------------- edits
@@ -134,18 +100,6 @@ def restoring_edits(costs: Costs, piece: PlacedPiece) -> list[Edit]:
     return [fetch, Copy(id, "prefill", None, **costs.copy(tokens))]
 
 
-def moving_edits(before: WindowState, after: WindowState) -> list[Edit]:
-    """Returns the rotations of all pieces that moved."""
-    starts = {piece[0].id: piece[1] for piece in before.pieces}
-    per_token, rotations = before.costs.rotate(1), list[Edit]()
-    for piece in after.pieces:
-        entry, new = piece[:2]
-        if starts[entry.id] != new:
-            nbytes, flops = per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens
-            rotations.append(new_edit(Rotate, id=entry.id, old=starts[entry.id], new=new, bytes=nbytes, flops=flops))
-    return rotations
-
-
 # ---------------------------------------------------------------------------------------------------- new pieces
 
 
@@ -197,7 +151,7 @@ def restored_state(behind: str, likeness: Likeness | None) -> PieceState:
 def check_positions_below_limit(end: int) -> None:
     """Raises WindowError for positions beyond `LIMIT`."""
     if end >= LIMIT:
-        raise WindowError(f"window: got positions to {end}; expected them below 2**30 (`compact` closes gaps)")
+        raise WindowError(f"window: got positions to {end}; expected them below 2**30")
 
 
 def check_new(window: WindowState, entry: Any) -> None:

@@ -1,7 +1,7 @@
 """Whole histories of KV, made by executing a window's edits on symbols: what its claims are held against.
 
 It knows no digests and no clocks. A history is the number of a tuple (`Histories`): how KV was made and, of a forward,
-the content, history and distance of everything in front of it then.
+the content and history of everything in front of it then.
 """
 
 from typing import Any
@@ -20,7 +20,6 @@ class EditHistories:
     def __init__(self) -> None:
         self.histories = Histories()
         self.list: list[dict[str, Any]] = []
-        self.next = 0
         self.stored: dict[tuple[str, str], int] = {}
         self.notes: dict[str, int] = {}
         self.ranks: dict[str, tuple[str, int]] = {}
@@ -30,7 +29,7 @@ class EditHistories:
         other = EditHistories()
         other.histories, other.stored = self.histories, self.stored
         other.notes, other.ranks = self.notes, self.ranks
-        other.list, other.next = [dict(piece) for piece in self.list], self.next
+        other.list = [dict(piece) for piece in self.list]
         return other
 
     # ----------------------------------------------------------------------------------------------- execution
@@ -49,11 +48,8 @@ class EditHistories:
         entries = {piece.id: piece for piece in after.pieces}
         for id in new:
             entry = entries[id].entry
-            held[id] = {"id": id, "key": entry.key, "span": entry.span, "aside": None, "stale": False}
+            held[id] = {"id": id, "key": entry.key, "aside": None, "stale": False}
         self.list = [held[id] for id in after.ids]
-        self.next = after.next_start
-        for piece in self.list:
-            piece["start"] = entries[piece["id"]].start
 
         again = set(new)
         for edit in made:
@@ -97,12 +93,8 @@ class EditHistories:
 
     def forward(self, index: int, front: list[int]) -> int:
         """The history that a forward at an index makes, if those in front have these histories."""
-        story = []
-        for place in range(index):
-            piece = self.list[place]
-            then = self.list[place + 1]["start"] if place + 1 < len(self.list) else self.next
-            story.append((piece["key"], front[place], then - piece["start"] - piece["span"]))
-        return self.histories.number(("prefill", tuple(story)))
+        story = tuple((piece["key"], kv) for piece, kv in zip(self.list[:index], front[:index], strict=True))
+        return self.histories.number(("prefill", story))
 
     def restored(self, id: str, edits: Edits) -> int:
         """The history of a stored prefill, by what the edits fetch."""
@@ -128,7 +120,7 @@ class EditHistories:
         """
         found: list[int] = []
         for index, piece in enumerate(self.list[:stop]):
-            seen = iter([(key, kv) for key, kv, _ in self.made(piece["promised"])[1]])
+            seen = iter(self.made(piece["promised"])[1])
             front = zip((front["key"] for front in self.list), found, strict=False)
             kept = all(each in seen for each in front)
             kept = kept and (not held or piece["promised"] in (piece["kv"], piece["aside"]))
@@ -151,9 +143,6 @@ class EditHistories:
         found, truth, promised, exact = [], self.prefills(), self.as_promised(promise), True
         banded = self.as_promised("remember")
         for index, piece in enumerate(self.list):
-            if index:
-                before = self.list[index - 1]
-                exact = exact and piece["start"] == before["start"] + before["span"]
             exact = exact and piece["kv"] == truth[index]
             found.append("exact" if exact else "survivor" if promised[index] or banded[index] else "approximate")
         return found
@@ -175,7 +164,7 @@ class EditHistories:
             return frozenset([self.ranks[more[0]]]).union(*(self.approximations(base) for base in more[1]))
         if kind == "alike":
             return frozenset([(more[1], 0)])
-        return frozenset().union(*(self.approximations(kv) for _, kv, _ in story))
+        return frozenset().union(*(self.approximations(kv) for _, kv in story))
 
     def bounds(self, index: int, ways: tuple[tuple[str, int], ...], promise: str) -> bool:
         """Whether these ways say everything in which a piece differs from what the window promises."""
@@ -210,8 +199,7 @@ class EditHistories:
         if not orbit:
             return self.target(index, promise)
         exact = self.target(index, promise) == self.forward(index, self.prefills()[:index])
-        packed = all(gap == 0 for _, _, gap in self.made(self.target(index, promise))[1])
-        return tuple(sorted(piece["key"] for piece in self.list[:index])) if exact and packed else None
+        return tuple(sorted(piece["key"] for piece in self.list[:index])) if exact else None
 
     def is_stale(self, digest: str, index: int, window: Window) -> bool:
         """Whether a patch was formed behind something else than is promised in front of an index."""

@@ -14,7 +14,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import PatchMismatchError, StalePatchError, WindowError
-from kvpatch_jax.window import Compact, Copy, Drop, Entry, Fetch, PatchNote, Prefill, Recompute, Rotate, Window
+from kvpatch_jax.window import Copy, Drop, Entry, Fetch, PatchNote, Prefill, Recompute, Rotate, Window
 
 # ------------------------------------------------------------------------------------------------ what is pinned
 
@@ -81,40 +81,14 @@ def test_a_canonical_that_leads_is_its_own_prefill():
         empty.append(LEAD, "leading")
 
 
-def test_kept_gaps_move_nothing_and_nothing_behind_them_is_exact():
-    window = window_of(*"ABCD", gaps="keep")
-    slid, edits = window.slide(2)
-    assert kinds(edits) == ["Drop", "Drop"]
-    assert [piece.start for piece in slid.pieces] == [0, 38, 48]
-    slid, _ = slid.append(chunk("E"))
-    assert slid.start("E") == 58
-    assert [piece.fidelity for piece in slid.pieces] == ["exact", "survivor", "survivor", "survivor"]
-    packed, edits = slid.compact()
-    assert [piece.start for piece in packed.pieces] == [0, 18, 28, 38]
-    assert kinds(edits) == ["Rotate", "Rotate", "Rotate", "Compact"]
-    assert isinstance(edits[-1], Compact)
-    assert edits[-1].tokens == 48
-
-
 def test_recall_to_the_old_place_makes_the_pieces_behind_exact_again():
-    window = window_of(*"ABC", gaps="keep")
+    window = window_of(*"ABC")
     left, _ = window.evict("B")
     assert left.fidelity("C") == "survivor"
     back, edits = left.recall("B", before="C")
-    assert kinds(edits) == ["Prefill"]
+    assert kinds(edits) == ["Rotate", "Prefill"]
     assert back.start("B") == window.start("B")
     assert [piece.fidelity for piece in back.pieces] == ["exact"] * 4
-
-
-def test_a_gap_between_exact_pieces_changes_the_antecedent():
-    """In a window that keeps positions, the one in front stands further away than in one prefilled whole."""
-    window = window_of(*"AB", gaps="keep")
-    left, _ = window.evict("B")
-    assert left.antecedent().ids == ("system", "A")
-    assert not left.antecedent().exact
-    assert left.antecedent("A") == window.antecedent("A")
-    left, _ = left.append(chunk("N"))
-    assert left.fidelity("N") == "survivor"
 
 
 def test_reorder_moves_order_free_chunks_alone():

@@ -106,14 +106,14 @@ def seen(window: Window) -> dict[str, Any]:
     }
 
 
-def start(gaps: str, promise: str, lead: int) -> Window:
-    return Window.empty(COSTS, lead=lead, gaps=gaps, promise=promise)  # pyright: ignore[reportArgumentType]
+def start(promise: str, lead: int) -> Window:
+    return Window.empty(COSTS, lead=lead, promise=promise)  # pyright: ignore[reportArgumentType]
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), gaps=st.sampled_from(["close", "keep"]), promise=st.sampled_from(["remember", "forget"]))
-def test_arrange_equals_the_operations_one_by_one(data: st.DataObject, gaps: str, promise: str):
-    window = start(gaps, promise, 1)
+@given(data=st.data(), promise=st.sampled_from(["remember", "forget"]))
+def test_arrange_equals_the_operations_one_by_one(data: st.DataObject, promise: str):
+    window = start(promise, 1)
     for number in range(data.draw(st.integers(1, 6))):
         window, _ = window.append(entry(number), "bare" if number == 3 else "prefill")
     for id in data.draw(st.lists(st.sampled_from([piece.id for piece in window.pieces]), unique=True, max_size=2)):
@@ -158,7 +158,7 @@ def test_arrange_equals_the_operations_one_by_one(data: st.DataObject, gaps: str
 
 
 def test_invalid_rearrangements_are_refused():
-    window = start("close", "remember", 1)
+    window = start("remember", 1)
     for number in range(5):
         window, _ = window.append(entry(number))
     whole = [piece.entry for piece in window.pieces]
@@ -178,7 +178,7 @@ def test_invalid_rearrangements_are_refused():
 
 
 def test_an_entry_of_other_content_replaces_that_of_the_same_id():
-    window = start("close", "remember", 1)
+    window = start("remember", 1)
     for number in range(4):
         window, _ = window.append(entry(number))
     entries = [piece.entry for piece in window.pieces]
@@ -190,7 +190,7 @@ def test_an_entry_of_other_content_replaces_that_of_the_same_id():
 
 
 def test_arrange_checks_patches_as_the_operations_do():
-    window = start("close", "forget", 1)
+    window = start("forget", 1)
     for number in range(3):
         window, _ = window.append(entry(number))
     window, _ = window.evict("c1")
@@ -221,7 +221,7 @@ def test_arrange_checks_patches_as_the_operations_do():
 
 def test_a_survivor_that_is_run_again_is_another_one_to_those_behind():
     """Where a window remembers, what a patch must have met is the survivor as it will be."""
-    window = start("close", "remember", 1)
+    window = start("remember", 1)
     for number in range(4):
         window, _ = window.append(entry(number))
     window, _ = window.evict("c1")
@@ -237,7 +237,7 @@ def test_a_survivor_that_is_run_again_is_another_one_to_those_behind():
 
 
 def test_restore_switches_back_to_the_state_before_bare():
-    window = start("close", "remember", 1)
+    window = start("remember", 1)
     for number in range(3):
         window, _ = window.append(entry(number))
     bare, _ = window.bare("c2")
@@ -249,7 +249,7 @@ def test_restore_switches_back_to_the_state_before_bare():
 
 def test_what_follows_a_chunk_that_comes_back_patched_is_as_promised():
     """It has seen that chunk prefilled, which is what the window promises there, however the chunk is served now."""
-    window = start("close", "remember", 1)
+    window = start("remember", 1)
     for number in range(3):
         window, _ = window.append(entry(number))
     window, _ = window.evict("c1")
@@ -267,7 +267,7 @@ def test_what_follows_a_chunk_that_comes_back_patched_is_as_promised():
 @pytest.mark.parametrize("how", ["leading", "restored"])
 def test_what_is_no_forward_counts_as_one_only_where_it_is_one(how):
     """A canonical only at the front, a stored prefill only of what comes in; and of a text there is neither."""
-    window = start("close", "remember", 1)
+    window = start("remember", 1)
     for number in range(2):
         window, _ = window.append(entry(number))
     text = Entry("text", None, 3, 3, "text")
@@ -276,6 +276,6 @@ def test_what_is_no_forward_counts_as_one_only_where_it_is_one(how):
         services = [KEEP] * (len(entries) - 1) + [ServingChoice(how)]
         with pytest.raises(WindowError, match="expected"):
             arrange(window, entries).serve(services)
-    empty = start("close", "remember", 1)
+    empty = start("remember", 1)
     with pytest.raises(WindowError, match="expected it prefilled"):
         arrange(empty, [text]).serve([ServingChoice(how)])

@@ -75,8 +75,8 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        options = {"gaps": self.draw.choice(["close", "keep"]), "promise": self.draw.choice(["remember", "forget"])}
-        self.window = Window.empty(COSTS, lead=self.draw.choice([None, 0, 1]), **options)
+        promise = self.draw.choice(["remember", "forget"])
+        self.window = Window.empty(COSTS, lead=self.draw.choice([None, 0, 1]), promise=promise)
         self.truth = EditHistories()
         self.notes: list[PatchNote] = []
         self.count = 0
@@ -93,7 +93,7 @@ class Program:
             self.truth.run(after, edits, *alike, emptied=name == "anew")
             self.window = after
             self.truth.remember(after)
-        assert name in ("fork", "saved") or self.window is not window or done is None or not done[1]
+        assert name in ("compact", "fork", "saved") or self.window is not window or done is None or not done[1]
 
     def behind(self) -> list[str]:
         return [piece.id for piece in self.window.pieces[self.window.lead :]]

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import itertools
 import random
 
 import pytest
@@ -41,9 +40,9 @@ def note_for(window: Window, id: str, digest: str) -> PatchNote:
 class Both:
     """A window and its naive model, changed together."""
 
-    def __init__(self, gaps, lead, promise) -> None:
-        self.window = Window.empty(COSTS, gaps=gaps, lead=lead, promise=promise)
-        self.naive = NaiveWindow(gaps, lead)
+    def __init__(self, lead, promise) -> None:
+        self.window = Window.empty(COSTS, lead=lead, promise=promise)
+        self.naive = NaiveWindow(lead)
         self.count = 0
         self.only_leaving = True  # nothing was inserted, recalled, replaced or moved
 
@@ -74,10 +73,6 @@ class Both:
             edits = self.recompute(a, b)
         elif op == 11:
             self.window, edits = before.compact()
-            at = 0
-            for piece in self.naive.list:
-                piece["start"], at = at, at + piece["span"]
-            self.naive.next = at
         elif op == 12:
             self.window, edits = before.anew()
             self.naive.anew()
@@ -142,7 +137,7 @@ class Both:
         how = ("prefill", "bare")[b % 2]
         piece = self.naive.gone[id]
         self.window, edits = self.window.recall(id, how, before=place)
-        self.naive.place(piece, index, "prefill" if how == "prefill" else ("bare", ()), piece["start"])
+        self.naive.place(piece, index, "prefill" if how == "prefill" else ("bare", ()))
         return edits
 
     def reorder(self, b: int) -> Edits:
@@ -157,11 +152,10 @@ class Both:
 
     def replace(self, id: str, b: int) -> Edits:
         self.only_leaving = False
-        index, old = self.window.index(id), self.window.start(id)
-        entry = self.entry(b)
+        index, entry = self.window.index(id), self.entry(b)
         self.window, edits = self.window.replace(id, entry, "prefill")
         self.naive.remove([id])
-        self.naive.place(self.piece(entry), index, "prefill", old)
+        self.naive.place(self.piece(entry), index, "prefill")
         return edits
 
     def switch(self, a: int) -> Edits:
@@ -275,27 +269,25 @@ def check_forward(edit: Prefill | Recompute, tokens: int) -> None:
     assert edit.bytes == 96 * layers // 2 * (tokens + edit.behind)
 
 
-GAPS, LEADS = st.sampled_from(["close", "keep"]), st.sampled_from([None, 0, 2])
-
-
+LEADS = st.sampled_from([None, 0, 2])
 PROMISES = st.sampled_from(["remember", "forget"])
 
 
 @settings(max_examples=40, deadline=None)
-@given(steps=STEPS, gaps=GAPS, lead=LEADS, promise=PROMISES)
-def test_windows_equal_the_model_that_keeps_histories(steps, gaps, lead, promise):
-    check_sequence(steps, gaps, lead, promise)
+@given(steps=STEPS, lead=LEADS, promise=PROMISES)
+def test_windows_equal_the_model_that_keeps_histories(steps, lead, promise):
+    check_sequence(steps, lead, promise)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
-@given(steps=st.lists(STEP, max_size=100), gaps=GAPS, lead=LEADS, promise=PROMISES)
-def test_windows_equal_the_model_over_long_sequences(steps, gaps, lead, promise):
-    check_sequence(steps, gaps, lead, promise)
+@given(steps=st.lists(STEP, max_size=100), lead=LEADS, promise=PROMISES)
+def test_windows_equal_the_model_over_long_sequences(steps, lead, promise):
+    check_sequence(steps, lead, promise)
 
 
-def check_sequence(steps, gaps, lead, promise):
-    both = Both(gaps, lead, promise)
+def check_sequence(steps, lead, promise):
+    both = Both(lead, promise)
     pinned: list[str] = []
     for step in steps:
         both.step(*step)
@@ -306,9 +298,7 @@ def check_sequence(steps, gaps, lead, promise):
             assert ids[: len(pinned)] == pinned, "the lead never leaves"
             pinned = ids
         ends = [0, *(piece.end for piece in window.pieces)]
-        starts = [*(piece.start for piece in window.pieces), window.next_start]
-        assert all(start >= end for start, end in zip(starts, ends, strict=True))
-        assert gaps == "keep" or starts == ends
+        assert [*(piece.start for piece in window.pieces), window.next_start] == ends
         everything = [piece.id for piece in (*window.pieces, *window.evicted)]
         assert len(set(everything)) == len(everything)
 
@@ -317,7 +307,7 @@ def test_no_piece_is_called_more_faithful_than_it_is():
     """Hundreds of programs in which things come in front of others, are prefilled behind, and leave again."""
     rng, claims, wrong, unlike = random.Random(26), collections.Counter(), collections.Counter(), 0
     for _ in range(300):
-        both = Both(*rng.choice([("close", None), ("close", 0), ("keep", None)]), rng.choice(["remember", "forget"]))
+        both = Both(rng.choice([None, 0]), rng.choice(["remember", "forget"]))
         few = [rng.choice([3, 6, 7, 8, 9, 10, 12, 13]) for _ in range(2)]  # of what can go wrong, a little at a time
         for _ in range(rng.randrange(6, 16)):
             both.step(rng.choice([0, 1, 1, 1, 4, 4, 5, *few]), rng.randrange(100), rng.randrange(100))
@@ -327,8 +317,7 @@ def test_no_piece_is_called_more_faithful_than_it_is():
                 wrong[piece.fidelity, expected] += piece.fidelity != expected
         planned = plan(both.window, [p.entry for p in both.window.pieces], stored=PatchInventory("fingerprint"))
         assert planned.as_promised
-        if both.window.promise == "remember" or both.window.gaps == "close":  # where places stay free nothing is exact
-            unlike += not planned.window.as_promised
+        unlike += not planned.window.as_promised
     assert not unlike
     assert claims["exact"] > 3000
     assert claims["survivor"] > 400
@@ -337,9 +326,9 @@ def test_no_piece_is_called_more_faithful_than_it_is():
 
 
 @settings(max_examples=20, deadline=None)
-@given(steps=STEPS, gaps=GAPS, lead=LEADS)
-def test_windows_are_saved_and_forked(steps, gaps, lead):
-    both = Both(gaps, lead, "remember")
+@given(steps=STEPS, lead=LEADS)
+def test_windows_are_saved_and_forked(steps, lead):
+    both = Both(lead, "remember")
     for step in steps:
         both.step(*step)
     window = both.window
@@ -355,10 +344,10 @@ def test_windows_are_saved_and_forked(steps, gaps, lead):
 
 
 @settings(max_examples=20, deadline=None)
-@given(steps=STEPS, gaps=GAPS, data=st.data())
-def test_targets_and_antecedents_are_what_provenance_accepts(steps, gaps, data):
+@given(steps=STEPS, data=st.data())
+def test_targets_and_antecedents_are_what_provenance_accepts(steps, data):
     """They are in order, say what is exact, and a patch formed behind a target is served there."""
-    both = Both(gaps, None, data.draw(PROMISES))
+    both = Both(None, data.draw(PROMISES))
     for step in steps:
         both.step(*step)
     window = both.window
@@ -366,11 +355,8 @@ def test_targets_and_antecedents_are_what_provenance_accepts(steps, gaps, data):
     for index, piece in enumerate(window.pieces):
         served, target = window.antecedent(piece.id), window.target(piece.id)
         assert served.ids == target.ids == tuple(ids[:index])
-        pairs = itertools.pairwise(window.pieces[: index + 1])
-        contiguous = all(first.end == second.start for first, second in pairs)
-        exact = all(each.fidelity == "exact" for each in window.pieces[:index])
-        assert served.exact == (exact and contiguous)
-        assert window.promise == "remember" or target.exact == contiguous
+        assert served.exact == all(each.fidelity == "exact" for each in window.pieces[:index])
+        assert window.promise == "remember" or target.exact
         if served.exact:
             assert target == served
     note = note_for(window, "new", "d")

@@ -30,8 +30,8 @@ class NaiveWindow:
     is a survivor if the two are one and `promises` has it still; what came in front of it since, it has not seen.
     """
 
-    def __init__(self, gaps: str, lead: int | None) -> None:
-        self.gaps, self.lead, self.settled = gaps, lead or 0, lead is not None
+    def __init__(self, lead: int | None) -> None:
+        self.lead, self.settled = lead or 0, lead is not None
         self.list: list[dict[str, Any]] = []
         self.gone: dict[str, dict[str, Any]] = {}
         self.next = 0
@@ -41,37 +41,20 @@ class NaiveWindow:
         """What a prefill at an index makes, behind what stands in front, as it is (or as `front` has it)."""
         story = []
         for place in range(index):
-            piece, then = self.list[place], self.list[place + 1]
-            kv = piece["kv"] if front is None else front[place]
-            story.append((piece["content"], kv, then["start"] - piece["start"] - piece["span"]))
+            piece = self.list[place]
+            story.append((piece["content"], piece["kv"] if front is None else front[place]))
         return self.histories.number(("prefill", tuple(story)))
 
     def settle(self) -> None:
-        """Moves everything up, where gaps close."""
-        if self.gaps == "keep":
-            return
+        """Moves everything right behind one another."""
         at = 0
         for piece in self.list:
             piece["start"] = at
             at += piece["span"]
         self.next = at
 
-    def place(self, piece: dict[str, Any], index: int, how: Any, old: int | None = None) -> None:
+    def place(self, piece: dict[str, Any], index: int, how: Any) -> None:
         """Places a piece; `how` is "prefill", or what its KV is otherwise."""
-        behind = self.list[index:]
-        low = self.list[index - 1]["start"] + self.list[index - 1]["span"] if index else 0
-        if not behind:
-            piece["start"] = self.next
-        elif behind[0]["start"] - low >= piece["span"]:
-            fits = old is not None and low <= old <= behind[0]["start"] - piece["span"]
-            piece["start"] = old if fits else low
-        else:
-            more = low + piece["span"] - behind[0]["start"]
-            piece["start"] = low
-            for other in behind:
-                other["start"] += more
-            self.next += more
-        self.next = max(self.next, piece["start"] + piece["span"])
         if not self.settled:
             self.settled = not piece["text"]
             if piece["text"] or not self.list:
@@ -94,7 +77,7 @@ class NaiveWindow:
         """
         found: list[int] = []
         for index, piece in enumerate(self.list[:stop]):
-            seen = iter([(content, kv) for content, kv, _ in self.histories.made[piece["promised"]][1]])
+            seen = iter(self.histories.made[piece["promised"]][1])
             front = zip((front["content"] for front in self.list), found, strict=False)
             found.append(piece["promised"] if all(each in seen for each in front) else self.prefilled(index, found))
         return found
@@ -117,7 +100,7 @@ class NaiveWindow:
 
     def fork(self) -> "NaiveWindow":
         """A branch: pieces of its own, histories shared."""
-        branch = NaiveWindow(self.gaps, self.lead)
+        branch = NaiveWindow(self.lead)
         branch.lead, branch.settled, branch.next, branch.histories = self.lead, self.settled, self.next, self.histories
         branch.list = [dict(piece) for piece in self.list]
         branch.gone = {id: dict(piece) for id, piece in self.gone.items()}
@@ -132,28 +115,18 @@ class NaiveWindow:
         self.settle()
 
     def reorder(self, ids: list[str]) -> None:
-        """Fills the places of these pieces in this order, with what is free in front of each place as it was."""
-        free = [
-            piece["start"] - (self.list[place - 1]["start"] + self.list[place - 1]["span"] if place else 0)
-            for place, piece in enumerate(self.list)
-        ]
+        """Fills the places of these pieces in this order."""
         places = sorted(place for place, piece in enumerate(self.list) if piece["id"] in ids)
         moved = [next(piece for piece in self.list if piece["id"] == id) for id in ids]
         for place, piece in zip(places, moved, strict=True):
             self.list[place] = piece
-        at = 0
-        for piece, gap in zip(self.list, free, strict=True):
-            piece["start"] = at + gap
-            at = piece["start"] + piece["span"]
+        self.settle()
 
     def fidelities(self) -> list[str]:
         """How truly each piece is served, by comparison with what a prefill of the window would make."""
         found, truth, exact, promises = [], [], True, self.promises(len(self.list))
         for index, piece in enumerate(self.list):
             truth.append(self.prefilled(index, truth))
-            if index:
-                before = self.list[index - 1]
-                exact = exact and piece["start"] == before["start"] + before["span"]
             exact = exact and piece["kv"] == truth[-1]
             kept = piece["kv"] == promises[index] == piece["promised"]
             found.append("exact" if exact else "survivor" if kept else "approximate")
