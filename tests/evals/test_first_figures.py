@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from evals.pretrained import report as pretrained
-from evals.report import coverage, drawing, example, page, summary, window
+from evals.report import drawing, example, page, summary, window
 from evals.report import task_report as sheets
 from evals.report.figures import arm_label
 from evals.results.rows import Rows
@@ -136,26 +136,6 @@ def test_the_picture_shows_the_patch_of_the_first_table(kept: dict):
 
 
 # ------------------------------------------------------------------------------------- what is no longer so
-
-
-def test_the_page_of_coverage_knows_of_the_engine():
-    """What runs in vLLM is not said to be missing, and its rows are there."""
-    text = coverage.PAGE.read_text("utf-8")
-    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count(" | ") == 3]
-    covers = [cell[2] for cell in cells if cell[0] not in ("| there", "| ---")]
-    covered = [cover for cover in covers if cover != "not covered"]
-    assert text.splitlines()[2].startswith(f"{len(covered)} of {len(covers)} lines have rows of ours")
-    linked = re.compile(r"\[[^\]]+\]\([^)]+\.md\)")
-    assert all(linked.sub("", coverage.ROWS.sub("", cover)).strip(";, ") == "" for cover in covered)
-    assert "no live engine" not in text
-    for where in ("Fig. 12", "Fig. 10"):
-        lines = [line for line in text.splitlines() if line.startswith(f"| {where} |")]
-        assert any("*engine*" in line for line in lines)
-    found = json.loads((ROOT / "tests" / "serving" / "results.json").read_text("utf-8"))
-    assert len(coverage.names("engine")) > 5
-    assert coverage.missing("engine", coverage.of_the_engine(found)) == []
-    task = json.loads((ROOT / "docs" / "documents-results.json").read_text("utf-8"))
-    assert coverage.missing("documents", task["rows"]) == []
 
 
 def test_real_weights_claim_only_what_is_known():
