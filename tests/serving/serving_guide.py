@@ -43,17 +43,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "pretrained": _pretrained(results["pretrained"]),
         "documents": _loops(results, ("documents",)),
         "loops": _loops(results, LOOPS),
-        "failing": _failing(results["failing"]),
         "shared": _shared(results),
     }
-
-
-def _failing(found: dict[str, Any]) -> str:
-    rows = ["| | answers equal | preemptions | chunks served | seconds |", "|---|---|---|---|---|"]
-    for name, own in found["phases"].items():
-        equal = f"{own['equal']} of {own['requests']}"
-        rows.append(f"| {name} | {equal} | {own['preemptions']} | {own['served']} | {own['seconds']} |")
-    return "\n".join(rows)
 
 
 def _loops(results: dict[str, Any], loops: Sequence[str]) -> str:
@@ -248,12 +239,8 @@ def marked(name: str, text: str) -> tuple[int, int]:
 
 
 def write() -> None:
-    """Writes the tables into the guide, and draws its figures."""
-    import bounded_figure
-
+    """Writes the tables into the guide."""
     text, results = GUIDE.read_text(), json.loads(RESULTS.read_text())
-    pictures = GUIDE.parents[1] / "pictures"
-    bounded_figure.draw(results["bounded"], pictures / "engine_bounded.png")
     for name, table in tables(results).items():
         begin, end = marked(name, text)
         text = f"{text[:begin]}\n{table}\n\n{text[end:]}"

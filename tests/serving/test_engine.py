@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 MATCHED, LEADING = 88, 48
 """Tokens of both chunks, and of the first."""
 CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "certified": 12, "pretrained": 8}
-CONTEXTS |= {"documents": 60, "bounded": 10_000}
+CONTEXTS |= {"documents": 60}
 """Contexts of the trained model's task, texts, turns or requests: of `NAME_program.py`, or `trained_program.py`."""
 
 LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
@@ -28,10 +28,6 @@ LOOPS = {"sliding": 200, "reopened": 200, "appended": 200}
 
 LEVEL = 0.95
 """Share of the answers that the bounds of the loops' certificates are for."""
-ALONE = {
-    "failing": "failing_program.py",
-}
-"""Programs of one run, by scenario: they start a server, or measure."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +38,7 @@ def work(tmp_path_factory, request):
 
 def start(work, scenario, kind, *, dies=False):
     """Runs a scenario's process to its end, whatever that is to be."""
-    if scenario in ALONE:
-        command = [ALONE[scenario], work]
-    elif scenario in ("bfloat16", "divided"):
+    if scenario in ("bfloat16", "divided"):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in LOOPS:
         command = ["loops_program.py", work, LOOPS[scenario], scenario]
@@ -67,7 +61,7 @@ def run(work, request):
     done = {}
 
     def run(scenario, kind="128"):
-        own = scenario in (*CONTEXTS, *LOOPS, *ALONE)
+        own = scenario in (*CONTEXTS, *LOOPS)
         key = scenario if own else f"{scenario}, {kind}"
         if key not in done:
             found = work / f"{scenario}-{(CONTEXTS | LOOPS).get(scenario, kind)}.json"
@@ -377,43 +371,6 @@ def test_released_weights_are_served_exactly_and_patches_come_nearer_with_their_
     apart = [ways[way]["largest_difference"]["median"] for way in ("blind", "rank 8", "rank 16", "rank 32")]
     assert apart == sorted(apart, reverse=True)
     assert ways["rank 32"]["computed_tokens"] < ways["leading"]["computed_tokens"]
-
-
-def test_stores_that_fail_cost_no_answer(run):
-    """Chunks are served while the disk takes no more; without the store's directory requests are served plainly."""
-    phases = run("failing")["phases"]
-    for name, found in phases.items():
-        assert found["equal"] == found["requests"] == 40, name
-        assert found["preemptions"], name
-        first, last = found["free_blocks"]
-        assert (first, found["tracked"]) == (last, 0), name
-    full, again = phases["disk full"], phases["room again"]
-    assert full["formed"]["failed"]
-    assert full["formed"]["prefills"] == 0 < again["formed"]["prefills"]
-    for name in ("disk full", "remote hangs", "it still hangs", "remote answers"):
-        assert phases[name]["served"], name
-    for name in ("store removed", "after that"):
-        assert phases[name]["counts"]["unread"] >= 40, name
-
-
-def test_10_000_requests_stay_within_their_budgets(run):
-    """Of the last half of them, memory is no more than a twentieth above that of the second quarter."""
-    found = run("bounded")
-    samples, limits = found["samples"], found["limits"]
-    assert samples[-1]["requests"] == 10_000
-    assert found["probes_equal"] == found["probes"]
-    for sample in samples:
-        assert sample["disk"] <= limits["disk"]
-        assert sample["survivors"] <= limits["survivor_bytes"]
-        assert sample["host"] <= limits["host"]
-        assert sample["tracked"] == 0
-        assert sample["free_blocks"] == samples[0]["free_blocks"]
-    for kind in ("disk", "survivors", "host"):
-        limit = limits["survivor_bytes" if kind == "survivors" else kind]
-        assert max(sample[kind] for sample in samples) > 0.9 * limit, "the budget is to bind"
-    half, quarter = len(samples) // 2, len(samples) // 4
-    most = lambda part: max(sample["resident"] for sample in part)
-    assert most(samples[half:]) <= 1.05 * most(samples[quarter:half])
 
 
 def test_documents_slide_at_a_fraction_of_the_prefix_cache(run):

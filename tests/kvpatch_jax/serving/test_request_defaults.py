@@ -12,7 +12,7 @@ from kvpatch_jax.serving.vllm import ChunkingOptions, ConnectorConfig, RequestOp
 SEPARATOR = 999
 TOKENS = [*range(100, 120), SEPARATOR, *range(200, 216), SEPARATOR, *range(300, 304)]
 """Two documents and a question."""
-CHUNKING = ChunkingOptions(separators=((SEPARATOR,),), mean=None, least=16)
+CHUNKING = ChunkingOptions(separators=((SEPARATOR,),), least=16)
 BLOCKS = tuple(range(3, 14))
 DEFAULT = {"policy": "approximate", "kl": 0.02, "tenant": "shared", "promise": "remember"}
 
@@ -128,7 +128,7 @@ def test_invalid_settings_are_refused_by_name(unchecked):
     with pytest.raises(ConfigError, match=r"connector\.default: got .* without segments"):
         ConnectorConfig(store="s", backbone="b", default=RequestOptions(segments=(3,)))
     with pytest.raises(ConfigError, match=r"connector\.chunking: got"):
-        ConnectorConfig(store="s", backbone="b", chunking={"mean": 128})
+        ConnectorConfig(store="s", backbone="b", chunking={"least": 128})
     assert config_of(chunking=None, default=None) == config_of()
     for promise in ("remember", "forget"):
         assert RequestOptions.read({"kvpatch": {"promise": promise}}).promise == promise
