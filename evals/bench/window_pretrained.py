@@ -341,8 +341,7 @@ def summary(records: Sequence[Record], config: Mapping[str, Any]) -> dict[str, A
     """Makes rows with intervals over streams, and rows of the bars."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if "arm" in record:  # older programs recorded the time of steps too
-            groups.setdefault((record["front"], record["arm"], record["against"]), []).append(record)
+        groups.setdefault((record["front"], record["arm"], record["against"]), []).append(record)
 
     rows: list[Row] = []
     judged: list[Row] = []

@@ -39,7 +39,7 @@ def measure(run: CertificationRun) -> Measurement:
     asked, tokens, spans = "", 0, set[int]()
     for number, spec in enumerate(run.source.specs):
         part = run.journal.part(batch_name(number))
-        if part is None or "spans" not in part:  # older programs did not record spans
+        if part is None:
             windows = run.source.load(run.backbone, spec, run.folder)
             own, size = score_batch(windows, run.modes, run.step)
             facts = {"asked": windows.questions.description, "tokens": size, "spans": sorted(set(windows.spans))}

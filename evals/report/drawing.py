@@ -42,13 +42,11 @@ AXES = {
     BY_COUNT[1]: "kept for one antecedent, % of the page's KV",
     BY_COUNT[16]: "kept for each of 16 antecedents, % of the page's KV",
     "serving_flops": "work while serving, % of re-prefilling the page",
-    "bytes": "stored or recomputed, % of the page's KV",
 }
 PARETO = {
     BY_COUNT[1]: "pareto_kept_1",
     BY_COUNT[16]: "pareto_kept_16",
     "serving_flops": "pareto_serving_flops",
-    "bytes": "pareto_bytes",
 }
 """Names of the figures of accuracy against an axis."""
 SPARE_COLOURS = ("#882255", "#999933", "#44AA99", "#AA4499", "#6699CC", "#661100", "#117733", "#888888")

@@ -298,21 +298,6 @@ def _kl_by_rank(panel: Axes, rows: Rows, kind: str) -> None:
         panel.text(0.98, blind, "blind reuse", color=COLOURS["blind"], transform=across, ha="right", va="bottom")
 
 
-def byte_share(rows: Rows, probe: str, arm: str) -> float:
-    """Finds the share of the chunk's KV bytes an arm stores or recomputes, 0…1.
-
-    The arm's own "bytes" row where there is one; else its token budget (a token is its share of the bytes), or the
-    bytes of the patch whose rank the arm is matched to.
-    """
-    own = rows.get(probe, arm, "bytes").value
-    name, _, setting = arm.rpartition("=")
-    if math.isfinite(own) or not setting:
-        return own
-    if name.endswith(".budget"):
-        return float(setting)
-    return rows.get(probe, f"patch.rank={setting}", "bytes").value if name.endswith(".bytes_of_rank") else math.nan
-
-
 def _label_right(panel: Axes, labels: Sequence[tuple[str, str, float]], gap: float = 0.075) -> None:
     """Names beside the right edge at their own heights, pushed apart where they would overlap."""
     ordered = sorted(labels, key=lambda label: label[2])

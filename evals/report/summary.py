@@ -9,7 +9,7 @@ from ..results.headline import headline_results, seeds_of
 from ..results.rows import VISIBLE, Rows
 from ..rules import RULES
 from .comparison import smallest_rank
-from .figures import KINDS, MULTI_HOP, Results, arm_label, byte_share
+from .figures import KINDS, MULTI_HOP, Results, arm_label
 from .window import window_lines
 from .wording import blind_losses, measured_line, number, spread
 
@@ -66,7 +66,7 @@ def _main_lines(results: Results, rows: Rows) -> list[str]:
     elif ranks:
         arm = f"patch.rank={rank}"
         blind, mended = (number(rows.get(VISIBLE, name, "kl.chain").value) for name in ("blind", arm))
-        stored = number(byte_share(rows, VISIBLE, arm))
+        stored = number(rows.get(VISIBLE, arm, "bytes").value)
         lines.append(
             f"Smallest patch within 0.01 of re-prefill: rank {rank}, {stored} of the page's KV bytes; KL {blind} → "
             f"{mended} (chain)."

@@ -170,12 +170,12 @@ def worst_class_share(results: Results, probe: str | None = None) -> float:
 def _caveats(results: Results) -> list[str]:
     """Says what a run rests on; of several instances, what blind reuse loses on each seed and on the control."""
     config = results["config"]
-    seeds = config.get("seeds", [config["model"]])
+    seeds = config["seeds"]
     what = "Means over the training seeds" if len(seeds_of(results)) > 1 else "One training seed,"
     about = f"{what} {', '.join(seeds)}; {config['contexts']} contexts of each size; from `{config['command']}`."
 
     lost = []
-    for model in [*config.get("seeds", []), *(x for x in Rows(results).models if x.endswith(NO_WINDOW))]:
+    for model in [*seeds, *(x for x in Rows(results).models if x.endswith(NO_WINDOW))]:
         losses = blind_losses(Rows(of_probe(results, model=model)), MULTI_HOP)
         control = " (control, trained without a sliding window)" if model.endswith(NO_WINDOW) else ""
         lost.append(f"{model}{control}: {losses}")
@@ -252,12 +252,12 @@ def kept(results: Results) -> dict[str, Any]:
             rows.append(rounded_row(row))
 
     names = ("task", "kind", "model", "seeds", "seed", "contexts", "command", "rules", "probes", "visible", "questions")
-    return {"config": {name: results["config"][name] for name in names if name in results["config"]}, "rows": rows}
+    return {"config": {name: results["config"][name] for name in names}, "rows": rows}
 
 
 def write(results: Results, figures: Path, root: Path = ROOT) -> None:
     """Puts a run into its kind's guide and kept results, and its figures into docs/pictures."""
-    shown, kind = kept(results), results["config"].get("kind", results["config"]["task"])
+    shown, kind = kept(results), results["config"]["kind"]
     pictures = {f"{name}.png": f"{kind}_{name}.png" for name in PICTURES}
     publish(shown, KEPT[kind], {GUIDES[kind]: markdown(shown)}, figures, pictures, root)
 

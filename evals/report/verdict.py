@@ -5,14 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..results.costs import ANTECEDENTS, AXES, BESIDE, TOGETHER
-from ..results.dominance import DominatingArm, on_both
-from ..results.dominance import dominating_arms as results_beating
+from ..results.dominance import DominatingArm, dominating_arms, on_both
 from ..results.headline import seeds_of
 from ..results.intervals import Interval
 from ..results.rows import VISIBLE, Rows
 from ..rules import RULES
 from .comparison import smallest_rank
-from .figures import MULTI_HOP, Results, arm_label, byte_share, family
+from .figures import MULTI_HOP, Results, arm_label, family
 from .wording import number, share, show, spread
 
 ROWS = 6
@@ -28,7 +27,6 @@ BY_COUNT = dict(zip(ANTECEDENTS, TOGETHER, strict=True))
 COSTS = {
     **{axis: f"kept, N = {count}" for count, axis in BY_COUNT.items()},
     "serving_flops": "serving FLOPs",
-    "bytes": "share of KV bytes",
     "moved_bytes": "bytes moved",
     "forming_flops": "forming FLOPs",
 }
@@ -37,17 +35,13 @@ COSTS = {
 
 def cost(rows: Rows, arm: str, axis: str) -> float:
     """Finds what an arm costs on an axis, as a share; NaN where the rows do not say."""
-    return byte_share(rows, VISIBLE, arm) if axis == "bytes" else rows.get(VISIBLE, arm, axis).value
+    return rows.get(VISIBLE, arm, axis).value
 
 
 def cost_axes(rows: Rows) -> list[str]:
-    """Lists the axes that the rows have: stored bytes by antecedents and serving FLOPs, or the one share of bytes."""
+    """Lists the axes that the rows have, of stored bytes by antecedents and serving FLOPs."""
     arms = rows.arms(VISIBLE)
-    axes = []
-    for axis in (*AXES, "bytes"):
-        if any(math.isfinite(cost(rows, arm, axis)) for arm in arms):
-            axes.append(axis)
-    return [axis for axis in axes if axis != "bytes"] or axes
+    return [axis for axis in AXES if any(math.isfinite(cost(rows, arm, axis)) for arm in arms)]
 
 
 def cost_columns(rows: Rows) -> list[str]:
@@ -77,9 +71,7 @@ def several_hops(rows: Rows, probe: str, arm: str) -> float:
 
 def all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[DominatingArm]:
     """Lists what beats a patch (`results.dominance`) of the other families."""
-    # Rows that were made before there were two axes have one share of bytes.
-    costs = {"bytes": lambda arm: cost(rows, arm, "bytes")} if cost_axes(rows) == ["bytes"] else None
-    return [beats for beats in results_beating(rows, patch, probe, costs=costs) if family(beats.arm) not in OURS]
+    return [beats for beats in dominating_arms(rows, patch, probe) if family(beats.arm) not in OURS]
 
 
 def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> dict[str, list[str]]:
@@ -146,7 +138,7 @@ def verdict(results: Results) -> list[str]:
         f"A patch of rank {patch.rpartition('=')[2]} answers {answers(rows, patch)} ({rule} within {TOLERANCE} of "
         f"re-prefill on {', '.join(near) or 'no kind'}). {_what_is_kept(rows, patch)}"
     )
-    return [*means, what_is_lost, what_brings_it_back.rstrip(), _what_else(rows, patch)]
+    return [*means, what_is_lost, what_brings_it_back, _what_else(rows, patch)]
 
 
 def answers(rows: Rows, arm: str) -> str:
@@ -160,11 +152,6 @@ def answers(rows: Rows, arm: str) -> str:
 
 def _what_is_kept(rows: Rows, patch: str) -> str:
     """Says what lies stored of a patch, its canonical with it, and of KV(B|A) kept whole."""
-    axes = cost_axes(rows)
-    if not set(axes) & set(TOGETHER):
-        # Rows that were made before there were two axes have one share of bytes.
-        return f"It takes {share(cost(rows, patch, axes[0]))} of the page's KV." if axes else ""
-
     # "107 %, 32 % and 13 %" by the number of antecedents, or one share where they are the same.
     kept = {}
     for arm in (patch, WHOLE):
@@ -195,9 +182,11 @@ def _what_else(rows: Rows, patch: str) -> str:
         for arm in arms:
             axes_of.setdefault(arm, []).append(axis)
     undercut = "; ".join(f"{arm_label(arm)} ({_axes_in_words(beaten)})" for arm, beaten in axes_of.items())
-    if "serving_flops" in cost_axes(rows):
-        undercut += f". In bytes and in serving FLOPs at once it is undercut {undercut_at_once(rows, patch, 'none')}"
-    return f"Cheaper and at most {TOLERANCE} less accurate on both kinds: {undercut}."
+    at_once = undercut_at_once(rows, patch, "none")
+    return (
+        f"Cheaper and at most {TOLERANCE} less accurate on both kinds: {undercut}. In bytes and in serving FLOPs at "
+        f"once it is undercut {at_once}."
+    )
 
 
 def undercut_at_once(rows: Rows, patch: str, nothing: str) -> str:

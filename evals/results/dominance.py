@@ -1,7 +1,7 @@
 """Which arms beat the patch: as right as it is, at no greater cost on one axis."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..rules import RULES, Rules
@@ -28,29 +28,19 @@ def is_diagnostic(arm: str) -> bool:
     return arm.split(".")[0] in DIAGNOSTIC
 
 
-def dominating_arms(
-    rows: Rows,
-    patch: str,
-    probe: str = VISIBLE,
-    rules: Rules = RULES,
-    costs: Mapping[str, Callable[[str], float]] | None = None,
-) -> list[DominatingArm]:
+def dominating_arms(rows: Rows, patch: str, probe: str = VISIBLE, rules: Rules = RULES) -> list[DominatingArm]:
     """Lists every arm that beats a patch on an axis, by axis, cheapest first.
 
     An arm beats it that is at most the rules' tolerance less accurate on each of the rules' kinds, and costs no more on
     this axis; where both cost the same, it must be more accurate on one kind. Other ranks and variants of the patch
-    count too. References and arms that no server can have (`is_diagnostic`) are left out. `costs`: what an
-    arm costs by axis, other than the rules' axes and the probe's own rows.
+    count too. References and arms that no server can have (`is_diagnostic`) are left out.
     """
-    if costs is None:
-        costs = {axis: lambda arm, axis=axis: rows.get(probe, arm, axis).value for axis in rules.axes}
     found = []
-
-    for axis, cost_of in costs.items():
-        limit = cost_of(patch)
+    for axis in rules.axes:
+        limit = rows.get(probe, patch, axis).value
         here = []
         for arm in rows.arms(probe):
-            cost = cost_of(arm)
+            cost = rows.get(probe, arm, axis).value
             gains = [
                 rows.accuracy(arm, kind, probe).value - rows.accuracy(patch, kind, probe).value
                 for kind in rules.beating_kinds

@@ -25,16 +25,6 @@ def measured_rows(found: Iterable[tuple[str, str, str, Interval]], model: str) -
     return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in found]
 
 
-def as_row(probe: str, model: str, arm: str, metric: str, interval: Interval | float) -> Row:
-    """Makes one row of results.json; what is not finite is None, so that the file is strict JSON.
-
-    A bare number (a share of bytes, say) is a row without interval and with n = 1.
-    """
-    if not isinstance(interval, Interval):
-        interval = Interval(float(interval), math.nan, math.nan, 1)
-    return without_nan([measured_row(probe, model, arm, metric, interval)])[0]
-
-
 def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Makes rows that strict JSON can hold: None for what is not finite."""
     cleaned = []

@@ -9,7 +9,8 @@ import pytest
 
 from evals.results import intervals
 from evals.results.intervals import Interval
-from evals.results.rows import Rows, as_row
+from evals.results.rows import Rows
+from tests.evals.made_rows import as_row
 
 
 def draw(seed=0, clusters=40, size=6):

@@ -26,7 +26,7 @@ from evals.probes.window.probe_images import irrelevant, load_probe_images, with
 from evals.report import documents, window, window_paper
 from evals.results import intervals
 from evals.results.intervals import Interval
-from evals.results.rows import Rows, as_row
+from evals.results.rows import Rows
 from evals.scene_jobs import planned_ticks
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
 from evals.small_task.scenes import Answers
@@ -36,6 +36,7 @@ from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching.gate import pooled_canonical
 from models import ModelBackbone, load
+from tests.evals.made_rows import as_row
 
 LAYOUT = kvp.KVLayout.gqa(layers=2, kv_heads=1, head_dim=4, rope=Rope(1e4, 4))
 
