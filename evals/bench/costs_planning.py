@@ -92,4 +92,4 @@ def _certificate(count: int) -> Certificate:
                 losses = (0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
                 rows.append(CertifiedLoss(point, rank, behind, promise, *losses))
     about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * (count + 1), "text", "nothing", True)
-    return Certificate(BACKBONE, *about, tuple(rows), RankChoice(16, "invented"))
+    return Certificate(BACKBONE, *about, (1, 256), ("text",), tuple(rows), RankChoice(16, "invented"))

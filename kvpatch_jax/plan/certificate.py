@@ -38,8 +38,6 @@ MAX_BYTES = 4 << 20
 """Size of the largest file that is read."""
 MAX_ROWS = 4096
 MAX_MODALITIES = 16
-NEWER_FIELDS = ("spans", "modalities")
-"""Fields that older files lack. They are omitted while unknown, so that older certificates keep their digest."""
 _TABLES = ("rows", "plans")
 
 
@@ -60,12 +58,11 @@ class Certificate:
       chunks, tokens: of the largest window: chunks besides pinned ones; tokens, pinned ones included.
       content: what the windows showed. asked: what was asked behind them.
       disjoint: whether no two windows of one size shared a chunk. If some did, the level is nominal.
+      spans: the least and the largest span of a chunk besides pinned ones.
+      modalities: of those chunks ("image", "text").
       rows: one for each point, rank, number of other chunks and promise.
       recommended: a rank, and the reason for it.
       plans: results of plans on held-out windows.
-      spans: the least and the largest span of a chunk besides pinned ones; None in older files, which bound spans by
-        `tokens` alone.
-      modalities: of those chunks ("image", "text"); None in older files, which name them in `content`.
 
     Raises:
       CertificateError: no rows, two rows with one key, numbers out of range.
@@ -82,11 +79,11 @@ class Certificate:
     content: str
     asked: str
     disjoint: bool
+    spans: tuple[int, int]
+    modalities: tuple[str, ...]
     rows: tuple[CertifiedLoss, ...]
     recommended: RankChoice
     plans: tuple[CertifiedPlan, ...] = ()
-    spans: tuple[int, int] | None = None
-    modalities: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("backbone", "model", "made", "content", "asked"):
@@ -114,16 +111,16 @@ class Certificate:
         check_integer(self.recommended.rank, "certificate.recommended.rank", 1)
         check_text(self.recommended.reason, "certificate.recommended.reason")
 
-        for name in NEWER_FIELDS:
+        for name in ("spans", "modalities"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, tuple) or not 1 <= len(value) <= MAX_MODALITIES):
-                raise CertificateError(f"certificate.{name}: got {shortened(value)}; expected a tuple, or None")
+            if not isinstance(value, tuple) or not 1 <= len(value) <= MAX_MODALITIES:
+                raise CertificateError(f"certificate.{name}: got {shortened(value)}; expected a tuple")
 
-        for span in self.spans or ():
+        for span in self.spans:
             check_integer(span, "certificate.spans", 1)
-        if self.spans is not None and (len(self.spans) != 2 or self.spans[0] > self.spans[1]):
+        if len(self.spans) != 2 or self.spans[0] > self.spans[1]:
             raise CertificateError(f"certificate.spans: got {self.spans!r:.80}; expected the least and the largest")
-        for modality in self.modalities or ():
+        for modality in self.modalities:
             check_text(modality, "certificate.modalities")
 
     # ------------------------------------------------------------------------------------------------ bounds
@@ -147,16 +144,12 @@ class Certificate:
         if len(chunks) > self.chunks:
             return f"window of {len(chunks)} chunks; certified up to {self.chunks}"
 
-        least, largest = self.spans or (1, self.tokens)
-        modalities = self.modalities
-        if modalities is None:
-            modalities = tuple(name for name in ("image", "text") if name in self.content)
-
+        least, largest = self.spans
         for span, modality in chunks:
             if span is not None and not least <= span <= largest:
                 return f"chunk that spans {span} positions; certified from {least} to {largest}"
-            if modality not in modalities:
-                measured = " and ".join(modalities) or "what it does not say"
+            if modality not in self.modalities:
+                measured = " and ".join(self.modalities)
                 return f"chunk of {modality or 'a modality that nobody said'}; certified of {measured}"
 
         return None
@@ -300,11 +293,10 @@ class Certificate:
         """Returns the ranks of the rows that bound survivors after so many slides; 0: nobody counted them."""
         if not slides:
             return [*ranks]
-        measured = {rank or self.chunks: rank for rank in ranks}
-        if slides > max(measured, default=0):
+        if slides > max(ranks, default=0):
             return []
         # A window that has not slid loses nothing, so that below all measured numbers the least of them is the worse.
-        return [measured[number] for number in _neighbours(sorted(measured), slides)]
+        return _neighbours(ranks, slides)
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -312,7 +304,6 @@ class Certificate:
     def _body(self) -> dict[str, Any]:
         """Everything that it states, as JSON values. Rows are dictionaries."""
         body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        body = {name: value for name, value in body.items() if name not in NEWER_FIELDS or value is not None}
         for name in _TABLES:
             body[name] = [dict(vars(row)) for row in body[name]]
         return body | {"recommended": dict(self.recommended._asdict())}
@@ -349,11 +340,10 @@ class Certificate:
           CertificateError: malformed JSON, damage, another version, or a certificate of other weights.
         """
         body = _parsed(text)
-        for name in NEWER_FIELDS:
-            value = body.setdefault(name, None)
-            body[name] = tuple(value) if isinstance(value, list) else value
         _check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
 
+        for name in ("spans", "modalities"):
+            body[name] = tuple(body[name]) if isinstance(body[name], list) else body[name]
         body["rows"] = tuple(_built(CertifiedLoss, values) for values in body["rows"])
         body["plans"] = tuple(_built(CertifiedPlan, values) for values in body["plans"])
         body["recommended"] = _built(RankChoice, body["recommended"])

@@ -19,8 +19,7 @@ class CertifiedLoss:
     Attributes:
       point: the operating point.
       rank: of the patches; of a token repair the percentage of tokens recomputed; of survivors the slides of their
-        window: chunks that left it, each when another came in, since it was a prefill of itself. 0 if none applies, and
-        of survivors in older files, whose windows had slid as often as the certificate has chunks.
+        window: chunks that left it, each when another came in, since it was a prefill of itself. 0 if none applies.
       behind: how many other chunks of the window were served in the same way: 0 is one chunk among exact ones.
       promise: the reference: "forget", a re-prefill of the window; "remember", the window with survivors as they are
         kept and everything else prefilled behind them.
@@ -62,6 +61,8 @@ class CertifiedLoss:
 
         for name in ("rank", "behind", "answers"):
             check_integer(getattr(self, name), f"{what}.{name}", 1 if name == "answers" else 0)
+        if self.point == "survivor":
+            check_integer(self.rank, f"{what}.rank", 1)
 
         # The KL of equal logits may round below 0.
         for name in ("kl", "kl_low", "kl_high"):

@@ -38,7 +38,7 @@ def certificate(
         for behind, kl in enumerate(known)
         for promise in ("forget", "remember")
     )
-    texts = ("invented", "2026-11-22", 0.95, 10, 10, 12, 999, "texts", "questions", True)
+    texts = ("invented", "2026-11-22", 0.95, 10, 10, 12, 999, "texts", "questions", True, (1, 999), ("text",))
     return Certificate(backbone, *texts, rows, RankChoice(4, "invented"))
 
 

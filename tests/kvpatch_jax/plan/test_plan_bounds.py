@@ -100,7 +100,7 @@ def test_a_patch_that_became_stale_in_the_window_is_not_kept():
 
 def test_a_certificate_bounds_no_window_whose_first_tokens_have_left():
     """Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead."""
-    signed = certificate({("survivor", 0): [0.3] * 4})
+    signed = certificate({("survivor", 1): [0.3] * 4})
     for lead, point in ((1, "survivor"), (0, "prefill")):
         window, _ = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
         entries = [piece.entry for piece in window.pieces]
@@ -259,7 +259,7 @@ def test_points_name_how_pieces_are_served():
         Goal(kl=1.0),
         stored=PatchInventory(BACKBONE),
         costs=DEVICES,
-        certificate=certificate({("survivor", 0): [0.4] * 3}),
+        certificate=certificate({("survivor", 1): [0.4] * 3}),
     )
     assert points(kept) == ["leading", "survivor", "survivor"]
     assert kept.kl == 0.4

@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 import random
-from pathlib import Path
 
 from evals.trained import MAIN, shipped
 from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
@@ -12,9 +10,6 @@ from kvpatch_jax.plan.goal import DEFAULT_KL
 from kvpatch_jax.plan.option_solver import CertifiedBounds
 from kvpatch_jax.serving.vllm.settings import ConnectorConfig
 from kvpatch_jax.window import SURVIVOR_WAYS
-
-SHIPPED_BEFORE = "49c59a725210b10087d60877f6381fce"
-"""Digest of the certificate that shipped before survivors were measured by slides (`older.json`)."""
 
 
 def row(point: str, rank: int, bound: float, behind: int = 3) -> CertifiedLoss:
@@ -80,23 +75,6 @@ def test_a_missing_number_of_slides_bounds_nothing():
     assert made.bound("survivor", behind=3) is None
 
 
-def test_older_rows_are_of_as_many_slides_as_the_certificate_has_chunks():
-    made = certificate(row("survivor", 0, 0.2))
-    assert [made.bound("survivor", slides, behind=3) for slides in (0, 1, 4, 5)] == [0.2, 0.2, 0.2, None]
-
-
-def test_an_older_file_reads_with_its_digest():
-    path = Path(__file__).parent / "older_certificate.json"
-    text = path.read_text()
-    made = Certificate.read(path, backbone=None)
-    assert made.digest == SHIPPED_BEFORE == json.loads(text)["digest"]
-    assert made.to_json() == text
-    survivor = made.row("survivor", behind=3)
-    assert survivor is not None
-    assert made.bound("survivor", behind=3) == survivor.kl_bound
-    assert made.bound("near") is None
-
-
 def test_stored_prefills_are_bounded_by_their_likeness():
     rows = [row(point, 0, bound, behind) for point, bound in (("seen", 0.4), ("near", 0.1)) for behind in (0, 3)]
     made = certificate(*rows)
@@ -108,7 +86,6 @@ def test_stored_prefills_are_bounded_by_their_likeness():
 
 def test_shipped_certificates_reach_no_longer_windows_than_measured():
     made = Certificate.read(shipped(MAIN) / "certificate.json", backbone=None)
-    assert made.spans is not None
     page = (made.spans[1], "image")
     assert made.beyond(made.tokens, [page] * made.chunks) is None
     assert made.beyond(400_020, [page]) == f"window of 400020 tokens; certified up to {made.tokens}"

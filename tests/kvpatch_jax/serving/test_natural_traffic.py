@@ -144,7 +144,8 @@ def certificate_of(rows, chunks=8, content="text"):
     made = [CertifiedLoss(*row[:3], row[3], 0.0, 0.0, 0.0, row[4], 1.0, 1.0, 1.0, None, 0.0, 0.1, 10) for row in rows]
     given = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
     given |= {"chunks": chunks, "tokens": 99, "content": content, "asked": "a", "disjoint": True}
-    return Certificate(**given, rows=tuple(made), recommended=RankChoice(4, "r"), modalities=("text",))
+    given |= {"spans": (1, 99), "modalities": ("text",)}
+    return Certificate(**given, rows=tuple(made), recommended=RankChoice(4, "r"))
 
 
 def test_the_way_with_the_least_bound_serves_a_chunk(sides):
@@ -289,7 +290,7 @@ def test_exact_requests_leave_and_get_no_survivors(sides):
 
 
 def test_survivors_of_forgetting_requests_are_bounded_by_the_certificate(sides):
-    certain = lambda kl: certificate_of([("survivor", 0, behind, "forget", kl) for behind in (0, 7)])
+    certain = lambda kl: certificate_of([("survivor", 8, behind, "forget", kl) for behind in (0, 7)])
     sides.scheduler.certificate = certain(0.02)
     asked(sides, "first", [0, 1, 2], policy="approximate")
     _, told = asked(sides, "second", [1, 2, 3], policy="approximate")

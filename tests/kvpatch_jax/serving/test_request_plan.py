@@ -57,7 +57,7 @@ def certificate_of(*rows):
     ]
     given = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
     given |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
-    given |= {"modalities": ("text",)}
+    given |= {"spans": (1, 99), "modalities": ("text",)}
     return Certificate(**given, rows=tuple(made), recommended=RankChoice(4, "r"))
 
 

@@ -127,9 +127,9 @@ def test_a_stored_patch_serves_a_returning_chunk_if_uncertified_is_allowed(backb
 
 def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, store):
     row = CertifiedLoss("stored", 4, 0, "forget", 0.0, 0.0, 0.0, 0.01, 0.95, 0.9, 1.0, 0.5, 0.0, 0.0, 40)
-    texts = ("tiny", "2026-11-22", 0.95, 20, 20, 3, 99, "images", "questions", True)
+    texts = ("tiny", "2026-11-22", 0.95, 20, 20, 3, 99, "images", "questions", True, (1, 9), ("image",))
     rows = (row, dataclasses.replace(row, promise="remember"))
-    signed = Certificate(backbone.fingerprint, *texts, rows, RankChoice(4, "invented"), (), (1, 9), ("image",))
+    signed = Certificate(backbone.fingerprint, *texts, rows, RankChoice(4, "invented"))
     slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0)})
     for certificate, point, said in (
         (signed, "stored", None),
