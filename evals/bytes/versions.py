@@ -7,14 +7,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-import kvpatch_jax as kvp
 from kvpatch_jax.core import AnyArray
-from kvpatch_jax.patching import default_lead
 from kvpatch_jax.repair import OtherAntecedent, SplicedCache
 from models import ModelBackbone
 
@@ -132,18 +129,6 @@ class MetChunks:
             {name: jnp.asarray(value, jnp.float32) for name, value in reader.page.page_conditioned.items()}
             for reader in self.readers
         )
-
-    @functools.cached_property
-    def behind_lead(self) -> KV:
-        """The chunks' KV behind the library's default lead, which says nothing about them."""
-        backbone, alone = self.backbone, self.first.alone
-        lead = default_lead(backbone)
-        rows, count = self.rows, lead.embeddings.shape[1]
-        lead = jax.tree.map(lambda leaf: jnp.repeat(jnp.asarray(leaf), rows, axis=0), lead)
-        front = kvp.to_engine(backbone.layout, dict(backbone.prefill(lead).kv), lead.positions, 0)
-        moved = alone._replace(positions=jnp.asarray(alone.positions) + count)
-        found = backbone.prefill(moved, context=dict(front)).kv
-        return {name: jnp.asarray(value, jnp.float32) for name, value in found.items()}
 
     def splice(self, version: int) -> SplicedCache:
         """Returns what repairs start from: the blind cache behind an antecedent, its own KV and that behind others."""

@@ -68,7 +68,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     hero, example = take("hero"), take("example")
     pictures = {probe: take(*FIGURES.get(probe, (probe,))) for probe in PROBES}
     folded = {probe: take(*FOLDED.get(probe, ())) for probe in PROBES}
-    window = take(*WINDOW_FIGURES, "window_gate")
+    window = take(*WINDOW_FIGURES)
 
     # The main model's tables stand in sections of their own; those of the others (the control) behind each other. A
     # short table has few arms and measures; there is no whole one beside it where it shows all there is.

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from ..results.rows import Rows
-from .figures import COLOURS, NARROW, STYLE, Results, arm_label, draw_bars, family, save, stacked
+from .figures import COLOURS, STYLE, Results, arm_label, family, save, stacked
 from .table import ProbeTable
 from .window_paper import beside_the_paper, enough
 from .wording import measured_line, show
@@ -90,16 +89,13 @@ def split_arm(arm: str) -> tuple[str, str, str]:
 
 
 def window_figures(results: Results, out: Path) -> list[Path]:
-    """Draws a figure for every window probe that was run, and one of the gate."""
+    """Draws a figure for every window probe that was run."""
     rows = Rows(results)
     written = []
     for name, drawn in FIGURES.items():
         probes = [probe for probe in drawn.probes if rows.arms(probe)]
         if probes:
             written.append(_panels(rows, drawn, probes, out / f"{name}.png"))
-
-    if rows.arms("window.gate"):
-        written.append(_gate(rows, out / "window_gate.png"))
     return written
 
 
@@ -171,31 +167,6 @@ def _tick(varied: str) -> str:
         return f"{int(value) / 3:.2g}"
     words = {"drop_duplicate": "drop, double", "replaced": f"replace {value}", "distractors": f"+{value} irrelevant"}
     return words.get(name, value or name)
-
-
-def _gate(rows: Rows, path: Path) -> Path:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(NARROW, 6.2), layout="constrained")
-        upper, lower = figure.subplots(2, 1)
-        for arm in rows.arms("window.gate"):
-            x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "stored_kl"))
-            if math.isfinite(x.value + y.value):
-                (point,) = upper.plot(x.value, y.value, "o", markersize=5, label=_tick(arm))
-                draw_bars(upper, [x.value], [y], point.get_color(), alpha=0.5)
-
-        upper.legend(frameon=False, fontsize=8, loc="upper left")
-        upper.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
-        upper.set_xlim(0, 1.25 * upper.get_xlim()[1])
-        settings = rows.settings("window.gate", "coverage=")
-        wrong = [rows.get("window.gate", arm, "false_reuse") for _, arm in settings]
-        for (x, _), y in zip(settings, wrong, strict=True):
-            lower.plot([100 * x] * 2, [100 * y.low, 100 * y.high], color="#D55E00", linewidth=1, alpha=0.6)
-        ours = [100 * y.value for y in wrong]
-        lower.plot([100 * x for x, _ in settings], ours, "o-", color="#D55E00", markersize=5, label="ours")
-        lower.axhspan(24, 47, color="#999999", alpha=0.2, label="paper: 24–47 %")
-        lower.set(xlabel="reused, % of cases, lowest divergence first", ylabel="false reuse, %", ylim=(0, 100))
-        lower.legend(frameon=False)
-        return save(figure, "Gate: does divergence tell when a stored patch may stay?", path)
 
 
 # ------------------------------------------------------------------------------------------------ tables

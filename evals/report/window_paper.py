@@ -114,7 +114,6 @@ SIDE_BY_SIDE = {
     "… 32, kept survivors (flips)": ("window.many", "kept.chunks=32.lead=0", "flips.chain"),
     "… 32, own patches, oracle (flips)": ("window.many", "oracle.chunks=32.lead=0", "flips.chain"),
     "… 32, re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=32.lead=0", "accuracy.chain"),
-    "gate: false reuse at half coverage": ("window.gate", "coverage=0.5", "false_reuse"),
 }
 
 

@@ -1,18 +1,12 @@
 """Forms, applies, updates and compresses the patches of chunks."""
 
 from .bases import MeanBase as MeanBase
-from .bases import default_lead as default_lead
-from .bases import first_history_base as first_history_base
-from .bases import first_token_rerun as first_token_rerun
-from .bases import first_tokens_base as first_tokens_base
 from .bases import mean_base as mean_base
 from .basis import Basis as Basis
 from .basis import DeficitSum as DeficitSum
 from .basis import check_in_basis as check_in_basis
 from .basis import coefficients as coefficients
-from .basis import extend_basis as extend_basis
 from .basis import fit_basis as fit_basis
-from .basis import in_basis as in_basis
 from .basis import with_basis as with_basis
 from .byte_budget import ByteBudget as ByteBudget
 from .byte_budget import choose_directions as choose_directions
@@ -34,8 +28,6 @@ from .factors import factor_dtype as factor_dtype
 from .form import FormOptions as FormOptions
 from .form import form_patch as form_patch
 from .form import removal_patch as removal_patch
-from .gate import divergence as divergence
-from .gate import reuse_curve as reuse_curve
 from .orbit import Accumulated as Accumulated
 from .orbit import accumulate as accumulate
 from .orbit import orbit_patch as orbit_patch
@@ -47,9 +39,3 @@ from .reading_weights import calibrate_sensitivity as calibrate_sensitivity
 from .reading_weights import calibrate_weights as calibrate_weights
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch
-from .versions import chunk_basis as chunk_basis
-from .versions import difference_patch as difference_patch
-from .versions import interpolate_patches as interpolate_patches
-from .versions import interpolation_weights as interpolation_weights
-from .versions import nearest_patch as nearest_patch
-from .versions import resolve_difference as resolve_difference

@@ -16,10 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
-from ..core import AnyArray, Factors, KVLayout, RaggedFactors, check_uniform, is_low_rank, ops, value_of
+from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
-from ..utils.kinds import is_whole
-from .compress import Rank, dtype_of, finite_factors, rank_by_channel
+from .compress import Rank, finite_factors, rank_by_channel
 from .factors import KVArrays, check_conditioned, check_layers, deficit_of, factor_dtype, metadata_of
 
 
@@ -162,88 +161,6 @@ def fit_basis(
     if total is None:
         raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
     return total.basis(rank, dtype=dtype)
-
-
-def extend_basis(basis: Basis, chunk: Chunk, conditioned: KVArrays, more: int) -> Basis:
-    """Adds to a basis the strongest directions of a deficit that it lacks; those that it has stay, and stay in front.
-
-    So `in_basis` re-expresses patches of the old basis in the new one without a loss.
-
-    Args:
-      chunk, conditioned: as in `form_in_basis`; one chunk.
-      more: directions of every channel, 1 or more; fewer where a channel has no more features.
-
-    Raises:
-      RankError: less than one. PatchMismatchError: a basis of another backbone or layout. ShapeError: a batch of
-      chunks.
-    """
-    check_conditioned(chunk, conditioned)
-    _check_one(basis, chunk)
-    if not is_whole(more, 1):
-        raise RankError(f"extend_basis: got {more!r:.80} more directions; expected a whole number from 1")
-    delta = deficit_of(conditioned, chunk.kv, chunk)
-    directions = {}
-    for name, own in basis.directions.items():
-        room = min(more, delta[name].shape[1], basis.layout.channel(name).features - own.shape[1])
-        directions[name] = own if room == 0 else _jitted_extension(jnp.asarray(own), delta[name], room)
-    return Basis(directions, basis.layout, basis.backbone)
-
-
-@functools.partial(jax.jit, static_argnames=("more",))
-def _jitted_extension(own: Float[Array, "L M F"], delta: Array, more: int) -> Float[Array, "L N F"]:
-    flat, wide = ops.flatten_heads(delta), own.astype(jnp.float32)
-
-    def outside(rows: Array) -> Array:
-        inner = jnp.einsum("lnf,lmf->lnm", rows, wide, precision=jax.lax.Precision.HIGHEST)
-        return rows - jnp.einsum("lnm,lmf->lnf", inner, wide, precision=jax.lax.Precision.HIGHEST)
-
-    # Of a rest near zero the directions are those of roundings, so they are made orthogonal once more.
-    found = jnp.linalg.svd(outside(flat), full_matrices=False)[2][:, :more]
-    joined = jnp.concatenate([wide, outside(found)], axis=1)
-    complete = jnp.swapaxes(jnp.linalg.qr(jnp.swapaxes(joined, -1, -2))[0], -1, -2)[:, own.shape[1] :]
-    return jnp.concatenate([own, complete.astype(own.dtype)], axis=1)
-
-
-def in_basis(patch: Patch, basis: Basis) -> Patch:
-    """Re-expresses a patch in a basis, without KV: the coefficients of u v. What lies outside the basis is dropped.
-
-    Args:
-      patch: of joint heads in the phase-free frame, of one chunk.
-
-    Returns:
-      A patch of all the basis's directions, in the dtype of `patch`.
-
-    Raises:
-      PatchMismatchError: another backbone or layout, another form, or a channel that the basis lacks or that is dense.
-    """
-    metadata = patch.metadata
-    if (metadata.heads, metadata.frame, metadata.shared_left, patch.batch) != ("joint", "phase_free", False, None):
-        raise PatchMismatchError(
-            f"in_basis: got heads {metadata.heads!r}, frame {metadata.frame!r}, shared_left {metadata.shared_left}, "
-            f"batch {patch.batch}; expected 'joint', 'phase_free', no shared left factor, one chunk"
-        )
-    if metadata.backbone != basis.backbone or not same_storage(metadata.layout, basis.layout):
-        raise PatchMismatchError(
-            f"in_basis: got a patch of backbone {metadata.backbone!r:.40}, {metadata.layout}; expected "
-            f"{basis.backbone!r:.40}, {basis.layout}"
-        )
-
-    factors, dtype = {}, dtype_of(patch)
-    for name, own in patch.factors.items():
-        pair = own.by_layer() if isinstance(own, RaggedFactors) else own
-        if not is_low_rank(pair) or name not in basis.directions:
-            raise PatchMismatchError(f"in_basis: got channel {name!r}, dense or not in {basis}; expected a low rank")
-        v = jnp.asarray(basis.rows(name, metadata.layers, basis.ranks[name]))
-        u = _jitted_coefficients(*(value_of(leaf).astype(jnp.float32) for leaf in pair), v)  # pyright: ignore
-        factors[name] = (ops.stored(u, dtype or u.dtype, -2), v)
-    return Patch(factors, dataclasses.replace(metadata, basis=basis.digest, asked=None))
-
-
-@jax.jit
-def _jitted_coefficients(u: Array, v: Array, directions: Array) -> Array:
-    highest = jax.lax.Precision.HIGHEST
-    turned = jnp.einsum("lmf,lnf->lmn", v, directions.astype(jnp.float32), precision=highest)
-    return jnp.einsum("ltm,lmn->ltn", u, turned, precision=highest)
 
 
 @jax.jit

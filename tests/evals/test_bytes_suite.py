@@ -22,7 +22,6 @@ from evals.runner import run_recorded
 from evals.trained import MAIN, shipped
 from kvpatch_jax.core import KVEncoding, ops
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching import default_lead
 from kvpatch_jax.patching.reading_weights import ReadingWeights
 from models import load
 
@@ -76,7 +75,7 @@ def test_a_base_is_kept_once_and_a_patch_for_each(chunks):
 
 @pytest.mark.parametrize(
     ("base", "count", "members"),
-    [("mean", 2, [(0, 1), (0, 1), (2,)]), ("others", 3, [(1, 2), (0, 2), (0, 1)]), ("first", 2, [(0,), (0,), (2,)])],
+    [("mean", 2, [(0, 1), (0, 1), (2,)]), ("others", 3, [(1, 2), (0, 2), (0, 1)])],
 )
 def test_bases_are_made_of_groups_of_as_many_antecedents(chunks, base, count, members):
     factory = FormFactory(chunks)
@@ -85,7 +84,7 @@ def test_bases_are_made_of_groups_of_as_many_antecedents(chunks, base, count, me
 
 def test_the_mean_of_all_is_the_mean_and_that_of_the_others_leaves_the_own_one_out(chunks):
     factory, found = FormFactory(chunks), [np.asarray(kv["v"], np.float64) for kv in chunks.conditioned]
-    for base, expected in (("mean", sum(found) / 3), ("others", (found[0] + found[2]) / 2), ("first", found[0])):
+    for base, expected in (("mean", sum(found) / 3), ("others", (found[0] + found[2]) / 2)):
         np.testing.assert_allclose(np.asarray(factory.base(base, 1, 3)["v"]), expected, atol=1e-5)
 
 
@@ -108,24 +107,6 @@ def test_a_patch_within_a_budget_is_that_of_the_library(chunks):
         error = np.linalg.norm(value - np.asarray(conditioned[name]))
         own = np.linalg.norm(np.asarray(form.kv[name][:, 0]) - np.asarray(conditioned[name]))
         assert own == pytest.approx(error, rel=0.05)
-
-
-def test_shared_directions_are_kept_once_and_coefficients_for_each(chunks):
-    factory, share, count = FormFactory(chunks), 0.1, 3
-    arm = patch_arm("mean", "k4v4g32", "int4", share=share, shared=True)
-    forms = [arm.make(factory, version, count) for version in range(count)]
-    base = KVEncoding.of("k4v4g32").nbytes(factory.layout, factory.tokens)
-    for form in forms:
-        once = form.bytes.shared - base
-        assert once > 0
-        total = form.bytes.stored + once / count
-        assert 0.07 * factory.kv_bytes < total <= share * factory.kv_bytes * 1.001
-    # One budget chooses the same directions for all, so each keeps as many coefficients.
-    assert len({form.bytes for form in forms}) == 1
-    own = patch_arm("mean", "k4v4g32", "int4", share=share).make(factory, 0, count)
-    blind = factory.error(factory.base_alone("mean", 16, 0, count).kv, 0)
-    assert factory.error(own.kv, 0) < 0.8 * blind
-    assert factory.error(forms[0].kv, 0) < 0.8 * blind
 
 
 def test_weights_find_directions_with_less_weighted_error(chunks):
@@ -206,7 +187,7 @@ def parts_by_hand():
         record("kv.k4v4gall", [0.6, 0.6], ["a", "b"], kept=0.26),
         record("base.mean.16@2", [0.5], ["a"], once=1.0),
         record("patch.mean.k5v5gall.int4.share=0.05@4", [0.1, 0.1], ["a", "b"], kept=0.05, once=0.32),
-        record("patch.lead.k5v5gall.int4.share=0.1", [0.1, 0.1], ["a", "b"], kept=0.10, once=0.32),
+        record("patch.canonical.k5v5gall.int4.share=0.1", [0.1, 0.1], ["a", "b"], kept=0.10, once=0.32),
     ]
     second = [
         record("base.canonical.16", [2.0, 2.0], ["c", "d"], once=1.0),
@@ -231,8 +212,8 @@ def test_the_winner_at_each_number_of_antecedents_has_the_fewest_bytes_at_the_qu
     assert found[4].winner.row == "patch.mean.k5v5gall.int4.share=0.05@4"
     assert found[4].ratio == pytest.approx(0.13 / 0.30)
     assert found[4].within
-    # A mean over four is no base of sixteen: there the lead is what was measured.
-    assert found[16].ours.row == "patch.lead.k5v5gall.int4.share=0.1"
+    # A mean over four is no base of sixteen: there the canonical is what was measured.
+    assert found[16].ours.row == "patch.canonical.k5v5gall.int4.share=0.1"
     assert found[16].ratio == pytest.approx(0.12 / 0.30)
     assert found[16].within is False
     assert found[2].ratio == pytest.approx(0.26 / 0.30)
@@ -311,13 +292,6 @@ def test_a_page_is_written_from_a_run(tmp_path):
         document.write(tmp_path / "docs", tmp_path)
 
 
-def test_a_default_lead_is_found_where_the_first_ids_are_pads(chunks):
-    lead = default_lead(chunks.backbone)
-    assert lead.embeddings.shape[1] == 7
-    behind = chunks.behind_lead
-    assert np.abs(np.asarray(behind["v"]) - np.asarray(chunks.canonical["v"])).max() > 1e-3
-
-
 @pytest.mark.slow
 def test_a_quick_part_ranks_more_bits_and_larger_patches_higher():
     plan = dataclasses.replace(suite.SMALL_QUICK, contexts=4, batch=4)
@@ -330,5 +304,5 @@ def test_a_quick_part_ranks_more_bits_and_larger_patches_higher():
     assert eta("base.canonical.16") == 0
     assert eta("kv.16") > 0.99
     assert eta("kv.k4v4gall") > eta("kv.k2v2gall") > eta("kv.k1v1g32")
-    assert eta("patch.lead.k4v4gall.int4.share=0.07") > 0.9
-    assert rows.get("small", "patch.lead.k4v4gall.int4.share=0.07", "kept").value <= 0.07
+    assert eta("patch.mean.k4v4gall.int4.share=0.07@2") > 0.9
+    assert rows.get("small", "patch.mean.k4v4gall.int4.share=0.07@2", "kept").value <= 0.07

@@ -18,7 +18,7 @@ from evals.report.figures import arm_label
 from evals.results.rows import Rows
 from evals.rules import RULES
 from tests.evals.test_pretrained_suite import few_bits
-from tests.evals.test_report import LOSS, Made, around, made_results, repair_rows
+from tests.evals.test_report import LOSS, Made, made_results, repair_rows
 
 ROOT = Path(__file__).parents[2]
 SEEDS = ("qwen2_5_vl", "qwen2_5_vl_seed1", "qwen2_5_vl_seed2")
@@ -171,7 +171,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def window_rows() -> list[dict]:
-    """Of every probe of the window's suite that is drawn, and of its gate."""
+    """Of every probe of the window's suite that is drawn."""
     made = Made(SEEDS[0])
     for drawn in window.FIGURES.values():
         made.kinds = tuple(kind for kind in drawn.kinds if kind in LOSS)
@@ -179,9 +179,6 @@ def window_rows() -> list[dict]:
             for arm in drawn.arms:
                 for varied in ("k=3", "replaced=1"):
                     made.arm(probe, f"{arm}.{varied}.lead=0", 0.5)
-    for metric in ("divergence", "stored_kl"):
-        made.add("window.gate", "replaced=1", metric, around(0.4))
-    made.add("window.gate", "coverage=0.5", "false_reuse", around(0.3))
     return made.rows
 
 

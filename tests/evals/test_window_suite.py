@@ -12,19 +12,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 import kvpatch_jax as kvp
 from evals import run, small_task
 from evals.probes import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
-from evals.probes.window.drift import Safety, gate_rows, kept_is_exact, pooled_rows, rank_correlation, resampled
+from evals.probes.window.drift import kept_is_exact
 from evals.probes.window.image_sequence import AgentLoop, Image, ImageSequence, read_in_one
 from evals.probes.window.operations import SLIDE_KINDS, bands, slide_questions, without
 from evals.probes.window.probe_images import irrelevant, load_probe_images, with_foreign
 from evals.report import documents, window, window_paper
-from evals.results import intervals
 from evals.results.intervals import Interval
 from evals.results.rows import Rows
 from evals.scene_jobs import planned_ticks
@@ -34,7 +32,6 @@ from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching.gate import pooled_canonical
 from models import ModelBackbone, load
 from tests.evals.made_rows import as_row
 
@@ -164,45 +161,6 @@ def test_masks_are_bands_of_whole_images():
     assert line.antecedent(2) == ("a", "b")
 
 
-def test_a_batch_is_pooled_as_its_chunks_are():
-    own = image(np.random.default_rng(7), "legend", rows=3)
-    for row, vector in enumerate(pooled_rows(own)):
-        kv = {name: value[:, row] for name, value in own.chunk.kv.items()}
-        np.testing.assert_allclose(vector, pooled_canonical(dataclasses.replace(own.chunk, kv=kv)), atol=1e-6)
-
-
-def test_a_gate_reuses_the_nearest_and_says_how_often_that_is_wrong():
-    rng = np.random.default_rng(6)
-    a, b = rng.integers(0, 5, 40).astype(float), rng.normal(size=40)
-    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b)[0], abs=1e-12)
-    assert rank_correlation(a, np.ones(40)) == 0
-
-    safety = Safety(
-        divergence=[0.1, 0.2, 0.3, 0.4], kl=[0.0, 2.0, 0.1, 3.0], blind=[1.0] * 4, flipped=[0.0] * 4,
-        cluster=[0, 1, 2, 3], name=["x", "x", "y", "y"],
-    )  # fmt: skip
-    table = ResultsTable("m")
-    gate_rows(table, safety)
-    value = {(row["arm"], row["metric"]): row["value"] for row in table.rows()}
-    assert value["coverage=0.25", "false_reuse"] == 0
-    assert value["coverage=0.5", "false_reuse"] == 0.5
-    assert value["coverage=0.75", "false_reuse"] == pytest.approx(1 / 3)
-    assert value["safe", "divergence_median"] == pytest.approx(0.2)
-    assert value["unsafe", "divergence_median"] == pytest.approx(0.3)
-    assert value["y", "unsafe_share"] == 0.5
-
-
-def test_an_interval_of_any_statistic_resamples_contexts():
-    """Of a mean, it is what `intervals.mean` gives, up to the draws; one context has none."""
-    rng = np.random.default_rng(9)
-    cluster = np.repeat(np.arange(30), 4)
-    values = rng.normal(size=30)[cluster] + 0.1 * rng.normal(size=120)
-    got, expected = resampled(np.mean, cluster, values), intervals.mean(values, cluster)
-    assert (got.value, got.n) == (pytest.approx(expected.value), 120)
-    assert (got.low, got.high) == (pytest.approx(expected.low, abs=0.06), pytest.approx(expected.high, abs=0.06))
-    assert math.isnan(resampled(np.median, np.zeros(3), np.arange(3)).low)
-
-
 def test_a_prefill_behind_kept_legends_is_the_re_prefill_where_nothing_moved():
     """Found image by image: replaced behind what stays, the kept ones stand as they stood; else some do not."""
     rng, nobody = np.random.default_rng(10), object.__new__(ModelBackbone)
@@ -270,7 +228,8 @@ def test_backbones_stand_side_by_side_in_one_table(tmp_path: Path):
     """A line per figure that any of them has, a column per backbone, cells out of their own rows."""
     results = {}
     for name, value in (("first", 0.5), ("second", 0.75)):
-        row = as_row("window.gate", name, "coverage=0.5", "false_reuse", Interval(value, value - 0.1, value + 0.1, 9))
+        eta = Interval(value, value - 0.1, value + 0.1, 9)
+        row = as_row("window.drift", name, "stored.replaced=1.lead=0", "eta.chain", eta)
         results[name] = {"config": {"backbone": name, "kv": {"ckv": 1}}, "rows": [row]}
     lines = window_paper.write_windows(results, tmp_path).read_text().splitlines()
     assert len(lines) == 3
@@ -284,7 +243,7 @@ def test_a_page_gets_the_table_of_the_models_that_were_run(tmp_path: Path):
     page.parent.mkdir(parents=True)
     page.write_text("before\n<!-- windows -->\nold\n<!-- /windows -->\nafter\n")
     for name, suites in (("first", ["window"]), ("second", ["repair"])):
-        row = as_row("window.gate", name, "coverage=0.5", "false_reuse", Interval(0.5, 0.4, 0.6, 9))
+        row = as_row("window.drift", name, "stored.replaced=1.lead=0", "eta.chain", Interval(0.5, 0.4, 0.6, 9))
         config = {"backbone": name, "suite": suites, "kv": {"k": 1}, "window": {"contexts": 12}}
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps({"config": config, "rows": [row]}))
@@ -311,8 +270,8 @@ def test_the_default_run_does_not_have_it():
     assert sum(planned_ticks(with_window, 5).values()) == work_of(QUICK)
 
 
-def stub_probe(table: ResultsTable, stock: object, rng: np.random.Generator, step: Callable[[str], None], **more: Any):
-    """Adds random answers, an effect and, where it is told the gate, what a gate would see."""
+def stub_probe(table: ResultsTable, stock: object, rng: np.random.Generator, step: Callable[[str], None]):
+    """Adds random answers and the effect of an order."""
     shape = (4, 3)
     columns = {name: rng.integers(0, 5, shape) for name in ("kind", "ask", "argument", "answer", "row", "cell")}
     questions = small_task.Questions(**columns, valid=rng.random(shape) < 0.8)
@@ -321,8 +280,6 @@ def stub_probe(table: ResultsTable, stock: object, rng: np.random.Generator, ste
     arms = {name: said() for name in ("re-prefill", "blind", "orbit", "oracle")}
     add(table, "reorder", "k=3.lead=0", questions, clusters, arms)
     table.sample("window.reorder", "order", "relative_order_effect", rng.random(4), clusters)
-    if "safety" in more:
-        more["safety"].take(Safety([0.5], [1.0], [2.0], [0.25], [int(clusters[0])], ["reorder"]))
     step("stub")
 
 
@@ -349,7 +306,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ResultsTable
                 raise KeyboardInterrupt
             stub_probe(*arguments, **more)
 
-        plan = lambda sizes, batch: [suite.PlannedProbe(f"{batch}.{n}", probe, 1, n + 1, n == 2) for n in range(3)]
+        plan = lambda sizes, batch: [suite.PlannedProbe(f"{batch}.{n}", probe, 1, n + 1) for n in range(3)]
         monkeypatch.setattr(suite, "planned", plan)
         table, watch = ResultsTable("m"), Watched()
         parts = suite.ProbeParts(folder, {"seed": seed})
@@ -366,7 +323,7 @@ def test_a_run_that_was_stopped_goes_on(stubbed: Callable[..., tuple[ResultsTabl
     whole, watch = stubbed(None)
     assert watch == {"stub": 12}
     rows = json.dumps(whole.rows())
-    assert "window.gate" in rows
+    assert "window.reorder" in rows
     for fails in (0, 2, 3, 5):
         folder = tmp_path / str(fails)
         with pytest.raises(KeyboardInterrupt):
@@ -397,8 +354,8 @@ def test_parts_of_another_run_are_refused(stubbed: Callable[..., tuple[ResultsTa
     part.unlink()
     assert stubbed(tmp_path)[1] == {"skipped": 10, "stub": 2}
 
-    about.write_text(about.read_text().replace('"version": 1', '"version": 0'))
-    with pytest.raises(InputError, match=r"version 0 \(now 1\)"):
+    about.write_text(about.read_text().replace('"version": 2', '"version": 0'))
+    with pytest.raises(InputError, match=r"version 0 \(now 2\)"):
         stubbed(tmp_path)
     about.write_text(about.read_text()[:9])
     with pytest.raises(InputError, match=r"config\.json, .*delete"):
@@ -451,7 +408,7 @@ def test_a_quick_run_of_the_suite(tmp_path: Path):
     json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert {row["probe"] for row in rows} == {
         "window.reorder", "window.slide", "window.slide.remember", "window.recall", "window.recall.remember",
-        "window.drift", "window.many", "window.gate",
+        "window.drift", "window.many",
     }  # fmt: skip
 
     for (_, arm, metric), got in value.items():
@@ -469,11 +426,10 @@ def test_a_quick_run_of_the_suite(tmp_path: Path):
     assert not {f"{arm}.replaced={n}" for arm in ("rebuilt", "update") for n in (2, 3)} & drifted
     arms = {arm.split(".")[0] for probe, arm, _ in value if probe == "window.recall.remember"}
     assert "fresh" not in arms, "a patch made of what the reference is made of is called oracle"
-    assert all(math.isfinite(value["window.gate", f"coverage={c}", "false_reuse"]) for c in (0.25, 0.5, 0.75))
 
     page = (tmp_path / "report.html").read_text()
     names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    assert names == {*window.FIGURES, "window_gate"}
+    assert names == set(window.FIGURES)
     assert page.count("data:image/png;base64,") == len(names)
     assert "η of one orbit patch, K = 3" in page
     # Four contexts are fewer than what is shown at least.

@@ -1,6 +1,5 @@
 """Finished probes of the window's suite on disk, so that a run goes on where it was stopped."""
 
-import dataclasses
 import json
 import os
 import zipfile
@@ -14,19 +13,10 @@ from kvpatch_jax.errors import InputError
 
 from ...results.parts import make_out
 from ..results_table import ProbeItems, ResultsTable
-from .drift import Safety
 
-VERSION = 1
+VERSION = 2
 """Of what the probes measure: raised where an arm, a question or a number changes, so that old parts are refused."""
 FOLDER = "window_parts"
-
-
-@dataclasses.dataclass
-class ProbePart:
-    """What one probe found on one batch of contexts: items, samples, and what a gate would see."""
-
-    table: ResultsTable
-    safety: Safety
 
 
 class ProbeParts:
@@ -76,7 +66,7 @@ class ProbeParts:
         """Returns whether a part was finished."""
         return self.folder is not None and self._file(name).exists()
 
-    def keep(self, name: str, part: ProbePart) -> None:
+    def keep(self, name: str, table: ResultsTable) -> None:
         """Writes a part: whole, or not at all."""
         if self.folder is None:
             return
@@ -84,10 +74,10 @@ class ProbeParts:
         # Written beside it and renamed: a run that is stopped leaves no half of a part.
         new = file.with_suffix(".new")
         with new.open("wb") as stream:
-            np.savez_compressed(stream, **_arrays(part))
+            np.savez_compressed(stream, **_arrays(table))
         os.replace(new, file)
 
-    def read(self, name: str, model: str) -> ProbePart:
+    def read(self, name: str, model: str) -> ResultsTable:
         """Reads a part that `has` knows of.
 
         Raises:
@@ -108,11 +98,11 @@ class ProbeParts:
         return self.folder / f"{name}.npz"
 
 
-def _arrays(part: ProbePart) -> dict[str, Any]:
+def _arrays(table: ResultsTable) -> dict[str, Any]:
     """Writes a part as named arrays, of which "about" (JSON) says what they are."""
     arrays: dict[str, Any] = {}
     probes, samples = [], []
-    for number, ((probe, name), items) in enumerate(part.table.probes.items()):
+    for number, ((probe, name), items) in enumerate(table.probes.items()):
         arms = list(items.predicted)
         probes.append([probe, name, items.reference, items.blind, list(items.kinds), arms])
         for column in items.asked:
@@ -121,18 +111,18 @@ def _arrays(part: ProbePart) -> dict[str, Any]:
         arrays[f"predicted.{number}"] = np.stack([predicted for predicted, _ in answers])
         arrays[f"divergence.{number}"] = np.stack([divergence for _, divergence in answers])
 
-    for number, (name, batches) in enumerate(part.table.samples.items()):
+    for number, (name, batches) in enumerate(table.samples.items()):
         samples.append(name)
         for column, values in zip(("value", "of"), zip(*batches, strict=True), strict=True):
             arrays[f"{column}.{number}"] = np.concatenate(values)
 
-    about = {"probes": probes, "samples": samples, "safety": dataclasses.asdict(part.safety)}
+    about = {"probes": probes, "samples": samples}
     return {"about": np.array(json.dumps(about)), **arrays}
 
 
-def _part(arrays: Mapping[str, np.ndarray], model: str) -> ProbePart:
+def _part(arrays: Mapping[str, np.ndarray], model: str) -> ResultsTable:
     about = json.loads(str(arrays["about"]))
-    part = ProbePart(ResultsTable(model), Safety(**about["safety"]))
+    table = ResultsTable(model)
     for number, (probe, name, reference, blind, kinds, arms) in enumerate(about["probes"]):
         items = ProbeItems(probe, reference, blind)
         items.kinds = tuple(kinds)
@@ -141,8 +131,8 @@ def _part(arrays: Mapping[str, np.ndarray], model: str) -> ProbePart:
         predicted, divergence = (arrays[f"{column}.{number}"] for column in ("predicted", "divergence"))
         items.predicted = {arm: [row] for arm, row in zip(arms, predicted, strict=True)}
         items.divergence = {arm: [row] for arm, row in zip(arms, divergence, strict=True)}
-        part.table.probes[probe, name] = items
+        table.probes[probe, name] = items
 
     for number, (probe, arm, metric) in enumerate(about["samples"]):
-        part.table.sample(probe, arm, metric, arrays[f"value.{number}"], arrays[f"of.{number}"])
-    return part
+        table.sample(probe, arm, metric, arrays[f"value.{number}"], arrays[f"of.{number}"])
+    return table

@@ -15,13 +15,13 @@ from ... import small_task
 from ...results import intervals
 from ..results_table import ProbeItems, ResultsTable
 from .common import setting
-from .drift import Safety, gate_rows, measure_drift
+from .drift import measure_drift
 from .operations import measure_many, measure_recall, measure_reorder, measure_slide
-from .parts import ProbePart, ProbeParts
+from .parts import ProbeParts
 from .probe_images import load_probe_images
 
 Probe = Callable[..., None]
-"""Measures one batch: (table, stock, rng=…, step=…), and safety=… where the gate is told."""
+"""Measures one batch: (table, stock, rng=…, step=…)."""
 PAIRS = {
     "window.reorder": ("orbit", "oracle"),
     "window.slide": ("keep", "blind"),
@@ -56,14 +56,13 @@ class PlannedProbe(NamedTuple):
     """One probe on one batch of contexts.
 
     name: of its part on disk. run: measures it. steps: how often it tells what was done. work: of each step, in about
-    equal amounts of time. gated: whether it tells the gate what it saw.
+    equal amounts of time.
     """
 
     name: str
     run: Probe
     steps: int
     work: int
-    gated: bool = False
 
 
 @runtime_checkable
@@ -83,8 +82,8 @@ def planned(sizes: WindowSizes, batch: int) -> list[PlannedProbe]:
     """Lists what is run on a batch of contexts, by its number."""
     listed = []
 
-    def plan(name: str, run: Probe, steps: int, work: int, gated: bool = False) -> None:
-        listed.append(PlannedProbe(f"batch={batch}.{name}", run, steps, work, gated))
+    def plan(name: str, run: Probe, steps: int, work: int) -> None:
+        listed.append(PlannedProbe(f"batch={batch}.{name}", run, steps, work))
 
     first = batch == 0
 
@@ -96,7 +95,7 @@ def planned(sizes: WindowSizes, batch: int) -> list[PlannedProbe]:
 
         plan(f"slide.{last}", partial(measure_slide, lead=lead), small_task.LEGENDS, 4)
         plan(f"recall.{last}", partial(measure_recall, lead=lead), small_task.LEGENDS + 1, 4)
-        plan(f"drift.{last}", partial(measure_drift, lead=lead), 2 * (small_task.LEGENDS + 1), 4, not lead)
+        plan(f"drift.{last}", partial(measure_drift, lead=lead), 2 * (small_task.LEGENDS + 1), 4)
         for count in sizes.chunks if first else ():
             plan(f"many.chunks={count}.{last}", partial(measure_many, count=count, lead=lead), 1, 2 * count)
 
@@ -119,7 +118,6 @@ def measure_window(
       parts: what an earlier run has finished is taken from there, the rest is kept there.
     """
     parts = ProbeParts(None, {}) if parts is None else parts
-    safety = Safety()
     for number in range(-(-sizes.contexts // sizes.batch)):
         first = number * sizes.batch
         stock = None
@@ -132,20 +130,18 @@ def measure_window(
                     contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
                     stock = load_probe_images(backbone, contexts, first + np.arange(sizes.batch), seed, folder)
 
-                found = ProbePart(ResultsTable(table.model), Safety())
+                found = ResultsTable(table.model)
 
                 def step(name, work=probe.work):
                     return watch(name, work)
 
                 # A generator per probe, so that a probe draws the same questions whichever others are run.
                 rng = np.random.default_rng([seed, first, 100 + place])
-                gate = {"safety": found.safety} if probe.gated else {}
-                probe.run(found.table, stock, rng=rng, step=step, **gate)
+                probe.run(found, stock, rng=rng, step=step)
                 parts.keep(probe.name, found)
 
             # Parts are merged in the planned order, whether they were just measured or read.
-            table.take(found.table)
-            safety.take(found.safety)
+            table.take(found)
 
     for (probe, part), items in list(table.probes.items()):
         if probe.startswith("window."):
@@ -155,8 +151,6 @@ def measure_window(
             if first in items.predicted:
                 for kind, metric, interval in items.paired(first, second):
                     table.row(items.label, first, f"{metric}_minus_{PAIRS[items.label][1]}.{kind}", interval)
-
-    gate_rows(table, safety)
 
 
 def work_of(sizes: WindowSizes) -> int:

@@ -14,7 +14,6 @@ from kvpatch_jax.cache import Chunk, decode_chunk, encode_chunk, examine
 from kvpatch_jax.core import KVEncoding, KVLayout, PackedArray, Rope, to_engine
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
 from kvpatch_jax.patching import Placed, apply_patch, conditioned, make_chunk
-from kvpatch_jax.patching.gate import pooled_canonical
 
 PARTS = {"map", "state", "tail"}
 
@@ -117,11 +116,6 @@ def test_few_bits_pack_the_rows_and_round_the_transition():
         assert (np.asarray(placed[name]) == np.asarray(few.kv[name])).all()
     for name, value in apply_patch(Placed(decode_chunk(few), start=3)).items():
         assert (np.asarray(value) == np.asarray(placed[name])).all()
-
-
-def test_a_gate_reads_rows_alone():
-    chunk = chunk_of()
-    assert np.allclose(pooled_canonical(chunk), chunk.kv["v"].mean(axis=1).ravel())
 
 
 # ------------------------------------------------------------------------------------------------------- contexts

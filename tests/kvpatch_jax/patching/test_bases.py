@@ -9,20 +9,10 @@ import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import Member
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.patching import (
-    MeanBase,
-    default_lead,
-    first_history_base,
-    first_token_rerun,
-    first_tokens_base,
-    lead_digest,
-    mean_base,
-)
+from kvpatch_jax.patching import MeanBase, mean_base
 from kvpatch_jax.store import ChunkStore
-from tests.kvpatch_jax.repair.splices import tiny_backbone
 
 CHUNK = chunk_of("gqa", length=20, content="what it shows")
 KVS = [conditioned_of(CHUNK, seed=seed) for seed in range(3)]
@@ -58,9 +48,6 @@ def test_names_are_of_the_antecedents_in_any_order():
         mean_base(CHUNK, KVS, [[Member("X", "another")], *BEHIND[1:]]),
         mean_base(behind_a_lead, KVS, BEHIND),
         mean_base(CHUNK, KVS[:1], BEHIND[:1]),
-        first_history_base(CHUNK, KVS[0], BEHIND[0]),
-        first_tokens_base(CHUNK, KVS[0], BEHIND[0]),
-        first_tokens_base(CHUNK, KVS[0], BEHIND[0], 2),
     ]
     leads = [other.lead for other in [base, *others]]
     assert len(set(leads)) == len(leads)
@@ -71,8 +58,7 @@ def test_names_are_of_the_antecedents_in_any_order():
 
 
 def test_a_patch_of_one_base_is_refused_on_another():
-    bases = [CHUNK, mean_base(CHUNK, KVS[1:], BEHIND[1:]), first_history_base(CHUNK, KVS[1], BEHIND[1])]
-    bases += [first_tokens_base(CHUNK, KVS[1], BEHIND[1], 3)]
+    bases = [CHUNK, mean_base(CHUNK, KVS[1:], BEHIND[1:]), mean_base(CHUNK, KVS[:1], BEHIND[:1])]
     wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 9)
     for own in bases:
         patch = kvp.form_patch(own, KVS[0], 24, BEHIND[0], method="exact")
@@ -97,7 +83,7 @@ def test_a_base_is_encoded_and_patched_within_a_budget():
 
 
 def test_bases_of_a_chunk_lie_in_a_store_side_by_side(tmp_path):
-    bases = [mean_base(CHUNK, KVS, BEHIND), first_history_base(CHUNK, KVS[0], BEHIND[0])]
+    bases = [mean_base(CHUNK, KVS, BEHIND), mean_base(CHUNK, KVS[:1], BEHIND[:1])]
     with ChunkStore(tmp_path, secret=b"0" * 32) as store:
         for base in bases:
             store.put(base)
@@ -115,30 +101,6 @@ def test_a_batch_of_chunks_has_a_batch_of_bases():
     base = mean_base(batch, kvs, [["X"], ["Y"]])
     wanted = (np.asarray(kvs[0]["v"]) + np.asarray(kvs[1]["v"])) / 2
     np.testing.assert_allclose(base.kv["v"][:, :, :20], wanted[:, :, :20], atol=1e-6)
-    first = first_tokens_base(batch, kvs[0], ["X"], 2)
-    np.testing.assert_array_equal(first.kv["v"][:, :, :2], kvs[0]["v"][:, :, :2])
-    np.testing.assert_array_equal(first.kv["v"][:, :, 2:], batch.kv["v"][:, :, 2:])
-
-
-def test_first_tokens_run_again_are_those_behind_the_lead():
-    backbone = tiny_backbone()
-    unit = [[11, 12, 13, 14, 15]]
-    chunk, lead = kvp.make_chunk(backbone, unit), default_lead(backbone)
-    assert isinstance(lead, Tokens)
-    base = first_token_rerun(backbone, chunk, unit, count=2)
-    wanted = kvp.conditioned(backbone, [unit], lead=lead)[0]
-    for name, value in base.kv.items():
-        np.testing.assert_allclose(value[:, :2], wanted[name][:, :2], atol=2e-5)
-        np.testing.assert_array_equal(value[:, 2:], chunk.kv[name][:, 2:])
-        assert np.abs(np.asarray(value[:, 0] - chunk.kv[name][:, 0])[1:]).max() > 1e-3
-    other = first_token_rerun(backbone, chunk, unit, lead=[[5, 6]])
-    assert len({chunk.lead, base.lead, other.lead, lead_digest(backbone.fingerprint, lead)}) == 4
-    # The lead makes a canonical of its own, too.
-    assert kvp.make_chunk(backbone, unit, lead=lead).lead == lead_digest(backbone.fingerprint, lead)
-    with pytest.raises(ShapeError, match="3 tokens"):
-        first_token_rerun(backbone, chunk, [[11, 12, 13]])
-    with pytest.raises(PatchMismatchError, match="backbone"):
-        first_token_rerun(backbone, dataclasses.replace(chunk, backbone="another"), unit)
 
 
 def test_what_makes_no_base_is_refused(unchecked):
@@ -149,12 +111,7 @@ def test_what_makes_no_base_is_refused(unchecked):
         (InputError, lambda: MeanBase(CHUNK).base()),
         (InputError, lambda: MeanBase("chunk")),
         (InputError, lambda: mean_base(packed, KVS, BEHIND)),
-        (InputError, lambda: first_history_base(packed, KVS[0], BEHIND[0])),
-        (InputError, lambda: first_history_base(CHUNK, KVS[0], "X")),
-        (InputError, lambda: first_tokens_base(CHUNK, KVS[0], BEHIND[0], 0)),
-        (InputError, lambda: first_tokens_base(CHUNK, KVS[0], BEHIND[0], 21)),
         (ShapeError, lambda: mean_base(CHUNK, [{name: jnp.zeros((3, 2, 2, 16)) for name in "kv"}], BEHIND[:1])),
-        (InputError, lambda: default_lead("backbone")),
     ):
         with pytest.raises(error, match="got"):
             call()

@@ -11,7 +11,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax.core import PackedArray, RaggedFactors
 from kvpatch_jax.errors import InputError, PatchMismatchError
 from kvpatch_jax.patching.compress import dtype_of
-from kvpatch_jax.patching.gate import pooled_canonical
 
 A, CHANGED = ("A1", "A2"), ("A1", "A3")
 RANK = 8
@@ -135,4 +134,3 @@ def test_a_canonical_is_known_by_what_it_decodes_to():
         np.testing.assert_allclose(found, deficit(chunk, target)[name], atol=1e-4)
     with pytest.raises(InputError, match="removal_patch"):
         kvp.removal_patch(chunk, target, alone, 4, ("B",), ("A",))
-    np.testing.assert_allclose(pooled_canonical(chunk), pooled_canonical(kvp.decode_chunk(chunk)), rtol=1e-6)

@@ -29,8 +29,7 @@ from kvpatch_jax.patching import (
     truncate,
     update_patch,
 )
-from kvpatch_jax.patching.bases import first_history_base, first_tokens_base, mean_base
-from kvpatch_jax.patching.versions import interpolate_patches
+from kvpatch_jax.patching.bases import mean_base
 from kvpatch_jax.pool import make_pool, read_slots, splice
 from tests.arrays import placed
 
@@ -181,8 +180,6 @@ def test_operations_on_patches_keep_what_a_transition_has():
     gone = removal_patch(chunk, other, target, WHOLE, ("B",), ("A", "B"))
     behind = placed_kv(chunk, gone, antecedent=("B",), base=target, base_antecedent=("A", "B"))
     close({n: behind[n] for n in PARTS}, {n: other[n] for n in PARTS}, 1e-5)
-    both = interpolate_patches([patch, form_patch(chunk, other, WHOLE, C)], [0.5, 0.5], 2)
-    assert set(both.factors) == set(LAYOUT.names)
 
 
 def test_an_encoded_base_is_patched_part_by_part():
@@ -216,12 +213,6 @@ def test_bases_have_a_transition_too():
     mean = mean_base(chunk, [one, two], [A, C])
     close({n: mean.kv[n] for n in PARTS}, {n: (one[n].astype(float) + two[n]) / 2 for n in PARTS})
     assert not np.asarray(mean.kv["k"])[:, 5:].any()
-    history = first_history_base(chunk, one, A)
-    sink = first_tokens_base(chunk, one, A, 2)
-    for name in PARTS:
-        assert (np.asarray(history.kv[name]) == one[name]).all()
-        assert (np.asarray(sink.kv[name]) == chunk.kv[name]).all()
-    assert (np.asarray(sink.kv["v"])[:, :2] == one["v"][:, :2]).all()
 
 
 def test_statistics_of_a_deficit_mask_rows_alone():
@@ -240,8 +231,6 @@ def test_statistics_of_a_deficit_mask_rows_alone():
 def test_what_fits_no_transition_is_refused(unchecked):
     chunk, target = chunk_of(), drawn(seed=1)
     patch = form_patch(chunk, target, 2, A, dense=False)
-    with pytest.raises(LayoutError, match="shared_left"):
-        form_patch(chunk, target, 2, A, shared_left=True)
     with pytest.raises(LayoutError, match="basis"):
         fit_basis([(chunk, target)], 2)
     with pytest.raises(RankError, match="got rank 0"):
