@@ -54,7 +54,6 @@ UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
-    "MiniCPMV": "transformers has no such class",
     "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
     "DeepseekVLV2ForCausalLM": "transformers has no such class",
     **dict.fromkeys(

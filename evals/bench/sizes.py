@@ -50,7 +50,6 @@ TILES = {
     "SmolVLMForConditionalGeneration": 17,
     "Phi3VForCausalLM": 17,
     "Gemma3ForConditionalGeneration": 1,
-    "MiniCPMV": 10,
 }
 """Tiles of one image; of families that cut images, as many as their released settings make of a large one."""
 
@@ -224,10 +223,6 @@ def images_of(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndar
             crops = np.array([[tower.image, tower.image * (tiles - 1)]])
             count = len(config.family.vision.tokens(config, {"image_sizes": crops}, 0, None))
             return {f"{tiles} tiles": ((tiles, *side), {"image_sizes": crops}, count)}
-        if architecture == "MiniCPMV":  # slices of 448×448 pixels and the whole, packed patch by patch
-            grids = np.full((tiles, 2), 448 // tower.patch)
-            shape = (int(np.prod(grids, axis=1).sum()), tower.channels, tower.patch, tower.patch)
-            return {f"{tiles} tiles": (shape, {"tgt_sizes": grids}, tiles * config.resampler.queries)}
         further = {}
         if architecture == "DeepseekVLHybridForConditionalGeneration":
             shape = (tiles, config.high.channels, config.high.image, config.high.image)

@@ -337,9 +337,8 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
 
 def tower_heads(config: Any) -> dict[str, int]:
     """Returns the attention heads of each tower of a configuration, by the first name of the tower's parameters."""
-    # DeepSeek-VL-7B has a second tower for images, MiniCPM-V one of queries behind its first, DeepSeek-OCR-2 an encoder
-    # behind SAM.
-    parts = {"visual": "vision", "high": "high", "audio": "audio", "resampler": "resampler", "encoder": "encoder"}
+    # DeepSeek-VL-7B has a second tower for images, DeepSeek-OCR-2 an encoder behind SAM.
+    parts = {"visual": "vision", "high": "high", "audio": "audio", "encoder": "encoder"}
     towers: dict[str, Any] = {name: getattr(config, part, None) for name, part in parts.items()}
     # Where several heads share one of keys, that many stay together.
     return {name: getattr(tower, "kv_heads", tower.heads) for name, tower in towers.items() if hasattr(tower, "heads")}

@@ -12,7 +12,6 @@ from . import (
     internvl,
     kimi_vl,
     llava,
-    minicpmv,
     mistral3,
     phi3_v,
     qwen2_5_omni,
@@ -43,7 +42,6 @@ IMAGE_FAMILIES: dict[str, Family] = {
         deepseek_vl2.FAMILY,
         internvl.FAMILY,
         phi3_v.FAMILY,
-        minicpmv.FAMILIES[4.5],  # which reads the others too
         smolvlm.FAMILY,
         gemma3.FAMILY,
         gemma4.FAMILY,

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
 from ..decoder.layers import Linear
 from ..decoder.mesh_axes import spread
-from .common import BlockConfig, LayerNorm, PlainBlock, attend_segments, check_heads, learned, scan_blocks
+from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, learned, scan_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,30 +120,6 @@ def bucket_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " 
     return (buckets(height)[:, None] * side + buckets(width)).reshape(-1).astype(np.int32)
 
 
-LANES = 8
-"""How many numbers of a range torch makes at a time on a CPU."""
-
-
-def range_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " T"]:
-    """Returns each patch's position in a side×side table as the published codes of Idefics' and MiniCPM-V's towers do.
-
-    They make shares and boundaries by `torch.arange`, whose roundings decide where a share falls on a boundary; equal
-    to torch's on a CPU, where released models make them too, for every count of patches up to 699.
-    """
-
-    def arange(start: float, step: float, stop: float) -> Float32[np.ndarray, " _"]:
-        # The first of every eight numbers is rounded before the others are counted on from it.
-        index = np.arange(math.ceil((stop - start) / step))
-        first = np.where(index < len(index) // LANES * LANES, index // LANES * LANES, index)
-        return (np.float32(start + step * first) + step * (index - first)).astype(np.float32)
-
-    def buckets(count: int) -> np.ndarray:
-        shares = arange(0.0, float(np.float32(1) / np.float32(count)), 1 - 1e-6)
-        return np.searchsorted(arange(1 / side, 1 / side, 1.0), shares, side="right")
-
-    return (buckets(height)[:, None] * side + buckets(width)).reshape(-1).astype(np.int32)
-
-
 class ViT(nnx.Module):
     """Images to one feature vector per patch."""
 
@@ -185,16 +161,11 @@ class ViT(nnx.Module):
 
         hidden = self.patch_embedding(patches)
         table = self.position_embedding[...].astype(hidden.dtype)
-        return self._run(hidden, table if positions is None else table[positions])
-
-    def _run(self, hidden: Float[Array, "B P D"], positions: Float[Array, "... T D"]) -> Float[Array, "B E D"]:
-        """Returns features of embedded patches, with these positions."""
-        config = self.config
         if self.class_embedding is not None:
             # In front, where the learned positions have it.
             first = jnp.broadcast_to(self.class_embedding[...].astype(hidden.dtype), (len(hidden), 1, hidden.shape[-1]))
             hidden = jnp.concatenate([first, hidden], axis=1)
-        hidden = hidden + positions
+        hidden = hidden + (table if positions is None else table[positions])
         if self.pre_norm is not None:
             hidden = self.pre_norm(hidden)
         scale = (config.width // config.heads) ** -0.5
@@ -210,22 +181,3 @@ class ViT(nnx.Module):
         if config.final_norm == "applied" and self.final_norm is not None:
             hidden = self.final_norm(hidden)
         return hidden[:, 1:] if config.class_token and config.drop_class else hidden
-
-    def packed(
-        self, pixel_values: Float[Array, " P *patch"], positions: Int[Array, " P"], segments: Int[Array, "Y Z"]
-    ) -> Float[Array, "P D"]:
-        """Returns features of packed patches of a tower without a class token and a norm in front, one per patch.
-
-        Args:
-          pixel_values: [P, channels, patch, patch]. positions: each patch's in the learned table.
-          segments: the patches that see each other, padded by P, as `attend_segments` takes them.
-        """
-        config = self.config
-        hidden = self.patch_embedding(pixel_values.reshape(len(pixel_values), -1).astype(jnp.dtype(config.dtype)))
-        hidden = hidden + self.position_embedding[...].astype(hidden.dtype)[positions]
-
-        def step(block: PlainBlock, hidden: Array) -> Array:
-            return block.update(hidden, attend_segments(*block.project(hidden), segments))
-
-        hidden = scan_blocks(self.blocks, step, hidden, 0, config.layers_run)
-        return hidden if self.final_norm is None or config.final_norm != "applied" else self.final_norm(hidden)

@@ -43,13 +43,12 @@ FAMILIES = [
             "glm_ocr",
             "mistral3",
             "pixtral",
-            "minicpmv",
             "ernie4_5_vl",
         )
     ),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-INPUTS += ("high_res_pixel_values", "tgt_sizes", "image_position_ids", "pixel_values_local", "num_local_patches")
+INPUTS += ("high_res_pixel_values", "image_position_ids", "pixel_values_local", "num_local_patches")
 INPUTS += ("tile_grids",)
 DELTAS = (1, 37, 1000, 100_000)
 
