@@ -64,7 +64,6 @@ UNTIMED = {
             "Glm46VForConditionalGeneration",
             "Glm4vForConditionalGeneration",
             "Glm4vMoeForConditionalGeneration",
-            "GlmOcrForConditionalGeneration",
             "Mistral3ForConditionalGeneration",
             "Qwen2VLForConditionalGeneration",
             "Qwen2_5OmniForConditionalGeneration",

@@ -1,8 +1,8 @@
-"""GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR: configurations, weight map and the assembled backbone.
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V: configurations, weight map and the assembled backbone.
 
 Sources: transformers' Glm4vForConditionalGeneration (GLM-4.1V-9B, GLM-4.6V-Flash: text tower GLM-4-0414),
-Glm4vMoeForConditionalGeneration (GLM-4.5V, GLM-4.6V: GLM-4.5-Air), Glm46VForConditionalGeneration (either of them) and
-GlmOcrForConditionalGeneration. Every frame of a video is an image of its own, with the image's own placeholders.
+Glm4vMoeForConditionalGeneration (GLM-4.5V, GLM-4.6V: GLM-4.5-Air) and Glm46VForConditionalGeneration (either of them).
+Every frame of a video is an image of its own, with the image's own placeholders.
 """
 
 import dataclasses
@@ -40,7 +40,6 @@ from .text_families import TEXT_TABLE, read_head_dim
 DENSE = "Glm4vForConditionalGeneration"
 MIXTURE = "Glm4vMoeForConditionalGeneration"
 EITHER = "Glm46VForConditionalGeneration"
-OCR = "GlmOcrForConditionalGeneration"
 SECTIONS = (8, 12, 12)
 """Of M-RoPE, where the configuration names none."""
 PREFIX = "model.language_model."
@@ -63,7 +62,6 @@ MODEL_TYPES = {
     DENSE: ModelTypes("glm4v", ("glm4v_text",), ("glm4v_vision",)),
     MIXTURE: ModelTypes("glm4v_moe", ("glm4v_moe_text",), ("glm4v_moe_vision",)),
     EITHER: ModelTypes("glm46v", ("glm4v_text", "glm4v_moe_text"), ("glm4v_vision", "glm4v_moe_vision")),
-    OCR: ModelTypes("glm_ocr", ("glm_ocr_text",), ("glm_ocr_vision",)),
 }
 
 
@@ -101,7 +99,7 @@ def _read_text(raw: Raw, kind: str, top: str, angles: str, regime: Regime) -> De
     text = complete(raw, kind, TEXT_TABLE, drop=DEFAULTS[top])
     head_dim = read_head_dim(text)
     mixture = kind == "glm4v_moe_text"
-    if kind == "glm4v_text" and head_dim * text["num_attention_heads"] != text["hidden_size"]:
+    if not mixture and head_dim * text["num_attention_heads"] != text["hidden_size"]:
         raise ConfigError(f"head_dim: got {head_dim}; expected hidden_size / num_attention_heads for GLM-4.1V")
 
     # GLM-4.1V takes an absent share for the whole head, GLM-4.5V for half of it.
@@ -126,7 +124,7 @@ def _read_text(raw: Raw, kind: str, top: str, angles: str, regime: Regime) -> De
         experts = read_deepseek_experts(text, "sigmoid")
         return read_decoder(text, rope, head_dim=head_dim, attention_bias=text["attention_bias"], experts=experts)
 
-    return read_decoder(text, rope, head_dim=head_dim, attention_bias=kind == "glm4v_text", post_norms=True)
+    return read_decoder(text, rope, head_dim=head_dim, attention_bias=True, post_norms=True)
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Glm4vConfig:
@@ -143,30 +141,28 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     given = need(raw, "vision_config").get("model_type") if isinstance(raw.get("vision_config"), Mapping) else None
     tower_kind = given if given in form.towers else form.towers[0]
     vision = vision_part(model, tower_kind, form.model)
-    width, ocr = vision["out_hidden_size"], architecture == OCR
+    width = vision["out_hidden_size"]
     if width != decoder.width:
         raise ConfigError(f"vision out_hidden_size: got {width}; expected the text width {decoder.width}")
 
-    patch, bias = one_size(vision, "patch_size"), vision["attention_bias"]
+    patch = one_size(vision, "patch_size")
     tower = Glm4vVisionConfig(
         depth=vision["depth"],
         width=vision["hidden_size"],
         heads=vision["num_heads"],
         # GLM-4V's blocks are as wide inside as the tower's output, and its merger as `intermediate_size`.
-        intermediate=vision["intermediate_size"] if ocr else width,
-        merger=width * vision["in_channels"] if ocr else vision["intermediate_size"],
+        intermediate=width,
+        merger=vision["intermediate_size"],
         output_width=width,
         patch=patch,
         merge=vision["spatial_merge_size"],
         temporal=one_size(vision, "temporal_patch_size"),
-        positions=0 if ocr else one_size(vision, "image_size") // patch,
+        positions=one_size(vision, "image_size") // patch,
         channels=vision["in_channels"],
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
         norm_epsilon=vision["rms_norm_eps"],
-        qkv_bias=bias,
-        bias=ocr and bias,
-        qk_norm=ocr,
+        qkv_bias=vision["attention_bias"],
         dtype=decoder.dtype,
     )
 
@@ -239,8 +235,7 @@ def _entries(config: Glm4vConfig, shapes: Shapes) -> list[TensorEntry]:
 
 def _family(architecture: str, form: ModelTypes) -> Family:
     # Files hold a layer for multi-token prediction behind the last, which is not run.
-    behind = {MIXTURE: 46, EITHER: 46, OCR: 16}.get(architecture)
-    predicts = () if behind is None else (rf"model\.language_model\.layers\.{behind}\..*",)
+    predicts = () if architecture == DENSE else (r"model\.language_model\.layers\.46\..*",)
     return Family(
         architecture=architecture,
         config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),

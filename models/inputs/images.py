@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
-from kvpatch_jax.utils.optional_packages import require
 
 from ..towers.projectors import best_resolution
 from .hd_images import hd_transform, shrink
@@ -246,28 +245,22 @@ def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.nd
 
 
 def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """Processes images for DeepSeek-VL: longest side to `size`, padded to a square. Returns pixel_values [n,3,S,S].
-
-    The other side is rounded, as transformers does; with `round_down` cut off, as the authors' own processor does.
-    """
+    """Processes images for DeepSeek-VL: longest side to `size`, padded to a square. Returns pixel_values [n,3,S,S]."""
     out = [channels_first(_deepseek_square(image, config.side(), config), config) for image in read_images(images)]
     return {"pixel_values": np.stack(out)}
 
 
 def _deepseek_square(image: np.ndarray, side: int, config: PictureConfig) -> np.ndarray:
     """Returns an image with this longest side, padded to a square with the mean colour (about zero once normalised)."""
-    longest, scale = max(image.shape[:2]), side / max(image.shape[:2])
-    down = config.option("round_down", False)
-    sizes = [int(edge / longest * side) if down else round(edge * scale) for edge in image.shape[:2]]
-    height, width = (max(size, config["min_size"]) for size in sizes)
+    scale = side / max(image.shape[:2])
+    height, width = (max(round(edge * scale), config["min_size"]) for edge in image.shape[:2])
     return _padded_square(resize(image, height, width, config.pixels), max(height, width), config)
 
 
 def process_deepseek_hybrid(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
     """Processes images for DeepSeek-VL-7B: a large square as for DeepSeek-VL, and a small one made of it.
 
-    Returns pixel_values [n,3,S,S] and high_res_pixel_values [n,3,L,L]. With the option `resize_in_float`, the authors'
-    way, the small one is made of the rescaled numbers instead of 8-bit values.
+    Returns pixel_values [n,3,S,S] and high_res_pixel_values [n,3,L,L].
     """
     options = json.loads(config.options)
     parts = ("image_mean", "image_std", "resample")
@@ -276,28 +269,9 @@ def process_deepseek_hybrid(images: Sequence[ImageSource], config: PictureConfig
     for image in read_images(images):
         square = _deepseek_square(image, config.side("high_res_size"), large)
         out["high_res_pixel_values"].append(channels_first(square, large))
-        if config.option("resize_in_float", False):
-            small = _resized_in_float(square, side, config.pixels)
-        else:
-            small = channels_first(resize(square, side, side, config.pixels), config)
-        out["pixel_values"].append(small)
+        out["pixel_values"].append(channels_first(resize(square, side, side, config.pixels), config))
 
     return {name: np.stack(values) for name, values in out.items()}
-
-
-def _resized_in_float(image: np.ndarray, side: int, pixels: ImageConfig) -> Float32[np.ndarray, "3 S S"]:
-    """Returns a rescaled image resized to a square and normalised, without rounding in between: torch's antialiased
-    interpolation, which Pillow's of float32 channels is.
-    """
-    Image = require("PIL.Image", "Pillow")
-    plain = dataclasses.replace(pixels, do_normalize=False)
-    channels = normalise(image, plain).transpose(2, 0, 1)
-    kind = Image.Resampling(pixels.resample)
-    small = np.stack([np.asarray(Image.fromarray(channel).resize((side, side), kind)) for channel in channels])
-    if pixels.do_normalize:
-        mean, std = (np.array(values, np.float32)[:, None, None] for values in (pixels.image_mean, pixels.image_std))
-        small = (small - mean) / std
-    return small
 
 
 def cut(image: UInt8[np.ndarray, "H W 3"], side: int) -> list[np.ndarray]:

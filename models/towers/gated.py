@@ -1,4 +1,4 @@
-"""A tower's transformer block with RMS norms and a gated MLP, and its tensors: GLM-4V, GLM-OCR, Pixtral.
+"""A tower's transformer block with RMS norms and a gated MLP, and its tensors: GLM-4V, Pixtral.
 
 Axis letters: P packed patches, Y segments, Z patches per segment (padded), N heads, H head width, D tower width.
 """
@@ -26,8 +26,7 @@ class GatedBlockConfig:
 
     Attributes:
       fused: query, key and value are one matrix, as the file has it.
-      qkv_bias, bias: biases of these, and of the output and the MLP.
-      qk_norm: an RMS norm on each head, before rotation (GLM-OCR).
+      qkv_bias: they have biases.
     """
 
     width: int
@@ -37,8 +36,6 @@ class GatedBlockConfig:
     norm_epsilon: float
     fused: bool = True
     qkv_bias: bool = False
-    bias: bool = False
-    qk_norm: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -61,12 +58,9 @@ class GatedBlock(nnx.Module):
         else:
             self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
 
-        head_dim = width // config.heads
-        self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
-        self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
-        self.output = Linear(width, width, bias=config.bias, **linear)
+        self.output = Linear(width, width, bias=False, **linear)
         self.mlp_norm = RMSNorm(width, **norm)
-        self.mlp = GatedMLP(width, config.intermediate, bias=config.bias, activation=config.activation, **linear)
+        self.mlp = GatedMLP(width, config.intermediate, bias=False, activation=config.activation, **linear)
         self.config = config
 
     def attend(
@@ -84,8 +78,6 @@ class GatedBlock(nnx.Module):
             x = spread_tokens(x, heads)
             query, key, value = (part(x).reshape(len(x), heads, -1) for part in (self.query, self.key, self.value))
 
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
         query, key = (rotate(part, *tables, "half") for part in (query, key))
         hidden = hidden + self.output(attend_segments(query, key, value, segments))
         return hidden + in_blocks(self.mlp, self.mlp_norm(hidden))
@@ -95,13 +87,13 @@ def gated_block_entries(
     config: GatedBlockConfig, name: str, path: ParamPath, names: Mapping[str, str]
 ) -> list[TensorEntry]:
     """Returns the entries of a stack of blocks; `name` holds `{layer}`, `names` says what the file calls our parts."""
-    norms = ("attention_norm", "mlp_norm", *(("query_norm", "key_norm") if config.qk_norm else ()))
+    norms = ("attention_norm", "mlp_norm")
     entries = [TensorEntry(f"{name}.{names[part]}.weight", (*path, part, "weight"), stack=True) for part in norms]
 
     for part in ("qkv",) if config.fused else ("query", "key", "value"):
         entries += linear_entries(f"{name}.{names[part]}", (*path, part), bias=config.qkv_bias, stack=True)
-    entries += linear_entries(f"{name}.{names['output']}", (*path, "output"), bias=config.bias, stack=True)
+    entries += linear_entries(f"{name}.{names['output']}", (*path, "output"), bias=False, stack=True)
     for part in ("gate", "up", "down"):
         place = (*path, "mlp", part)
-        entries += linear_entries(f"{name}.{names['mlp']}.{part}_proj", place, bias=config.bias, stack=True)
+        entries += linear_entries(f"{name}.{names['mlp']}.{part}_proj", place, bias=False, stack=True)
     return entries

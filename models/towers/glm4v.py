@@ -1,8 +1,7 @@
 """GLM-4V's vision tower: bicubic learned and rotary positions, full attention per frame, downsampling, gated merger.
 
-GLM-OCR's has no learned positions, and norms on the heads instead. Sources: transformers' Glm4vVisionModel,
-Glm4vMoeVisionModel and GlmOcrVisionModel. Images of a batch are packed into one row of patches; which patches attend to
-each other, and where each reads the learned positions, is decided on the host (`plan_patches`).
+Sources: transformers' Glm4vVisionModel and Glm4vMoeVisionModel. Images of a batch are packed into one row of patches;
+which patches attend to each other, and where each reads the learned positions, is decided on the host (`plan_patches`).
 
 Axis letters: P patches, Y frames, Z patches per frame (padded), E merged tokens, D width.
 """
@@ -42,8 +41,8 @@ class Glm4vVisionConfig:
 
     Attributes:
       intermediate, merger: width inside a block's MLP, and inside the merger's.
-      positions: side of the square of learned positions; 0 for none, and no norm of the embedded patches.
-      qkv_bias, bias, qk_norm: as `GatedBlockConfig` has them.
+      positions: side of the square of learned positions.
+      qkv_bias: as `GatedBlockConfig` has it.
     """
 
     depth: int
@@ -61,8 +60,6 @@ class Glm4vVisionConfig:
     theta: float = 1e4
     norm_epsilon: float = 1e-5
     qkv_bias: bool = False
-    bias: bool = False
-    qk_norm: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -83,8 +80,6 @@ class Glm4vVisionConfig:
             self.activation,
             self.norm_epsilon,
             qkv_bias=self.qkv_bias,
-            bias=self.bias,
-            qk_norm=self.qk_norm,
             dtype=self.dtype,
         )
 
@@ -93,8 +88,8 @@ def plan_patches(config: Glm4vVisionConfig, grids: Int[np.ndarray, "images 3"]) 
     """Returns index arrays for images or videos with these (time, height, width) grids of patches.
 
     Returns `rows`, `columns` (int32 [P], place in the frame), `frames` (int32 [Y,Z], patch numbers per frame, padded by
-    P), and of the learned positions, where there are any, `taps` (int32 [P,16]) and `weights` (float32 [P,16]). Patches
-    are in the processor's order: merge blocks in raster order, the patches of a block together.
+    P), and of the learned positions `taps` (int32 [P,16]) and `weights` (float32 [P,16]). Patches are in the
+    processor's order: merge blocks in raster order, the patches of a block together.
 
     Raises:
       ShapeError: a grid that is not a multiple of the merge size.
@@ -102,11 +97,9 @@ def plan_patches(config: Glm4vVisionConfig, grids: Int[np.ndarray, "images 3"]) 
     parts, sizes = [], []
     for time, height, width in np.asarray(grids).tolist():
         rows, columns = patch_places(height, width, config.merge)
-        place: tuple[np.ndarray, ...] = (rows, columns)
-        if config.positions:
-            # transformers asks `grid_sample` for the same places: bicubic, corners not aligned, edges repeated.
-            place += resample_taps(rows, columns, (height, width), config.positions, "bicubic")
-        parts += [place] * time
+        # transformers asks `grid_sample` for the same places: bicubic, corners not aligned, edges repeated.
+        taps = resample_taps(rows, columns, (height, width), config.positions, "bicubic")
+        parts += [(rows, columns, *taps)] * time
         sizes += [rows.size] * time
     return {**join_places(parts), "frames": segment_table(sizes)}
 
@@ -132,8 +125,8 @@ class Glm4vVisionTower(nnx.Module):
         dtype, width = jnp.dtype(config.dtype), config.width
         norm = {"epsilon": config.norm_epsilon, "dtype": dtype}
         self.patch_embedding = Linear(config.features, width, bias=True, rngs=rngs, dtype=dtype)
-        self.embedding_norm = RMSNorm(width, **norm) if config.positions else None
-        self.position_embedding = learned(rngs, (config.positions**2, width), dtype) if config.positions else None
+        self.embedding_norm = RMSNorm(width, **norm)
+        self.position_embedding = learned(rngs, (config.positions**2, width), dtype)
         self.blocks = GatedBlock(config.block, rngs, config.depth)
         self.final_norm = RMSNorm(width, **norm)
         self.downsample = Linear(width * config.merge**2, config.output_width, bias=True, rngs=rngs, dtype=dtype)
@@ -146,16 +139,13 @@ class Glm4vVisionTower(nnx.Module):
         rows: Int[Array, " P"],
         columns: Int[Array, " P"],
         frames: Int[Array, "Y Z"],
-        taps: Int[Array, "P taps"] | None = None,
-        weights: Float[Array, "P taps"] | None = None,
+        taps: Int[Array, "P taps"],
+        weights: Float[Array, "P taps"],
     ) -> Float[Array, "E D"]:
         """Embeds packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`."""
         config = self.config
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(config.dtype)))
-        if self.embedding_norm is not None and self.position_embedding is not None:
-            assert taps is not None
-            assert weights is not None
-            hidden = add_positions(self.embedding_norm(hidden), self.position_embedding, taps, weights)
+        hidden = add_positions(self.embedding_norm(hidden), self.position_embedding, taps, weights)
         tables = axial_tables(rows, columns, config.width // config.heads, config.theta, alternate=False)
 
         def step(block: GatedBlock, hidden: Array) -> Array:
@@ -170,7 +160,6 @@ def glm4v_vision_entries(config: Glm4vVisionConfig, prefix: str, path: ParamPath
     """Maps the tower with its merger."""
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
     names = {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj", "mlp": "mlp"}
-    names |= {"query_norm": "attn.q_norm", "key_norm": "attn.k_norm"}
     square = (config.output_width, config.width, config.merge, config.merge)
     entries = [
         TensorEntry(
@@ -188,8 +177,7 @@ def glm4v_vision_entries(config: Glm4vVisionConfig, prefix: str, path: ParamPath
     for part in ("gate", "up", "down"):
         entries += linear_entries(f"{prefix}.merger.{part}_proj", (*path, "merger", "mlp", part), bias=False)
 
-    if config.positions:
-        table = f"{prefix}.embeddings.position_embedding.weight"
-        entries.append(TensorEntry(table, (*path, "position_embedding")))
-        entries.append(TensorEntry(f"{prefix}.post_conv_layernorm.weight", (*path, "embedding_norm", "weight")))
+    table = f"{prefix}.embeddings.position_embedding.weight"
+    entries.append(TensorEntry(table, (*path, "position_embedding")))
+    entries.append(TensorEntry(f"{prefix}.post_conv_layernorm.weight", (*path, "embedding_norm", "weight")))
     return entries

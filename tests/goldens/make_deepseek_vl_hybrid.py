@@ -8,7 +8,6 @@ Run it in an environment that has them: `python tests/goldens/make_deepseek_vl_h
 
 import json
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import (
@@ -66,13 +65,6 @@ def write_release(text: dict) -> None:
     (HERE / FAMILY / "config_release.json").write_text(json.dumps(release, indent=2) + "\n")
 
 
-def authors_pixels(image: np.ndarray) -> np.ndarray:
-    """The small image as the authors' tower makes it of the large one [H, W, 3]: resized by torch in float32."""
-    rescaled = torch.from_numpy(image.astype(np.float32) / np.float32(255)).permute(2, 0, 1)[None]
-    small = torch.nn.functional.interpolate(rescaled, size=(16, 16), mode="bilinear", antialias=True)
-    return ((small - 0.5) / 0.5)[0].numpy()
-
-
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -97,8 +89,6 @@ def main() -> None:
             resample=2,
         )
         processor.save_pretrained(HERE / FAMILY)
-        square = draw_image("square", 32, 32)
-        np.savez_compressed(HERE / FAMILY / "authors.npz", image=square, pixel_values=authors_pixels(square))
         inner = model.model
         vision = {
             "vision_blocks": inner.vision_model.encoder.layers,

@@ -1,7 +1,6 @@
-"""Make the GLM-4.1V, GLM-4.5V and GLM-OCR goldens with transformers (5.23) and torch. See README.md beside this file.
+"""Make the GLM-4.1V and GLM-4.5V goldens with transformers (5.23) and torch. See README.md beside this file.
 
-Run it in an environment that has them: `python tests/goldens/make_glm4v.py`. It rewrites `glm4v/`, `glm4v_moe/` and
-`glm_ocr/`.
+Run it in an environment that has them: `python tests/goldens/make_glm4v.py`. It rewrites `glm4v/` and `glm4v_moe/`.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -18,8 +17,6 @@ from transformers import (
     Glm4vForConditionalGeneration,
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
-    GlmOcrConfig,
-    GlmOcrForConditionalGeneration,
 )
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil, smart_resize
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
@@ -225,9 +222,6 @@ def main() -> None:
         rope, biased = {**half, "mrope_section": [2, 3, 3]}, {**VISION, "attention_bias": True}
         moe = {**text, **EXPERTS}
         make_family("glm4v_moe", Glm4vMoeConfig, Glm4vMoeForConditionalGeneration, moe, rope, biased, CASES)
-        ocr = {**text, "head_dim": 24}
-        rope = {"partial_rotary_factor": 1.0, "mrope_section": [3, 4, 5]}
-        make_family("glm_ocr", GlmOcrConfig, GlmOcrForConditionalGeneration, ocr, rope, biased, CASES)
     make_chat()
 
 

@@ -227,7 +227,6 @@ IMAGES["glm46v_moe"] = (
     | {"vision_config": {**GLM_TOWER, "model_type": "glm4v_moe_vision"}},
     *GLM_PIXELS,
 )
-IMAGES["glm_ocr"] = ("GlmOcr", {"text_config": GLM_TEXT, "vision_config": GLM_TOWER, **GLM_IDS}, *GLM_PIXELS)
 
 # Pixtral's processor gives pixels; what is stored are their patches, in raster order.
 PIXTRAL = {"model_type": "pixtral", **{key: TOWER[key] for key in list(TOWER)[:4]}}
@@ -318,9 +317,6 @@ CLASSES = {
     "glm4v_moe_text": "Glm4vMoeText",
     "glm4v_moe_vision": "Glm4vMoeVision",
     "glm46v": "Glm46V",
-    "glm_ocr": "GlmOcr",
-    "glm_ocr_text": "GlmOcrText",
-    "glm_ocr_vision": "GlmOcrVision",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
     "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
     "ernie4_5_vl_moe_vision": "Ernie4_5_VLMoeVision",

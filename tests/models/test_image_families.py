@@ -32,16 +32,16 @@ FAMILIES = [
     "kimi_vl",
     "gemma3",
     *("deepseek_vl_hybrid", "internvl_6b", "phi3_v"),
-    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral", "ernie4_5_vl"),
+    *("qwen2_vl", "glm4v", "glm4v_moe", "mistral3", "pixtral", "ernie4_5_vl"),
     *("deepseek_vl_hybrid", "deepseek_ocr2", "internvl_6b", "phi3_v"),
-    *("qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "mistral3", "pixtral"),
+    *("qwen2_vl", "glm4v", "glm4v_moe", "mistral3", "pixtral"),
     *("gemma4", "gemma4_moe"),
 ]
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 INPUTS += ("high_res_pixel_values", "image_position_ids", "pixel_values_local", "num_local_patches")
 
 
-PARTS = ("qwen3_vl_moe", "llava", "glm4v", "glm_ocr", "pixtral")
+PARTS = ("qwen3_vl_moe", "llava", "glm4v", "pixtral")
 """Marked slow: the tower and the decoder of the one are those of two others, the other's those of llava_next; of GLM-4V
 the mixture remains, whose tower is the dense one's, as GLM-4-0414's decoder is; Pixtral's tower is Mistral's.
 """

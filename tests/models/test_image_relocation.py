@@ -40,7 +40,6 @@ FAMILIES = [
             "qwen2_vl",
             "glm4v",
             "glm4v_moe",
-            "glm_ocr",
             "mistral3",
             "pixtral",
             "ernie4_5_vl",

@@ -1,4 +1,4 @@
-"""Keys of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR."""
+"""Keys of GLM-4.1V, GLM-4.5V and GLM-4.6V."""
 
 from typing import Any
 
@@ -55,28 +55,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _ENDS
     | {"image_token_id": 151343, "video_token_id": 151344}
     | {"video_start_token_id": 151361, "video_end_token_id": 151362},
-    "glm_ocr": PARTS
-    | {
-        "image_token_id": 59280,
-        "video_token_id": 59281,
-        "image_start_token_id": 59256,
-        "image_end_token_id": 59257,
-        "video_start_token_id": 59258,
-        "video_end_token_id": 59259,
-    },
-    "glm_ocr_text": sizes(59392, 1024, 4096, 16, 16, 131072) | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    "glm_ocr_vision": _TOWER
-    | {
-        "hidden_size": 1024,
-        "attention_bias": True,
-        "num_heads": 16,
-        "out_hidden_size": 1536,
-        "intermediate_size": 4096,
-    },
 }
 
 ONLY: dict[str, dict[str, Any]] = {
     "glm4v_text": {"attention_bias": True},
     "glm4v_moe_text": {"use_qk_norm": False},
-    "glm_ocr_text": {"attention_bias": False},
 }
