@@ -9,7 +9,6 @@ from .goal import Goal
 from .inventory import AvailablePatch, PatchInventory
 from .operating_points import MEANING, POINTS, Point
 from .planning import Plan, PlannedChunk, plan
-from .serving_options import PlanOptions
 
 __all__ = [
     "MEANING",
@@ -22,7 +21,6 @@ __all__ = [
     "Goal",
     "PatchInventory",
     "Plan",
-    "PlanOptions",
     "PlannedChunk",
     "Point",
     "RankChoice",

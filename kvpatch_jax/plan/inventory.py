@@ -56,8 +56,7 @@ class PatchInventory:
         inventory.add(chunk, patch)                     # in memory, in addition
         inventory.fold(patch, correction)               # a stored patch corrected for another antecedent: "update"
 
-    Patches that a store returned are remembered. A miss is looked up again next time, except between `freeze` and
-    `thaw`.
+    Patches that a store returned are remembered. A miss is looked up again next time.
 
     Attributes:
       backbone: its fingerprint.
@@ -94,7 +93,6 @@ class PatchInventory:
         self._by_digest: dict[str, dict[str, AvailablePatch]] = {}
         self._by_chain: dict[tuple[str, str], list[AvailablePatch]] = {}
         self._of_any_chain: dict[str, list[AvailablePatch]] = {}
-        self._misses: set[tuple[str, str]] | None = None
 
     @classmethod
     def of(
@@ -160,22 +158,6 @@ class PatchInventory:
         updated = update_patch(patch, correction)
         return self._index(dataclasses.replace(PatchNote.of(updated), updated=True), updated)
 
-    def forget(self, id: str) -> None:
-        """Removes everything that is known of a chunk. Its store is asked again."""
-        self._contents.pop(id, None)
-        self.chunks.pop(id, None)
-        self._of_any_chain.pop(id, None)
-        self._by_digest.pop(id, None)
-        self._by_chain = {key: patches for key, patches in self._by_chain.items() if key[0] != id}
-
-    def freeze(self) -> None:
-        """Remembers misses from now on, so that the store is not asked twice for a patch that it does not have."""
-        self._misses = set()
-
-    def thaw(self) -> None:
-        """Discards remembered misses, and remembers none from now on."""
-        self._misses = None
-
     # ------------------------------------------------------------------------------------------------ queries
 
     def canonical(self, entry: Entry) -> bool:
@@ -227,7 +209,7 @@ class PatchInventory:
                     patches = [*patches, available]
 
         # The store's patches for this antecedent, and orbit patches for any order of it.
-        if not patches and self._store is not None and (entry.id, target) not in (self._misses or ()):
+        if not patches and self._store is not None:
             assert self._layout is not None
             full = antecedent() if full is None else full
             query = asked_behind(full, entry.id, entry.content, self._layout, self.backbone, self._lead)
@@ -240,17 +222,8 @@ class PatchInventory:
             # All notes are made before the first is indexed, because that may refuse a patch.
             notes = [PatchNote.of(patch) for patch in found]
             patches = [self._index(note) for note in notes]
-            if not patches and self._misses is not None:
-                self._misses.add((entry.id, target))
 
         return [patch for patch in patches if not contents_differ(entry.content, patch.note.content)]
-
-    def stale(self, entry: Entry, target: str) -> list[AvailablePatch]:
-        """Returns an entry's known patches of its canonical that were formed behind another chain."""
-        known = self._by_digest.get(entry.id, {}).values()
-        return [
-            patch for patch in known if chain_of(self.backbone, patch.note) != target and patch.note.base == "canonical"
-        ]
 
     # ------------------------------------------------------------------------------------------------ internals
 

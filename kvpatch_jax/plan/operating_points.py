@@ -18,11 +18,10 @@ Point = Literal[
     "bare",
     "repair",
     "prefill",
-    "encoded",
 ]
 POINTS: tuple[Point, ...] = get_args(Point)
 
-EXACT_POINTS = ("leading", "restored", "prefill", "encoded")
+EXACT_POINTS = ("leading", "restored", "prefill")
 """Points that compute what a re-prefill computes: they lose nothing but rounding, and need no certificate."""
 MEASURED_POINTS = ("survivor", "orbit", "stored", "update", "fresh", "moved", "mean", "near", "seen", "bare", "repair")
 """Points that a certificate has rows of."""
@@ -43,5 +42,4 @@ MEANING: dict[Point, str] = {
     "bare": "the canonical alone",
     "repair": "the canonical, with some of its tokens recomputed",
     "prefill": "a forward behind the pieces in front",
-    "encoded": "a forward behind the pieces in front, from the vision tower's stored output",
 }

@@ -14,7 +14,7 @@ from .goal import Goal
 from .inventory import PatchInventory
 from .operating_points import MEANING, Point
 from .option_solver import CertifiedBounds, OptionSelection, OptionSolver, Uncertified
-from .serving_options import REPAIRED_PERCENT, EditPricing, OptionTable, PlanOptions, ServingOption, kept_point
+from .serving_options import EditPricing, OptionTable, ServingOption, kept_point
 
 INFINITE = float("inf")
 
@@ -156,8 +156,6 @@ class Plan:
     def menu(self, id: str) -> list[str]:
         """Describes every option of a piece, one line each: its cost and its bound. An arrow marks the chosen one.
 
-        A token repair is listed if there is a canonical. Its cost is a prediction; no edit performs it.
-
         Raises:
           WindowError: the piece is not in the window.
         """
@@ -167,10 +165,6 @@ class Plan:
             mark = "→" if option == self._selection.options[index] else " "
             loss = f"KL {_format_bound(self._bounds.kl(option.ways, 0))}" if option.ways else "as promised"
             lines.append(f"{mark} {_format_point(option)}: {_format_cost(option)}, {loss}")
-
-        repair = self._table.repair(index)
-        if repair is not None:
-            lines.append(f"  {_format_cost(repair)} by a repair of {REPAIRED_PERCENT} % of the tokens; no edit")
         return lines
 
     def explain(self) -> str:
@@ -190,7 +184,7 @@ class Plan:
             best = min(self._options[index], key=lambda option: option.seconds)
             if best.seconds < option.seconds and best.ways:
                 if best.ways == UNKNOWN_WAYS:
-                    reason = "stale" if best.choice.allow_stale else "nothing says how far it is off"
+                    reason = "nothing says how far it is off"
                 elif self._bounds.kl(best.ways, 0) is None:
                     reason = f"uncertified ({self.beyond})" if self.beyond else "uncertified"
                 else:
@@ -233,7 +227,8 @@ def plan(
     certificate: Certificate | None = None,
     costs: DeviceCosts | None = None,
     executor: Executor | None = None,
-    **options: Any,
+    uncertified: bool = False,
+    forming: bool = False,
 ) -> Plan:
     """Chooses how every piece of a window is served, within a goal.
 
@@ -247,7 +242,9 @@ def plan(
         everything it was measured on (`Certificate.beyond`), it bounds none.
       costs: of this device; None: assumed ones.
       executor: what will run the edits. What it was given needs no fetch.
-      options: fields of `PlanOptions`: uncertified, allow_stale, encoded, forming.
+      uncertified: also uses stored patches that nothing bounds, if the goal bounds neither KL nor flips; and if a
+        budget requires it, canonicals alone.
+      forming: a `PatchFormer` watches the executor and forms a patch of what is prefilled: "fresh".
 
     Raises:
       WindowError: the window cannot hold these entries so.
@@ -255,14 +252,16 @@ def plan(
       PlanError: a goal that nothing meets, an inventory of another backbone, an argument of another type.
     """
     goal = Goal() if goal is None else goal
-    settings = PlanOptions(**options)
     _check_arguments(window, goal, stored, certificate, costs, executor)
+    for name, value in (("uncertified", uncertified), ("forming", forming)):
+        if not isinstance(value, bool):
+            raise PlanError(f"plan.{name}: got {value!r:.80}; expected True or False")
     arranged = arrange(window, _entries(window, wanted))
 
     devices = costs or DeviceCosts.assumed()
     at_hand = None if executor is None and not stored.in_memory else _at_hand(arranged.window, stored, executor)
-    table = OptionTable(arranged, stored, EditPricing(arranged, devices, at_hand), settings)
-    promised_only = goal.as_promised and not settings.uncertified
+    table = OptionTable(arranged, stored, EditPricing(arranged, devices, at_hand), forming)
+    promised_only = goal.as_promised and not uncertified
 
     # Nothing is certified of a window that exceeds those that were measured.
     beyond, pieces = None, arranged.window.pieces
@@ -284,7 +283,7 @@ def plan(
         if promised_only:
             selection = OptionSelection([own[0] for own in piece_options], 0.0, 0.0)
         else:
-            selection = _select(OptionSolver(piece_options, bounds), goal, settings.uncertified, arranged.window)
+            selection = _select(OptionSolver(piece_options, bounds), goal, uncertified, arranged.window)
 
         served, edits = arranged.serve([option.choice for option in selection.options], at_hand)
         if not table.mark_unseen(selection.options, served):

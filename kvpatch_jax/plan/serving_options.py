@@ -1,12 +1,9 @@
 """Options of serving each piece of a window, and what each of them costs."""
 
-import dataclasses
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..cache import Antecedent
-from ..errors import PlanError
 from ..window import (
     BARE_WAYS,
     KEEP,
@@ -29,42 +26,11 @@ from .device_costs import DeviceCosts, Rates
 from .inventory import AvailablePatch, PatchInventory
 from .operating_points import Point
 
-REPAIRED_PERCENT = 15
-"""Tokens that the token repair in `Plan.menu` recomputes."""
-
 _BARE = ServingChoice("bare")
 _RESTORE = ServingChoice("restore")
 
 Cost = tuple[int, int, float]
 """Bytes, FLOPs and seconds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """Options of `plan`.
-
-    Attributes:
-      uncertified: also uses stored patches that nothing bounds, if the goal bounds neither KL nor flips; and if a
-        budget requires it, canonicals alone and stale patches.
-      allow_stale: also offers patches formed behind another antecedent. Nothing bounds them.
-      encoded: ids whose tower output is stored, so that their forward needs no tower.
-      forming: a `PatchFormer` watches the executor and forms a patch of what is prefilled: "fresh".
-
-    Raises:
-      PlanError: an option of another type.
-    """
-
-    uncertified: bool = False
-    allow_stale: bool = False
-    encoded: Collection[str] = frozenset()
-    forming: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("uncertified", "allow_stale", "forming"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"plan.{name}: got {getattr(self, name)!r:.80}; expected True or False")
-        if not isinstance(self.encoded, Collection) or isinstance(self.encoded, str):
-            raise PlanError(f"plan.encoded: got {self.encoded!r:.80}; expected a collection of ids")
 
 
 class ServingOption(NamedTuple):
@@ -190,11 +156,14 @@ def _sum(first: Cost, second: Cost) -> Cost:
 class OptionTable:
     """Options of every piece of an arranged window."""
 
-    def __init__(self, arranged: Rearrangement, inventory: PatchInventory, pricing: EditPricing, options: PlanOptions):
-        """Stores the collaborators; nothing is looked up yet."""
+    def __init__(self, arranged: Rearrangement, inventory: PatchInventory, pricing: EditPricing, forming: bool):
+        """Stores the collaborators; nothing is looked up yet.
+
+        Args:
+          forming: a chunk without a valid patch that is prefilled is "fresh".
+        """
         self.arranged, self.inventory, self.pricing = arranged, inventory, pricing
-        self._options = options
-        self._encoded = frozenset(options.encoded)
+        self._forming = forming
         self._forgets = arranged.window.promise == "forget"
         self._bare_options: dict[tuple[int, float], ServingOption] = {}
 
@@ -210,7 +179,7 @@ class OptionTable:
         """
         arranged = self.arranged
         starts = {piece[0].id: piece[1] for piece in arranged.before.pieces}
-        skip_patches = promised_only and not self._options.forming
+        skip_patches = promised_only and not self._forming
 
         table, preceding = [], 0
 
@@ -224,20 +193,6 @@ class OptionTable:
             preceding += piece[0].tokens
 
         return table
-
-    def repair(self, index: int) -> ServingOption | None:
-        """Returns the predicted cost of a token repair, which no edit performs; None without a canonical."""
-        window = self.arranged.window
-        entry = window.pieces[index].entry
-        if entry.kind == "text" or not self.inventory.canonical(entry):
-            return None
-
-        # As a canonical that is placed, and a forward of some of its tokens behind all that precedes it.
-        count = math.ceil(REPAIRED_PERCENT / 100 * entry.tokens)
-        bare = self.pricing.bare(entry)
-        behind = window.behind(entry.id)
-        again = self.pricing.forward(dataclasses.replace(entry, tokens=count), behind, index, again=True)
-        return ServingOption("repair", _BARE, *_sum(bare, again), (("repair", REPAIRED_PERCENT),))
 
     def mark_unseen(self, selected: Sequence[ServingOption], served: Window) -> bool:
         """Withdraws options to keep a piece because of what it has seen, where the selection runs that again.
@@ -260,20 +215,20 @@ class OptionTable:
     def _of_new(self, index: int, entry: Entry, preceding: int, skip_patches: bool) -> list[ServingOption]:
         """Returns the options of a piece that was not in the window before."""
         forward = self.pricing.forward(entry, preceding, index, again=False)
-        point: Point = "encoded" if entry.id in self._encoded else "prefill"
+        prefill = ServingOption("prefill", PREFILL, *forward, (), True)
         if entry.kind == "text":
-            return [ServingOption(point, PREFILL, *forward, (), True)]
+            return [prefill]
 
         restored = self._restored(index, entry)
         if skip_patches:
-            return [*(own for own in restored if not own.ways), ServingOption(point, PREFILL, *forward, (), True)]
+            return [*(own for own in restored if not own.ways), prefill]
 
         # A forward of a chunk that has no valid patch yet lets the former make one.
         patched = self._patched(index, entry)
         unknown_only = all(option.ways == UNKNOWN_WAYS for option in patched)
-        if self._options.forming and index and point == "prefill" and unknown_only:
-            point = "fresh"
-        options = [tuple_of(ServingOption, (point, PREFILL, *forward, (), True, None)), *patched]
+        if self._forming and index and unknown_only:
+            prefill = prefill._replace(point="fresh")
+        options = [prefill, *patched]
         # What is as promised comes first, the cheapest in front.
         cheaper = bool(restored) and not restored[0].ways and restored[0].seconds <= forward[2]
         options = [*restored, *options] if cheaper else [*options, *restored]
@@ -310,8 +265,7 @@ class OptionTable:
     def _patched(self, index: int, entry: Entry, present: PlacedPiece | None = None) -> list[ServingOption]:
         """Returns the options that use a patch, for a new piece or one that is in the window (`present`)."""
         target, options = self.arranged.window.pieces[index].target, []
-        valid = self.inventory.serving(entry, target, lambda: self._antecedent(index))
-        for patch in valid:
+        for patch in self.inventory.serving(entry, target, lambda: self._antecedent(index)):
             note, ways = patch.note, patch.ways
             if note.base != "canonical":
                 # A removal patch is added to the KV of a piece that was conditioned on what is removed.
@@ -326,14 +280,6 @@ class OptionTable:
             nbytes, flops, seconds = self.pricing.patched(entry, patch)
             choice = tuple_of(ServingChoice, ("patch", note, False, None, None))
             options.append(tuple_of(ServingOption, (note.point, choice, nbytes, flops, seconds, ways, False, patch)))
-
-        if self._options.allow_stale:
-            digests = {patch.note.digest for patch in valid}
-            for patch in self.inventory.stale(entry, target):
-                if patch.note.digest not in digests:
-                    choice = ServingChoice("patch", patch.note, allow_stale=True)
-                    cost = self.pricing.patched(entry, patch)
-                    options.append(ServingOption(patch.point, choice, *cost, UNKNOWN_WAYS, patch=patch))
 
         return options
 

@@ -150,7 +150,7 @@ def test_unmeasured_points_have_no_bound_and_exact_ones_lose_nothing():
     assert made.bound("orbit", 16) is None
     assert made.bound("stored", 16) is None
     assert made.bound("bare", promise="remember") is None
-    for point in ("leading", "prefill", "encoded"):
+    for point in ("leading", "prefill"):
         assert made.bound(point, behind=99) == 0.0
     assert made.bound("survivor") == 0.5  # measured with three others alone
     assert made.bound("survivor", promise="remember", behind=99) == 0.0

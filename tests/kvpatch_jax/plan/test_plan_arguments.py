@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("unchecked")
         ({"wanted": ["page"]}, r"plan\.wanted: got 'page'"),
         ({"wanted": entry(0)}, r"plan\.wanted: got Entry"),
         ({"costs": "costs.json"}, r"plan\.costs: got 'costs.json'"),
-        ({"encoded": "a"}, r"plan\.encoded: got 'a'"),
-        ({"encoded": None}, r"plan\.encoded: got None"),
         ({"uncertified": "no"}, r"plan\.uncertified: got 'no'"),
         ({"forming": 1}, r"plan\.forming: got 1"),
         ({"executor": "x"}, r"plan\.executor: got 'x'"),

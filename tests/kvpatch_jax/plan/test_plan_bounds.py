@@ -16,7 +16,7 @@ def points(planned: Plan) -> list[str]:
     return [chunk.point for chunk in planned.chunks]
 
 
-def test_stale_and_uncertified_options_need_permission():
+def test_uncertified_options_need_permission():
     entries = [entry(number, 50) for number in range(4)]
     window, _ = plan_and_window(entries[:2])
     inventory = PatchInventory(BACKBONE)
@@ -29,16 +29,14 @@ def test_stale_and_uncertified_options_need_permission():
     assert points(planned) == ["leading", "leading", "prefill", "prefill"]
     assert "not bare: uncertified" in planned.explain()
     assert points(ask(uncertified=True)) == ["leading", "leading", "stored", "prefill"]
-    assert points(ask(allow_stale=True)) == ["leading", "leading", "prefill", "prefill"]
-    assert points(ask(uncertified=True, allow_stale=True)) == ["leading", "leading", "stored", "prefill"]
     assert points(ask(Goal(kl=9.0), uncertified=True)) == ["leading", "leading", "prefill", "prefill"]
 
     least = ask(uncertified=True).seconds
     with pytest.raises(CertificateError, match=r"evals.certify"):
         ask(Goal(seconds=least))
     assert points(ask(Goal(seconds=least), uncertified=True)) == ["leading", "leading", "stored", "prefill"]
-    both = ask(Goal(seconds=least * 0.6), uncertified=True, allow_stale=True)
-    assert points(both)[3] in ("stored", "bare")
+    both = ask(Goal(seconds=least * 0.6), uncertified=True)
+    assert points(both)[3] == "bare"
     assert both.kl is None
     with pytest.raises(PlanError, match="expected at least"):
         ask(Goal(seconds=0.0), uncertified=True)
@@ -233,10 +231,8 @@ def test_a_patch_is_kept_only_if_no_piece_in_front_of_it_changes():
 
 def test_points_name_how_pieces_are_served():
     entries = [entry(number, 50) for number in range(3)]
-    fresh = plan(
-        Window.empty(COSTS), entries, stored=PatchInventory(BACKBONE), costs=DEVICES, forming=True, encoded={"c2"}
-    )
-    assert points(fresh) == ["prefill", "fresh", "encoded"]
+    fresh = plan(Window.empty(COSTS), entries, stored=PatchInventory(BACKBONE), costs=DEVICES, forming=True)
+    assert points(fresh) == ["prefill", "fresh", "fresh"]
     text = Entry("said", None, 4, 4)
     told = plan(fresh.window, [*entries, text], stored=PatchInventory(BACKBONE), costs=DEVICES)
     assert told.chunks[-1].point == "prefill"

@@ -106,12 +106,9 @@ def test_patches_of_a_store_are_looked_up_and_fetched():
         ),
     )
     stock = PatchInventory.of(store, drill.backbone)
-    stock.freeze()
     assert plan(drill.window, wanted, stored=stock, uncertified=True).chunks[-1].point == "prefill"
     store.put_patches([orbit])
     store.put(drill.chunks["c4"])
-    assert plan(drill.window, wanted, stored=stock, uncertified=True).chunks[-1].point == "prefill"
-    stock.thaw()
     quick = DeviceCosts("a desk", None, {"Prefill": Rates(1.0)})
     planned = plan(drill.window, wanted, stored=stock, uncertified=True, costs=quick, executor=drill.paged)
     assert planned.chunks[-1].point == "orbit"

@@ -115,7 +115,7 @@ def check_totals(planned: Any) -> None:
         assert (chunk.patch or None) == piece.state.patch or chunk.point in ("leading", "survivor", "stored")
         if chunk.fidelity == "exact":
             assert chunk.kl == 0.0
-            assert chunk.point in ("leading", "prefill", "fresh", "encoded", "survivor")
+            assert chunk.point in ("leading", "prefill", "fresh", "survivor")
         if chunk.kl != 0.0:
             assert chunk.fidelity != "exact"
 
