@@ -41,30 +41,21 @@ MAIN_ARMS = (
     "blind",
     "patch.rank=8",
     "patch.rank=16",
+    "patch.rank=32",
     "patch.every_chunk.rank=16",
-    "patch.every_chunk.rank=64",
     "patch.rows_only.rank=16",
-    "patch.transition_only.rank=16",
     "patch.transition_only.whole",
     "patch.whole_transition.rank=16",
     "cacheblend.budget=0.15",
     "query_attention.budget=0.15",
-    "quantised.bits=3",
-)
-"""The arms of a page's tables."""
-FIRST_ARMS = (
-    *MAIN_ARMS,
-    "patch.rank=4",
-    "patch.rank=32",
-    "patch.v_only.rank=16",
-    "cacheblend.budget=0.5",
-    "oracle_delta.budget=0.5",
     "pooled.rank=8",
-    "quantised.bits=4",
     "svd.rank=16",
     "residual.layer=1",
+    "quantised.bits=3",
 )
-"""Those of the first table, beside whatever beats the patch."""
+"""The arms of a guide's table, beside whatever beats the patch."""
+SIZES_PATCH = "patch.rank=16"
+"""The patch that a guide's table of context sizes shows."""
 
 
 class Bar(NamedTuple):
@@ -114,30 +105,41 @@ def write_report(results: Results, folder: Path) -> str:
 
 
 def markdown(results: Results) -> str:
-    """Writes what a run found, as the page has it: verdict, bars, and the main arms with contexts of each size.
+    """Writes what a run found, as the guide has it: verdict, bars, the main arms, and contexts of each size.
 
-    Every arm's figures are in the page's file of results and in report.html.
+    Every arm's figures are in the guide's file of results and in report.html.
     """
-    kinds = results["config"]["questions"]
-    parts = [" ".join(verdict(of_probe(results))), *_caveats(results)]
-    lines = [[bar.what, bar.measured, "met" if bar.met else "**not met**"] for bar in bars(results)]
-    parts.append(markdown_table(("bar", "measured", ""), lines))
+    main, kinds, probes = of_probe(results), results["config"]["questions"], results["config"]["probes"]
+    held = bars(results)
+    missed = [f"{bar.what} ({bar.measured})" for bar in held if not bar.met]
+    met = f"Of {len(held)} bars that were set before the runs {len(held) - len(missed)} are met"
+    parts = [" ".join(verdict(main)), *_caveats(results), f"{met}{'; not met: ' if missed else ''}{'; '.join(missed)}."]
 
-    for number_, (probe, title) in enumerate(results["config"]["probes"].items()):
-        of_size = of_probe(results, probe)
-        rows, lines = Rows(of_size), []
-        # The first table has more arms, and whatever beats the patch.
-        shown = MAIN_ARMS if number_ else {*FIRST_ARMS, *first_arms(of_size)}
-        for arm in rows.arms(VISIBLE):
-            if arm in shown:
-                right = [number(rows.accuracy(arm, kind).value) for kind in kinds]
-                kept_bytes = ", ".join(share(rows.get(VISIBLE, arm, metric).value) for metric in TOGETHER)
-                work = share(rows.get(VISIBLE, arm, "serving_flops").value)
-                lines.append([f"`{arm}`", *right, kept_bytes, work])
-        head = ("arm", *kinds, "kept, N = 1, 4, 16", "serving FLOPs")
-        parts += [f"**{title}.** {_finding(results, probe)}", markdown_table(head, lines)]
-
+    rows, lines = Rows(main), []
+    for arm in rows.arms(VISIBLE):
+        if arm in {*MAIN_ARMS, *first_arms(main)}:
+            right = [number(rows.accuracy(arm, kind).value) for kind in kinds]
+            kept_bytes = ", ".join(share(rows.get(VISIBLE, arm, metric).value) for metric in TOGETHER)
+            work = share(rows.get(VISIBLE, arm, "serving_flops").value)
+            lines.append([f"`{arm}`", *right, kept_bytes, work])
+    head = ("arm", *kinds, "kept, N = 1, 4, 16", "serving FLOPs")
+    first, title = next(iter(probes.items()))
+    parts += [f"**{title}.** {_finding(results, first)}", markdown_table(head, lines), *_sizes(results)]
     return "\n\n".join(part if part.startswith("|") else filled(part) for part in parts)
+
+
+def _sizes(results: Results) -> list[str]:
+    """Sets contexts of all sizes beside each other: the smallest sufficient rank, and what needs page and sheets."""
+    lines = []
+    for probe, title in results["config"]["probes"].items():
+        of_size = of_probe(results, probe)
+        rows = Rows(of_size)
+        right = [
+            number(rows.accuracy(arm, kind).value) for kind in MULTI_HOP for arm in ("re-prefill", "blind", SIZES_PATCH)
+        ]
+        lines.append([title, str(smallest_rank(of_size, VISIBLE) or "none"), *right])
+    columns = [f"{kind}, {way}" for kind in MULTI_HOP for way in ("re-prefill", "blind", "rank 16")]
+    return [] if len(lines) < 2 else [markdown_table(("contexts", "smallest sufficient rank", *columns), lines)]
 
 
 def bars(results: Results) -> list[Bar]:

@@ -95,8 +95,10 @@ def test_verdict_and_bars_are_read_off_the_rows(results: dict):
         {**row, "value": 0.7} if (row["arm"], row["metric"]) == ("re-prefill", "accuracy.aggregate") else row
         for row in results["rows"]
     ]
-    assert "**not met**" in report.markdown({**results, "rows": worse})
-    assert "**not met**" not in text
+    assert "5 are met; not met: re-prefill, aggregate: at least .75 (0.700); smallest rank" in (
+        report.markdown({**results, "rows": worse}).replace("\n", " ")
+    )
+    assert "Of 7 bars that were set before the runs 7 are met." in text.replace("\n", " ")
 
 
 def test_the_page_reads_from_its_head(results: dict, tmp_path: Path):
@@ -126,71 +128,6 @@ def test_the_guide_is_written_from_its_rows(kind: str):
     assert kept["config"]["kind"] == kind
     assert kept["config"]["task"] == kind.partition("_")[0]
     assert block(report.markdown(kept), guide) == guide.read_text("utf-8")
-
-
-def test_what_the_readme_says_of_the_seeds_and_the_control():
-    """Two seeds at most at 5 of 8 aggregate answers, one above; the control's answers as they are under blind reuse."""
-    rows = json.loads((ROOT / report.KEPT["sheets"]).read_text("utf-8"))["rows"]
-    value = {
-        (row["model"], row["arm"]): row["value"]
-        for row in rows
-        if row["metric"] == "accuracy.aggregate" and row["probe"] == "sheets.4" and row["model"] != "mean"
-    }
-    right = {model: got for (model, arm), got in value.items() if arm == "re-prefill"}
-    control = right.pop("qwen2_5_vl_no_window")
-    assert sorted(got <= 0.625 for got in right.values()) == [False, True, True]
-    assert abs(value["qwen2_5_vl_no_window", "blind"] - control) < 0.01
-
-
-def test_what_is_said_of_the_second_architecture():
-    """README and its guide: every seed's aggregates, a control that loses nothing, all bars, sheets that stay right."""
-    kept = json.loads((ROOT / report.KEPT["sheets_qwen3_vl"]).read_text("utf-8"))
-    asked = [row for row in kept["rows"] if row["probe"] == "sheets.4"]
-    value = {(row["model"], row["arm"], row["metric"]): row["value"] for row in asked}
-    seeds = kept["config"]["seeds"]
-    assert seeds == ["qwen3_vl", "qwen3_vl_seed1", "qwen3_vl_seed2"]
-    assert min(value[seed, "re-prefill", "accuracy.aggregate"] for seed in seeds) > 0.75
-    control = lambda arm, kind: value["qwen3_vl_no_window", arm, f"accuracy.{kind}"]
-    assert max(control("re-prefill", kind) - control("blind", kind) for kind in ("chain", "aggregate")) < 0.03
-    assert all(bar.met for bar in report.bars(kept))
-    mean = lambda arm, kind: value["mean", arm, f"accuracy.{kind}"]
-    for kind in ("page", "sheet", "chain", "aggregate", "override", "list"):
-        # Whole patches on every chunk are re-prefill.
-        assert abs(mean("patch.every_chunk.rank=64", kind) - mean("re-prefill", kind)) < 0.005
-    assert mean("blind", "sheet") > 0.99
-    assert mean("query_attention.budget=0.15", "chain") > 0.99
-
-
-def test_what_is_said_of_the_hybrid():
-    """Its guide: as much is lost as in a transformer; where it lies differs from seed to seed; both parts mend it."""
-    kept = json.loads((ROOT / report.KEPT["sheets_qwen3_5"]).read_text("utf-8"))
-    rows = [row for row in kept["rows"] if row["probe"] == "sheets.4"]
-    value = {(row["model"], row["arm"], row["metric"]): row["value"] for row in rows}
-
-    def chain(arm: str, model: str = "mean") -> float:
-        return value[model, arm, "accuracy.chain"]
-
-    def aggregate(arm: str, model: str = "mean") -> float:
-        return value[model, arm, "accuracy.aggregate"]
-
-    assert aggregate("blind") < 0.1 < 0.95 < aggregate("re-prefill")
-    rows_alone, transitions = "patch.rows_only.rank=32", "patch.transition_only.whole"
-    for model in ("qwen3_5", "qwen3_5_seed2"):
-        assert chain("blind", model) < 0.1 < 0.95 < chain("re-prefill", model)
-        assert chain("patch.rows_only.rank=8", model) > chain("re-prefill", model) - 0.01
-        assert aggregate(rows_alone, model) > aggregate("re-prefill", model) - 0.01
-        assert max(chain(transitions, model), aggregate(transitions, model)) < 0.1
-        assert chain("residual.layer=1", model) < 0.71
-        assert chain("first_k.budget=0.5", model) < 0.56
-    odd = "qwen3_5_seed1"
-    assert chain("re-prefill", odd) < 0.85
-    assert abs(chain("patch.rows_only.rank=64", odd) - chain("blind", odd)) < 0.01
-    assert abs(aggregate("patch.rows_only.rank=64", odd) - aggregate("blind", odd)) < 0.01
-    assert chain(transitions, odd) > chain("re-prefill", odd) - 0.01
-    assert aggregate(transitions, odd) > 0.99
-    both = "patch.whole_transition.rank"
-    assert chain(f"{both}=8") > chain("re-prefill") - 0.01
-    assert aggregate(f"{both}=16") > aggregate("re-prefill") - 0.01
 
 
 def test_which_arms_are_asked():
