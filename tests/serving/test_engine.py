@@ -44,8 +44,6 @@ def start(work, scenario, kind, *, dies=False):
         command = ["loops_program.py", work, LOOPS[scenario], scenario]
     elif scenario in CONTEXTS:
         command = [f"{scenario}_program.py", work, CONTEXTS[scenario]]
-    elif scenario == "shared":
-        command = ["shared_program.py", work, kind]
     else:
         program = "endurance_program.py" if scenario in ("many", "killed", "revived") else "engine_program.py"
         command = [program, scenario, work, kind]
@@ -402,57 +400,3 @@ def test_loops_pay_as_they_come_and_within_their_bounds(run, loop):
         assert ways["remember"]["prefilled_tokens"] <= 0.3 * alone
     if loop == "reopened":
         assert ways["forget"]["prefilled_tokens"] <= 0.35 * alone
-
-
-@pytest.fixture(scope="module", params=["file", "valkey"])
-def shared(run, request):
-    """Two engines with disks of their own and one remote store."""
-    return run("shared", request.param)
-
-
-def sides(found):
-    """What both engines answered in a scenario."""
-    return [found[name] for name in ("one", "two")]
-
-
-def test_engines_that_share_a_remote_store_answer_as_they_prefill(shared):
-    rows = [*sides(shared["in turn"]), *sides(shared["at once"])]
-    rows += [shared["killed"][own] for own in ("before", "other", "revived")]
-    for row in rows:
-        assert row["equal"] == row["exact"] == row["answers"]
-        assert row["largest_difference"] <= 1e-3
-
-
-def test_what_one_engine_formed_the_other_serves_and_nobody_forms_again(shared):
-    """A turn at one, the next at the other: what is stored is stored once, and each serves all but the new image."""
-    found = shared["in turn"]
-    assert found["by_both"] == 0
-    assert found["distinct"] == sum(found["stored"])
-    assert min(found["stored"]) > 0
-    one, two = sides(found)
-    # The lead and the images before, of every turn but the first.
-    assert one["chunks"] + two["chunks"] == sum(range(2, one["answers"] + two["answers"] + 1))
-
-
-def test_engines_that_prefill_the_same_at_once_store_it_twice_at_most(shared):
-    found = shared["at once"]
-    assert found["by_both"] <= found["distinct"]
-    for row in sides(found):
-        assert row["chunks"] == sum(range(1, row["answers"] + 1)), "the turn before is stored, whoever was first"
-
-
-def test_an_engine_that_is_killed_while_it_saves_leaves_the_other_alone(shared):
-    found = shared["killed"]
-    assert found["status"] == -signal.SIGKILL
-    assert found["revived"]["chunks"] > 0
-    assert shared["ended"] == [0, 0]
-
-
-def test_a_remote_store_that_is_silent_costs_time_alone(run):
-    """Stopped by SIGSTOP. What it lacks waits on the disks, and is sent."""
-    found = run("shared", "valkey")["silent"]
-    for row in (*sides(found["during"]), found["after"]):
-        assert row["equal"] == row["answers"]
-        assert row["largest_difference"] <= 1e-3
-    assert min(found["outbox"]["stopped"]) > 0
-    assert found["outbox"]["after"] == [0, 0]
