@@ -1,6 +1,6 @@
 """The tables of docs/experiments/infoflow.md, written from a run: `python -m evals.infoflow.document out/infoflow`.
 
-Keeps the rows that the page shows in docs/infoflow.json. A test compares the page with that file.
+Keeps the rows in docs/infoflow.json. A test compares the page with that file.
 """
 
 import json
@@ -20,7 +20,7 @@ from .suite import ALL, IMAGE, OURS, TEXT
 
 PAGE, KEPT = Path("docs/experiments/infoflow.md"), Path("docs/infoflow.json")
 KINDS = ("page", "chain", ALL)
-"""Kinds of question about images that the page shows: of the page alone, of page and legends, all."""
+"""Kinds of question about images: of the page alone, of page and legends, all."""
 TEXT_METRICS = ("kl", "eta", "flips", "accuracy", "mom", "max", "near", "minus_infoflow.kl")
 IMAGE_METRICS = ("count", *(f"{metric}.{kind}" for metric in ("kl", "eta", "flips", "accuracy") for kind in KINDS))
 LABELS = {
@@ -55,27 +55,6 @@ def methods_table(results: Results) -> Table:
     return ["split", "method", *(probe.removeprefix(f"{TEXT}.") for probe in probes), "KL minus Our's, all"], lines
 
 
-def answers_table(results: Results) -> Table:
-    """Makes the table of right answers and flips on texts."""
-    rows, lines = Rows(results, DECODER), []
-    probes = _text_probes(results)
-    arms = [("–", "baseline", "Baseline: full-context prefill")]
-    arms += [
-        (split, arm_name(split, method), LABELS[method])
-        for split in SPLITS
-        for method in (*METHODS, REORDER, REORDERED_BASELINE)
-    ]
-    for split, arm, label in arms:
-        cells = []
-        for probe in probes:
-            right, flips = rows.get(probe, arm, "accuracy"), rows.get(probe, arm, "flips")
-            said = f"{right.value:.0%}, " if probe.endswith(("codes", "people")) and right.n else ""
-            cells.append(f"{said}{flips.value:.0%}" if flips.n else "–")
-        if any(cell != "–" for cell in cells):
-            lines.append([split, label, *cells])
-    return ["split", "method", *(probe.removeprefix(f"{TEXT}.") for probe in probes)], lines
-
-
 def geometry_table(results: Results) -> Table:
     """Makes the table of positions while tokens are scored (their Table 1)."""
     rows, probes = Rows(results, DECODER), _text_probes(results)
@@ -89,44 +68,21 @@ def geometry_table(results: Results) -> Table:
     return ["positions", *(probe.removeprefix(f"{TEXT}.") for probe in probes), "KL minus GLOBAL's"], lines
 
 
-def bands_table(results: Results) -> Table:
-    """Makes the table of the layers that score (their Figure 4), with the difference to the default layers."""
-    rows, probes = Rows(results, DECODER), _text_probes(results)
-    lines = []
-    for arm in rows.arms(f"{TEXT}.{ALL}", f"{PASSAGES}.infoflow.layers="):
-        cells = [_kl_and_eta(rows.get(probe, arm, "kl"), rows.get(probe, arm, "eta")) for probe in probes]
-        versus = _signed(rows.get(f"{TEXT}.{ALL}", arm, "minus_infoflow.kl"))
-        lines.append([arm.partition("=")[2].replace("-", "–"), *cells, versus])
-    return ["layers", *(probe.removeprefix(f"{TEXT}.") for probe in probes), "KL minus the default layers'"], lines
+def image_table(results: Results, probes: Sequence[str] | None = None) -> Table:
+    """Makes the table of one image cut into parts (their Table 4): right answers, flips, KL and η, by backbone.
 
-
-def similarity_table(results: Results) -> Table:
-    """Makes the table of RoPE similarity between prompt and chosen tokens (their Table 2)."""
-    rows, lines = Rows(results, DECODER), []
-    tasks = [probe for probe in _text_probes(results) if not probe.endswith(ALL)]
-    for split in SPLITS:
-        for method in METHODS:
-            found = [rows.get(probe, arm_name(split, method), metric) for probe in tasks for metric in ("mom", "max")]
-            if any(similarity.n for similarity in found):
-                near = rows.get(f"{TEXT}.{ALL}", arm_name(split, method), "near")
-                cells = [f"{similarity.value:.3f}" for similarity in found]
-                lines.append([split, LABELS[method], *cells, f"{near.value:.0%}"])
-    names = [probe.removeprefix(f"{TEXT}.") for probe in tasks]
-    heads = [f"{name}, {metric}" for name in names for metric in ("MoM", "Max")]
-    return ["split", "method", *heads, "chosen among the last 32 tokens"], lines
-
-
-def image_table(results: Results, kind: str = ALL) -> Table:
-    """Makes the table of one image cut into parts (their Table 4): right answers, flips, KL and η, by backbone."""
+    Args:
+      probes: the cuts that are shown; None: all.
+    """
     models = _image_models(results)
     lines = []
-    for probe in _image_probes(results):
+    for probe in _image_probes(results) if probes is None else probes:
         for arm in ("baseline", *IMAGE_METHODS):
             cells, counts = [], []
             for model in models:
                 rows = Rows(results, model)
-                right, eta = rows.get(probe, arm, f"accuracy.{kind}"), rows.get(probe, arm, f"eta.{kind}")
-                kl, flips = rows.get(probe, arm, f"kl.{kind}"), rows.get(probe, arm, f"flips.{kind}")
+                right, eta = rows.get(probe, arm, f"accuracy.{ALL}"), rows.get(probe, arm, f"eta.{ALL}")
+                kl, flips = rows.get(probe, arm, f"kl.{ALL}"), rows.get(probe, arm, f"flips.{ALL}")
                 said = f"{right.value:.1%}, {flips.value:.1%}" if right.n else "–"
                 cells += [said, _kl_and_eta(kl, eta) if eta.n else "–"]
                 counts.append(rows.get(probe, arm, "count"))
@@ -145,6 +101,12 @@ def _text_probes(results: Results) -> list[str]:
 def _image_probes(results: Results) -> list[str]:
     found = {row["probe"] for row in results["rows"] if row["probe"].startswith(f"{IMAGE}.")}
     return sorted(found, key=lambda probe: int(probe.partition("=")[2]))
+
+
+def _shown_cuts(results: Results) -> list[str]:
+    """Picks the full-context prefill, the whole image and the one in most parts."""
+    probes = _image_probes(results)
+    return list(dict.fromkeys([*probes[:2], *probes[-1:]]))
 
 
 def _image_models(results: Results) -> list[str]:
@@ -170,11 +132,8 @@ def sections(kept: Results) -> dict[str, str]:
     """Writes the text between each pair of the page's marks."""
     return {
         "methods": markdown_table(*methods_table(kept)),
-        "answers": markdown_table(*answers_table(kept)),
         "geometries": markdown_table(*geometry_table(kept)),
-        "bands": markdown_table(*bands_table(kept)),
-        "similarity": markdown_table(*similarity_table(kept)),
-        **{f"images-{kind}": markdown_table(*image_table(kept, kind)) for kind in KINDS},
+        "images": markdown_table(*image_table(kept, _shown_cuts(kept))),
     }
 
 
