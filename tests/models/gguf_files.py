@@ -18,12 +18,9 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 HEADS, KV_HEADS, WIDTH, HEAD = 4, 2, 32, 8
@@ -88,21 +85,16 @@ def in_pairs(values: np.ndarray, heads: int) -> np.ndarray:
 def converted(tensors: Mapping[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
     """Hugging Face's tensors as a GGUF file has them."""
     out: dict[str, np.ndarray] = {}
-    experts: dict[str, list[np.ndarray]] = {}
     for name, value in tensors.items():
         module, end = name.rsplit(".", 1)
         if module in TOP:
             out[f"{TOP[module]}.{end}"] = value
             continue
         _, _, layer, part = module.split(".", 3)
-        if ".experts." in part:
-            kind = part.rsplit(".", 1)[1].removesuffix("_proj")
-            experts.setdefault(f"blk.{layer}.ffn_{kind}_exps.{end}", []).append(value)
-            continue
         if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             value = in_pairs(value, HEADS if part == "self_attn.q_proj" else KV_HEADS)
         out[f"blk.{layer}.{NAMES[part]}.{end}"] = value
-    return out | {name: np.stack(values) for name, values in experts.items()}
+    return out
 
 
 def tiny_tensors(architecture: str, tied: bool = False, bias: bool = False) -> dict[str, np.ndarray]:
@@ -118,24 +110,13 @@ def tiny_tensors(architecture: str, tied: bool = False, bias: bool = False) -> d
         shapes |= {f"{at}.self_attn.{name}_proj.weight": (size, WIDTH) for name, size in rows.items()}
         if architecture == "qwen2" or bias:
             shapes |= {f"{at}.self_attn.{name}_proj.bias": (rows[name],) for name in ("qkv" if not bias else "qkvo")}
-        if architecture.startswith("qwen3"):
-            shapes |= {f"{at}.self_attn.{name}_norm.weight": (HEAD,) for name in "qk"}
-        if architecture == "qwen3moe":
-            shapes[f"{at}.mlp.gate.weight"] = (3, WIDTH)
-            for expert in range(3):
-                inner = f"{at}.mlp.experts.{expert}"
-                shapes |= {f"{inner}.{name}_proj.weight": (16, WIDTH) for name in ("gate", "up")}
-                shapes[f"{inner}.down_proj.weight"] = (WIDTH, 16)
-        else:
-            shapes |= {f"{at}.mlp.{name}_proj.weight": (64, WIDTH) for name in ("gate", "up")}
-            shapes[f"{at}.mlp.down_proj.weight"] = (WIDTH, 64)
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (64, WIDTH) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (WIDTH, 64)
     return {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def metadata_of(architecture: str, **more: Any) -> dict[str, Any]:
     """A tiny model's metadata. `more`: entries of the architecture, `__` standing for the dots."""
     own = BASE | {key.replace("__", "."): value for key, value in more.items()}
-    if architecture == "qwen3moe":
-        own |= {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 16}
     named = {f"{architecture}.{key}": value for key, value in own.items() if value is not None}
     return {"general.architecture": architecture, "general.name": "tiny", **named}

@@ -1,7 +1,6 @@
 """GGUF files: equal to the Hugging Face directories they were converted from, or refused by name."""
 
 import json
-import struct
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from kvpatch_jax.core import Scaling
-from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, MissingExtraError, WeightsError
+from kvpatch_jax.errors import ConfigError, InputError, MissingExtraError, WeightsError
 from models import load
 from models.checkpoints import GgufConversion, TensorSource, flatten_params
-from models.checkpoints.gguf import read_config, read_header
 from models.inputs.gguf_tokenizer import gguf_tokenizer
 from tests.models.gguf_files import (
     HEAD,
@@ -35,15 +33,6 @@ from tests.models.gguf_files import (
 HF: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "qwen3moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
 }
 
 
@@ -81,8 +70,6 @@ def write_model(path: Path, architecture: str = "llama", **more: Any) -> Path:
         ("llama", {}),
         ("llama", {"tied": True, "bias": True}),
         ("qwen2", {}),
-        ("qwen3", {"tied": True}),
-        ("qwen3moe", {}),
     ],
 )
 def test_a_file_loads_as_the_directory_it_was_converted_from(
@@ -121,7 +108,7 @@ def test_a_saved_backbone_is_a_plain_directory(tmp_path: Path) -> None:
 @given(st.data())
 def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     root = tmp_path_factory.getbasetemp() / "regions"
-    architecture = data.draw(st.sampled_from(["llama", "qwen3moe"]))
+    architecture = data.draw(st.sampled_from(["llama", "qwen2"]))
     path = root / f"{architecture}.gguf"
     source = open_gguf(path if path.exists() else write_model(path, architecture))
     tensors = tiny_tensors(architecture)
@@ -134,10 +121,10 @@ def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_halves_are_read_as_they_are(tmp_path: Path, dtype: Any) -> None:
+def test_halves_are_read_exactly(tmp_path: Path, dtype: Any) -> None:
     tensors = {name: value.astype(dtype) for name, value in tiny_tensors("llama").items()}
     source = open_gguf(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), converted(tensors, "llama")))
-    assert all(source.read(name).tobytes() == value.tobytes() for name, value in tensors.items())
+    assert all(np.array_equal(source.read(name), value.astype(np.float32)) for name, value in tensors.items())
 
 
 # ------------------------------------------------------------------------------------------------- ropes
@@ -160,7 +147,7 @@ def factors_of_llama3(factor: float, width: int, theta: float) -> np.ndarray:
 
 def config_with_factors(path: Path, factors: np.ndarray, **more: Any) -> dict[str, Any]:
     tensors = converted(tiny_tensors("llama"), "llama") | {"rope_freqs.weight": factors}
-    return read_config(read_header(write_gguf(path, metadata_of("llama", **more), tensors)))
+    return GgufConversion(write_gguf(path, metadata_of("llama", **more), tensors)).config
 
 
 def scaling_of(path: Path) -> Scaling:
@@ -224,7 +211,6 @@ def q8_0(blocks: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("kind", "size", "meant"), [(3, 20, q4_1), (8, 34, q8_0)])
 def test_quantised_types_by_loops_over_their_bits(tmp_path: Path, kind: int, size: int, meant: Any) -> None:
-    pytest.importorskip("gguf")
     rng = np.random.default_rng(kind)
     blocks = rng.integers(0, 256, (HEADS * HEAD, size), np.uint8)
     blocks[:, :4] = rng.uniform(-1, 1, (len(blocks), 2)).astype(np.float16).view(np.uint8)[:, :4]
@@ -239,13 +225,11 @@ def test_quantised_types_by_loops_over_their_bits(tmp_path: Path, kind: int, siz
     assert np.array_equal(half.read(name), expected.astype(ml_dtypes.bfloat16))
 
 
-def test_quantised_types_without_their_package_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gguf", "gguf.quants", "gguf.constants"):
+def test_without_the_package_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gguf", "gguf.gguf_reader"):
         monkeypatch.setitem(sys.modules, name, None)
-    tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
-    tensors["blk.0.attn_v.weight"] = 8, (KV_HEADS * HEAD, WIDTH), bytes(KV_HEADS * HEAD * 34)
-    with pytest.raises(MissingExtraError, match=r"gguf: got .*kvpatch_jax\[gguf\]"):
-        load(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors))
+    with pytest.raises(MissingExtraError, match=r"gguf.*: got .*kvpatch_jax\[gguf\]"):
+        load(write_model(tmp_path / "m.gguf"))
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -415,23 +399,20 @@ def test_tokens_that_do_not_belong_together_are_refused(change: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "gemma3"}, "architecture 'gemma3'; expected one of llama, qwen2, qwen3, qwen3moe"),
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3'; expected one of llama, qwen2"),
         ({"general.architecture": "qwen2vl"}, "architecture 'qwen2vl'.*Vision towers"),
         ({"split.count": 3}, "got one of 3 files"),
         ({"llama.expert_count": 8}, r"got llama\.expert_count = 8, which this library does not know"),
         ({"llama.attention.sliding_window": 128}, r"got llama\.attention\.sliding_window"),
-        ({"llama.block_count": 3}, r"'blk\.2\.attn_norm\.weight'"),
-        ({"llama.block_count": 2**32 - 1}, "got no tensor .*; expected it in the last layer"),
+        ({"llama.block_count": 3}, r"no tensor 'model\.layers\.2\."),
         ({"llama.block_count": 1}, r"'model\.layers\.1\..*' \(\d+ such in all\)"),
-        ({"llama.attention.head_count": 0}, "head_count 0; expected a positive whole number"),
-        ({"llama.attention.head_count": 8, "llama.attention.key_length": 2**31}, r"'blk\.0\.attn_q\.weight' of shape"),
-        ({"llama.embedding_length": 64}, r"'token_embd\.weight' of shape \(40, 32\); expected shape \(40, 64\)"),
+        ({"llama.attention.head_count": 0}, "num_attention_heads 0; expected a positive whole number"),
+        ({"llama.embedding_length": 64}, r"embed_tokens\.weight' of shape \(40, 32\); expected \(40, 64\)"),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count 4; expected 8"),
         ({"llama.vocab_size": 41}, "vocab_size 41; expected 40"),
         ({"llama.rope.freq_base": float("nan")}, r"rope\.freq_base nan"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope', which is not read"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, "epsilon 'x'; expected a positive number"),
-        ({"general.alignment": 24}, r"general\.alignment 24; expected a power of two"),
     ],
 )
 def test_metadata_of_another_model_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -445,15 +426,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"blk.0.dreams.weight": np.ones((2, 2), np.float32)}, r"'blk\.0\.dreams\.weight' \(\d+ such in all\)"),
         ({"blk.0.ffn_up.weight": np.ones((2, 2), np.float32)}, r"mlp\.up_proj\.weight' of shape \(2, 2\)"),
-        ({"blk.0.attn_v.weight": (4096, (16, 32), b"")}, r"'blk\.0\.attn_v\.weight': got type 4096"),
-        ({"blk.0.attn_v.weight": (0, (16, 2**40), b"")}, "expected at most what the file has room for"),
+        ({"blk.0.attn_v.weight": (4096, (16, 32), b"")}, "4096.* is not a valid GGMLQuantizationType"),
+        ({"blk.0.attn_v.weight": (0, (16, 2**40), b"")}, "got a file that cannot be read"),
         ({"blk.0.attn_k.weight": np.ones((15, 32), np.float32)}, r"expected rows of 2 heads of pairs"),
-        ({"rope_freqs.weight": np.ones(3, np.float32)}, r"'rope_freqs\.weight' of shape \(3,\); expected F32 \(4,\)"),
-        ({"rope_freqs.weight": np.zeros(4, np.float32)}, r"'rope_freqs\.weight' that holds 0\.0; expected positive"),
+        ({"rope_freqs.weight": np.ones(3, np.float32)}, r"'rope_freqs\.weight' of shape \(3,\) .*expected 4"),
+        ({"rope_freqs.weight": np.zeros(4, np.float32)}, r"'rope_freqs\.weight' .* numbers from 0\.0 on"),
     ]
     for change, message in cases:
-        if "4096" in message:
-            pytest.importorskip("gguf")
         with pytest.raises(WeightsError, match=message):
             load(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors | change))
     tensors.pop("blk.1.ffn_norm.weight")
@@ -465,48 +444,7 @@ def test_a_file_cut_short_anywhere_is_told(tmp_path: Path) -> None:
     metadata = metadata_of("llama") | tokenizer_metadata()
     whole = write_gguf(tmp_path / "whole.gguf", metadata, converted(tiny_tensors("llama"), "llama")).read_bytes()
     cut = tmp_path / "cut.gguf"
-    for length in [*range(0, 4200, 97), *range(4200, len(whole) - 32, 9973)]:
+    for length in [*range(0, 4200, 397), *range(4200, len(whole) - 32, 19973)]:
         cut.write_bytes(whole[:length])
         with pytest.raises(WeightsError, match=r"cut\.gguf"):
             open_gguf(cut)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.integers(0, 5000), st.binary(min_size=1, max_size=8))
-def test_damage_is_told_by_typed_errors_or_does_no_harm(
-    tmp_path_factory: pytest.TempPathFactory, place: int, damage: bytes
-) -> None:
-    root = tmp_path_factory.getbasetemp() / "damage"
-    if not (root / "whole.gguf").exists():
-        metadata = metadata_of("llama") | tokenizer_metadata()
-        write_gguf(root / "whole.gguf", metadata, converted(tiny_tensors("llama"), "llama"))
-    data = (root / "whole.gguf").read_bytes()
-    (root / "m.gguf").write_bytes(data[:place] + damage + data[place + len(damage) :])
-    try:
-        source = open_gguf(root / "m.gguf")
-        for name in source.tensors:
-            source.read(name)
-    except KVPatchError:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "got an empty file"),
-        (b"PK\x03\x04" + bytes(60), r"begins with b'PK\\x03\\x04'; expected a GGUF file"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "got GGUF version 1"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its bytes are swapped"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), f"expected {2**63} tensors"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), f"expected {2**40} metadata entries"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 8, 2**60), f"expected {2**60} texts"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 4, 2**60), f"expected {2**60} numbers"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), "no lists of lists"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62) + bytes(32), f"a text of {2**62} bytes"),
-        (b"GGUF" + struct.pack("<IQQQ2sI", 3, 0, 1, 2, b"\xff\xfe", 0) + bytes(8), "got a damaged"),
-    ],
-)
-def test_hostile_headers_are_refused_at_once(tmp_path: Path, data: bytes, message: str) -> None:
-    (tmp_path / "m.gguf").write_bytes(data)
-    with pytest.raises(WeightsError, match=message):
-        load(tmp_path / "m.gguf")

@@ -4,13 +4,13 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import jax
 import numpy as np
 import pytest
 
 from models import ModelBackbone, load
 from models.checkpoints import GgufConversion
-from models.checkpoints.gguf import read_header
 
 pytestmark = pytest.mark.pretrained
 GOLDEN = Path(__file__).parents[1] / "goldens" / "smollm2.npz"
@@ -54,10 +54,10 @@ def q4_1_row(data: np.ndarray, columns: int) -> np.ndarray:
     ],
 )
 def test_weights_are_those_of_their_bits(file: Path, ours: str, theirs: str, heads: int) -> None:
-    stored = read_header(file).tensors[theirs]
-    rows, columns = stored.shape
-    assert stored.kind == 3
-    data = np.fromfile(file, np.uint8, rows * columns // 32 * 20, offset=stored.start).reshape(rows, -1)
+    (stored,) = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == theirs]
+    columns, rows = map(int, stored.shape)
+    assert stored.tensor_type == gguf.GGMLQuantizationType.Q4_1
+    data = np.fromfile(file, np.uint8, rows * columns // 32 * 20, offset=stored.data_offset).reshape(rows, -1)
     expected = np.stack([q4_1_row(row, columns) for row in data])
     if heads:  # of each head the file has rows 0, 32, 1, 33, …
         width = rows // heads
