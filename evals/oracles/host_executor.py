@@ -53,7 +53,6 @@ class HostPiece:
 
     Attributes:
       kv: phase-free, {channel: [L,B,T,K,H]} or [L,T,K,H]. patch: added to it before it rotates.
-      stash: what it was before it was switched to bare.
     """
 
     id: str
@@ -61,7 +60,6 @@ class HostPiece:
     local: Float[np.ndarray, "*positions"]
     start: int
     patch: Patch | None = None
-    stash: "HostPiece | None" = None
 
     @property
     def length(self) -> int:
@@ -196,12 +194,6 @@ class _HostRun:
                 if shared is None or edit.id in self.own:
                     raise WindowError(f"branch {edit.branch!r} shares no piece {edit.id!r}; expected it there")
                 self.own[edit.id] = shared
-            case Copy(source="conditioned"):
-                stash = self._held(edit.id).stash
-                if stash is None:
-                    raise WindowError(f"condition: nothing of piece {edit.id!r} was kept; expected it bare before")
-                self.own[edit.id] = dataclasses.replace(stash, start=resolved.start)
-                meter.placed("Copy", stash.kv, stash.length, stash.length)
             case Copy() | ApplyPatch():
                 self._place(edit, resolved)
             case Prefill():
@@ -231,10 +223,6 @@ class _HostRun:
 
         if patch is not None and patch.metadata.base == "conditioned":
             there = self._held(id)
-            there = there.stash or there
-            if there.patch is not None:  # it was stashed with this patch
-                self.own[id] = dataclasses.replace(there, start=start)
-                return
             rows = there.kv.items()
             base = {name: value[:, 0] if chunk.batch is None and value.ndim == 5 else value for name, value in rows}
             base_antecedent = patch.metadata.base_behind or ()
@@ -248,8 +236,7 @@ class _HostRun:
         for channel in chunk.layout.token_channels:
             kv[channel.name] = kv[channel.name][..., : chunk.length, :, :]
         trimmed = None if patch is None else trimmed_patch(patch, chunk.length)
-        keeps_stash = patch is None and resolved.keeps_stash
-        piece = HostPiece(id, kv, local, start, trimmed, there if keeps_stash else None)
+        piece = HostPiece(id, kv, local, start, trimmed)
         self.own[id] = piece
         self.executor.meter.placed(kind, kv, piece.length, piece.length, bool(chunk.layout.parts))
         if patch is not None:

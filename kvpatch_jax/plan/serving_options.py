@@ -27,7 +27,6 @@ from .inventory import AvailablePatch, PatchInventory
 from .operating_points import Point
 
 _BARE = ServingChoice("bare")
-_RESTORE = ServingChoice("restore")
 
 Cost = tuple[int, int, float]
 """Bytes, FLOPs and seconds."""
@@ -73,9 +72,9 @@ class EditPricing:
         self._compose = devices.rates("Compose")
 
         rotated = self.costs.rotate(1)
-        self._copy_bytes, self._copy_flops = self.costs.copy_bytes, self.costs.copy_flops
+        self._copy_flops = self.costs.copy_flops
         self._rotate_bytes, self._rotate_flops = rotated["bytes"], rotated["flops"]
-        self._placed: dict[tuple[int, bool], Cost] = {}
+        self._placed: dict[int, Cost] = {}
         self._patched: dict[tuple[int, ...], Cost] = {}
 
     def forward(self, entry: Entry, preceding: int, pieces: int, again: bool) -> Cost:
@@ -95,21 +94,20 @@ class EditPricing:
         nbytes, flops = self._rotate_bytes * tokens, self._rotate_flops * tokens
         return nbytes, flops, flops * self._rotate.flop + nbytes * self._rotate.byte
 
-    def bare(self, entry: Entry, set_aside: bool = False) -> Cost:
-        """Returns the cost of placing a canonical, or KV that the executor has set aside."""
-        placed = self._copied(entry.tokens, set_aside)
+    def bare(self, entry: Entry) -> Cost:
+        """Returns the cost of placing a canonical."""
+        placed = self._copied(entry.tokens)
 
         # A canonical that is not in memory is read from the store first.
-        if set_aside or (self.at_hand is not None and self.at_hand(entry.id, None)):
+        if self.at_hand is not None and self.at_hand(entry.id, None):
             return placed
         return self._fetched(placed, entry.tokens)
 
-    def _copied(self, tokens: int, set_aside: bool) -> Cost:
-        """Returns the cost of a copy; of what was set aside the transition is there as it was."""
-        placed = self._placed.get((tokens, set_aside))
+    def _copied(self, tokens: int) -> Cost:
+        placed = self._placed.get(tokens)
         if placed is None:
-            nbytes = self._copy_bytes * tokens if set_aside else self.costs.placing_bytes(tokens)
-            placed = self._placed[tokens, set_aside] = _priced(nbytes, self._copy_flops * tokens, self._copy)
+            nbytes = self.costs.placing_bytes(tokens)
+            placed = self._placed[tokens] = _priced(nbytes, self._copy_flops * tokens, self._copy)
         return placed
 
     def _fetched(self, placed: Cost, tokens: int) -> Cost:
@@ -120,7 +118,7 @@ class EditPricing:
 
     def restored(self, entry: Entry) -> Cost:
         """Returns the cost of placing a stored prefill, which is always read from the store."""
-        return self._fetched(self._copied(entry.tokens, False), entry.tokens)
+        return self._fetched(self._copied(entry.tokens), entry.tokens)
 
     def patched(self, entry: Entry, patch: AvailablePatch) -> Cost:
         """Returns the cost of placing a base with a patch."""
@@ -269,7 +267,7 @@ class OptionTable:
             note, ways = patch.note, patch.ways
             if note.base != "canonical":
                 # A removal patch is added to the KV of a piece that was conditioned on what is removed.
-                base, state = note.base_antecedent, None if present is None else present.aside or present.state
+                base, state = note.base_antecedent, None if present is None else present.state
                 if state is None or base is None or state.kind != "conditioned":
                     continue
                 if state.behind != chain_digest(self.inventory.backbone, base):
@@ -302,14 +300,13 @@ class OptionTable:
         if promised is piece.state:
             return [ServingOption(kept_point(piece), KEEP, *rotation)]
 
-        # It is not as promised: a forward makes it so, and so does what was set aside, if that was.
+        # It is not as promised: a forward makes it so.
         nbytes, flops, seconds = pricing.forward(entry, preceding, index, again=True)
         taken = nbytes + rotation[0], flops + rotation[1], seconds + rotation[2]
         again = tuple_of(ServingOption, ("prefill", PREFILL, *taken, (), True, None))
-        restorable = piece.aside is not None and promised is piece.aside
         # What a forward there would compute may be stored.
         stored = [own for own in self._restored(index, entry) if not own.ways] if entry.kind == "chunk" else []
-        if skip_patches and not restorable:
+        if skip_patches:
             return [*stored, again]
 
         # A bare canonical has seen nothing, so nothing is lost by that.
@@ -321,8 +318,6 @@ class OptionTable:
         options = [*stored, again, keep, *self._patched(index, entry, piece)]
         if piece.state.kind != "bare" and self.inventory.canonical(entry):
             options.append(self._canonical_alone(entry))
-        if restorable:
-            options.insert(0, ServingOption("survivor", _RESTORE, *pricing.bare(entry, set_aside=True)))
         return options
 
 

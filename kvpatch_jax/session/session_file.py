@@ -72,7 +72,7 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
         pool = {"dtype": str(executor.dtype), "page_size": executor.books.allocator.page_size}
 
     arrays: Arrays = {}
-    pieces, kept = [], None
+    pieces = []
     for number, (id, record) in enumerate(registry.records.items()):
         items: list[dict[str, Any]] = []
         for place, item in enumerate(() if record.input is None else record.input.items):
@@ -90,17 +90,11 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
                 items.append(entry)
         pieces.append({"id": id, "name": record.name, "items": None if record.input is None else items})
 
-    if snapshots is not None:
-        kept = []
-        for number, snapshot in enumerate(snapshots):
-            arrays[f"local.{number}"] = np.asarray(snapshot.local)
-            rows, aside = {f"kept.{number}": snapshot.rows}, None
-            if snapshot.aside is not None:
-                aside, rows[f"aside.{number}"] = list(snapshot.aside[:2]), snapshot.aside[2]
-            for prefix, sides in rows.items():
-                for side, channels in sides.items():
-                    arrays |= {f"{prefix}.{side}.{channel}": value for channel, value in channels.items()}
-            kept.append({"patch": snapshot.patch, "aside": aside})
+    kept = None if snapshots is None else len(snapshots)
+    for number, snapshot in enumerate(snapshots or ()):
+        arrays[f"local.{number}"] = np.asarray(snapshot.local)
+        for side, channels in snapshot.rows.items():
+            arrays |= {f"kept.{number}.{side}.{channel}": value for channel, value in channels.items()}
 
     settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
     settings |= {"name": registry.name, "keep": keep}
@@ -182,24 +176,18 @@ def _parsed(body: Any, arrays: Arrays) -> SavedSession:
         pieces.append((_text(fields["id"]), _text(fields["name"]), items))
 
     # Names of arrays are "kept.NUMBER.SIDE.CHANNEL".
-    def rows(prefix: str) -> dict[str, dict[str, np.ndarray]]:
+    def rows(number: int) -> dict[str, dict[str, np.ndarray]]:
         sides: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
+        prefix = f"kept.{number}."
         for name, value in arrays.items():
-            if name.startswith(f"{prefix}."):
-                side, _, channel = name.removeprefix(f"{prefix}.").partition(".")
+            if name.startswith(prefix):
+                side, _, channel = name.removeprefix(prefix).partition(".")
                 sides[side][channel] = value
         return sides
 
-    snapshots, listed = list[PieceSnapshot](), list[Any](body["kept"] or [])
-    for number, fields in enumerate(listed):
-        aside = None
-        if fields["aside"] is not None:
-            start, patch = fields["aside"]
-            aside = int(start), patch, rows(f"aside.{number}")
-        local = arrays[f"local.{number}"]
-        snapshots.append(PieceSnapshot(fields["patch"], local, rows(f"kept.{number}"), aside))
-
-    kept = None if body["kept"] is None else snapshots
+    kept, count = None, body["kept"]
+    if count is not None:
+        kept = [PieceSnapshot(arrays[f"local.{number}"], rows(number)) for number in range(int(count))]
     used = tuple(_text(name) for name in body["used"])
     return SavedSession(_text(body["window"]), dict(body["settings"]), dict(body["pool"]), used, tuple(pieces), kept)
 

@@ -179,11 +179,8 @@ class Costs:
         return {"bytes": 2 * self.kv_bytes * tokens}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers as JSON has them; of a model without transitions, as it always had them."""
-        table = dataclasses.asdict(self) | {"forward": self.forward._asdict()}
-        if not self.transition_bytes:
-            del table["transition_bytes"], table["composing"]
-        return table
+        """Returns the numbers as JSON has them."""
+        return dataclasses.asdict(self) | {"forward": self.forward._asdict()}
 
 
 @dataclasses.dataclass(frozen=True)

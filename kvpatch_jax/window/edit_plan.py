@@ -19,7 +19,7 @@ from ..pool import compaction_moves
 from .edits import ApplyPatch, Compact, Compose, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
 from .entry import PlacedPiece, contents_differ
 from .paged_pool import KeyRotation, PagedPool
-from .slot_table import DecodedAnswer, PieceTransition, ResidentPiece, SlotTable, StashedKV
+from .slot_table import DecodedAnswer, PieceTransition, ResidentPiece, SlotTable
 from .sources import PatchStore, PieceSources
 from .window import Window
 
@@ -30,13 +30,11 @@ class ResolvedEdit(NamedTuple):
     Attributes:
       piece: as it will be in the window, None if it leaves.
       following: the next edit that rotates or drops the piece.
-      restored: whether a later edit restores its KV.
     """
 
     edit: Edit
     piece: PlacedPiece | None
     following: Rotate | Drop | None
-    restored: bool
 
     @property
     def start(self) -> int:
@@ -59,27 +57,18 @@ class ResolvedEdit(NamedTuple):
         """Digest of what the piece shows; None if unknown."""
         return None if self.piece is None else self.piece.entry.content
 
-    @property
-    def keeps_stash(self) -> bool:
-        """Whether a piece that becomes bare may be switched back, so that its conditioned KV is stashed."""
-        aside = None if self.piece is None else self.piece.aside
-        return self.restored or (aside is not None and "conditioned" in (aside.kind, aside.base))
-
 
 def resolve_edits(window: Window, edits: Sequence[Edit]) -> list[ResolvedEdit]:
     """Looks ahead from every edit, in one pass from the end."""
     pieces = {piece.entry.id: piece for piece in window.pieces}
     following: dict[str, Rotate | Drop] = {}
-    restored: set[str] = set()
     resolved = []
 
     for edit in reversed(edits):
         id = getattr(edit, "id", "")  # a compaction is of no piece
-        resolved.append(ResolvedEdit(edit, pieces.get(id), following.get(id), id in restored))
+        resolved.append(ResolvedEdit(edit, pieces.get(id), following.get(id)))
         if isinstance(edit, Rotate | Drop):
             following[id] = edit
-        elif isinstance(edit, Copy) and edit.source == "conditioned":
-            restored.add(id)
 
     return resolved[::-1]
 
@@ -129,7 +118,6 @@ class PlaceLaunch(NamedTuple):
     Attributes:
       placed: chunk and patch, padded; where there is a `base` its KV only tells the number of tokens.
       patch_bytes: of the patch without padding.
-      stashed: whose vectors are copied to `piece.stash` before they are overwritten, if any.
     """
 
     kind: str
@@ -137,7 +125,6 @@ class PlaceLaunch(NamedTuple):
     placed: Placed
     patch_bytes: int
     base: ResidentPiece | None
-    stashed: ResidentPiece | None
 
 
 class RotateLaunch(NamedTuple):
@@ -155,24 +142,13 @@ class CopyLaunch(NamedTuple):
     new: Int[np.ndarray, " N"]
 
 
-class RestoreLaunch(NamedTuple):
-    """Copy of stashed vectors back into the pool; they rotate if the piece moved meanwhile.
-
-    `counted` is False within a placement, which counts what it writes.
-    """
-
-    piece: ResidentPiece
-    stash: StashedKV
-    counted: bool
-
-
 class AdoptLaunch(NamedTuple):
     """Write of what a decoded answer lacks to become a piece: its phase-free source, and its transition."""
 
     answer: DecodedAnswer
 
 
-Launch = ForwardLaunch | PlaceLaunch | RotateLaunch | CopyLaunch | RestoreLaunch | AdoptLaunch
+Launch = ForwardLaunch | PlaceLaunch | RotateLaunch | CopyLaunch | AdoptLaunch
 
 
 @dataclasses.dataclass(eq=False)
@@ -258,8 +234,6 @@ class EditPlan:
                 nbytes = self.sources.fetch(edit, self.window, store)
                 if nbytes is not None:
                     self.pool.meter.fetched(nbytes)
-            case Copy(source="conditioned"):
-                self._restore(edit.id, resolved.start)
             case Copy() | ApplyPatch():
                 self._place(edit, resolved, store)
             case Prefill():
@@ -305,7 +279,7 @@ class EditPlan:
         # The layers below the first one keep their KV, so it goes along to slots of the branch's own.
         own = self._owned(old, copied=start_layer > 0)
         transition, below = self.pool.new_transition(), old.transition if start_layer else None
-        piece = dataclasses.replace(own, stash=None, patch=None, transition=transition)
+        piece = dataclasses.replace(own, transition=transition)
         self.table.put(self.window.branch, piece)
         self.launches.append(ForwardLaunch("Recompute", tokens, piece, front, start_layer, below))
 
@@ -350,17 +324,11 @@ class EditPlan:
         base_antecedent = (patch.metadata.base_behind or ()) if patch is not None and removal else ()
         placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
 
-        # A piece that was switched to bare gets its conditioned KV back first.
         there = self.table.branches.get(self.window.branch, {}).get(id)
-        if removal:
-            if there is None:
-                raise WindowError(f"{kind}: got a removal patch of {brief(id)!r}; expected it for a piece in the pool")
-            if there.stash is not None:
-                there = self._restore(id, start, counted=False)
-            if there.patch is not None:
-                return  # it was stashed with this patch
+        if removal and there is None:
+            raise WindowError(f"{kind}: got a removal patch of {brief(id)!r}; expected it for a piece in the pool")
 
-        local, stashed = np.asarray(chunk.local, np.float32)[: chunk.length], None
+        local = np.asarray(chunk.local, np.float32)[: chunk.length]
         transition = self.pool.new_transition()
         if there is None:
             slots = self.table.allocate(chunk.length, self.pool.aligned, f"{kind} of piece {brief(id)!r}")
@@ -369,39 +337,10 @@ class EditPlan:
             if there.length != chunk.length:
                 raise WindowError(f"{kind}: got {chunk.length} tokens of {brief(id)!r}; expected {there.length}")
 
-            stashed, stash = there if patch is None and resolved.keeps_stash else None, None
-            if stashed is not None:
-                stash = StashedKV(there.start, there.patch, transition=there.transition)
-            piece = dataclasses.replace(
-                self._owned(there),
-                start=start,
-                local=local,
-                stash=stash,
-                patch=edit.patch if removal and isinstance(edit, ApplyPatch) else None,
-                transition=transition,
-            )
+            piece = dataclasses.replace(self._owned(there), start=start, local=local, transition=transition)
 
         self.table.put(self.window.branch, piece)
-        self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None, stashed))
-
-    def _restore(self, id: str, start: int, counted: bool = True) -> ResidentPiece:
-        """Plans that stashed KV returns to the piece's place: bit for bit if the piece did not move meanwhile."""
-        old = self.table.held(self.window.branch, id)
-        stash = old.stash
-        if stash is None:
-            raise WindowError(f"condition: got {brief(id)!r}, of which nothing was kept; expected it bare before")
-
-        # The stash has its keys at their old positions; they rotate in place if the piece moved meanwhile.
-        piece = dataclasses.replace(
-            self._owned(old),
-            start=start,
-            stash=None,
-            patch=stash.patch,
-            transition=stash.transition,
-        )
-        self.table.put(self.window.branch, piece)
-        self.launches.append(RestoreLaunch(piece, stash, counted))
-        return piece
+        self.launches.append(PlaceLaunch(kind, piece, placed, patch_bytes, there if removal else None))
 
     def _owned(self, old: ResidentPiece, copied: bool = False) -> ResidentPiece:
         """Returns the piece at slots that this branch alone owns: new ones if another branch owns its slots too.

@@ -22,10 +22,8 @@ from .edit_plan import (
     ForwardLaunch,
     Launch,
     PlaceLaunch,
-    RestoreLaunch,
     RotateLaunch,
 )
-from .padding import bucket
 from .paged_pool import KeyRotation, PagedPool, key_count
 from .window import Window
 
@@ -112,13 +110,7 @@ class EditRun:
                         former(self.plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
 
-            case PlaceLaunch(kind=kind, piece=piece, placed=placed, stashed=stashed):
-                # The stash is read before the slots are overwritten.
-                if stashed is not None and piece.stash is not None:
-                    piece.stash.rows = pool.read(stashed.slots)
-                    size = bucket(pool.buckets, stashed.length)
-                    meter.moved("aside", pool.vectors.engine, stashed.length, size, times=1)
-
+            case PlaceLaunch(kind=kind, piece=piece, placed=placed):
                 size = placed.chunk.tokens
                 kv = placed.kv if launch.base is None else pool.phase_free(launch.base, size)
                 undo = self._saved(piece.slots)
@@ -141,17 +133,6 @@ class EditRun:
                 pool.copy(kind, old, new)
                 # Copies on write go to slots that were free, a compaction over slots in use.
                 return (lambda: pool.copy("undo", new, old)) if kind == "Compact" else None
-
-            case RestoreLaunch(piece=piece, stash=stash):
-                assert stash.rows is not None
-                undo = self._saved(piece.slots)
-                pool.put(piece.slots, stash.rows)
-                if launch.counted:
-                    meter.placed("Copy", pool.vectors.engine, piece.length, bucket(pool.buckets, piece.length))
-                if stash.start != piece.start:
-                    move = KeyRotation(dataclasses.replace(piece, start=stash.start), piece)
-                    pool.rotate(pool.rotation_of([move]), counted=False)
-                return undo
 
             case AdoptLaunch(answer=answer):
                 pool.adopt(answer)

@@ -42,14 +42,14 @@ class Rotate:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Placement of available KV at the piece's start: its canonical, its conditioned KV, its stored prefill, or what
-    another branch holds.
+    """Placement of available KV at the piece's start: its canonical, its stored prefill, or what another branch
+    holds.
 
     `branch` is the branch that holds "shared" KV: no bytes move, slots get one more owner.
     """
 
     id: str
-    source: Literal["canonical", "conditioned", "prefill", "shared"]
+    source: Literal["canonical", "prefill", "shared"]
     branch: str | None = None
     bytes: int = 0
     flops: int = 0

@@ -165,7 +165,7 @@ class PieceState:
         alone) or, of what left the window, "evicted".
       behind: the window's digest of what it was made behind, and of how that was served. What is patched, bare, or
         restored from elsewhere has the digest of what it stands for: of the place that it was put in, with everything
-        in front as promised. "" until `linked` has filled it in, and of what is bare for now.
+        in front as promised. "" until `linked` has filled it in.
       ways: the approximations that its KV went through: its own (patched or bare) and those of the pieces that it was
         conditioned on. None: the KV that the model itself computes, in all layers, if no token sees a chunk that had
         left by then. It stays so, whatever leaves afterwards.
@@ -218,8 +218,7 @@ class PieceState:
 
 
 FRESH = PieceState("conditioned")
-"""State of a piece that is prefilled in its place; linking replaces it by one that says behind what. Until then `aside`
-has the previous state of a piece that is run again, as it has of one that is patched or restored in its place."""
+"""State of a piece that is prefilled in its place; linking replaces it by one that says behind what."""
 BARE = PieceState("bare", ways=BARE_WAYS)
 
 
@@ -229,7 +228,7 @@ class PlacedPiece(NamedTuple):
     Attributes:
       start: where its positions count from, one number for all axes.
       state: how it is served.
-      aside: the state that `Window.condition` switches back to, of a piece that `Window.bare` switched; else None.
+      replaced: the state before, of a piece that is served otherwise in its place; None once it is linked.
       born: the step at which its KV was computed; it has seen pieces in front that were placed before. 0: none but
         those that it was made behind, or stands for.
       placed: the step at which it came in front of those behind it, in its present form.
@@ -240,7 +239,7 @@ class PlacedPiece(NamedTuple):
       absorbed: the ways of all approximate pieces up to this one, which a prefill behind it goes through.
       target: digest of what would precede it if everything in front were served as promised.
       target_exact: whether all of that would be exact.
-      promised: the state in which it would be as promised then: its own or the one set aside; None: a prefill's.
+      promised: the state in which it would be as promised then: its own; None: a prefill's.
       settled: whether no piece up to this one has to be run again for that.
       steady: whether every piece up to this one has been there, in some form, since those in front of it were placed.
     """
@@ -248,7 +247,7 @@ class PlacedPiece(NamedTuple):
     entry: Entry
     start: int
     state: PieceState
-    aside: PieceState | None = None
+    replaced: PieceState | None = None
     born: int = 0
     placed: int = 0
     front: str = ""
@@ -284,8 +283,7 @@ class PlacedPiece(NamedTuple):
 
     def run_again(self, born: int) -> "PlacedPiece":
         """Returns the piece as prefilled in its place at this step, not linked yet."""
-        # Until it is linked, `aside` has the state that those behind it have seen.
-        return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
+        return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.state, born, *self[5:]))
 
     @property
     def member(self) -> Member:

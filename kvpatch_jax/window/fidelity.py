@@ -68,7 +68,7 @@ def linked(
     front = target = root_digest(backbone)
     exact, target_exact, latest, absorbed, settled, steady = True, True, -1, (), True, True
 
-    for index, (entry, start, state, aside, born, placed, *_) in enumerate(pieces[first:], first):
+    for index, (entry, start, state, replaced, born, placed, *_) in enumerate(pieces[first:], first):
         if previous is not None:
             before, old_front, old_target = previous[0], previous.front, previous.target
             latest, absorbed, settled, steady = previous.latest, previous.absorbed, previous.settled, previous.steady
@@ -91,15 +91,15 @@ def linked(
         if state is FRESH:
             state = PieceState.conditioned(front, absorbed)
             # Those behind have seen what it was before, and not what it is now.
-            if aside is not None and aside != state:
+            if replaced is not None and replaced != state:
                 placed = born
-            born, aside = 0 if absorbed else born, None
-        elif not state.behind and (aside is None or state.kind != "bare"):
+            born = 0 if absorbed else born
+        elif not state.behind:
             state = state.standing_for(target)
             # Nor what it stands for now, unless it did before.
-            if aside is not None and aside.behind != target:
+            if replaced is not None and replaced.behind != target:
                 placed = born
-            born, aside = 0, None
+            born = 0
 
         # A piece has seen what was placed before its KV was computed, and what that was made behind, whenever it was
         # placed here. Of what is approximate this is true as long as what is in front is what it was in front of it
@@ -126,8 +126,7 @@ def linked(
             ways = UNKNOWN_WAYS
         steady = steady and (seen or here)
 
-        # What is bare for now can be switched back.
-        promised = aside or state
+        promised = state
         fits = promised.behind == target or (settled and seen and not forgets)
         if promised.kind != "conditioned" or promised.ways or not fits:
             promised, settled = None, False
@@ -136,7 +135,7 @@ def linked(
             latest = placed
         if fidelity == "approximate" and ways != absorbed:
             absorbed = merged(absorbed, ways)
-        own = (entry, start, state, aside, born, placed)
+        own = (entry, start, state, None, born, placed)
         derived = (front, fidelity, ways, latest, absorbed, target, target_exact, promised, settled, steady)
         previous = tuple_of(PlacedPiece, (*own, *derived))
         result.append(previous)

@@ -12,7 +12,7 @@ from ..errors import WindowError
 from .executor import PagedExecutor
 from .padding import bucket, zero_padded
 from .programs import SavedRows
-from .slot_table import PieceTransition, ResidentPiece, StashedKV
+from .slot_table import PieceTransition, ResidentPiece
 from .window import Window
 
 SIDES = ("engine", "source", "transition")
@@ -26,16 +26,12 @@ class PieceSnapshot:
     """What a pool holds of one piece, on the host.
 
     Attributes:
-      patch: digest of a removal patch added to it, or None.
       local: positions relative to its start.
       rows: its vectors as they are.
-      aside: start, patch and rows of what was stashed when it was switched to bare; None without a stash.
     """
 
-    patch: str | None
     local: np.ndarray
     rows: HostRows
-    aside: tuple[int, str | None, HostRows] | None = None
 
 
 def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
@@ -48,12 +44,8 @@ def taken(executor: PagedExecutor, window: Window) -> list[PieceSnapshot]:
 
     found = []
     for piece in executor.books.ordered(window.branch):
-        aside, stash = None, piece.stash
         rows = _on_host(executor.pool.read(piece.slots), piece.transition, piece.length)
-        if stash is not None and stash.rows is not None:
-            own = _on_host(stash.rows, stash.transition, piece.length)
-            aside = stash.start, stash.patch, own
-        found.append(PieceSnapshot(piece.patch, piece.local, rows, aside))
+        found.append(PieceSnapshot(piece.local, rows))
 
     return found
 
@@ -79,18 +71,12 @@ def placed(executor: PagedExecutor, window: Window, kept: list[PieceSnapshot]) -
     # Check and enter everything before the first vector is written.
     pending = []
     for piece, own in zip(window.pieces, kept, strict=True):
-        id, content, length, stash = piece.entry.id, piece.entry.content, piece.entry.tokens, None
+        id, content, length = piece.entry.id, piece.entry.content, piece.entry.tokens
         size = bucket(executor.buckets, length)
         _check(executor, own.rows, own.local, length, id)
         slots = books.allocate(length, executor.aligned, f"placing of piece {brief(id)!r}")
 
-        if own.aside is not None:
-            start, patch, rows = own.aside
-            _check(executor, rows, own.local, length, id)
-            stash = StashedKV(start, patch, _on_device(rows, size), _transition(rows))
-
-        own_fields = own.local, piece.start, own.patch, stash, _transition(own.rows)
-        resident = ResidentPiece(id, content, slots, *own_fields)
+        resident = ResidentPiece(id, content, slots, own.local, piece.start, _transition(own.rows))
         books.put(window.branch, resident)
         pending.append((slots, own.rows, size))
 

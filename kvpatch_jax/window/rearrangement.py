@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ..cache import brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
-from .edits import Copy, Drop, Edit, Edits, Prefill, Recompute, Rotate, in_order, new_edit
+from .edits import Drop, Edit, Edits, Prefill, Recompute, Rotate, in_order, new_edit
 from .entry import BARE, FRESH, Entry, Likeness, PatchNote, PieceState, PlacedPiece, tuple_of
 from .fidelity import chain_of
 from .window_state import WindowState, recallable
@@ -41,15 +41,14 @@ class ServingChoice(NamedTuple):
 
     Attributes:
       how: as it is ("keep"); by a forward; by a patch; by its canonical alone; by its canonical in place of a forward,
-        at the front ("leading"); by a stored prefill ("restored"); or, of a piece that was switched to bare, as it was
-        before ("restore").
+        at the front ("leading"); or by a stored prefill ("restored").
       note: of the patch; None for the other choices.
       allow_stale: accepts a patch that was formed behind something else.
       behind: of a stored prefill: chain digest of what it was computed behind; None: of what is in front here.
       likeness: what that has in common with the place; None: it is the very same, or nothing is known.
     """
 
-    how: Literal["keep", "prefill", "patch", "bare", "leading", "restore", "restored"]
+    how: Literal["keep", "prefill", "patch", "bare", "leading", "restored"]
     note: PatchNote | None = None
     allow_stale: bool = False
     behind: str | None = None
@@ -106,7 +105,7 @@ class Rearrangement[W: WindowState]:
 
             changed.append(index)
             # Another KV than those behind it have seen.
-            if how in ("prefill", "restored", "patch") and kept:
+            if kept and how != "keep":
                 clock = max(clock, self.before.clock + 1)
             if how == "prefill":
                 pieces[index] = piece.run_again(clock)
@@ -180,13 +179,9 @@ class Rearrangement[W: WindowState]:
                 edits += restoring_edits(costs, piece)
             elif how == "leading":
                 edits += placing_edits(costs, piece, at_hand is not None and at_hand(id, None), True)
-            elif not same_kv and state.kind == "conditioned":
-                nbytes, flops = costs.copy_bytes * tokens, costs.copy_flops * tokens
-                edits.append(new_edit(Copy, id=id, source="conditioned", branch=None, bytes=nbytes, flops=flops))
             elif not same_kv:
-                here = how == "restore"
-                has_canonical = here or (at_hand is not None and at_hand(id, None))
-                has_patch = here or (state.patch is not None and at_hand is not None and at_hand(id, state.patch))
+                has_canonical = at_hand is not None and at_hand(id, None)
+                has_patch = state.patch is not None and at_hand is not None and at_hand(id, state.patch)
                 edits += placing_edits(costs, piece, has_canonical, has_patch)
 
             behind += tokens
@@ -203,13 +198,8 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
         raise WindowError(
             f"arrange: got {how!r} of {brief(entry.id)!r} with {given}; expected one for 'patch', and no other"
         )
-    if entry.kind == "text" or (how in ("keep", "restore") and not kept):
+    if entry.kind == "text" or (how == "keep" and not kept):
         raise WindowError(f"arrange: got {how!r} of {entry.kind} {brief(entry.id)!r}; expected it prefilled")
-
-    if how == "restore":
-        if piece.aside is None:
-            raise WindowError(f"arrange: got 'restore' of {brief(entry.id)!r}; expected it bare before")
-        return piece._replace(state=piece.aside, aside=None)
 
     # Behind its target it is what the window promises.
     if how == "restored":
@@ -219,11 +209,10 @@ def _with_service(piece: PlacedPiece, kept: bool, service: ServingChoice, target
         state = PieceState.conditioned(target, ()) if same else restored_state(service.behind, service.likeness)
         return tuple_of(PlacedPiece, (entry, piece.start, state, None, 0, clock if kept else piece.placed, *piece[6:]))
 
-    # A new piece has no state to go back to; and what is bare stays what it is.
     if note is None:
         if not kept:
             return tuple_of(PlacedPiece, (entry, piece.start, BARE, None, 0, *piece[5:]))
-        return piece if piece.state.kind == "bare" else piece._replace(state=BARE, aside=piece.state)
+        return piece if piece.state.kind == "bare" else piece._replace(state=BARE, replaced=piece.state, born=clock)
     return patched_piece(piece, note, clock)
 
 

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 from ..errors import PoolError, WindowError
 from ..pool import SlotAllocator
 from .entry import PlacedPiece
-from .programs import SavedRows
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,21 +27,6 @@ class PieceTransition:
     parts: Mapping[str, Float[Array, "L R _ _"]] | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class StashedKV:
-    """Conditioned vectors that a switch to the bare canonical took out of the pool, to be restored.
-
-    Attributes:
-      start, patch, transition: of the piece at that time.
-      rows: the vectors of its slots, padded; None until the run that plans it is executed.
-    """
-
-    start: int
-    patch: str | None
-    rows: SavedRows | None = None
-    transition: PieceTransition | None = None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class ResidentPiece:
     """Piece of one branch in the pool.
@@ -51,8 +35,6 @@ class ResidentPiece:
       content: digest of what it shows, None if unknown.
       slots: [T], one per token that counts, in order.
       local: positions relative to its start, float32 [T] or [T, A].
-      patch: digest of a removal patch that was added to its conditioned KV.
-      stash: what `condition` restores.
       transition: of its tokens, in a hybrid model; None in others.
     """
 
@@ -61,8 +43,6 @@ class ResidentPiece:
     slots: Int[np.ndarray, " T"]
     local: Float[np.ndarray, "*positions"]
     start: int
-    patch: str | None = None
-    stash: StashedKV | None = None
     transition: PieceTransition | None = None
 
     @property
@@ -222,12 +202,10 @@ class SlotTable:
         return moved if 2 * moved < saved * steps else 0
 
     def transitions(self) -> Iterator[Mapping[str, Array]]:
-        """Yields what all branches hold of transitions: of pieces, of what is stashed, and around answers."""
+        """Yields what all branches hold of transitions: of pieces, and around answers."""
         for piece in itertools.chain.from_iterable(self.groups()):
-            stashed = None if piece.stash is None else piece.stash.transition
-            for transition in (piece.transition, stashed):
-                if transition is not None:
-                    yield transition.parts or {}
+            if piece.transition is not None:
+                yield piece.transition.parts or {}
         for answer in self.answers.values():
             yield answer.before or {}
             yield answer.after or {}

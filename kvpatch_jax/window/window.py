@@ -269,28 +269,27 @@ class Window(WindowState):
     # ------------------------------------------------------------------------------------- serve otherwise in place
 
     def bare(self, id: str) -> "tuple[Window, Edits]":
-        """Serves a chunk by its canonical alone, until `condition` switches back. Kamera App. E.
+        """Serves a chunk by its canonical alone, which the executor must have. Kamera App. E.
+
+        Its KV is overwritten: to go back, do it in a `fork`, or `condition` or `recompute` it.
 
         Raises:
           WindowError: a text.
         """
         index = chunk_index(self, id, "bare")
-        piece = self.pieces[index]
-        if piece.state.kind == "bare":
+        if self.pieces[index].state.kind == "bare":
             return self, ()
-
-        # The old state is remembered, and the executor stashes its KV, so that it has the canonical at hand.
         return self._rearranged([each.entry for each in self.pieces], {id: ServingChoice("bare")}, fetched=True)
 
     def condition(
         self,
         id: str,
-        patch: Patch | PatchNote | None = None,
+        patch: Patch | PatchNote,
         *,
         fetched: bool = False,
         allow_stale: bool = False,
     ) -> "tuple[Window, Edits]":
-        """Switches a bare chunk back to the state that it had; or serves a chunk by a patch from now on. Kamera App. E.
+        """Serves a chunk by a patch from now on. Kamera App. E.
 
         Args:
           patch: formed behind the chunk's `target`: of its canonical, or a removal patch of the conditioned KV that the
@@ -298,21 +297,11 @@ class Window(WindowState):
           fetched, allow_stale: see `PatchOptions`.
 
         Raises:
-          WindowError: a text, or a bare chunk that was never conditioned, without a patch. StalePatchError,
-          PatchMismatchError: a patch that does not belong here.
+          WindowError: a text. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
-        index = chunk_index(self, id, "condition")
-        piece = self.pieces[index]
-        entries = [each.entry for each in self.pieces]
-        if patch is not None:
-            service = ServingChoice("patch", PatchNote.of(patch), allow_stale)
-            return self._rearranged(entries, {id: service}, fetched)
-
-        if piece.state.kind != "bare":
-            return self, ()
-        if piece.aside is None:
-            raise WindowError(f"condition.id: got {shown(id)}, which was placed bare; expected a patch, or `recompute`")
-        return self._rearranged(entries, {id: ServingChoice("restore")})
+        chunk_index(self, id, "condition")
+        service = ServingChoice("patch", PatchNote.of(patch), allow_stale)
+        return self._rearranged([piece.entry for piece in self.pieces], {id: service}, fetched)
 
     def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
         """Runs a piece again behind what precedes it, from a layer up. Kamera App. D, the cheapest refresh.
@@ -333,7 +322,7 @@ class Window(WindowState):
         # Mixed layers have no antecedent; the digest is of what they are mixed from.
         piece, behind = self.pieces[index], self.behind(id)
         digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-        mixed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS), aside=None)
+        mixed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS))
         there = with_piece(self, index, mixed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (*composing_edits(self.costs, id, index), Recompute(id, start_layer, behind, **costs))
@@ -342,18 +331,14 @@ class Window(WindowState):
         """Places the same pieces in an empty pool, from what was provided and stored: after the pool was lost.
 
         What was conditioned, with a removal patch or without, is prefilled behind what precedes it now: survivors
-        forget what has left. Bare and patched chunks stay so; `bare` can be switched back to a patch, no more.
+        forget what has left. Bare and patched chunks stay so.
         """
         pieces, clock = [], self.clock + 1
         for piece in self.pieces:
-            # Stashed and conditioned KV was only in the pool.
-            state, aside = piece.state, piece.aside
-            if state.kind == "conditioned" or state.base == "conditioned":
-                state = FRESH
-            if aside is not None and (aside.kind == "conditioned" or aside.base == "conditioned"):
-                aside = None
-            # A patch belongs to what it stands for, whatever those in front are from now on.
-            pieces.append(piece._replace(state=state, aside=aside, born=clock if state is FRESH else 0))
+            # Conditioned KV was only in the pool. A patch belongs to what it stands for, whatever those in front are
+            # from now on.
+            lost = piece.state.kind == "conditioned" or piece.state.base == "conditioned"
+            pieces.append(piece._replace(state=FRESH, born=clock) if lost else piece._replace(born=0))
 
         there = relinked(self, pieces, 0, clock=clock)
         edits, behind = list[Edit](), 0

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from ..backbone import ForwardCosts
-from ..cache import EXACT, brief
+from ..cache import brief
 from ..errors import KVPatchError, WindowError
 from ..utils import strict_json
 from .costs import Costs
 from .entry import (
-    BARE_WAYS,
     LIMIT,
     MOST_WAYS,
-    UNKNOWN_WAYS,
     Entry,
     PatchBase,
     PieceState,
@@ -28,11 +26,7 @@ from .entry import (
 from .fidelity import linked
 
 FORMAT = "kvpatch window"
-VERSION = 3
-UNTRACED = 1
-"""The first version, whose windows say neither what was pure nor modalities."""
-PURE = 2
-"""The second one, whose windows say which states are pure, but not what the others went through."""
+VERSION = 4
 
 _HEX = re.compile("[0-9a-f]{32}")
 _PLAIN = ("lead", "lead_settled", "promise", "store", "branch", "clock")
@@ -44,19 +38,14 @@ def body_of(window: Any) -> dict[str, Any]:
     for word in ("pieces", "evicted"):
         body[word] = []
         for piece in getattr(window, word):
-            aside = None if piece.aside is None else _fields(piece.aside)
-            saved = {"entry": _fields(piece.entry), "start": piece.start, "state": _fields(piece.state), "aside": aside}
+            saved = {"entry": _fields(piece.entry), "start": piece.start, "state": _fields(piece.state)}
             body[word].append({**saved, "born": piece.born, "placed": piece.placed})
 
     return body | {word: getattr(window, word) for word in _PLAIN}
 
 
 def _fields(container: Entry | PieceState) -> dict[str, Any]:
-    fields = {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
-    # Of a model without transitions their costs are left out, as they always were.
-    if not fields.get("transition_flops", True):
-        del fields["transition_flops"]
-    return fields
+    return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
 
 
 def digest_of_body(body: Mapping[str, Any]) -> str:
@@ -83,7 +72,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
         raise WindowError(f"window: got JSON of {_kind_of(saved)}; expected what Window.to_json returns")
 
     version = saved.get("version")
-    if version not in (UNTRACED, PURE, VERSION) or isinstance(version, bool):
+    if version != VERSION:
         raise WindowError(f"window: got version {version!r:.80}; expected {VERSION}")
 
     _table(saved, "window", ("format", "version", "digest", "window"))
@@ -100,25 +89,14 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     # The contents, first each value by itself, then how they fit together.
     fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
     _check_plain(fields)
-    pieces, evicted = (_pieces(body[word], word, fields["clock"], version) for word in ("pieces", "evicted"))
+    pieces, evicted = (_pieces(body[word], word, fields["clock"]) for word in ("pieces", "evicted"))
     _check_places(fields, pieces)
     ids = [piece.entry.id for piece in (*pieces, *evicted)]
     if len(set(ids)) != len(ids):
         raise WindowError("window: got pieces of one id; expected distinct ids")
 
-    # Fidelity is derived, never read. Windows of version 1 are linked twice: first as if all had been pure. Then their
-    # digests prove which pieces are exact; nothing proves that one is a survivor.
-    forgets = fields["promise"] == "forget"
-    pieces = linked(costs.backbone, pieces, 0, forgets)
-    if version == UNTRACED:
-        doubted = []
-        for piece in pieces:
-            if piece.fidelity != EXACT and piece.state.kind == "conditioned":
-                piece = piece._replace(state=dataclasses.replace(piece.state, ways=UNKNOWN_WAYS))
-            if piece.aside is not None and piece.aside.kind == "conditioned":
-                piece = piece._replace(aside=dataclasses.replace(piece.aside, ways=UNKNOWN_WAYS))
-            doubted.append(piece)
-        pieces = linked(costs.backbone, doubted, 0, forgets)
+    # Fidelity is derived, never read.
+    pieces = linked(costs.backbone, pieces, 0, fields["promise"] == "forget")
 
     return fields | {"pieces": pieces, "evicted": tuple(evicted)}
 
@@ -169,49 +147,34 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
         raise WindowError(f"window.lead: got {fields['lead']}, not settled; expected all pieces, and texts")
 
 
-def _pieces(value: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
+def _pieces(value: Any, what: str, clock: int) -> list[PlacedPiece]:
     if not isinstance(value, list):
         raise WindowError(f"window.{what}: got {_kind_of(value)}; expected a list")
 
     pieces = []
     for saved in value:
-        table = _table(saved, what, ("entry", "start", "state", "aside", "born", "placed"))
+        table = _table(saved, what, ("entry", "start", "state", "born", "placed"))
 
-        # Version 1 has no modalities.
-        own = table["entry"]
-        if version == UNTRACED and isinstance(own, dict):
-            own = {"modality": None, **own}
-        entry = _built(Entry, own)
-        state = _state(table["state"], version)
-        aside = None if table["aside"] is None else _state(table["aside"], version)
+        entry, state = _built(Entry, table["entry"]), _state(table["state"])
 
-        # Only evicted chunks are "evicted"; a text is prefilled or gone; only a bare chunk has a state aside.
+        # Only evicted chunks are "evicted"; a text is prefilled or gone.
         kinds = ("evicted",) if what == "evicted" else ("bare", "patched", "conditioned")
         text = entry.kind == "text" and (what == "evicted" or state.kind != "conditioned")
-        switched = aside is not None and (state.kind != "bare" or aside.kind not in ("patched", "conditioned"))
-        if state.kind not in kinds or text or switched:
-            other = "" if aside is None else f", aside {aside.kind!r}"
-            found = f"{state.kind!r}{other} of {entry.kind} {brief(entry.id)!r}"
+        if state.kind not in kinds or text:
+            found = f"{state.kind!r} of {entry.kind} {brief(entry.id)!r}"
             raise WindowError(f"window.{what}: got {found}; expected one of {kinds}")
 
         # No step of a piece lies in the future.
         start, born = _number(table["start"], "start"), _number(table["born"], "born", clock)
         placed = _number(table["placed"], "placed", clock)
-        pieces.append(PlacedPiece(entry, start, state, aside, born, placed))
+        pieces.append(PlacedPiece(entry, start, state, None, born, placed))
 
     return pieces
 
 
-def _state(value: Any, version: int) -> PieceState:
-    if isinstance(value, dict):
-        value = {"transition_flops": 0, **value}
-    if version == VERSION:
-        table = dict(_table(value, "state", [field.name for field in dataclasses.fields(PieceState)]))
-        table["ways"] = _ways(table["ways"])
-    else:
-        old = [field.name for field in dataclasses.fields(PieceState) if field.name != "ways"]
-        table = dict(_table(value, "state", [*old, "pure"]))
-        table["ways"] = _older_ways(table["kind"], table.pop("pure"))
+def _state(value: Any) -> PieceState:
+    table = dict(_table(value, "state", [field.name for field in dataclasses.fields(PieceState)]))
+    table["ways"] = _ways(table["ways"])
     state = _built(PieceState, table)
 
     # Fields that only some kinds have. What left may have been patched, and keeps what it was made behind.
@@ -241,20 +204,7 @@ def _ways(value: Any) -> Ways:
     return tuple(ways)
 
 
-def _older_ways(kind: Any, pure: Any) -> Ways:
-    """Returns the ways of a state of an older version, which knows of each only whether it had any."""
-    if not isinstance(pure, bool) or (pure and kind not in ("conditioned", "evicted")):
-        raise WindowError(f"window.pure: got {pure!r:.80} of {kind!r:.80}; expected True of what is conditioned only")
-    if kind == "bare":
-        return BARE_WAYS
-    # Which patches were of an orbit, and which belong where they are, those versions do not say.
-    return () if pure else UNKNOWN_WAYS
-
-
 def _costs(value: Any) -> Costs:
-    # Of a model without transitions their bytes are left out.
-    if isinstance(value, dict):
-        value = {"transition_bytes": 0, "composing": 0, **value}
     table = dict(_table(value, "costs", [field.name for field in dataclasses.fields(Costs)]))
     forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
     if not isinstance(table["backbone"], str):

@@ -24,7 +24,7 @@ def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -
     found = list(evicted)
     for piece in leaving:
         if piece.entry.kind == "chunk":
-            state = dataclasses.replace(piece.aside or piece.state, kind="evicted")
+            state = dataclasses.replace(piece.state, kind="evicted")
             found.append(PlacedPiece(piece.entry, piece.start, state, None, piece.born, piece.placed))
     return tuple(found[-MOST_GONE:])
 
@@ -181,8 +181,8 @@ class WindowState:
     def target(self, id: str | None = None) -> Antecedent:
         """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
 
-        Those in front as they would have to be served: where the window remembers, survivors as they are, or were
-        before they were switched to bare; all others as a prefill in their place would have them.
+        Those in front as they would have to be served: where the window remembers, survivors as they are; all others as
+        a prefill in their place would have them.
         """
         return Antecedent(tuple(promised_member(piece) for piece in self._front(id)))
 
@@ -206,7 +206,7 @@ class WindowState:
             if index < self.lead:
                 marks.append("lead")
             if piece.state.kind != "conditioned":
-                marks.append(piece.state.kind if piece.aside is None else f"{piece.state.kind} for now")
+                marks.append(piece.state.kind)
             if entry.order_free:
                 marks.append("order-free")
 

@@ -184,11 +184,11 @@ def chunk_index(window: WindowState, id: str, operation: str) -> int:
 
 def patched_piece(piece: PlacedPiece, note: PatchNote, clock: int) -> PlacedPiece:
     """Returns a piece as a patch serves it from this step on, not linked yet and not checked."""
-    old = piece.aside or piece.state
+    old = piece.state
     base = old if note.base == "conditioned" else BARE
     # A piece that comes in has no old state: then it is one that has not been linked.
-    aside = None if old is FRESH else old
-    return tuple_of(PlacedPiece, (piece.entry, piece.start, note.serving(base), aside, clock, *piece[5:]))
+    replaced = None if old is FRESH else old
+    return tuple_of(PlacedPiece, (piece.entry, piece.start, note.serving(base), replaced, clock, *piece[5:]))
 
 
 def check_patch(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None:
@@ -216,8 +216,7 @@ def check_base(window: WindowState, note: PatchNote, piece: PlacedPiece) -> None
     if note.base == "canonical":
         return
 
-    # A chunk that is served bare for now has its conditioned KV aside.
-    state, antecedent = piece.aside or piece.state, note.base_antecedent
+    state, antecedent = piece.state, note.base_antecedent
     found = None if antecedent is None else chain_digest(window.backbone, antecedent)
     if state.kind != "conditioned" or state.behind != found:
         ids = None if antecedent is None else antecedent.ids

@@ -159,15 +159,7 @@ class Drill:
         changed = self.window.bare(id)
         if changed[1]:
             part = self.model.find(id)
-            part.aside, part.kv = part.kv, self._bare(id)
-            self.do(changed)
-
-    def condition(self, id: str) -> None:
-        changed = self.window.condition(id)
-        if changed[1]:
-            part = self.model.find(id)
-            assert part.aside is not None
-            part.kv, part.aside = part.aside, None
+            part.kv = self._bare(id)
             self.do(changed)
 
     def patch_in_place(self, id: str) -> None:
@@ -175,7 +167,7 @@ class Drill:
         made = self.patch(id)
         changed = self.window.condition(id, made, fetched=True)
         part = self.model.find(id)
-        part.kv, part.aside = added(self.chunks[id], made), None
+        part.kv = added(self.chunks[id], made)
         self.do(changed)
 
     def recompute(self, id: str, start_layer: int = 0) -> None:
@@ -191,7 +183,6 @@ class Drill:
         own = {name: np.asarray(value) for name, value in out.kv.items()}
         # What each channel's arrays hold of the layers below stays.
         part.kv = {name: np.concatenate([kv[: len(kv) - len(own[name])], own[name]]) for name, kv in part.kv.items()}
-        part.aside = None
         self.do(changed)
 
     def fork(self, name: str) -> None:

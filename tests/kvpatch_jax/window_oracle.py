@@ -75,13 +75,12 @@ def span_of(tokens: Tokens) -> int:
 
 @dataclasses.dataclass
 class NaivePart:
-    """One piece: its tokens, its KV as it is served [L,1,T,K,H], and what `condition` brings back."""
+    """One piece: its tokens, and its KV as it is served [L,1,T,K,H]."""
 
     id: str
     tokens: Tokens
     start: int
     kv: dict[str, np.ndarray]
-    aside: dict[str, np.ndarray] | None = None
 
     @property
     def span(self) -> int:

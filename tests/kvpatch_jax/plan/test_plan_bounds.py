@@ -143,22 +143,6 @@ def test_a_survivor_is_recomputed_if_a_piece_in_front_of_it_changes():
     assert window.recompute("c2")[0].fidelity("c3") == "approximate"
 
 
-def test_a_patch_targets_the_survivor_that_a_bare_piece_is_restored_to():
-    """Not at a prefill of it: the plan restores it, and a patch formed behind the prefill would be refused."""
-    kept, _ = filled(3).evict("c1")
-    window, _ = kept.bare("c2")
-    assert window.target() == kept.target()
-    entries = [entry(0), entry(2), entry(3)]
-    behind = PatchNote("behind the survivor", "c3", "content 3", "canonical", kept.target(), None, False, 4, 40, 6)
-    signed = certificate({("stored", 4): [0.2] * 4})
-    for patch, point in ((note(entry(3), entries[:2]), "prefill"), (behind, "stored")):
-        inventory = PatchInventory(BACKBONE)
-        inventory.add(entries[2], patch)
-        slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
-        planned = plan(window, entries, Goal(kl=0.5), stored=inventory, costs=slow, certificate=signed)
-        assert points(planned) == ["leading", "survivor", point]
-
-
 def test_a_certificate_bounds_no_window_beyond_the_measured_ones():
     entries = [entry(number) for number in range(5)]
     inventory = PatchInventory(BACKBONE)
@@ -236,11 +220,6 @@ def test_points_name_how_pieces_are_served():
     text = Entry("said", None, 4, 4)
     told = plan(fresh.window, [*entries, text], stored=PatchInventory(BACKBONE), costs=DEVICES)
     assert told.chunks[-1].point == "prefill"
-    bare, _ = told.window.bare("c2")
-    back = plan(bare, [*entries, text], stored=PatchInventory(BACKBONE), costs=DEVICES)
-    assert back.chunks[2].fidelity == "exact"
-    assert [type(edit).__name__ for edit in back.edits] == ["Copy"]
-    assert "→ survivor" in back.menu("c2")[0]
     forgets = filled(4, promise="forget")
     slid, _ = forgets.evict("c1")
     left = [piece.entry for piece in slid.pieces]

@@ -48,7 +48,7 @@ class EditHistories:
         entries = {piece.id: piece for piece in after.pieces}
         for id in new:
             entry = entries[id].entry
-            held[id] = {"id": id, "key": entry.key, "aside": None, "stale": False}
+            held[id] = {"id": id, "key": entry.key, "stale": False}
         self.list = [held[id] for id in after.ids]
 
         again = set(new)
@@ -60,24 +60,15 @@ class EditHistories:
                 else:
                     own["kv"] = self.forward(index, [piece["kv"] for piece in self.list[:index]])
                     again.add(edit.id)
-                own["aside"] = None
             elif isinstance(edit, ApplyPatch):
-                # What is bare for now goes back to what it stood for.
-                back = own["aside"] is not None and self.made(own["aside"])[2:3] == (edit.patch,)
-                again.update(() if back or emptied else (edit.id,))
-                base = () if edit.base == "canonical" else (own["aside"] or own["kv"],)
-                own["kv"], own["aside"] = self.histories.number(("patch", (), edit.patch, base)), None
+                again.update(() if emptied else (edit.id,))
+                base = () if edit.base == "canonical" else (own["kv"],)
+                own["kv"] = self.histories.number(("patch", (), edit.patch, base))
             elif edit.source == "canonical":
-                if emptied and own["aside"] is not None and self.made(own["aside"])[0] != "patch":
-                    own["aside"] = None
-                    again.add(edit.id)
-                elif not emptied and edit.id not in new and own["aside"] is None:
-                    own["aside"] = own["kv"]
+                again.update(() if emptied else (edit.id,))
                 own["kv"] = self.histories.number(("bare", ()))
-            elif edit.source == "conditioned":
-                own["kv"], own["aside"] = own["aside"], None
             elif edit.source == "prefill":
-                own["kv"], own["aside"] = self.restored(edit.id, edits), None
+                own["kv"] = self.restored(edit.id, edits)
                 if edit.id in (alike or {}):
                     own["kv"] = self.histories.number(("alike", (), own["kv"], (alike or {})[edit.id]))
                 again.add(edit.id)
@@ -116,14 +107,14 @@ class EditHistories:
     def promises(self, stop: int, held: bool = False) -> list[int]:
         """The histories that the first pieces would have as promised: what each has seen of all in front, it keeps.
 
-        `held`: only what it has, or was set aside; anything else is made again, behind what is in front now.
+        `held`: only what it has; anything else is made again, behind what is in front now.
         """
         found: list[int] = []
         for index, piece in enumerate(self.list[:stop]):
             seen = iter(self.made(piece["promised"])[1])
             front = zip((front["key"] for front in self.list), found, strict=False)
             kept = all(each in seen for each in front)
-            kept = kept and (not held or piece["promised"] in (piece["kv"], piece["aside"]))
+            kept = kept and (not held or piece["promised"] == piece["kv"])
             found.append(piece["promised"] if kept else self.forward(index, found))
         return found
 

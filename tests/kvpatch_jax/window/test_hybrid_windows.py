@@ -62,7 +62,6 @@ def test_every_edit_equals_a_prefill_over_contiguous_contexts(options: dict[str,
     drill.recall("c1", "prefill")
     drill.patch_in_place("c1")
     drill.bare("c2")
-    drill.condition("c2")
     drill.recompute("c2", 1)
     drill.fork("x")
     drill.slide(2)
@@ -308,7 +307,6 @@ def test_a_decoded_answer_becomes_a_piece_without_a_forward(parts: tuple[int, in
 
 
 def test_a_snapshot_is_placed_bit_for_bit():
-    """With what was set aside when a piece was switched to bare."""
     drill = drill_of("c0", "c1", "c2")
     drill.bare("c1")
     kept = taken(drill.paged, drill.window)
@@ -317,11 +315,6 @@ def test_a_snapshot_is_placed_bit_for_bit():
     placed(other.paged, drill.window, kept)
     after = rows_of(other.paged, drill.window)
     assert all(np.array_equal(before[name], after[name]) for name in before)
-    back, edits = drill.window.condition("c1")
-    for executor in (drill.paged, other.paged):
-        executor.run(back, edits)
-    first, second = (rows_of(executor, back) for executor in (drill.paged, other.paged))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def test_a_removal_patch_mends_rows_and_transition():

@@ -121,7 +121,7 @@ def test_reorder_serves_by_orbit_patches():
         forget.reorder(["C", "A", "B"], {"C": orbit})
 
 
-def test_bare_and_condition_restore_an_equal_window():
+def test_a_bare_chunk_stands_for_its_prefill():
     window = window_of(*"AB")
     bare, edits = window.bare("A")
     assert edits == (Copy("A", "canonical", None, 2 * 96 * 10, 3 * 8 * 10),)
@@ -129,12 +129,10 @@ def test_bare_and_condition_restore_an_equal_window():
     assert bare.fidelity("B") == "survivor"
     assert not bare.antecedent("B").exact
     assert bare.target("B") == window.target("B"), "B's KV is B's own"
-    back, edits = bare.condition("A")
-    assert back == window
-    assert hash(back) == hash(window)
-    assert edits == (Copy("A", "conditioned", None, 2 * 96 * 10, 3 * 8 * 10),)
+    again, _ = bare.recompute("A")
+    assert [piece.fidelity for piece in again.pieces] == ["exact"] * 3
     late, _ = bare.append(chunk("C"))
-    assert late.condition("A")[0].fidelity("C") == "approximate", "C was made behind a bare A"
+    assert late.recompute("A")[0].fidelity("C") == "approximate", "C was made behind a bare A"
 
 
 def test_recompute_is_exact_only_from_layer_zero():
@@ -232,7 +230,7 @@ def test_a_window_prints_a_line_for_each_piece():
     lines = str(window).splitlines()
     assert len(lines) == 4
     assert "Window(3 pieces, 38 tokens" in lines[0]
-    assert "'A': 10 tokens, approximate, bare for now" in lines[2]
+    assert "'A': 10 tokens, approximate, bare" in lines[2]
     assert "28–37  chunk  'B': 10 tokens, survivor, order-free" in lines[3]
 
 
@@ -261,7 +259,6 @@ BAD = {
     "no patch": lambda w: w.append(chunk("X"), patch="patch"),
     "a patch that is missing": lambda w: w.append(chunk("X"), "patch"),
     "a word unknown": lambda w: w.append(chunk("X"), "other"),
-    "never conditioned": lambda w: w.recall("A", "bare")[0].condition("A"),
     "a layer that is not there": lambda w: w.recompute("B", 2),
     "a fork of no name": lambda w: w.fork(""),
     "a fork of a path": lambda w: w.fork("a/b"),

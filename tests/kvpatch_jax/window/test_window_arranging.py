@@ -13,7 +13,6 @@ from kvpatch_jax.window import (
     KEEP,
     PREFILL,
     Compact,
-    Copy,
     Costs,
     Drop,
     Entry,
@@ -95,9 +94,7 @@ def placed(window: Window, entry: Entry, how: Any, patch: PatchNote | None, behi
 def seen(window: Window) -> dict[str, Any]:
     """What of a window does not depend on how many steps led there."""
     return {
-        "pieces": [
-            (each.entry, each.start, each.state, each.aside, each.front, each.fidelity) for each in window.pieces
-        ],
+        "pieces": [(each.entry, each.start, each.state, each.front, each.fidelity) for each in window.pieces],
         "evicted": {each.id: each.entry for each in window.evicted},
         "next": window.next_start,
         "lead": (window.lead, window.lead_settled),
@@ -214,7 +211,7 @@ def test_arrange_checks_patches_as_the_operations_do():
     removal = PatchNote("d", "c1", right.content, "conditioned", right.antecedent, right.antecedent, False, 4, 9, 9)
     with pytest.raises(PatchMismatchError, match="comes in"):
         arranged.serve([KEEP, KEEP, ServingChoice("patch", removal)])
-    for service in (KEEP, ServingChoice("patch"), ServingChoice("restore"), ServingChoice("bare", right)):
+    for service in (KEEP, ServingChoice("patch"), ServingChoice("bare", right)):
         with pytest.raises(WindowError):
             arranged.serve([KEEP, KEEP, service])
 
@@ -234,17 +231,6 @@ def test_a_survivor_that_is_run_again_is_another_one_to_those_behind():
     with pytest.raises(StalePatchError):
         arranged.serve([KEEP, PREFILL, ServingChoice("patch", before)])
     assert arranged.serve([KEEP, PREFILL, ServingChoice("patch", after)])[0].start("c3") == there.next_start
-
-
-def test_restore_switches_back_to_the_state_before_bare():
-    window = start("remember", 1)
-    for number in range(3):
-        window, _ = window.append(entry(number))
-    bare, _ = window.bare("c2")
-    entries = [piece.entry for piece in window.pieces]
-    there, edits = arrange(bare, entries).serve([KEEP, KEEP, ServingChoice("restore")])
-    assert there.pieces == window.pieces
-    assert edits == (Copy("c2", "conditioned", None, **COSTS.copy(entries[2].tokens)),)
 
 
 def test_what_follows_a_chunk_that_comes_back_patched_is_as_promised():

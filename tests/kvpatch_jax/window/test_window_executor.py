@@ -187,19 +187,17 @@ def test_a_fork_that_is_released_changes_no_bit(drill: Drill):
     assert (drill.paged.books.allocator.counts == counts).all()
 
 
-def test_bare_and_condition_change_no_bit():
+def test_a_chunk_is_bare_in_a_fork_and_as_it_was_in_the_parent():
     drill = Drill("gqa", host=False)
-    for id in ("c0", "c1", "c2", "c3"):
+    for id in ("c0", "c1", "c2"):
         drill.append(id)
     drill.evict("c1")  # so that c2 was turned once
     before = lying(drill.paged, drill.window)
+    drill.fork("x")
     drill.bare("c2")
     assert not same(lying(drill.paged, drill.window), before)
-    drill.condition("c2")
+    drill.abandon()
     assert same(lying(drill.paged, drill.window), before)
-    drill.bare("c3")
-    drill.evict("c2")  # it moves meanwhile
-    drill.condition("c3")
 
 
 def test_a_patch_of_a_padded_chunk_serves_plain_arrays_too():
@@ -239,7 +237,6 @@ def test_a_patch_of_a_padded_chunk_serves_plain_arrays_too():
 
 @pytest.mark.slow
 def test_a_removal_patch_is_added_to_the_conditioned_kv():
-    """And again after the chunk was served bare: the very bits."""
     drill = Drill("gqa")
     for id in ("c0", "c1", "c2"):
         drill.append(id)
@@ -258,15 +255,6 @@ def test_a_removal_patch_is_added_to_the_conditioned_kv():
     drill.model.find("c2").kv = {name: value[:, None] for name, value in target.items()}
     drill.bar = 1e-3  # of rank 8
     drill.do(drill.window.condition("c2", patch, fetched=True))
-    drill.bar = BAR
-    before = lying(drill.paged, drill.window)
-    for executor in drill.executors:
-        window, edits = drill.window.bare("c2")
-        executor.run(window, edits)
-        window, edits = window.condition("c2")
-        executor.run(window, edits)
-    drill.windows[""] = window
-    assert same(lying(drill.paged, drill.window), before)
 
 
 @pytest.mark.slow

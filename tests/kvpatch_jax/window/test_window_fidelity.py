@@ -178,14 +178,10 @@ class Program:
             return None
         id = self.draw.choice(chunks)
         index, piece = self.window.index(id), self.window.piece(id)
-        if self.draw.random() < 0.4 and (piece.state.kind != "bare" or piece.aside is not None):
-            return self.window.condition(id)
         own = [note for note in self.notes if note.chunk == id]
         if own and self.draw.random() < 0.6:
             # One of before, which may have become stale.
             note = self.draw.choice(own)
-            if piece.aside is not None and piece.aside.patch == note.digest:
-                return self.window.condition(id)
             try:
                 return self.window.condition(id, note)
             except StalePatchError:
@@ -293,7 +289,7 @@ class Program:
             assert piece.ways or promised[index], (piece, expected)
             # What is a survivor unknown to the window counts as made again, and so do targets behind it from then on.
             own = truth.list[index]
-            self.missed = self.missed or (held[index] in (own["kv"], own["aside"]) and piece.promised is None)
+            self.missed = self.missed or (held[index] == own["kv"] and piece.promised is None)
             if UNKNOWN not in piece.ways and not self.missed:
                 claims["bounded", bool(piece.ways)] += 1
                 assert truth.bounds(index, piece.ways, window.promise), (piece, expected)

@@ -159,7 +159,7 @@ class Both:
         return edits
 
     def switch(self, a: int) -> Edits:
-        """Bare, back again, or by a patch."""
+        """Bare, or by a patch."""
         chunks = [piece for piece in self.window.pieces if piece.entry.kind == "chunk"]
         if not chunks:
             return ()
@@ -172,17 +172,11 @@ class Both:
             self.window, edits = self.window.condition(piece.id, note)
             return edits
         if piece.state.kind != "bare":
-            own["was"] = own["kv"]
             own["kv"] = self.naive.histories.number(("bare", ()))
+            own["promised"] = self.naive.as_promised(self.window.index(piece.id))
             self.window, edits = self.window.bare(piece.id)
-            again, _ = self.window.condition(piece.id)
-            assert again.pieces[again.index(piece.id)].state == piece.state
             return edits
-        if piece.aside is None:
-            return ()
-        own["kv"] = own["was"]
-        self.window, edits = self.window.condition(piece.id)
-        return edits
+        return ()
 
     def recompute(self, a: int, b: int) -> Edits:
         index = a % len(self.window)

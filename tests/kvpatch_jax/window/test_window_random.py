@@ -78,11 +78,7 @@ class Loop(RuleBasedStateMachine):
     @rule(at=NUMBERS)
     def switch(self, at: int):
         id = self.some(at, lead=True)
-        piece = self.window.piece(id)
-        if piece.state.kind != "bare":
-            self.drill.bare(id)
-        elif piece.aside is not None:
-            self.drill.condition(id)
+        self.drill.bare(id)
 
     @precondition(lambda self: self.has(1))
     @rule(at=NUMBERS)

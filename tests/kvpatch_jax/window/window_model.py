@@ -90,9 +90,6 @@ class NaiveWindow:
     def anew(self) -> None:
         """Prefills from the front what was prefilled before; what is bare or patched stays so."""
         for index, piece in enumerate(self.list):
-            # Conditioned KV that was set aside was only in the pool; a patch can be applied again.
-            if "was" in piece and self.histories.made[piece["was"]][0] != "patch":
-                del piece["was"]
             if self.histories.made[piece["kv"]][0] in ("prefill", "deep"):
                 self.run_again(index)
             else:
