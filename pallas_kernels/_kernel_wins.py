@@ -33,9 +33,9 @@ def shape_word(heads: int, width: int, rank: int, itemsize: int) -> str:
     return f"heads={heads} width={width} rank={rounded} bytes={itemsize}"
 
 
-def word_of(operands: Operands, per_head: bool, width: int) -> str:
+def word_of(operands: Operands, width: int) -> str:
     """Returns the word of these operands, `width` wide; "" for what `tune` does not time."""
-    if per_head or operands.dense is not None:
+    if operands.dense is not None:
         return ""
     return shape_word(operands.x.shape[-2], width, operands.rank, operands.x.dtype.itemsize)
 

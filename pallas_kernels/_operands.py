@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     Attributes:
       x: cached vectors.
       cos, sin: float32 tables of angles, `half` being half of the channels that rotate.
-      u, v: factors; with a `per_head` call [..., K, T, M] and [..., K, M, H], else v has K·H columns.
+      u, v: factors; v has K·H columns.
       dense: a full correction.
       x_scale, u_scale, v_scale: float32, what stored numbers of eight bits are multiplied by.
     """
@@ -54,12 +54,11 @@ class Operands(NamedTuple):
         """Rank of the factors; 0 where there are none."""
         return 0 if self.u is None else self.u.shape[-1]
 
-    def check(self, operation: str, per_head: bool, layout: str) -> None:
+    def check(self, operation: str, layout: str) -> None:
         """Refuses operands that do not fit each other.
 
         Args:
           operation: for messages.
-          per_head: u and v are per head.
           layout: how a rotary pair lies in a head.
 
         Raises:
@@ -80,8 +79,7 @@ class Operands(NamedTuple):
 
         if self.u is not None and self.v is not None:
             u, v, rank = self.u.shape, self.v.shape, self.rank
-            want_u = (heads, tokens, rank) if per_head else (tokens, rank)
-            want_v = (heads, rank, width) if per_head else (rank, heads * width)
+            want_u, want_v = (tokens, rank), (rank, heads * width)
             if u[-len(want_u) :] != want_u or v[-len(want_v) :] != want_v:
                 expected = f"[..., {want_u}] and [..., {want_v}]"
                 raise KernelShapeError(f"{operation}: got u {u} and v {v}; expected {expected}")
@@ -119,7 +117,7 @@ class Operands(NamedTuple):
             return self
         return self._replace(cos=self.cos * scale, sin=self.sin * scale)
 
-    def with_width(self, width: int, per_head: bool) -> "Operands":
+    def with_width(self, width: int) -> "Operands":
         """Puts zeros behind each head up to `width` channels, as kernels that write whole rows want their operands."""
         own = self.x.shape[-1]
         if own == width:
@@ -127,9 +125,8 @@ class Operands(NamedTuple):
 
         v = self.v
         if v is not None:
-            heads = v if per_head else v.reshape(*v.shape[:-1], *self.x.shape[-2:])
-            v = spread(heads, 0, width)
-            v = v if per_head else v.reshape(*v.shape[:-2], -1)
+            v = spread(v.reshape(*v.shape[:-1], *self.x.shape[-2:]), 0, width)
+            v = v.reshape(*v.shape[:-2], -1)
 
         dense = None if self.dense is None else spread(self.dense, 0, width)
         x_scale = None if self.x_scale is None else spread(self.x_scale, 0, width)
@@ -150,7 +147,7 @@ def first_reason(checks: Iterable[tuple[bool, str]]) -> str | None:
     return next((reason for condition, reason in checks if condition), None)
 
 
-def refusals(operands: Operands, per_head: bool, out_dtype: str) -> list[tuple[bool, str]]:
+def refusals(operands: Operands, out_dtype: str) -> list[tuple[bool, str]]:
     """Lists what no kernel takes, TPU or GPU: (whether it is so here, why it is refused)."""
     x, cos, dense = operands.x, operands.cos, operands.dense
     read = [leaf.dtype.name for leaf in (x, operands.u, operands.v) if leaf is not None]
@@ -158,7 +155,6 @@ def refusals(operands: Operands, per_head: bool, out_dtype: str) -> list[tuple[b
     unknown = not set(read) <= {*KERNEL_DTYPES, *NARROW} or not set(wide) <= set(KERNEL_DTYPES)
     checks = [
         (unknown, f"dtypes {read + wide}; expected {KERNEL_DTYPES}, or before the arithmetic {NARROW}"),
-        (per_head and operands.u is not None, "factors per head"),
         (operands.rank > RANK_LIMIT, f"rank {operands.rank}; expected at most {RANK_LIMIT}"),
         (0 in x.shape, f"an empty array {x.shape}"),
     ]

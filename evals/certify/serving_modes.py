@@ -229,7 +229,7 @@ def padded_to_chunk(chunk: kvp.Chunk, kv: KV) -> KV:
 def patched_kv(chunk: kvp.Chunk, patch: kvp.Patch) -> KV:
     """Returns the phase-free KV that a patch serves: canonical plus correction, rounded to the chunk's type."""
     metadata = patch.metadata
-    added = ops.correction(chunk.layout, dict(patch.factors), layers=metadata.layers, heads=metadata.heads)
+    added = ops.correction(chunk.layout, dict(patch.factors), layers=metadata.layers)
     patched = {name: jnp.asarray(value) + added.get(name, 0.0) for name, value in chunk.kv.items()}
     whole = on_host({name: value.astype(chunk.kv[name].dtype) for name, value in patched.items()})
     return cut(whole, slice(chunk.length))

@@ -74,14 +74,14 @@ class HostPiece:
         metadata = self.patch.metadata
         layers = None if len(metadata.layers) == layout.layers else metadata.layers
         kv, factors = arrays_of(self.kv), dict(self.patch.factors)
-        return EngineKV(ops.jitted_apply(layout, kv, factors, self.local, start, layers=layers, heads=metadata.heads))
+        return EngineKV(ops.jitted_apply(layout, kv, factors, self.local, start, layers=layers))
 
     def phase_free(self, layout: KVLayout) -> PhaseFreeKV:
         """Returns KV + u v."""
         if self.patch is None:
             return PhaseFreeKV(self.kv)
         metadata = self.patch.metadata
-        added = ops.correction(layout, dict(self.patch.factors), layers=metadata.layers, heads=metadata.heads)
+        added = ops.correction(layout, dict(self.patch.factors), layers=metadata.layers)
         sums = {name: value + added[name] if name in added else value for name, value in self.kv.items()}
         return PhaseFreeKV({name: value.astype(self.kv[name].dtype) for name, value in sums.items()})
 

@@ -285,7 +285,7 @@ class BatchPatchCache:
         # Only a patch that equals the one formed here: otherwise answers would depend on the store.
         for patch in self._store.get_patches(wanted):
             of = patch.metadata
-            found = of.antecedent, of.layers, of.heads, of.frame, of.orbit, of.asked
+            found = of.antecedent, of.layers, of.frame, of.orbit, of.asked
             if found != expected or dict(patch.ranks) != dict(ranks):
                 continue
             if patch.tokens is not None and patch.tokens > chunk.tokens:

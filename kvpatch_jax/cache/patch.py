@@ -12,7 +12,6 @@ import numpy as np
 from ..core import (
     PARTS,
     ChannelFactors,
-    Heads,
     KVLayout,
     Leaf,
     PackedArray,
@@ -42,13 +41,11 @@ class PatchMetadata:
       antecedent: ids of the chunks that precede it, in order; sorted if `orbit`. `behind` has all that is known.
       orbit: whether the patch serves every ordering of the antecedent.
       layers: layers that the factors cover, ascending; the others get no correction.
-      heads: "joint" or "separate".
-      shared_left: whether every channel has the same left factor (stored once).
       frame, start: "phase_free" (any start), or "engine" at exactly `start`.
       base_antecedent: what the base itself was conditioned on; None for the canonical.
       backbone, layout: of the chunk.
-      content: of the chunk, which distinguishes chunks of one id; None in metadata of earlier versions.
-      local: digest of the chunk's local positions; None in metadata of earlier versions.
+      content: of the chunk, which distinguishes chunks of one id.
+      local: digest of the chunk's local positions.
       corrects: for a correction, the digest of the patch that it corrects (`patch_digest`); else None.
       asked: (channel, rank) where a larger rank was requested than the chunk's tokens or features allow; the patch has
         the largest possible rank then, or is dense where that is smaller. None where no rank was reduced.
@@ -70,8 +67,6 @@ class PatchMetadata:
     layout: KVLayout
     layers: tuple[int, ...]
     orbit: bool = False
-    heads: Heads = "joint"
-    shared_left: bool = False
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
     base_antecedent: tuple[str, ...] | None = None
@@ -208,17 +203,15 @@ class Patch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the factors, scales included; a shared left factor counts once, a shared basis not at all.
+        """Bytes of the factors, scales included; a shared basis does not count.
 
         At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is
         as much as 31 of its 480 tokens.
         """
-        counted, lefts = [], 0
+        counted = []
         for own in self.factors.values():
             if is_low_rank(own):
-                if not (self.metadata.shared_left and lefts):
-                    counted.append(own[0])  # pyright: ignore[reportIndexIssue]
-                lefts += 1
+                counted.append(own[0])  # pyright: ignore[reportIndexIssue]
                 own = own[1]  # pyright: ignore[reportIndexIssue]
             if self.metadata.basis is None:
                 counted.append(own)
@@ -260,7 +253,7 @@ def check_factors(
         raise InputError(f"patch: got layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
 
     batch: tuple[int, ...] | None = None
-    lefts, tokens, per_head = set(), set(), metadata.heads == "separate"
+    tokens: set[int] = set()
 
     for name, own in factors.items():
         channel, low_rank = layout.channel(name), is_low_rank(own)
@@ -274,16 +267,14 @@ def check_factors(
 
         # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
         if batch is None:
-            axes = _shape(own[0])[1 : -3 if per_head else -2] if low_rank else _shape(own)[1:-3]
+            axes = _shape(own[0])[1:-2] if low_rank else _shape(own)[1:-3]
             batch = axes if len(axes) <= batched else ()
 
-        leading = (kept, *batch, channel.heads) if per_head else (kept, *batch)
+        leading = (kept, *batch)
         if low_rank:
             u, v = map(_shape, own)
-            side = channel.width if per_head else channel.features
             _check_shape(u, (*leading, channel.rows, None), f"u of {name!r}", "layers, tokens, rank")
-            _check_shape(v, (*leading, u[-1], side), f"v of {name!r}", "rank")
-            lefts.add(u)
+            _check_shape(v, (*leading, u[-1], channel.features), f"v of {name!r}", "rank")
             count = u[-2]
         else:
             dense = _shape(own)
@@ -307,11 +298,6 @@ def check_factors(
         raise ShapeError(
             f"patch of chunk {metadata.chunk!r}: got {sorted(tokens)} tokens; expected as many in every channel"
         )
-    if metadata.shared_left and len(lefts) > 1:
-        raise ShapeError(
-            f"patch of chunk {metadata.chunk!r}: got shapes {sorted(lefts)} of u; expected one left factor"
-        )
-
     return next(iter(tokens), None), batch[0] if batch else None
 
 
@@ -351,11 +337,6 @@ def patch_digest(patch: Patch) -> str:
     fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
     for word in ("layout", "asked"):
         del fields[word]
-
-    # Patches that were formed before a field existed keep their digest.
-    for word in ("members", "base_members", "lead", "basis", "encoding"):
-        if fields[word] is None:
-            del fields[word]
 
     # `examine` takes tokens on the second axis of every array; the longest one bounds them all.
     leaves = {}

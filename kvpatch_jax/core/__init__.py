@@ -34,7 +34,6 @@ from .layout import check_uniform as check_uniform
 from .ops import ChannelFactors as ChannelFactors
 from .ops import Factors as Factors
 from .ops import FormPlan as FormPlan
-from .ops import Heads as Heads
 from .ops import Leaf as Leaf
 from .ops import PatchFrame as PatchFrame
 from .ops import Quantised as Quantised

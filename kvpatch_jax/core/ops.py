@@ -1,10 +1,9 @@
 """Patch operators on plain arrays: deficit, factorise, apply, accumulate. They jit, vmap and differentiate.
 
 Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens; the parts of a transition
-have their own rows in place of T, in kv and in factors alike, and no padding. Factors of a channel are
-(u, v) — joint over heads u [L, ..., T, M], v [L, ..., M, F]; per head u [L, ..., K, T, M], v [L, ..., K, M, H] — or one
-dense array [L, ..., T, K, H], or `RaggedFactors`, with a rank for each layer. Every leaf may be `Quantised` or a
-`PackedArray`, and so may kv. Static: layouts, ranks, layer sets, padded lengths.
+have their own rows in place of T, in kv and in factors alike, and no padding. Factors of a channel are u [L, ..., T, M]
+and v [L, ..., M, F], or one dense array [L, ..., T, K, H], or `RaggedFactors`, with a rank for each layer. Every leaf
+may be `Quantised` or a `PackedArray`, and so may kv. Static: layouts, ranks, layer sets, padded lengths.
 Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here: callers check their arguments first.
 """
 
@@ -29,7 +28,6 @@ from .rope import rope_tables
 from .rope import rotate as rotate
 from .rotation import to_engine
 
-Heads = Literal["joint", "separate"]
 PatchFrame = Literal["phase_free", "engine"]
 
 
@@ -117,19 +115,15 @@ class FormPlan:
 
     Attributes:
       ranks: (channel, rank) pairs; rank None stores the deficit dense; omitted channels get no patch.
-      heads: one factorisation over all KV heads ("joint", as in the paper), or one per head.
       method: "randomised" or "exact".
       layers: the layers to keep, or None for all.
-      shared_left: whether all low-rank channels share one left factor, and therefore one rank.
       frame: frame of the deficit: "phase_free", or "engine" (the paper's order, as a control).
       dtype: of the factors; an 8-bit dtype gets one scale per direction, int2 to int7 one per group (`stored`).
     """
 
     ranks: tuple[tuple[str, int | None], ...]
-    heads: Heads = "joint"
     method: Literal["randomised", "exact"] = "randomised"
     layers: tuple[int, ...] | None = None
-    shared_left: bool = False
     frame: PatchFrame = "phase_free"
     dtype: str = "float32"
 
@@ -181,9 +175,9 @@ def flatten_heads(delta: Float[Array, "*leading T K H"]) -> Float[Array, "*leadi
 
 
 def _factorise_masked(
-    matrix: Array, rank: int, plan: FormPlan, key: Array, length: Array | int | None, heads: bool
+    matrix: Array, rank: int, plan: FormPlan, key: Array, length: Array | int | None
 ) -> tuple[Array, Array]:
-    """Factorises [..., T, F] (with `heads` [..., K, T, H]) into u and v, with exact zeros in u on padding."""
+    """Factorises [..., T, F] into u and v, with exact zeros in u on padding."""
 
     def factorise_matrix(matrix: Array, key: Array) -> tuple[Array, Array]:
         return factorise(matrix, rank=rank, method=plan.method, key=key)
@@ -200,8 +194,7 @@ def _factorise_masked(
             u, v = replicated(matrix, key)
 
     if length is not None:
-        length = jnp.asarray(length)
-        u = jnp.where(token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
+        u = jnp.where(token_mask(u, length, -2), u, 0.0)
     return u, v
 
 
@@ -216,21 +209,11 @@ def factorise_deficit(
     factors: Factors = {name: stored(delta[name], plan.dtype, -1) for name, rank in plan.ranks if rank is None}
     low_rank = [(name, rank) for name, rank in plan.ranks if rank is not None]
 
-    # A shared left factor comes from one factorisation of all channels side by side.
-    if plan.shared_left and low_rank:
-        matrices = [flatten_heads(delta[name]) for name, _ in low_rank]
-        u, v = _factorise_masked(jnp.concatenate(matrices, axis=-1), low_rank[0][1], plan, key, length, False)
-        edges = np.cumsum([matrix.shape[-1] for matrix in matrices])[:-1].tolist()
-        for (name, _), part in zip(low_rank, jnp.split(v, edges, axis=-1), strict=True):
-            factors[name] = stored(u, plan.dtype, -2), stored(part, plan.dtype, -1)
-        return factors
-
     # Each channel draws its own random matrix.
     for index, (name, rank) in enumerate(low_rank):
         channel_key = jax.random.fold_in(key, index)
-        own, apart = None if name in PARTS else length, plan.heads == "separate"
-        matrix = jnp.swapaxes(delta[name], -3, -2) if apart else flatten_heads(delta[name])
-        u, v = _factorise_masked(matrix, rank, plan, channel_key, own, apart)
+        own = None if name in PARTS else length
+        u, v = _factorise_masked(flatten_heads(delta[name]), rank, plan, channel_key, own)
         # One scale per direction where the dtype has 8 bits: along tokens in u, along features in v.
         factors[name] = stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
     return factors
@@ -266,7 +249,7 @@ def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
     return jnp.zeros((total, *value.shape[1:]), value.dtype).at[np.asarray(layers)].set(value)
 
 
-def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
+def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int) -> dict:
     """Returns a channel's factors as keyword arguments of the kernels, for all layers, quantised ones as they are."""
     if factors is None:
         return {}
@@ -274,7 +257,7 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
     if isinstance(factors, RaggedFactors):
         factors = factors.by_layer()
     if is_low_rank(factors):
-        arguments: dict = {"per_head": heads == "separate"}
+        arguments: dict = {}
         for name, leaf in zip("uv", factors, strict=True):
             # Packed factors are decoded for all layers at once: they are small.
             values, scale = leaf if isinstance(leaf, Quantised) else (value_of(leaf), None)
@@ -287,21 +270,20 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
 
 
 def correction(
-    layout: KVLayout, factors: Factors, *, layers: tuple[int, ...] | None = None, heads: Heads = "joint"
+    layout: KVLayout, factors: Factors, *, layers: tuple[int, ...] | None = None
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes the dense correction {channel: float32 [L, ..., T, K, H]} of factors, for the channels that have any."""
     result = {}
     for name, channel_factors in factors.items():
         channel, kept = layout.channel(name), None if layers is None else layout.rows_of(name, layers)
-        arguments = kernel_arguments(channel_factors, kept, layout.depth(name), heads)
+        arguments = kernel_arguments(channel_factors, kept, layout.depth(name))
         if "dense" in arguments:
             result[name] = arguments["dense"].astype(jnp.float32)
             continue
 
         u = arguments["u"]
-        leading, tokens = (u.shape[:-3], u.shape[-2]) if heads == "separate" else (u.shape[:-2], u.shape[-2])
         # The kernel itself computes u v, onto zeros, so that both round alike.
-        zero = jnp.zeros((*leading, tokens, channel.heads, channel.width), jnp.float32)
+        zero = jnp.zeros((*u.shape[:-1], channel.heads, channel.width), jnp.float32)
         result[name] = rotate_patch(zero, **arguments)
 
     return result
@@ -315,7 +297,6 @@ def apply(
     start: Int[Array, "..."],
     *,
     layers: tuple[int, ...] | None = None,
-    heads: Heads = "joint",
     frame: PatchFrame = "phase_free",
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
@@ -328,10 +309,10 @@ def apply(
     if frame == "engine":
         float32 = {name: value.astype(jnp.float32) for name, value in kv.items()}
         rotated = to_engine(layout, float32, local, start)
-        added = correction(layout, factors, layers=layers, heads=heads)
+        added = correction(layout, factors, layers=layers)
         return {name: (rotated[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in rotated}
 
-    arguments = operator_arguments(layout, factors, local, start, layers, heads)
+    arguments = operator_arguments(layout, factors, local, start, layers)
     result: dict[str, Any] = {}
     # Channels of as many layers and one order of pairs go through one loop.
     for names, kernel in layout.kernels(rotate_patch):
@@ -414,7 +395,6 @@ def operator_arguments(
     local: Num[Array | np.ndarray, "..."],
     start: Int[Array, "..."],
     layers: tuple[int, ...] | None,
-    heads: Heads,
 ) -> dict[str, dict[str, Any]]:
     """Returns the kernels' keyword arguments for every channel: its factors, and cos and sin tables if it rotates."""
     # One table for all channels and layers that rotate by the same angles.
@@ -422,7 +402,7 @@ def operator_arguments(
     result = {}
     for channel in layout.channels:
         name, kept = channel.name, None if layers is None else layout.rows_of(channel.name, layers)
-        result[name] = kernel_arguments(factors.get(name), kept, layout.depth(name), heads)
+        result[name] = kernel_arguments(factors.get(name), kept, layout.depth(name))
         if channel.rotates:
             rope = layout.rope_of(name)
             cos, sin = tables[rope]
@@ -493,7 +473,7 @@ jitted_form = jax.jit(form, static_argnames=("layout", "plan"))
 jitted_factorise = jax.jit(factorise_deficit, static_argnames=("plan",))
 """`factorise_deficit`, compiled once per plan and padded shape."""
 
-jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "heads", "frame"))
+jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "frame"))
 """`apply`, compiled once per layout, layer set and padded shape; another chunk or start does not compile again."""
 
 jitted_merge = jax.jit(merge_factors, static_argnames=("rank",))

@@ -67,17 +67,10 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
 
     Raises:
-      RankError: below 1 or above what the patch has, or several for channels that share their left factor. LayoutError:
-      an unknown channel.
+      RankError: below 1 or above what the patch has. LayoutError: an unknown channel.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
     ranks = rank_by_channel(patch.metadata.layout, rank, "truncate", keep=True)
-
-    # One left factor has one number of columns.
-    if patch.metadata.shared_left:
-        left = {name: have if ranks[name] is None else ranks[name] for name, have in patch.ranks.items() if have}
-        if len(set(left.values())) > 1:
-            raise RankError(f"truncate: got ranks {left} with a shared left factor; expected one rank for all of them")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, Base, Chunk, KVArray, Patch, PatchMetadata, check_finite, content_of
-from ..core import FormPlan, Heads, arrays_of, expect_frame, ops
+from ..core import FormPlan, arrays_of, expect_frame, ops
 from ..core.ops import factor_bits
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
@@ -66,7 +66,7 @@ def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
 
 
 def choose_ranks(
-    chunk: Chunk, rank: Rank, heads: Heads = "joint", shared_left: bool = False, dense: bool = True
+    chunk: Chunk, rank: Rank, dense: bool = True
 ) -> tuple[tuple[tuple[str, int | None], ...], tuple[tuple[str, int], ...] | None]:
     """Determines every channel's rank.
 
@@ -78,20 +78,13 @@ def choose_ranks(
       requested, None where no rank was reduced.
 
     Raises:
-      RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: an unknown channel.
+      RankError: a rank below 1. LayoutError: an unknown channel.
     """
     layout = chunk.layout
     # A mapping leaves channels out, or gives them rank 0; one rank of 0 for all is refused below.
     ranks = rank_by_channel(layout, rank, "patch")
     wanted = {name: int(size) for name, size in ranks.items() if size != 0 or not isinstance(rank, Mapping)}
 
-    if shared_left and (heads == "separate" or len(set(wanted.values())) > 1):
-        raise RankError(
-            f"patch: got ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
-        )
-
-    # Channels that share a left factor are factorised side by side.
-    together = sum(layout.channel(name).features for name in wanted)
     chosen: list[tuple[str, int | None]] = []
     reduced: list[tuple[str, int]] = []
 
@@ -100,8 +93,7 @@ def choose_ranks(
             raise RankError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
 
         channel = layout.channel(name)
-        side = channel.width if heads == "separate" else channel.features
-        side = together if shared_left else side
+        side = channel.features
         most, tokens = min(channel.rows_for(chunk.length), side), channel.rows_for(chunk.tokens)
         if size > most:
             reduced.append((name, size))
@@ -159,7 +151,7 @@ def from_deficit(
     dtype: jax.typing.DTypeLike | None = None,
     weights: ReadingWeights | None = None,
 ) -> Patch:
-    """Forms a joint-head, phase-free patch of a deficit.
+    """Forms a phase-free patch of a deficit.
 
     Args:
       rank: as in `form_patch`; a `ByteBudget` is spent on exact directions, whatever the method.

@@ -18,12 +18,10 @@ from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of, bri
 from ..core import (
     Angles,
     FormPlan,
-    Heads,
     PatchFrame,
     Start,
     arrays_of,
     as_start,
-    check_uniform,
     is_encoded,
     ops,
 )
@@ -50,11 +48,9 @@ class FormOptions:
     """Options of `form_patch`, which takes them as keywords.
 
     Attributes:
-      heads: one factorisation over all KV heads ("joint"), or one per head ("separate").
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
       layers: layers to patch; None for all.
-      shared_left: one left factor for all channels; not of layouts with layers of unlike kinds, as hybrid models are.
       dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F. False keeps
         factors, of which `truncate` makes smaller ranks.
       frame: "phase_free", or "engine" for the paper's order, which holds only at `start`.
@@ -62,20 +58,18 @@ class FormOptions:
       angles: "exact" or "float32" in place of the layout's, for the engine frame.
       dtype: of the factors; None is the chunk's, of a `ByteBudget` int4.
       basis: directions that patches of this backbone share (`fit_basis`): the patch has coefficients alone, of the
-        first `rank` of them. For joint heads in the phase-free frame; `method`, `key` and `dense` have no effect then.
+        first `rank` of them. In the phase-free frame; `method`, `key` and `dense` have no effect then.
       weights: how much an error in each feature counts (`calibrate_weights`): the factors have the least error as
         queries read it, in place of the least error. In the phase-free frame, without a basis.
 
     Raises:
-      InputError: an engine frame without a start, a start without it, a basis with separate heads, another frame or
-      a shared left factor, or weights with a basis or another frame.
+      InputError: an engine frame without a start, a start without it, or a basis or weights with another frame
+      or with one another.
     """
 
-    heads: Heads = "joint"
     method: Method = "randomised"
     key: Key[Array, ""] | None = None
     layers: Iterable[int] | None = None
-    shared_left: bool = False
     dense: bool = True
     frame: PatchFrame = "phase_free"
     start: Start | None = None
@@ -91,11 +85,8 @@ class FormOptions:
                 raise InputError(
                     f"patch: got weights with frame {self.frame!r}, basis {self.basis}; expected 'phase_free', no basis"
                 )
-        if self.basis is not None and (self.heads, self.frame, self.shared_left) != ("joint", "phase_free", False):
-            raise InputError(
-                f"patch: got heads {self.heads!r}, frame {self.frame!r}, shared_left {self.shared_left} with a basis; "
-                "expected 'joint', 'phase_free', no shared left factor"
-            )
+        if self.basis is not None and self.frame != "phase_free":
+            raise InputError(f"patch: got frame {self.frame!r} with a basis; expected 'phase_free'")
         if (self.frame == "engine") != (self.start is not None):
             raise InputError(
                 f"patch: got frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and "
@@ -118,7 +109,7 @@ def form_patch(
         heads in the phase-free frame, from exact directions whatever `method` says.
       antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids
         and chunks mean that each was served exactly.
-      options: fields of `FormOptions`: heads, method, key, layers, shared_left, dense, frame, start, angles, dtype,
+      options: fields of `FormOptions`: method, key, layers, dense, frame, start, angles, dtype,
         basis, weights.
 
     Raises:
@@ -142,19 +133,15 @@ def form_patch(
     layers = check_layers(chosen.layers, layout.layers)
     if isinstance(rank, ByteBudget):
         return _form_within(chunk, conditioned, rank, antecedent, layers, chosen)
-    if chosen.shared_left:
-        check_uniform(layout, "patch: shared_left")
-    ranks, asked = choose_ranks(chunk, rank, chosen.heads, chosen.shared_left, chosen.dense)
+    ranks, asked = choose_ranks(chunk, rank, chosen.dense)
     # A channel that none of the layers keeps gets no factors.
     ranks = tuple(pair for pair in ranks if layout.rows_of(pair[0], layers))
 
     plan = FormPlan(
         ranks=ranks,
-        heads=chosen.heads,
         method=chosen.method,
         # None for all layers, so that such plans share one compiled program.
         layers=None if len(layers) == layout.layers else layers,
-        shared_left=chosen.shared_left,
         frame=chosen.frame,
         dtype=factor_dtype(chunk, chosen.dtype),
     )
@@ -174,8 +161,6 @@ def form_patch(
         antecedent,
         layout=layout,
         layers=layers,
-        heads=chosen.heads,
-        shared_left=chosen.shared_left,
         frame=chosen.frame,
         start=None if chosen.start is None else tuple(int(number) for number in np.asarray(start).ravel()),
         asked=asked,
@@ -201,11 +186,8 @@ def _form_within(
     chosen: FormOptions,
 ) -> Patch:
     """Forms a patch with a rank for each layer and channel."""
-    if (chosen.heads, chosen.frame, chosen.shared_left) != ("joint", "phase_free", False):
-        raise InputError(
-            f"patch: got heads {chosen.heads!r}, frame {chosen.frame!r}, shared_left {chosen.shared_left} with a "
-            "ByteBudget; expected 'joint', 'phase_free', no shared left factor"
-        )
+    if chosen.frame != "phase_free":
+        raise InputError(f"patch: got frame {chosen.frame!r} with a ByteBudget; expected 'phase_free'")
     weights = None if chosen.weights is None else chosen.weights.of_layers(chunk, layers)
     delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype, budget)
     compare = chosen.weights is not None and chosen.weights.compare_layers

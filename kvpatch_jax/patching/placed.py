@@ -96,7 +96,7 @@ class Placed:
             factors, metadata = dict(patch.operands), patch.metadata
             # None for all layers, so that such patches share one compiled program.
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
-            options = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
+            options = {"layers": layers, "frame": metadata.frame}
             if fraction and metadata.frame == "engine":
                 raise PositionError(
                     f"placed: got start {self.start} for a patch of rotated keys; expected a whole number"

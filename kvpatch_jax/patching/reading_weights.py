@@ -281,11 +281,8 @@ def factorise_weighted(
             factors[name] = ops.stored(delta[name], plan.dtype, -1)
             continue
         u, v = (ops.value_of(leaf) for leaf in own)  # pyright: ignore[reportGeneralTypeIssues]
-        heads, width = delta[name].shape[-2:]
-        if plan.heads == "separate":
-            weight = weights[name].reshape(len(weights[name]), *[1] * (v.ndim - 4), heads, 1, width)
-        else:
-            weight = weights[name].reshape(len(weights[name]), *[1] * (v.ndim - 2), heads * width)
+        features = v.shape[-1]
+        weight = weights[name].reshape(len(weights[name]), *[1] * (v.ndim - 2), features)
         factors[name] = ops.stored(u, plan.dtype, -2), ops.stored(v / weight, plan.dtype, -1)
     return factors
 

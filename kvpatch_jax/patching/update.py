@@ -43,7 +43,7 @@ def correction_patch(
     _check_updatable(patch.metadata, "correction_patch")
 
     # What the stored patch already corrects is taken off; the rest is thin where the antecedent changed little.
-    have = ops.correction(chunk.layout, dict(patch.factors), layers=patch.metadata.layers, heads=patch.metadata.heads)
+    have = ops.correction(chunk.layout, dict(patch.factors), layers=patch.metadata.layers)
     delta = deficit_of(conditioned, chunk.kv, chunk)
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
     after, digest = antecedent_of(antecedent), patch_digest(patch)
@@ -54,14 +54,12 @@ def correction_patch(
 def _check_updatable(metadata: PatchMetadata, what: str) -> None:
     """Raises PatchMismatchError for a patch that cannot be updated."""
     all_layers = metadata.layers == tuple(range(metadata.layout.layers))
-    plain = (metadata.base, metadata.frame, metadata.heads) == ("canonical", "phase_free", "joint")
-    if plain and all_layers and not metadata.shared_left:
+    if (metadata.base, metadata.frame) == ("canonical", "phase_free") and all_layers:
         return
 
     raise PatchMismatchError(
-        f"{what}: got patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, layers "
-        f"{metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', all "
-        f"{metadata.layout.layers} layers, no shared left factor"
+        f"{what}: got patch with base {metadata.base!r}, frame {metadata.frame!r}, layers {metadata.layers}; "
+        f"expected 'canonical', 'phase_free', all {metadata.layout.layers} layers"
     )
 
 
@@ -69,7 +67,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     """Folds a correction into a stored patch and reduces it to rank m, forming neither densely. Kamera App. D.
 
     Args:
-      patch: joint-head patch of all layers.
+      patch: of all layers.
       correction: from `correction_patch` of this very patch, at the same rank and in the same dtype.
       rank: of the result, per channel or for all; None keeps each channel's rank.
 

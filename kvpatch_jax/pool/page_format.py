@@ -34,7 +34,7 @@ from ..utils.kinds import expect_kind
 from .page_layout import InterleavedLayout, JoinedLayout, LatentLayout, PageLayout, Pages, checked_pages
 
 
-@functools.partial(jax.jit, static_argnames=("form", "layers", "heads", "frame"), donate_argnames="pages")
+@functools.partial(jax.jit, static_argnames=("form", "layers", "frame"), donate_argnames="pages")
 def jitted_splice(
     form: PageLayout,
     pages: tuple[Array, ...],

@@ -120,7 +120,7 @@ def splice(
     return jitted_splice(placed.layout, own, *arrays, **placed.options)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads", "frame"), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("layout", "layers", "frame"), donate_argnames=("pool",))
 def jitted_splice(
     layout: KVLayout,
     pool: dict[str, Array],
@@ -132,7 +132,6 @@ def jitted_splice(
     length: Array,
     *,
     layers: tuple[int, ...] | None = None,
-    heads: ops.Heads = "joint",
     frame: ops.PatchFrame = "phase_free",
 ) -> dict[str, Array]:
     """Does what `splice` does, without its checks.
@@ -141,10 +140,10 @@ def jitted_splice(
     """
     # The paper's order adds after the rotation, which the kernel does not, so all is computed before it is written.
     if frame == "engine":
-        kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
+        kv = ops.apply(layout, kv, factors, local, start, layers=layers, frame=frame)
         return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
 
-    arguments = ops.operator_arguments(layout, factors, local, start, layers, heads)
+    arguments = ops.operator_arguments(layout, factors, local, start, layers)
     if any(map(is_packed, kv.values())):
         return splice_packed(layout, pool, slots, kv, arguments, length)  # pyright: ignore[reportArgumentType]
 

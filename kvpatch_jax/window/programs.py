@@ -116,7 +116,7 @@ def copy_slots(pools: Pools, read: Int[Array, " N"], write: Int[Array, " N"], le
     return _put(pools, write, read_rows(pools, read), length)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads"), donate_argnames="pools")
+@functools.partial(jax.jit, static_argnames=("layout", "layers"), donate_argnames="pools")
 def write_piece(
     layout: KVLayout,
     pools: Pools,
@@ -125,7 +125,6 @@ def write_piece(
     factors: ops.Factors,
     *,
     layers: tuple[int, ...] | None = None,
-    heads: ops.Heads = "joint",
 ) -> Pools:
     """Writes R(start + local) · (KV + u v) to slots of the pool, and KV + u v to those of its source.
 
@@ -134,7 +133,7 @@ def write_piece(
     """
     slots, local, start, length = destination
     # Per channel, what the kernel adds and by what it rotates.
-    arguments_of = ops.operator_arguments(layout, factors, local, start, layers, heads)
+    arguments_of = ops.operator_arguments(layout, factors, local, start, layers)
     packed = {name: value for name, value in kv.items() if is_packed(value)}
     if packed:
         return _write_packed(layout, pools, destination, packed, arguments_of)
@@ -274,14 +273,13 @@ def rotate_slots(layout: KVLayout, pools: Pools, rotation: SlotRotation, *, whol
 # Programs of transitions, {part: [L,R,K,W]}. Nothing is donated: the same arrays serve many windows and questions.
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "layers", "heads"))
+@functools.partial(jax.jit, static_argnames=("layout", "layers"))
 def make_transition(
     layout: KVLayout,
     parts: Mapping[str, Float[Array, "..."] | PackedArray],
     factors: ops.Factors,
     *,
     layers: tuple[int, ...] | None = None,
-    heads: ops.Heads = "joint",
 ) -> dict[str, Float[Array, "L R _ _"]]:
     """Returns a transition plus what a patch adds to it, in float32.
 
@@ -292,7 +290,7 @@ def make_transition(
         value = (unpack(value, jnp.float32) if is_packed(value) else value).astype(jnp.float32)
         value = value[:, 0] if value.ndim == 5 else value
         kept = None if layers is None else layout.rows_of(name, layers)
-        patching = ops.kernel_arguments(factors.get(name), kept, layout.depth(name), heads)
+        patching = ops.kernel_arguments(factors.get(name), kept, layout.depth(name))
         made[name] = rotate_patch(value, **patching) if patching else value
     return made
 

@@ -28,9 +28,7 @@ def processors() -> int:
     return launches.PROCESSORS if own is None else int(own)
 
 
-def unsupported(
-    operands: Operands, per_head: bool, layout: str, out_dtype: str, whole_lines: bool = False
-) -> str | None:
+def unsupported(operands: Operands, layout: str, out_dtype: str, whole_lines: bool = False) -> str | None:
     """Returns why these kernels cannot take such arguments; None if they can.
 
     Args:
@@ -43,7 +41,7 @@ def unsupported(
         # Blocks keep cosines in registers while they go through the layers.
         (any(size != 1 for size in outer), tables),
         (operands.u is not None and operands.rank == 0, "rank 0; expected 1 or more"),
-        *refusals(operands, per_head, out_dtype),
+        *refusals(operands, out_dtype),
     ]
     return unsuitable_device() or first_reason(checks) or _cannot_cut(operands, layout, out_dtype, whole_lines)
 

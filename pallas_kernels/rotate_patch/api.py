@@ -27,7 +27,6 @@ def rotate_patch(
     u_scale: Float[Array, "*scaled_left 1 M"] | None = None,
     v_scale: Float[Array, "*scaled_right M 1"] | None = None,
     dense: Float[Array, "*corrected T K H"] | None = None,
-    per_head: bool = False,
     layout: str = "half",
     scale: float = 1.0,
     length: Int[Array, ""] | int | np.integer | None = None,
@@ -42,11 +41,10 @@ def rotate_patch(
     Args:
       x: cached vectors, any leading dimensions.
       cos, sin: float32 [..., T, R/2] with R ≤ H, broadcast over x's leading dimensions; None leaves x unrotated.
-      u, v: factors, [..., T, M] and [..., M, K·H], or with `per_head` [..., K, T, M] and [..., K, M, H]; or None.
+      u, v: factors, [..., T, M] and [..., M, K·H]; or None.
       x_scale: float32 [..., 1, K, H], one per feature, of an x of 8 bits; int8 needs one.
       u_scale, v_scale: float32 [..., 1, M] and [..., M, 1], one per direction, of a u or v of 8 bits; int8 needs one.
       dense: a full correction [..., T, K, H] instead of factors.
-      per_head: u and v are per head.
       layout: how a rotary pair lies in H: "half" (i, i + R/2) or "pairs" (2i, 2i + 1).
       scale: multiplies the rotated channels of the result; 1 multiplies nothing.
       length: tokens that count, traced; later ones come back as zeros. None for all.
@@ -60,19 +58,19 @@ def rotate_patch(
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
-    operands.check("rotate_patch", per_head, layout)
+    operands.check("rotate_patch", layout)
     out = _out_dtype(x, x_scale, out_dtype)
 
     def refusal(platform):
-        return kernel_module("rotate_patch", platform).unsupported(operands, per_head, layout, out)
+        return kernel_module("rotate_patch", platform).unsupported(operands, layout, out)
 
     unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
-    chosen = choose("rotate_patch", implementation, unsupported, word_of(operands, per_head, x.shape[-1]))
+    chosen = choose("rotate_patch", implementation, unsupported, word_of(operands, x.shape[-1]))
 
     operands = operands.with_angles_scaled(scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
     if chosen == "xla":
-        return reference.rotate_patch(operands, length, per_head=per_head, layout=layout, out_dtype=out)
+        return reference.rotate_patch(operands, length, layout=layout, out_dtype=out)
     return _by_kernel(chosen, layout, out, interpretation(), operands, length)
 
 
@@ -95,6 +93,6 @@ def _by_kernel(platform: str, layout: str, out_dtype: str, interpret, operands: 
 
 @_by_kernel.defjvp
 def _(platform: str, layout: str, out_dtype: str, interpret, primals, tangents):
-    plain = functools.partial(reference.rotate_patch, per_head=False, layout=layout, out_dtype=out_dtype)
+    plain = functools.partial(reference.rotate_patch, layout=layout, out_dtype=out_dtype)
     out = _by_kernel(platform, layout, out_dtype, interpret, *primals)
     return out, jax.jvp(plain, tuple(primals), tuple(tangents))[1]

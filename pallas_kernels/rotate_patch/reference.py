@@ -18,15 +18,9 @@ def widened(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) ->
 def product(
     u: Float[Array, "*left T M"], v: Float[Array, "*right M columns"], heads: int
 ) -> Float[Array, "*both T {heads} H"]:
-    """Multiplies joint factors: u v in float32, with its columns taken apart into heads."""
+    """Multiplies factors: u v in float32, with its columns taken apart into heads."""
     delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return delta.reshape(*delta.shape[:-1], heads, delta.shape[-1] // heads)
-
-
-def product_per_head(u: Float[Array, "*left K T M"], v: Float[Array, "*right K M H"]) -> Float[Array, "*both T K H"]:
-    """Multiplies per-head factors: u v in float32."""
-    delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return jnp.swapaxes(delta, -3, -2)
 
 
 def rotate(
@@ -68,18 +62,17 @@ def _below(limit: int, like: Num[Array, "*axes"]) -> Bool[Array, "*axes"]:
 
 
 # Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
-@functools.partial(jax.jit, static_argnames=("per_head", "layout", "out_dtype"), inline=True)
+@functools.partial(jax.jit, static_argnames=("layout", "out_dtype"), inline=True)
 def rotate_patch(
     operands: Operands,
     length: Int[Array, ""] | None,
     *,
-    per_head: bool,
     layout: str,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "*leading T K H"]:
     """Computes R · (x + u v + dense) in `out_dtype`; tokens from `length` on are zero. See `api.rotate_patch`."""
     out_dtype = operands.x.dtype if out_dtype is None else out_dtype
-    at_once = functools.partial(_rotate_patch, per_head=per_head, layout=layout, out_dtype=out_dtype)
+    at_once = functools.partial(_rotate_patch, layout=layout, out_dtype=out_dtype)
     if operands.u is None or not _by_layer(operands):
         return at_once(operands, length)
 
@@ -108,14 +101,12 @@ def _by_layer(operands: Operands) -> bool:
     return all(leaf.shape[: x.ndim - 3] == x.shape[:-3] for leaf in layered)
 
 
-def _rotate_patch(
-    operands: Operands, length: Array | None, *, per_head: bool, layout: str, out_dtype: jax.typing.DTypeLike
-) -> Array:
+def _rotate_patch(operands: Operands, length: Array | None, *, layout: str, out_dtype: jax.typing.DTypeLike) -> Array:
     x = operands.x
     value = widened(x, operands.x_scale)
     if operands.u is not None and operands.v is not None:
         u, v = _factor(operands.u, operands.u_scale), _factor(operands.v, operands.v_scale)
-        value = value + (product_per_head(u, v) if per_head else product(u, v, x.shape[-2]))
+        value = value + product(u, v, x.shape[-2])
 
     if operands.dense is not None:
         value = value + operands.dense.astype(jnp.float32)

@@ -29,7 +29,6 @@ def splice(
     v: Num[Array, "*right M columns"] | None = None,
     *,
     dense: Float[Array, "*corrected T K H"] | None = None,
-    per_head: bool = False,
     layout: str = "half",
     scale: float = 1.0,
     length: Length = None,
@@ -49,7 +48,7 @@ def splice(
       slots: int32, traced or concrete. Concrete slots are checked on the host for range and uniqueness; of traced ones
         those out of range are written nowhere; a slot named twice holds one of the values on the XLA path, and on a
         GPU or TPU possibly part of one and part of another, for their kernels write a vector in several copies.
-      x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, per_head, layout, scale: as in `rotate_patch`. An x without a
+      x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, layout, scale: as in `rotate_patch`. An x without a
         scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
       implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
@@ -65,7 +64,7 @@ def splice(
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
-    operands.check("splice", per_head, layout)
+    operands.check("splice", layout)
     _check_pool(pool, slots, operands)
     width = pool.shape[-1]
 
@@ -73,36 +72,35 @@ def splice(
         # Kernels get rows as wide as the pool's: asked by shapes, for nothing is made before all is checked.
         wide = operands
         if x.shape[-1] != width:
-            wide = jax.eval_shape(lambda operands: operands.with_width(width, per_head), operands)
-        return kernel_module("splice", platform).unsupported(pool, wide, per_head, layout)
+            wide = jax.eval_shape(lambda operands: operands.with_width(width), operands)
+        return kernel_module("splice", platform).unsupported(pool, wide, layout)
 
     unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
-    chosen = choose("splice", implementation, unsupported, word_of(operands, per_head, width))
+    chosen = choose("splice", implementation, unsupported, word_of(operands, width))
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
 
     if chosen != "xla":
-        operands = operands.with_width(width, per_head)
+        operands = operands.with_width(width)
     return _jitted(
         jnp.asarray(pool),
         jnp.asarray(slots, jnp.int32),
         operands.with_angles_scaled(scale),
         None if length is None else jnp.asarray(length, jnp.int32),
         implementation=chosen,
-        per_head=per_head,
         layout=layout,
         interpret=interpretation(),
     )
 
 
-def _write(pool, slots, operands, length, *, implementation: str, per_head: bool, layout: str, interpret) -> Array:
+def _write(pool, slots, operands, length, *, implementation: str, layout: str, interpret) -> Array:
     """Returns the pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
     if implementation == "xla":
-        return reference.splice(pool, slots, operands, length, per_head=per_head, layout=layout)
+        return reference.splice(pool, slots, operands, length, layout=layout)
     kernel = kernel_module("splice", implementation).kernel
     return kernel(pool, slots, operands, length, layout=layout, interpret=interpret)
 
 
-_jitted = jax.jit(_write, static_argnames=("implementation", "per_head", "layout", "interpret"), donate_argnames="pool")
+_jitted = jax.jit(_write, static_argnames=("implementation", "layout", "interpret"), donate_argnames="pool")
 
 
 def check_slots(slots: Slots, total: int, length: Length = None) -> None:

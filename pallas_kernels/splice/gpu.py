@@ -27,9 +27,9 @@ SCATTERED, NOWHERE = -1, -2
 """In place of an eight's first slot: tokens that leave one by one, and eights of which no token goes anywhere."""
 
 
-def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, per_head: bool, layout: str) -> str | None:
+def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, layout: str) -> str | None:
     """Returns why this kernel cannot take such arguments; None if it can."""
-    return prepare.unsupported(operands, per_head, layout, pool.dtype.name, whole_lines=True)
+    return prepare.unsupported(operands, layout, pool.dtype.name, whole_lines=True)
 
 
 def places(

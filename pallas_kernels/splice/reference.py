@@ -35,9 +35,8 @@ def splice(
     operands: Operands,
     length: Int[Array, ""] | None,
     *,
-    per_head: bool,
     layout: str,
 ) -> Float[Array, "*leading P O K _"]:
     """Writes R · (x + u v + dense) to `slots` of the pool, zeros where it is padded. See `api.splice`."""
-    value = reference.rotate_patch(operands, None, per_head=per_head, layout=layout, out_dtype=pool.dtype)
+    value = reference.rotate_patch(operands, None, layout=layout, out_dtype=pool.dtype)
     return write(pool, slots, spread(value, 0, pool.shape[-1]), length)

@@ -24,7 +24,7 @@ SLOT_LIMIT = 65536
 """Tokens whose slots fit the scalar memory."""
 
 
-def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, per_head: bool, layout: str) -> str | None:
+def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, layout: str) -> str | None:
     """Returns why this kernel cannot take such arguments; None if it can. Any `layout` will do."""
     tokens, heads, width = operands.x.shape[-3:]
     pages, offsets = pool.shape[-4:-2]
@@ -32,7 +32,7 @@ def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, per_head
     copied = "else the pool would be copied to be laid out anew"
     split = heads == 1 and (offsets % rows != 0 or pages * offsets < 2 * UNIT)
     checks = [
-        *refusals(operands, per_head, pool.dtype.name),
+        *refusals(operands, pool.dtype.name),
         (width % LANES != 0, f"a width of {width}; expected a multiple of {LANES}, {copied}"),
         (
             heads not in (1, 2, 4) and heads % 8 != 0,

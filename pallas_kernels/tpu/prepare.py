@@ -27,9 +27,9 @@ class Tile(NamedTuple):
     tokens: int
 
 
-def unsupported(operands: Operands, per_head: bool, layout: str, out_dtype: str) -> str | None:
+def unsupported(operands: Operands, layout: str, out_dtype: str) -> str | None:
     """Returns why these kernels cannot take such arguments; None if they can. Any `layout` will do."""
-    return first_reason(refusals(operands, per_head, out_dtype))
+    return first_reason(refusals(operands, out_dtype))
 
 
 def tile_of(tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Tile:

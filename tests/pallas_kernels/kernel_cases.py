@@ -16,31 +16,28 @@ INTERPRETED = {"gpu": plgpu.InterpretGPUParams(detect_races=True, uninitialized_
 """The same by platform."""
 
 
-def arrays(shape: RotateShape, per_head: bool = False, dtype=jnp.float32, seed: int = 0) -> dict:
+def arrays(shape: RotateShape, dtype=jnp.float32, seed: int = 0) -> dict:
     """x, cos, sin, u, v of a case; without u and v at rank 0, without cos and sin where nothing rotates."""
     rng = np.random.default_rng(seed)
     draw = lambda *sizes: placed(rng.standard_normal(sizes), dtype)
     angle = rng.standard_normal((shape.tokens, shape.rotary // 2))
-    middle = (shape.heads,) if per_head else ()
-    columns = shape.width if per_head else shape.heads * shape.width
     given = {"x": draw(*shape.leading, shape.tokens, shape.heads, shape.width)}
     if shape.rotary:
         given |= {"cos": placed(np.cos(angle), jnp.float32), "sin": placed(np.sin(angle), jnp.float32)}
     if shape.rank:
         given |= {
-            "u": draw(*shape.leading, *middle, shape.tokens, shape.rank),
-            "v": draw(*shape.leading, *middle, shape.rank, columns),
+            "u": draw(*shape.leading, shape.tokens, shape.rank),
+            "v": draw(*shape.leading, shape.rank, shape.heads * shape.width),
         }
     return given
 
 
-def expected(shape: RotateShape, given: dict, per_head: bool = False) -> np.ndarray:
+def expected(shape: RotateShape, given: dict) -> np.ndarray:
     """R · (x + u v) in float64."""
     exact = {name: np.asarray(value, np.float64) for name, value in given.items()}
     x = exact["x"]
     if shape.rank:
-        delta = exact["u"] @ exact["v"]
-        x = x + (np.swapaxes(delta, -3, -2) if per_head else delta.reshape(x.shape))
+        x = x + (exact["u"] @ exact["v"]).reshape(x.shape)
     half = shape.rotary // 2
     result = x.copy()
     for i in range(half):

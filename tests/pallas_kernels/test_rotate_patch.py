@@ -79,15 +79,6 @@ def test_sharding_in_types_passes_through_the_xla_path(layout: str):
     np.testing.assert_array_equal(found, turned(x))
 
 
-@pytest.mark.parametrize("shape", SMALL[:5], ids=lambda shape: shape.name)
-def test_factors_per_head_agree_with_float64(shape: RotateShape):
-    given = arrays(shape, per_head=True)
-    found = rotate_patch(**given, layout=shape.layout, per_head=True)
-    np.testing.assert_allclose(found, expected(shape, given, per_head=True), atol=2e-5)
-    with targeting("tpu"), pytest.raises(KernelUnavailableError, match="factors per head"):
-        rotate_patch(**given, layout=shape.layout, per_head=True, implementation="tpu")
-
-
 @pytest.mark.parametrize(("implementation", "shape"), CASES_BFLOAT16, ids=NAMES)
 def test_bfloat16_within_one_unit_of_the_rows_largest_value(shape: RotateShape, implementation: str):
     given = arrays(shape, dtype=jnp.bfloat16)
@@ -166,14 +157,13 @@ def test_eight_bits_in_pairs_are_rounded_once_to_bfloat16(dtype: str, implementa
     assert_rounded_once(found, expected(shape, wide))
 
 
-def test_eight_bit_factors_per_head_and_of_a_wide_canonical():
-    given = arrays(SMALL[0], per_head=True)
+def test_eight_bit_factors_of_a_wide_canonical():
+    given = arrays(SMALL[0])
     wide = dict(given)
     for name, axis in (("u", -2), ("v", -1)):
         given[name], given[f"{name}_scale"] = narrowed(wide[name], "int8", axis)
         wide[name] = given[name] * given[f"{name}_scale"]
-    found = rotate_patch(**given, per_head=True)
-    np.testing.assert_allclose(found, expected(SMALL[0], wide, per_head=True), atol=5e-5)
+    np.testing.assert_allclose(rotate_patch(**given), expected(SMALL[0], wide), atol=5e-5)
 
 
 @pytest.mark.parametrize(

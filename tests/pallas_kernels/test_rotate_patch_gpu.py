@@ -155,7 +155,6 @@ def test_has_the_references_derivatives():
         ({"cos": jnp.ones((2, 13, 16)), "sin": jnp.ones((2, 13, 16))}, "one table for all layers"),
         ({"cos": jnp.ones((13, 8)), "sin": jnp.ones((13, 8))}, "2 heads of 32 channels, 16 rotary"),
         ({"dense": jnp.zeros((13, 2, 32), jnp.float16)}, "dtypes"),
-        ({"per_head": True, "u": jnp.zeros((2, 13, 4)), "v": jnp.zeros((2, 4, 32))}, "factors per head"),
     ],
 )
 def test_says_what_it_cannot_take(unchecked, change, words):

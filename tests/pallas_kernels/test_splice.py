@@ -41,34 +41,17 @@ def flat(pool) -> np.ndarray:
     return bits.reshape(*bits.shape[:-4], -1, *bits.shape[-2:])
 
 
-PER_HEAD_IN_BFLOAT16 = [
-    pytest.param(shape, True, jnp.bfloat16, marks=[pytest.mark.slow] if shape is not SMALL[0] else [])
-    for shape in SMALL
-]
-"""Rounding and factors per head have nothing to do with each other: by default they meet in one shape."""
-IN_WRITING = ("pairs", "mla", "plain")
-"""Shapes by default, beside the first with factors per head; the others are looked at in rows of whole lanes."""
-WRITTEN = [
-    *(
-        pytest.param(shape, False, jnp.float32, marks=() if shape.name in IN_WRITING else pytest.mark.slow)
-        for shape in SMALL
-    ),
-    *(pytest.param(shape, True, jnp.float32, marks=pytest.mark.slow) for shape in SMALL),
-    *(pytest.param(shape, False, jnp.bfloat16, marks=pytest.mark.slow) for shape in SMALL),
-    *PER_HEAD_IN_BFLOAT16,
-]
+WRITTEN = [("pairs", jnp.float32), ("mla", jnp.float32), ("plain", jnp.float32), (SMALL[0].name, jnp.bfloat16)]
+"""Shapes of whole rows; the others are looked at in rows of whole lanes."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "per_head", "dtype"), WRITTEN, ids=lambda value: getattr(value, "name", getattr(value, "__name__", None))
-)
-def test_writes_what_rotate_patch_makes_and_nothing_else(shape: SpliceShape, per_head: bool, dtype):
-    chunk, slots, pool = arrays(shape.chunk, per_head, dtype), slots_of(shape), pool_of(shape, dtype)
+@pytest.mark.parametrize(("name", "dtype"), WRITTEN)
+def test_writes_what_rotate_patch_makes_and_nothing_else(name: str, dtype):
+    shape = next(shape for shape in SMALL if shape.name == name)
+    chunk, slots, pool = arrays(shape.chunk, dtype), slots_of(shape), pool_of(shape, dtype)
     before = flat(pool)
-    made = jax.jit(rotate_patch, static_argnames=("per_head", "layout"))(
-        **chunk, per_head=per_head, layout=shape.chunk.layout
-    )
-    found = flat(splice(pool, slots, **chunk, per_head=per_head, layout=shape.chunk.layout))
+    made = jax.jit(rotate_patch, static_argnames="layout")(**chunk, layout=shape.chunk.layout)
+    found = flat(splice(pool, slots, **chunk, layout=shape.chunk.layout))
     others = np.setdiff1d(np.arange(shape.pages * shape.page_size), slots)
     assert others.size
     assert (found[..., others, :, :] == before[..., others, :, :]).all()
@@ -86,10 +69,9 @@ def test_writes_what_rotate_patch_makes_and_nothing_else(shape: SpliceShape, per
     ids=lambda shape: shape.name,
 )
 def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: SpliceShape):
-    per_head = shape.chunk.heads > 1
-    dtype = jnp.bfloat16 if per_head else jnp.float32
-    chunk, slots = arrays(shape.chunk, per_head, dtype), slots_of(shape)
-    more = {"per_head": per_head, "layout": shape.chunk.layout}
+    dtype = jnp.bfloat16 if shape.chunk.heads > 1 else jnp.float32
+    chunk, slots = arrays(shape.chunk, dtype), slots_of(shape)
+    more = {"layout": shape.chunk.layout}
     pads = [(0, 0)] * (len(shape.pool) - 1) + [(0, -shape.pool[-1] % 128)]
     padded = jnp.pad(pool_of(shape, dtype), pads, constant_values=jnp.nan)
     before, narrow = flat(padded), flat(splice(pool_of(shape, dtype), slots, **chunk, **more))

@@ -367,7 +367,7 @@ def _form(patch: Patch) -> list:
             # How many directions all layers have: an import knows shapes alone.
             words.append(f"{factors.v.values.shape[0] if isinstance(factors.v, Quantised) else factors.v.shape[0]}")
         dtypes.append((name, words))
-    form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, sorted(dtypes)]
+    form = [sorted(patch.ranks.items()), metadata.layers, sorted(dtypes)]
 
     base = metadata.base_behind
     contents = [member.content for member in _members(metadata.behind, metadata.orbit)]

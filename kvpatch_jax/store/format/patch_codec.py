@@ -1,7 +1,7 @@
 """Encoding of patches as objects, and decoding: one leaf per factor with the layers stacked."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, leaves_of, packe
 
 
 def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
-    """Encodes a patch as an object: one leaf per factor with the layers stacked; a shared left factor only once.
+    """Encodes a patch as an object: one leaf per factor with the layers stacked.
 
     Raises:
       DtypeError: objects cannot hold a dtype.
@@ -39,7 +39,7 @@ def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
             del parts["v"]  # the directions are stored once for all patches, under the basis's digest
         forms[name] = list(parts)
         for part, factor in parts.items():
-            leaf = _leaf(name, forms[name], part, patch.metadata.shared_left)
+            leaf = f"{name}.{part}"
             if is_packed(factor):
                 packed[leaf] = dataclasses.asdict(form_of(factor))
                 arrays |= {own: np.asarray(value) for own, value in leaves_of(factor, leaf).items()}
@@ -63,13 +63,8 @@ def _parts_of(factors: Any) -> dict[str, Any]:
     return dict(zip(("u", "v"), factors, strict=True)) if is_low_rank(factors) else {"dense": factors}
 
 
-def _leaf(name: str, form: Sequence[str], part: str, shared_left: bool) -> str:
-    """Returns the name of a factor's leaf. With a rank for each layer, every channel has a left factor of its own."""
-    return "shared.u" if part == "u" and shared_left and "rows" not in form else f"{name}.{part}"
-
-
 _ALWAYS = (
-    *("chunk", "base", "antecedent", "backbone", "layout", "layers", "orbit", "heads", "shared_left", "frame", "start"),
+    *("chunk", "base", "antecedent", "backbone", "layout", "layers", "orbit", "frame", "start"),
     *("base_antecedent", "content", "local", "corrects", "asked", "members", "base_members", "lead", "basis"),
 )
 """Fields of metadata that are written even where they are None. Others, which versions before lack, are not: so those
@@ -97,7 +92,7 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
         expect_known("patch with a field", body, ("stamp", "forms", "packed"))
         expect_fields("patch", body["stamp"], PatchMetadata)
         forms = {leaf: _form(fields) for leaf, fields in body.get("packed", {}).items()}
-        leaves = {"shared.u"}
+        leaves: set[str] = set()
         for name, parts in body["forms"].items():
             expect_known("patch with a factor", parts, ("u", "v", "dense", "rows"))
             leaves |= {f"{name}.{part}" for part in parts}
@@ -111,7 +106,7 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
         for name, parts in body["forms"].items():
             own: dict[str, Any] = {}
             for part in parts:
-                leaf = _leaf(name, parts, part, fields["shared_left"])
+                leaf = f"{name}.{part}"
                 if leaf in forms:
                     own[part] = packed_of(arrays, leaf, forms[leaf])
                     continue

@@ -46,23 +46,19 @@ def test_vmap_over_chunks_of_unequal_length():
         np.testing.assert_allclose(both["k"][index], alone["k"], atol=2e-5)
 
 
-HEADS = pytest.mark.parametrize("heads", ["joint", pytest.param("separate", marks=pytest.mark.slow)])
-
-
-@HEADS
-def test_batches_between_layers_and_tokens(heads):
+def test_batches_between_layers_and_tokens():
     kv, conditioned, chunks = stacked()
     inner = lambda tree: {name: placed(np.moveaxis(value, 0, 1)) for name, value in tree.items()}
     form = jax.jit(functools.partial(ops.form, LAYOUT), static_argnames=("plan",))
-    apply = jax.jit(functools.partial(ops.apply, LAYOUT), static_argnames=("heads",))
+    apply = jax.jit(functools.partial(ops.apply, LAYOUT))
     local, key = placed(chunks[0].local), jax.random.key(0)
     start = jnp.array([5, 70], jnp.int32)
-    plan = ops.FormPlan(ranks=(("k", 4), ("v", 4)), heads=heads, method="exact")
+    plan = ops.FormPlan(ranks=(("k", 4), ("v", 4)), method="exact")
     factors = form(inner(conditioned), inner(kv), jnp.array([24, 17]), key, local, start, plan=plan)
-    found = apply(inner(kv), factors, jnp.stack([local, local]), start, heads=heads)
+    found = apply(inner(kv), factors, jnp.stack([local, local]), start)
     one, other = ({name: np.asarray(value)[1] for name, value in tree.items()} for tree in (kv, conditioned))
     other = form(other, one, 17, key, local, start[1], plan=plan)
-    alone = apply(one, other, local, start[1], heads=heads)
+    alone = apply(one, other, local, start[1])
     np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
 
 
@@ -109,29 +105,26 @@ def test_accumulate_masks_padding():
     assert local_of(LAYOUT, 6).shape == (6,)
 
 
-@functools.partial(jax.jit, static_argnames=("heads",))
-def energy_and_gradient(conditioned, base, length, heads):
+@jax.jit
+def energy_and_gradient(conditioned, base, length):
     """The squared sum of a formed patch's correction."""
-    plan = ops.FormPlan(ranks=(("k", 4), ("v", 2)), heads=heads)
+    plan = ops.FormPlan(ranks=(("k", 4), ("v", 2)))
     none = jnp.zeros((), jnp.int32)
 
     def energy(conditioned):
         factors = ops.form(LAYOUT, conditioned, base, length, jax.random.key(0), jnp.arange(24.0), none, plan=plan)
-        return sum((value**2).sum() for value in ops.correction(LAYOUT, factors, heads=heads).values())
+        return sum((value**2).sum() for value in ops.correction(LAYOUT, factors).values())
 
     return jax.value_and_grad(energy)(conditioned)
 
 
-@HEADS
-@pytest.mark.parametrize(
-    "case", ["zero", *(pytest.param(case, marks=pytest.mark.slow) for case in ("padded", "one token"))]
-)
-def test_form_can_be_differentiated_where_the_deficit_is_zero_or_padded(case: str, heads):
+@pytest.mark.parametrize("case", ["zero", "padded", "one token"])
+def test_form_can_be_differentiated_where_the_deficit_is_zero_or_padded(case: str):
     layout = LAYOUTS["gqa"]
     base = kv_of(layout, 24)
     conditioned = base if case == "zero" else kv_of(layout, 24, seed=1)
     length = {"zero": 24, "padded": 9, "one token": 1}[case]
-    value, gradient = energy_and_gradient(conditioned, base, np.int32(length), heads)
+    value, gradient = energy_and_gradient(conditioned, base, np.int32(length))
     assert np.isfinite(value)
     for name, own in gradient.items():
         own = np.asarray(own)

@@ -137,14 +137,13 @@ def test_a_pool_takes_turns_and_gives_back_each_channel():
     each_close(read_slots(pool, slots, LAYOUT), expected(drawn(), START + 5))
 
 
-@pytest.mark.parametrize("heads", ["joint", "separate"])
 @pytest.mark.parametrize("layers", [(0, 1, 2), pytest.param(None, marks=pytest.mark.slow)])
-def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(heads, layers):
+def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(layers):
     """By rank less is left; in the layers outside nothing changes."""
     base, target, chunk = drawn(), drawn(1), chunk_of()
     left = []
     for rank in (1, 2, 4, 6):
-        patch = form_patch(chunk, target, rank, (), heads=heads, layers=layers, method="exact", dense=False)
+        patch = form_patch(chunk, target, rank, (), layers=layers, method="exact", dense=False)
         found = apply_patch(Placed(chunk, patch, START))
         wanted, plain, error = expected(target, START), expected(base, START), 0.0
         for name in found:
@@ -196,7 +195,6 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
         lambda: RAGGED.read(LAYOUT, np.zeros((5, 2, 4, 2, 8), np.float32), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
         lambda: ReadingWeights(empty, LAYOUT, "backbone"),
-        lambda: form_patch(chunk_of(), drawn(1), 2, (), shared_left=True),
         lambda: SegmentStore(StandIn(), SegmentIndexOptions(reuse_layers=1)),
         lambda: first_k(StandIn(), None, 0.1),
     ]

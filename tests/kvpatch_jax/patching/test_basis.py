@@ -117,7 +117,7 @@ def test_what_makes_no_basis_is_refused(basis, unchecked: None):
         (LayoutError, lambda: fit_basis([pair], {"q": 4})),
         (ShapeError, lambda: Basis({"k": np.zeros((3, 4, 31))}, CHUNK.layout, "tiny")),
         (RankError, lambda: kvp.form_patch(CHUNK, behind(0), 0, ["A"], basis=basis)),
-        (InputError, lambda: kvp.form_patch(CHUNK, behind(0), 4, ["A"], basis=basis, heads="separate")),
+        (InputError, lambda: kvp.form_patch(CHUNK, behind(0), 4, ["A"], basis=basis, frame="engine", start=3)),
         (InputError, lambda: kvp.form_patch(CHUNK, behind(0), {"k": 2}, ["A"], basis=basis)),
     ):
         with pytest.raises(error, match="expected"):

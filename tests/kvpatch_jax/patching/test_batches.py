@@ -15,9 +15,7 @@ from tests.kvpatch_jax.operator_cases import LAYOUTS, chunk_of, conditioned_of, 
 A = ("A1", "A2")
 B = 3
 PLAN_OPTIONS = {
-    "joint": {},
-    "separate": {"heads": "separate"},
-    "shared": {"shared_left": True},
+    "plain": {},
     "layers": {"layers": (1,)},
 }
 
@@ -46,18 +44,7 @@ def assert_same(found, expected, tolerance: float = 2e-5):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * size)
 
 
-FORMS = {("blocked", "joint"), ("mla", "shared")}
-"""By default: factors of their own and a shared left one, of keys and values and of latents; all together are slow."""
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, marks=() if (name, form) in FORMS else pytest.mark.slow)
-        for name in ("gqa", "mla", "blocked")
-        for form in PLAN_OPTIONS
-    ],
-)
+@pytest.mark.parametrize(("name", "form"), [("blocked", "plain"), ("mla", "plain"), ("gqa", "layers")])
 def test_a_batch_is_patched_as_each_of_its_chunks(name: str, form: str):
     options = PLAN_OPTIONS[form]
     batch = batch_of(name, length=20)

@@ -46,14 +46,6 @@ def test_factors_fit_their_stamp(unchecked):
     ):
         with pytest.raises(ShapeError, match=words):
             kvp.Patch({**patch.factors, **change}, patch.metadata)
-    separate = form(chunk_of("gqa"), heads="separate")
-    u, v = separate.factors["k"]
-    with pytest.raises(ShapeError, match=r"expected \[3, 2"):
-        kvp.Patch({**separate.factors, "k": (u[:, :1], v[:, :1])}, separate.metadata)
-    shared = form(chunk_of("gqa"), shared_left=True)
-    u, v = shared.factors["k"]
-    with pytest.raises(ShapeError, match="left factor"):
-        kvp.Patch({**shared.factors, "k": (u[..., :2], v[:, :2])}, shared.metadata)
 
 
 def test_channels_and_layers_are_the_layouts():
@@ -70,23 +62,13 @@ def test_channels_and_layers_are_the_layouts():
         kvp.update_patch(patch, correction, {"k": 4, "q": 4})
 
 
-def test_a_shared_left_factor_is_cut_for_all_or_none():
-    patch = form(chunk_of("gqa"), 6, shared_left=True)
-    for rank in ({"k": 2, "v": 5}, {"k": 2}):
-        with pytest.raises(RankError, match="one rank"):
-            kvp.truncate(patch, rank)
-    for rank in (2, {"k": 2, "v": 2}):
-        assert kvp.truncate(patch, rank).ranks == {"k": 2, "v": 2}
-
-
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": "separate"}, {"shared_left": True}])
-def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so(options: dict):
+def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so():
     chunk = chunk_of("gqa", tokens=14)
     conditioned = conditioned_of(chunk, rank=14)
-    patch = kvp.form_patch(chunk, conditioned, 16, A, **options)
+    patch = kvp.form_patch(chunk, conditioned, 16, A)
     assert patch.metadata.asked == (("k", 16), ("v", 16))
     found = kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
     assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
@@ -115,7 +97,7 @@ def test_ranks_are_capped_wherever_patches_are_formed():
 # ----------------------------------------------------------------------------------------------------- padding
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": "separate"}, {"shared_left": True}, {"rank": 24}])
+@pytest.mark.parametrize("options", [{}, {"rank": 24}])
 @pytest.mark.parametrize("dtype", [None, jnp.int8])
 def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     chunk = chunk_of("gqa")

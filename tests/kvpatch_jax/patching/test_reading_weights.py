@@ -49,8 +49,6 @@ def corrections(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:
     for name, own in patch.factors.items():
         u, v = own.by_layer() if hasattr(own, "by_layer") else own
         product = np.asarray(u, np.float64) @ np.asarray(v, np.float64)
-        if patch.metadata.heads == "separate":
-            product = np.moveaxis(product, 1, 2).reshape(product.shape[0], product.shape[2], -1)
         found[name] = product[:, : chunk.length]
     return found
 
@@ -76,7 +74,7 @@ def test_equal_weights_give_the_plain_factors():
     kv = conditioned_of(chunk, rank=12)
     equal = ReadingWeights.equal(chunk.layout, chunk.backbone)
     budget = kvp.ByteBudget(2000)
-    for rank, more in ((3, {"method": "exact"}), (3, {"heads": "separate", "method": "exact"}), (budget, {})):
+    for rank, more in ((3, {"method": "exact"}), (budget, {})):
         found = corrections(chunk, kvp.form_patch(chunk, kv, rank, A, weights=equal, **more))
         for name, wanted in corrections(chunk, kvp.form_patch(chunk, kv, rank, A, **more)).items():
             np.testing.assert_allclose(found[name], wanted, atol=1e-5)
@@ -97,7 +95,7 @@ def test_a_budget_is_spent_where_queries_read():
     np.testing.assert_allclose(energy, dropped, rtol=1e-4)
 
 
-@pytest.mark.parametrize("more", [{"heads": "separate"}, {"shared_left": True}, {"layers": [0, 2]}, {"dtype": "int4"}])
+@pytest.mark.parametrize("more", [{"layers": [0, 2]}, {"dtype": "int4"}])
 def test_weights_go_with_the_other_options(more):
     chunk = chunk_of("gqa", length=20)
     kv = conditioned_of(chunk, rank=2)

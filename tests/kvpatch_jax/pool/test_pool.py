@@ -86,7 +86,6 @@ def test_blind_and_kept_layers_and_engine_frame(padded: bool):
     for patch in (
         None,
         kvp.form_patch(chunk, conditioned, 3, ("A",), layers=(1,)),
-        kvp.form_patch(chunk, conditioned, 3, ("A",), heads="separate"),
         kvp.form_patch(chunk, conditioned, 3, ("A",), frame="engine", start=4),
     ):
         pool = kvp.pool.splice(pool_of(layout, padded=padded), slots, kvp.Placed(chunk, patch, 4, ("A",)))

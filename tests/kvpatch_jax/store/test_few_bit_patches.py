@@ -41,20 +41,12 @@ def dense(dtype: str = "int4") -> kvp.Patch:
     return kvp.quantise(kvp.Patch(factors, patch_of(CHUNK).metadata), dtype)
 
 
-def shared(dtype: str = "int4") -> kvp.Patch:
-    patch = patch_of(CHUNK)
-    left = patch.factors["k"][0]  # pyright: ignore
-    factors: Any = {name: (left, own[1]) for name, own in patch.factors.items()}  # pyright: ignore
-    return kvp.quantise(kvp.Patch(factors, dataclasses.replace(patch.metadata, shared_left=True)), dtype)
-
-
 CASES = {
     **{dtype: few_bit_patch(CHUNK, dtype) for dtype in ("int2", "int3", "int4", "int5g16", "int6g7", "int7gall")},
     "of an encoded base": few_bit_patch(PACKED),
     "rank 5": few_bit_patch(CHUNK, "int3", rank=5),
     "dense": dense(),
     "dense of three bits": dense("int3"),
-    "shared": shared(),
     "ragged": ragged_patch(CHUNK),
     "ragged in bfloat16": ragged_patch(CHUNK, "bfloat16"),
     "ragged in int8": ragged_patch(CHUNK, "int8"),
@@ -143,17 +135,6 @@ def test_patches_of_every_width_and_group_have_names_of_their_own():
     assert sorted(alike) == [2, 2]
     again = few_bit_patch(CHUNK, "int4", seed=9)
     assert NAMES.patch(again).path == NAMES.patch(CASES["int4"]).path
-
-
-def test_patches_of_unencoded_bases_keep_their_names():
-    """The digests are those that the version before encodings gave."""
-    found = {}
-    for word, patch in {"plain": patch_of(CHUNK), "behind": patch_of(CHUNK, lead="lead")}.items():
-        found[word] = NAMES.patch(patch).file.split(".")[2:4]
-    assert found == {
-        "plain": ["15a4b49692510abb0292884c70a0104efe6db66a", "1f99992445534262c3847035e4e41be1cf5fbe61"],
-        "behind": ["6ed1d9a023d977ff891e0e444e9127efa2c65cc9", "1f99992445534262c3847035e4e41be1cf5fbe61"],
-    }
 
 
 def test_an_encoding_is_part_of_what_is_looked_for(store: ChunkStore):

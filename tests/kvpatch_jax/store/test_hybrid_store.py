@@ -93,19 +93,19 @@ def test_bytes_are_counted_as_they_are_written(store: ChunkStore, name: str):
 
 
 def patches_of(chunk: kvp.Chunk) -> list[kvp.Patch]:
-    """Patches of rows alone, of the transition alone by head, of both, and with a rank for each layer, in 16 bits."""
+    """Patches of rows alone, of the transition alone, of both, and with a rank for each layer, in 16 bits."""
     rng = np.random.default_rng(3)
 
     def normal(*shape: int):
         return placed(rng.normal(size=shape), np.float32)
 
     rows = {name: (normal(2, 7, 2), normal(2, 2, 16)) for name in "kv"}
-    apart = {"map": (normal(3, 3, 6, 1), normal(3, 3, 1, 6)), "tail": normal(3, 3, 1, 10)}
+    apart = {"map": (normal(3, 6, 1), normal(3, 1, 18)), "tail": normal(3, 3, 1, 10)}
     both = {"k": normal(2, 7, 2, 8), "state": (normal(3, 6, 1), normal(3, 1, 12))}
     ragged = {"state": RaggedFactors(normal(3, 6), normal(3, 12), placed([[0, 1], [3, 3], [2, 3]], np.int16))}
     patches = []
-    for name, factors, heads in (("A", rows, "joint"), ("C", apart, "separate"), ("D", both, "joint")):
-        patches.append(kvp.Patch(factors, metadata_of(chunk, "canonical", antecedent_of((name,)), heads=heads)))
+    for name, factors in (("A", rows), ("C", apart), ("D", both)):
+        patches.append(kvp.Patch(factors, metadata_of(chunk, "canonical", antecedent_of((name,)))))
     return [*patches, kvp.Patch(ragged, metadata_of(chunk, "canonical", antecedent_of(("E",))))]
 
 

@@ -1,6 +1,5 @@
 """Patches of one chunk behind one id: other contents and other ways of serving it are other patches."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -44,24 +43,6 @@ def filled(store):
 
 
 # ------------------------------------------------------------------------------------------------------- names
-
-
-def test_names_of_patches_without_states_are_unchanged():
-    """Written down from the version before: old roots are found again."""
-    patch = patch_of(chunk_of(), ("A2", "A1"))
-    served = {
-        "c74130c5b9a3b34fccf3611d931d598ff367de8f": {},
-        "c175f8a23967bbff7dc8be7b1bcc5e9f9633cbfc": {"orbit": True},
-        "5f1d466ddabc8f497e6f026641852abcc6d42335": {"base": "conditioned", "base_antecedent": ("A0", "A1")},
-        "2e80fdca598c5437bc5b4a15291cfc72c4034a50": {"frame": "engine", "start": (3,)},
-    }
-    for word, change in served.items():
-        metadata = dataclasses.replace(patch.metadata, **change)
-        file = NAMES.patch(kvp.Patch(patch.factors, metadata)).file
-        assert file.endswith(f".p.{word}.b2244a7a4a71a1cfd9f7537b7d4229505b839d0a.safetensors")
-        fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchKey)}
-        assert NAMES.patches(PatchKey(**fields)) == NAMES.patches(metadata)
-    assert patch_digest(patch) == "53cd38b94b7dad9d3f1a6d1811a79a69"  # what stored corrections name
 
 
 def test_each_antecedent_has_a_name():

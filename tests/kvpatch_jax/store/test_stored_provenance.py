@@ -144,7 +144,7 @@ def test_headers_that_lie_about_it_make_no_chunk():
             codecs.chunk_of({**blob.body, "content": content}, blob.arrays)
     blob = patch_codec.patch_blob(patch_of(chunk_of()))
     body = json.loads(json.dumps(blob.body))
-    for change in ({"layers": [0]}, {"asked": [["k"]]}, {"asked": 3}, {"heads": "separate"}):
+    for change in ({"layers": [0]}, {"asked": [["k"]]}, {"asked": 3}, {"frame": 3}):
         with pytest.raises(StoreCorruptError):
             patch_codec.patch_parts({**body, "stamp": body["stamp"] | change}, blob.arrays)
 
