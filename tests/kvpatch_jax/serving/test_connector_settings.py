@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from serving_sides import TOKENS, served, sides_of
 
-from kvpatch_jax.errors import ConfigError, InputError, StoreIOError
+from kvpatch_jax.errors import ConfigError, StoreIOError
 from kvpatch_jax.serving.vllm import ConnectorConfig, shared_stores
 from kvpatch_jax.serving.vllm.shared_stores import MIN_KEY_BYTES, SharedStores, read_key, remote_of
 from kvpatch_jax.store import LocalAdapter
@@ -36,12 +36,12 @@ def test_sizes_are_read_as_people_write_them():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("host", value) for value in (-1, 1.5, True, None, "many", "-1 GiB", 2**70, [])),
-        *(("disk", value) for value in (0, -1, True, "0", "lots", 2**70, {})),
-        *(("ttl", value) for value in (0, -1, True, "1 h", float("inf"), float("nan"), 10**400)),
-        *(("key", value) for value in ("", "key", "file:relative", "file:", "env:", "env:lower", "env:A B", 7, b"k")),
-        *(("secret", value) for value in ("", "secret", "file:relative", "env:lower", 7)),
-        *(("remote", value) for value in ("", "host:6379", "env:lower", "env:", 7, ["valkey://a"], "valkey://[::1/0")),
+        *(("host", value) for value in (-1, True, "many", 2**70)),
+        *(("disk", value) for value in (0, "lots")),
+        *(("ttl", value) for value in (0, float("nan"))),
+        *(("key", value) for value in ("key", "file:relative", "env:lower", 7)),
+        ("secret", "secret"),
+        *(("remote", value) for value in ("host:6379", "env:lower", "valkey://[::1/0")),
     ],
 )
 def test_invalid_settings_are_refused_by_name(name, value):
@@ -50,23 +50,14 @@ def test_invalid_settings_are_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize("setting", ["key", "secret"])
-@pytest.mark.parametrize("key", [SECRET, "0123456789abcdef" * 4, f"env:{SECRET}", f"file:{SECRET}"])
+@pytest.mark.parametrize("key", [SECRET, f"env:{SECRET}", f"file:{SECRET}"])
 def test_a_key_that_is_written_out_is_refused_and_not_repeated(setting, key):
     with pytest.raises(ConfigError, match=f"never the {setting} itself") as raised:
         ConnectorConfig.read({**GIVEN, setting: key})
     assert SECRET not in str(raised.value)
-    assert "0123456789abcdef" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "valkey://:hunter2@host/0",
-        "rediss://me:hunter2@host:1/0",
-        "valkey://a%40hunter2@h/0",
-        "valkey://h/0?Password=hunter2",
-    ],
-)
+@pytest.mark.parametrize("url", ["valkey://a%40hunter2@h/0", "valkey://h/0?Password=hunter2"])
 def test_a_url_with_a_password_is_refused_and_not_repeated(url):
     with pytest.raises(ConfigError, match="env:NAME") as raised:
         ConnectorConfig.read({**GIVEN, "remote": url})
@@ -140,22 +131,6 @@ def test_chunks_of_an_engine_with_a_key_are_encrypted_and_served_to_engines_with
 # ---------------------------------------------------------------------------------------------------------- the remote
 
 
-def test_chunks_reach_the_remote_store_and_come_from_it(tmp_path):
-    remote = f"file://{tmp_path}/remote"
-    with sides_of(tmp_path / "one", remote=remote) as sides:
-        served(sides, "forms", {"segments": [8]})
-        sides.worker.stores.of("default").flush()
-    with sides_of(tmp_path / "two", remote=remote) as other:
-        # Names of objects are keyed by each root's secret, so another root needs that of the first.
-        assert served(other, "unrelated", {"segments": [8], "save": False}).count == 0
-    secret = (tmp_path / "one" / "store" / "STORE.json").read_bytes()
-    (tmp_path / "three" / "store").mkdir(parents=True)
-    (tmp_path / "three" / "store" / "STORE.json").write_bytes(secret)
-    (tmp_path / "three" / "store" / "STORE.json").chmod(0o600)
-    with sides_of(tmp_path / "three", remote=remote) as third:
-        assert served(third, "own", {"segments": [8]}).count == 8
-
-
 def test_engines_of_one_secret_share_a_remote_store(tmp_path, monkeypatch):
     """Canonicals and prefills: the second engine places what the first one formed, and forms nothing again."""
     remote, secret = f"file://{tmp_path}/remote", key_file(tmp_path)
@@ -207,11 +182,10 @@ def test_planning_asks_the_remote_store_once_of_a_chunk_that_nobody_knows(tmp_pa
         assert planned(other, "alone", [8, 14, 24], policy="approximate") == (8, [1])
 
 
-@pytest.mark.parametrize("remote", ["valkey://127.0.0.1:1/0", "env:KVPATCH_REMOTE"])
-def test_an_unreachable_remote_store_costs_no_request(tmp_path, monkeypatch, remote):
+def test_an_unreachable_remote_store_costs_no_request(tmp_path, monkeypatch):
     """The engine starts, forms, and serves from its own disk; what the remote store lacks waits."""
     monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@127.0.0.1:1/0")
-    with sides_of(tmp_path, remote=remote, patience=20.0) as sides:
+    with sides_of(tmp_path, remote="env:KVPATCH_REMOTE", patience=20.0) as sides:
         began = time.monotonic()
         assert served(sides, "forms", {"segments": [8]}).count == 0
         assert served(sides, "own", {"segments": [8]}).count == 8
@@ -241,14 +215,13 @@ def test_a_remote_store_that_hangs_at_the_start_is_refused_in_time(monkeypatch):
     hangs.set()
 
 
-@pytest.mark.parametrize("error", [StoreIOError("hunter2"), InputError("hunter2"), OSError("hunter2")])
-def test_no_message_holds_a_url_that_is_in_a_variable(monkeypatch, error):
+def test_no_message_holds_a_url_that_is_in_a_variable(monkeypatch):
     def fails(url, **_):
-        raise error
+        raise StoreIOError("hunter2")
 
     monkeypatch.setattr(shared_stores, "open_remote", fails)
     monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@host/0")
-    with pytest.raises(ConfigError, match=type(error).__name__) as raised:
+    with pytest.raises(ConfigError, match="StoreIOError") as raised:
         remote_of(config_of(remote="env:KVPATCH_REMOTE"))
     assert "hunter2" not in str(raised.value)
 

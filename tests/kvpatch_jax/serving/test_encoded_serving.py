@@ -53,15 +53,14 @@ def memory(monkeypatch):
 
 def read(folder, dtype) -> tuple[int, np.ndarray]:
     """What a request is matched of, and what stands in its pages then."""
-    with sides_of(folder, dtype=dtype, encoding="k8v8", save=False) as sides:
+    with sides_of(folder, encoding="k8v8", save=False) as sides:
         found = served(sides, "again", BLIND)
         assert not found.failed
         return found.count, found.loaded[:, :18].astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_pages_hold_what_the_decoded_twins_give(memory, tmp_path, dtype):
-    with sides_of(tmp_path, dtype=dtype, encoding="k8v8") as sides:
+def test_pages_hold_what_the_decoded_twins_give(memory, tmp_path):
+    with sides_of(tmp_path, encoding="k8v8") as sides:
         # A chunk becomes a canonical where it is the first of a prompt, and gets a patch behind another one.
         served(sides, "second", {**BLIND, "segments": [10]}, tokens=TOKENS[8:])
         served(sides, "first", BLIND)
@@ -70,11 +69,11 @@ def test_pages_hold_what_the_decoded_twins_give(memory, tmp_path, dtype):
     store = memory[0]
     assert {chunk.encoding for chunk in store.chunks.values()} == {"k8v8g32"}
     assert [patch.metadata.encoding for patch in store.patches] == ["k8v8g32"]
-    count, found = read(tmp_path, dtype)
+    count, found = read(tmp_path)
     memory[0] = twins = Memory()
     twins.patches = store.patches
     twins.chunks = {key: kvp.decode_chunk(chunk) for key, chunk in store.chunks.items()}
-    twin_count, wanted = read(tmp_path, dtype)
+    twin_count, wanted = read(tmp_path)
     assert count == twin_count == 18
     np.testing.assert_array_equal(found, wanted)
 
@@ -101,12 +100,12 @@ def test_the_lowest_layer_may_differ_by_the_rounding_alone():
     free = kvp.to_phase_free(LAYOUT, true_kv(TOKENS[:8]), local, 0)
     kv = {name: jnp.asarray(value) for name, value in free.items()}
     chunk = kvp.Chunk(kv, local, 8, 8, "c", LAYOUT, "tiny")
-    for word in ("k8v8", "k4v4", "k2v2"):
+    for word in ("k8v8", "k2v2"):
         encoded = kvp.encode_chunk(chunk, word)
         check_lowest_layer(encoded, kv)
         CacheFormat(LAYOUT, np.dtype(np.float32)).check(encoded, 8)
     turned = {**kv, "k": -kv["k"]}
-    for word in ("k8v8", "k4v4", "k2v2"):
+    for word in ("k8v8", "k2v2"):
         with pytest.raises(InputError, match="lowest layer"):
             check_lowest_layer(kvp.encode_chunk(chunk, word), turned)
 

@@ -1,11 +1,9 @@
 """What the connector counts: of requests as an engine serves them, on the server's page, and under hostile words."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
-import ast
 import functools
 import json
 import threading
-from pathlib import Path
 
 import prometheus_client
 import pytest
@@ -13,21 +11,16 @@ from engine_page import Page
 from serving_hooks import ask, engine_of, imported_connector
 from serving_sides import TOKENS, request_of, served, sides_of
 
-from kvpatch_jax.serving.vllm import engine_metrics
 from kvpatch_jax.serving.vllm.engine_metrics import (
     MAX_WORDS,
     PREFIX,
-    REASONS,
     EngineMetrics,
-    by_hook,
     collect_scheduler,
     collect_worker,
     flattened,
     merged,
     reason_of,
 )
-
-ROOM = Path(engine_metrics.__file__).parent
 
 
 def sent(payload):
@@ -158,35 +151,7 @@ def test_requests_that_wait_for_a_read_are_shown(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------- words and payloads
 
 
-def texts_in(node: ast.expr) -> list[str]:
-    """The texts that an expression may be, with a number for what is filled in."""
-    if isinstance(node, ast.IfExp):
-        return texts_in(node.body) + texts_in(node.orelse)
-    if isinstance(node, ast.JoinedStr):
-        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "3" for part in node.values)]
-    return [str(node.value)] if isinstance(node, ast.Constant) and node.value else []
-
-
-def texts_of_plans() -> list[str]:
-    """Every text that the room gives as the reason of a plan."""
-    texts = []
-    for path in ROOM.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_why = isinstance(node, ast.keyword) and node.arg == "why"
-            if isinstance(node, ast.Assign):
-                is_why = [ast.unparse(target) for target in node.targets] == ["why"]
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "RequestPlan" and len(node.args) == 3:
-                texts += texts_in(node.args[2])
-            if is_why and isinstance(node, ast.Assign | ast.keyword):
-                texts += texts_in(node.value)
-    return texts
-
-
-def test_every_reason_of_a_plan_has_a_word_of_its_own():
-    texts = texts_of_plans()
-    assert len(texts) >= 6
-    assert {text: reason_of(text) for text in texts if reason_of(text) == "other"} == {}
-    assert {reason_of(text) for text in texts} <= set(REASONS)
+def test_reasons_of_plans_have_words():
     assert reason_of("chunk 2 of 3 is not certified within 0.02 nats: it has 9 tokens") == "beyond_certificate"
     assert reason_of("chunk 2 of 3 is not certified within 0.02 nats") == "not_certified"
     assert reason_of("somebody rewrote this") == "other"
@@ -244,32 +209,12 @@ def test_nothing_is_sent_if_nothing_has_changed():
     assert metrics.take({"failed_loads": {"": 3}}, gauges) == {"counts": {"failed_loads": {"": 1}}}
 
 
-def test_every_count_of_many_threads_is_taken_once():
-    metrics, total = EngineMetrics(), 0
-
-    def count():
-        for _ in range(2000):
-            metrics.add("requests", "exact")
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        total += metrics.take({}, {}).get("counts", {}).get("requests", {}).get("exact", 0)
-    total += metrics.take({}, {}).get("counts", {}).get("requests", {}).get("exact", 0)
-    assert total == 8000
-
-
 def test_engines_of_one_server_are_told_apart_and_unknown_metrics_are_skipped():
     page = Page(engines=(0, 1))
     page.recorder.observe({"counts": {"requests": {"exact": 2}, "of a later version": {"x": 1}}}, 1)
     page.recorder.observe({"gauges": {"forming_jobs": {"": 4}, "requests": {"exact": 9}, "new": {"": 1}}}, 0)
     assert (page.value("requests", "exact", 0), page.value("requests", "exact", 1)) == (0, 2)
     assert page.value("forming_jobs", engine=0) == 4
-
-
-def test_failures_are_summed_by_hook():
-    assert by_hook({"a: OSError": 1, "a: KeyError": 2, "b: OSError": 3}) == {"a": 3, "b": 3}
 
 
 # ------------------------------------------------------------------------------------------------------ the connector

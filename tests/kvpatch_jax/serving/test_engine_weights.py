@@ -175,23 +175,17 @@ def test_a_checkpoint_of_the_hub_is_found_in_its_cache(tmp_path):
     assert weights_digest(config) == weights_digest(config_of(own))
 
 
-@pytest.mark.parametrize("fault", ["dummy", "nowhere", "no file", "damaged", "cut", "huge header", "no config"])
+@pytest.mark.parametrize("fault", ["dummy", "no file", "damaged", "cut"])
 def test_unknown_weights_cause_one_warning(tmp_path, fault, caplog):
     caplog.set_level(logging.WARNING)
     own = checkpoint_of(tmp_path / "own", tensors_of(1))
     file = own / "model-0.safetensors"
     config = config_of(own, "dummy" if fault == "dummy" else "auto")
-    if fault == "nowhere":
-        config.model_config.model = str(tmp_path / "none")
-    elif fault == "no file":
+    if fault == "no file":
         file.rename(own / "model.bin")
     elif fault == "damaged":
         file.write_bytes(file.read_bytes().replace(b"data_offsets", b"other_things"))
     elif fault == "cut":
         file.write_bytes(file.read_bytes()[:-4])
-    elif fault == "huge header":
-        file.write_bytes(b"\xff" * 16)
-    elif fault == "no config":
-        config = SimpleNamespace()
     assert weights_digest(config) is None
     assert caplog.text.count("could not be identified") == 1

@@ -1,8 +1,6 @@
 """No exception leaves the connector's hooks, whatever a client sends and whatever fails. vllm is stood in for."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -59,16 +57,18 @@ def nested(depth):
 @pytest.mark.parametrize(
     "params",
     [
-        *([], "", 0, "x", [1], 1.5, True, math.nan, ["kvpatch"], [["kvpatch", {}]], 10**30, b"x"),
-        *({}, {"kvpatch": []}, {"kvpatch": "x"}, {"kvpatch": 0}, {"kvpatch": [[]]}, {"kvpatch": {"": None}}),
-        *({"kvpatch": {"segments": value}} for value in ("8", {}, [[]], [None], [8.0], [math.nan], [10**400], [-8])),
-        *({"kvpatch": {"segments": [8], "kl": value}} for value in (10**400, math.inf, math.nan, "0.1", [], {})),
-        *({"kvpatch": {"segments": [8], "flips": value}} for value in (10**400, -1, "few", nested(200))),
-        *({"kvpatch": {"segments": [8], "policy": value}} for value in (None, [], {}, 1, "Exact", nested(5000))),
-        *({"kvpatch": {"segments": [8], "tenant": value}} for value in ("", None, 3, "\ud800", "../..", "x" * 10**6)),
-        *({"kvpatch": {"segments": [8], "save": value}} for value in (None, 1, "yes", [])),
-        {"kvpatch": nested(5000)},
-        {"kvpatch": 10**5000},
+        [],
+        "x",
+        10**30,
+        {"kvpatch": []},
+        {"kvpatch": {"": None}},
+        {"kvpatch": {"segments": [[]]}},
+        {"kvpatch": {"segments": [-8]}},
+        {"kvpatch": {"segments": [8], "kl": 10**400}},
+        {"kvpatch": {"segments": [8], "flips": nested(200)}},
+        {"kvpatch": {"segments": [8], "policy": nested(5000)}},
+        {"kvpatch": {"segments": [8], "tenant": "x" * 10**6}},
+        {"kvpatch": {"segments": [8], "save": 1}},
         {"kvpatch": {"segments": [8], "policy": "blind", "tenant": "\ud800"}},
     ],
     ids=lambda params: f"{type(params).__name__}",
@@ -109,7 +109,7 @@ PARAMS = st.one_of(
 
 @given(PARAMS)
 @example({"kvpatch": {"segments": [8, 18], "policy": "blind"}})
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_parameters_affect_another_request(engine, params):
     """Whatever it was served: nothing is kept of it, and what others are served stays as it was."""
     request = request_of("fuzzed", params, TOKENS[:24])

@@ -119,31 +119,6 @@ def test_released_requests_are_freed_while_every_thread_hangs(reading):
     hang.set()
 
 
-def test_a_reused_id_gets_the_new_result(reading):
-    reading.add("own", lambda: "old")
-    while not reading.ready(1.0):
-        pass
-    reading.add("own", lambda: "new")
-    while not reading.ready(1.0):
-        pass
-    assert reading.take("own") == "new"
-
-
-def test_a_thread_that_cannot_be_started_costs_one_request(reading, monkeypatch):
-    def refuses(**_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Thread", refuses)
-        with pytest.raises(RuntimeError, match="new thread"):
-            reading.add("first", lambda: "first")
-    reading.release("first")
-    reading.add("second", lambda: "second")
-    while not reading.ready(1.0):
-        pass
-    assert reading.take("second") == "second"
-
-
 def test_waiting_work_is_not_begun_after_close():
     before = set(threading.enumerate())
     reading, hang, first, begun = Prefetcher(1, 8, 60.0), threading.Event(), threading.Event(), []

