@@ -26,10 +26,8 @@ from .session_config import Keep, SessionConfig, check_keep
 from .session_input import SessionInput
 
 FORMAT, VERSION = "kvpatch session", 1
-SAVED_OPTIONS = ("around", "chat", "placeholder", "uncertified", "largest_image", "memory")
+SAVED_OPTIONS = ("around", "chat", "placeholder", "uncertified", "largest_image", "memory", "encoding", "canonicals")
 """Options in the file."""
-ENCODING_OPTIONS = ("encoding", "canonicals")
-"""Options in the file of a session with an encoding of its own."""
 GIVEN_OPTIONS = ("certificate", "goal", "costs", "linker", "retriever", "rank", "pages")
 """Options that a restore takes, because the file does not have them."""
 Arrays = dict[str, np.ndarray]
@@ -98,9 +96,6 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: Keep, kv: 
 
     settings = {name: getattr(registry.config, name) for name in SAVED_OPTIONS}
     settings |= {"name": registry.name, "keep": keep}
-    # Files without an encoding are as they always were.
-    if registry.config.encoding is not None:
-        settings |= {name: getattr(registry.config, name) for name in ENCODING_OPTIONS}
     used = list(registry.used_names)
     window = registry.window.to_json()
     text = json.dumps(
@@ -234,12 +229,10 @@ def restore(
 
     saved = read(path)
     window = Window.from_json(saved.window, backbone=backbone).renamed(branch)
-    settings = {"encoding": None, **saved.settings}
+    settings = saved.settings
     _check_settings(settings)
     saved_options: dict[str, Any] = {name: settings[name] for name in SAVED_OPTIONS}
     saved_options["around"] = tuple(settings["around"])
-    if settings["encoding"] is not None:
-        saved_options |= {name: settings[name] for name in ENCODING_OPTIONS}
     config = SessionConfig(**options, **saved_options)
     config.check_backbone(backbone)
 
@@ -283,8 +276,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         "uncertified": isinstance(settings.get("uncertified"), bool),
         "largest_image": is_count("largest_image", 1),
         "memory": is_count("memory", 0),
-        "encoding": settings["encoding"] is None or isinstance(settings["encoding"], str),
-        "canonicals": settings["encoding"] is None or is_count("canonicals", 0),
+        "encoding": isinstance(settings.get("encoding", 0), str | None),
+        "canonicals": is_count("canonicals", 0),
         "name": isinstance(settings.get("name"), str) and bool(settings["name"]),
     }
     for name, right in valid.items():
