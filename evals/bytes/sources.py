@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.core import to_engine
-from kvpatch_jax.patching.reading_weights import ReadingWeights
+from kvpatch_jax.patching import InformationWeights
 from models import ModelBackbone
 
 from .. import small_task
@@ -197,4 +197,4 @@ def fisher_weights(chunks: MetChunks, samples: int = 2) -> dict[str, Float[np.nd
                 total[name] = total[name] + square.reshape(len(square), -1)
             count += 1
     information = {name: np.asarray(value) / count for name, value in total.items()}
-    return ReadingWeights.of_information(information, layout, chunks.backbone.fingerprint).arrays()
+    return dict(InformationWeights.of_information(information, layout, chunks.backbone.fingerprint).weights)

@@ -28,14 +28,13 @@ from .factors import factor_dtype as factor_dtype
 from .form import FormOptions as FormOptions
 from .form import form_patch as form_patch
 from .form import removal_patch as removal_patch
+from .information_weights import InformationWeights as InformationWeights
+from .information_weights import calibrate_sensitivity as calibrate_sensitivity
 from .orbit import Accumulated as Accumulated
 from .orbit import accumulate as accumulate
 from .orbit import orbit_patch as orbit_patch
 from .orbit import orders_of as orders_of
 from .placed import Placed as Placed
 from .placed import apply_patch as apply_patch
-from .reading_weights import ReadingWeights as ReadingWeights
-from .reading_weights import calibrate_sensitivity as calibrate_sensitivity
-from .reading_weights import calibrate_weights as calibrate_weights
 from .update import correction_patch as correction_patch
 from .update import update_patch as update_patch

@@ -39,8 +39,7 @@ class ByteBudget:
       most: the highest rank of one layer, which bounds what serving costs; None: as high as the chunk allows.
       relative: 0 compares directions by their energy, which leaves the least error over all; 1 by their share of the
         energy of their layer and channel, so that layers of small numbers are corrected as far as others; between, by
-        energy over that power of the layer's. None: 0 with weights that compare layers (`calibrate_sensitivity`), else
-        0.5.
+        energy over that power of the layer's. None: 0 with weights (`calibrate_sensitivity`), else 0.5.
 
     Raises:
       InputError: a number below 1, or none; `relative` outside 0 to 1.
@@ -59,9 +58,9 @@ class ByteBudget:
             if not is_whole(number, 1):
                 raise InputError(f"ByteBudget.{word}: got {number!r:.80}; expected a whole number from 1")
 
-    def power(self, weights_compare_layers: bool = False) -> float | int:
+    def power(self, has_weights: bool = False) -> float | int:
         """Returns `relative`, or what None stands for."""
-        return (0.0 if weights_compare_layers else 0.5) if self.relative is None else self.relative
+        return (0.0 if has_weights else 0.5) if self.relative is None else self.relative
 
     @classmethod
     def share(cls, chunk: Chunk, share: float | int, **options: Any) -> "ByteBudget":
@@ -161,15 +160,13 @@ def form_ragged(
     dtype: str,
     what: str,
     weights: Weights | None = None,
-    compare_layers: bool = False,
 ) -> ops.Factors:
     """Factorises a deficit with a rank for each layer and channel, within a budget of bytes.
 
     Args:
       delta: float32, zero on padding. length: tokens that are not padding.
       dtype: of the factors, as `factor_dtype` names it. what: begins messages.
-      weights: for each layer and feature; the error is minimised in the norm that they give. compare_layers: whether
-        those of different layers compare.
+      weights: for each layer and feature; the error is minimised in the norm that they give.
 
     Returns:
       `RaggedFactors` by channel; channels without directions are left out.
@@ -183,7 +180,7 @@ def form_ragged(
             f"{what}: got a batch with a ByteBudget; expected one chunk (`choose_directions` is on arrays)"
         )
     found = _jitted_directions(dict(delta), None if weights is None else dict(weights))
-    values, costs, columns, index_dtype = {}, {}, {}, {}
+    values, costs, columns, index_dtype, power = {}, {}, {}, {}, budget.power(weights is not None)
     for name, (singular, _, _) in found.items():
         layers, tokens, features = shapes[name][0], shapes[name][1], shapes[name][2] * shapes[name][3]
         # A transition's part has no padding: all of its rows count.
@@ -192,10 +189,10 @@ def form_ragged(
         # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
         host = np.minimum.accumulate(np.asarray(singular)[:, :limit].clip(0), axis=1)
         values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
-        if budget.power(compare_layers):
+        if power:
             # A layer of next to nothing, such as the roundings of the first one, has no claim to a share of its own.
             norms = np.linalg.norm(np.asarray(singular, np.float64), axis=1, keepdims=True)
-            values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** budget.power(compare_layers)
+            values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** power
         costs[name] = direction_bytes(tokens, features, dtype)
         # The budget bounds how many rows there are.
         index_dtype[name] = np.int16 if min(layers * limit, budget.nbytes // costs[name]) < 1 << 15 else np.int32

@@ -15,7 +15,7 @@ from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
 from .byte_budget import ByteBudget, form_ragged
 from .compress import Rank, finite_factors, rank_by_channel
-from .reading_weights import ReadingWeights, check_weights, factorise_weighted
+from .information_weights import InformationWeights, check_weights
 
 Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, KVArray]
@@ -149,7 +149,7 @@ def from_deficit(
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-    weights: ReadingWeights | None = None,
+    weights: InformationWeights | None = None,
 ) -> Patch:
     """Forms a phase-free patch of a deficit.
 
@@ -170,17 +170,14 @@ def from_deficit(
         check_weights(weights)
         own = weights.of_layers(chunk, range(chunk.layout.layers))
     if isinstance(rank, ByteBudget):
-        compare = weights is not None and weights.compare_layers
-        factors = form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype, rank), what, own, compare)
+        factors = form_ragged(delta, chunk.length, rank, factor_dtype(chunk, dtype, rank), what, own)
         return Patch(factors, metadata)
+    if own is not None:
+        raise InputError(f"patch: got weights with rank {rank!r:.80}; expected a ByteBudget")
 
     # No key means a fixed one: the same deficit gives the same patch.
     ranks, asked = choose_ranks(chunk, rank)
     plan = FormPlan(ranks=ranks, method=method, dtype=factor_dtype(chunk, dtype))
     key = jax.random.key(0) if key is None else key
-    if own is None:
-        factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
-    else:
-        factors = factorise_weighted(dict(delta), own, key, jnp.int32(chunk.length), plan=plan)
-    factors = finite_factors(factors, what)
+    factors = finite_factors(ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan), what)
     return Patch(factors, dataclasses.replace(metadata, asked=asked))

@@ -40,7 +40,7 @@ from .factors import (
     from_deficit,
     metadata_of,
 )
-from .reading_weights import ReadingWeights, check_weights, factorise_weighted
+from .information_weights import InformationWeights, check_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,11 @@ class FormOptions:
       dtype: of the factors; None is the chunk's, of a `ByteBudget` int4.
       basis: directions that patches of this backbone share (`fit_basis`): the patch has coefficients alone, of the
         first `rank` of them. In the phase-free frame; `method`, `key` and `dense` have no effect then.
-      weights: how much an error in each feature counts (`calibrate_weights`): the factors have the least error as
-        queries read it, in place of the least error. In the phase-free frame, without a basis.
+      weights: of a `ByteBudget`, how much an error in each feature counts (`calibrate_sensitivity`).
 
     Raises:
-      InputError: an engine frame without a start, a start without it, or a basis or weights with another frame
-      or with one another.
+      InputError: an engine frame without a start, a start without it, a basis with another frame, or weights without a
+      `ByteBudget`.
     """
 
     method: Method = "randomised"
@@ -76,15 +75,11 @@ class FormOptions:
     angles: Angles | None = None
     dtype: jax.typing.DTypeLike | None = None
     basis: Basis | None = None
-    weights: ReadingWeights | None = None
+    weights: InformationWeights | None = None
 
     def __post_init__(self) -> None:
         if self.weights is not None:
             check_weights(self.weights)
-            if self.basis is not None or self.frame != "phase_free":
-                raise InputError(
-                    f"patch: got weights with frame {self.frame!r}, basis {self.basis}; expected 'phase_free', no basis"
-                )
         if self.basis is not None and self.frame != "phase_free":
             raise InputError(f"patch: got frame {self.frame!r} with a basis; expected 'phase_free'")
         if (self.frame == "engine") != (self.start is not None):
@@ -118,6 +113,8 @@ def form_patch(
       backbone or layout.
     """
     chosen = FormOptions(**options)
+    if chosen.weights is not None and not isinstance(rank, ByteBudget):
+        raise InputError(f"patch: got weights with rank {rank!r:.80}; expected a ByteBudget")
     if chosen.basis is not None:
         if not isinstance(rank, int | np.integer):
             raise InputError(f"patch: got rank {rank!r:.80} with a basis; expected one rank")
@@ -147,13 +144,8 @@ def form_patch(
     )
     key = jax.random.key(0) if chosen.key is None else chosen.key
     length, local = jnp.int32(chunk.length), jnp.asarray(chunk.local)
-    if chosen.weights is None:
-        arrays = (arrays_of(conditioned), arrays_of(chunk.kv), length, key, local, start)
-        factors = ops.jitted_form(layout, *arrays, plan=plan)
-    else:
-        weights = chosen.weights.of_layers(chunk, layers)
-        delta = _delta_of(chunk, conditioned, layers)
-        factors = factorise_weighted(delta, weights, key, length, plan=dataclasses.replace(plan, layers=None))
+    arrays = (arrays_of(conditioned), arrays_of(chunk.kv), length, key, local, start)
+    factors = ops.jitted_form(layout, *arrays, plan=plan)
 
     metadata = metadata_of(
         chunk,
@@ -190,9 +182,8 @@ def _form_within(
         raise InputError(f"patch: got frame {chosen.frame!r} with a ByteBudget; expected 'phase_free'")
     weights = None if chosen.weights is None else chosen.weights.of_layers(chunk, layers)
     delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype, budget)
-    compare = chosen.weights is not None and chosen.weights.compare_layers
     what = f"factors of chunk {chunk.id!r} in {dtype}"
-    factors = form_ragged(delta, chunk.length, budget, dtype, what, weights, compare)
+    factors = form_ragged(delta, chunk.length, budget, dtype, what, weights)
     return Patch(factors, metadata_of(chunk, "canonical", antecedent, layers=layers))
 
 

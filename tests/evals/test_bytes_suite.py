@@ -22,7 +22,7 @@ from evals.runner import run_recorded
 from evals.trained import MAIN, shipped
 from kvpatch_jax.core import KVEncoding, ops
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching.reading_weights import ReadingWeights
+from kvpatch_jax.patching import InformationWeights
 from models import load
 
 
@@ -116,7 +116,7 @@ def test_weights_find_directions_with_less_weighted_error(chunks):
     for channel in layout.channels:
         squares[channel.name] = np.exp(3 * rng.standard_normal((layout.layers, channel.features)))
     # One weight for a rotary pair.
-    weights = ReadingWeights.of_information(squares, layout, chunks.backbone.fingerprint).weights
+    weights = InformationWeights.of_information(squares, layout, chunks.backbone.fingerprint).weights
     keys = weights["k"].reshape(layout.layers, layout.channels[0].heads, -1)
     half = keys.shape[-1] // 2
     np.testing.assert_allclose(keys[..., :half], keys[..., half:])

@@ -1,40 +1,32 @@
-"""Weights of features by how queries read them, for factors whose error is small where it is read.
+"""Weights of features by how much an error in them changes predictions, by which a `ByteBudget` is spent.
 
-A query q reads an error δ of a key as the error q·δ of a score. With queries taken as uncorrelated, its expected square
-is Σ_h E[q_h²]·δ_h², so a feature weighs as much as the root mean square of the queries that read it. Position rotates
-the two features of a rotary pair into one another, so both have one weight, which is the same in every frame.
+Position rotates the two features of a rotary pair into one another, so both have one weight, the same in every frame.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from ..backbone import Backbone, LayerAttention, Tokens, check_is_backbone
-from ..cache import Chunk, digest_of, encoded, fingerprint_of, same_storage
-from ..core import AnyArray, Channel, FormPlan, KVLayout, check_uniform, is_low_rank, ops, to_engine
+from ..backbone import Backbone, Tokens, check_is_backbone
+from ..cache import Chunk, fingerprint_of, same_storage
+from ..core import AnyArray, Channel, KVLayout, check_uniform, to_engine
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .canonical import unit_tokens
 
-_LEAST = 1e-2
-"""Least weight as a share of the channel's root mean square: features that no query read may be read later."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ReadingWeights:
-    """Weights of every feature of a backbone's KV: an error in it counts that many times in `form_patch(weights=)`.
+class InformationWeights:
+    """Weights of every feature of a backbone's KV: an error in it counts that many times in a `ByteBudget`.
 
     Attributes:
       weights: {channel: float32 [L, F]}, positive; equal for the two features of a rotary pair.
       layout, backbone: of the KV.
-      compare_layers: whether weights of different layers and channels compare, so that a `ByteBudget` may spend more on
-        some layers than on others.
 
     Raises:
       LayoutError: an unknown channel. ShapeError: weights of another shape, or of fewer channels than the layout.
@@ -44,7 +36,6 @@ class ReadingWeights:
     weights: Mapping[str, Float[AnyArray, "L F"]]
     layout: KVLayout
     backbone: str
-    compare_layers: bool = False
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "weights")
@@ -67,30 +58,12 @@ class ReadingWeights:
         object.__setattr__(self, "weights", kept)
 
     def __repr__(self) -> str:
-        return f"ReadingWeights({list(self.weights)}, backbone {self.backbone[:16]!r}, {self.digest})"
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Digest of the weights and the backbone, 32 hexadecimal digits."""
-        fields = [b"weights", encoded(self.backbone)]
-        for name, value in sorted(self.weights.items()):
-            fields += [encoded(name), np.ascontiguousarray(value, "<f4").tobytes()]
-        return digest_of(fields, size=16)
-
-    def arrays(self) -> dict[str, Float[np.ndarray, "L F"]]:
-        """Returns the weights as plain arrays, to be kept beside a certificate (`np.savez`)."""
-        return {name: np.array(value) for name, value in self.weights.items()}
-
-    @classmethod
-    def equal(cls, layout: KVLayout, backbone: str) -> "ReadingWeights":
-        """Returns weights of 1: the factors are those of the plain decomposition."""
-        ones = {channel.name: np.ones((layout.layers, channel.features), np.float32) for channel in layout.channels}
-        return cls(ones, layout, backbone)
+        return f"InformationWeights({list(self.weights)}, backbone {self.backbone[:16]!r})"
 
     @classmethod
     def of_information(
         cls, information: Mapping[str, Float[np.ndarray, "L F"]], layout: KVLayout, backbone: str
-    ) -> "ReadingWeights":
+    ) -> "InformationWeights":
         """Returns the weights of measured Fisher information, as `calibrate_sensitivity` makes them.
 
         A rotary pair has one weight, and a feature that hardly mattered a tenth of its layer's root mean square: it may
@@ -105,7 +78,7 @@ class ReadingWeights:
             square = _over_pairs(information[channel.name], channel, layout) / max(mean, np.finfo(np.float64).tiny)
             least = 0.1 * np.sqrt(square.mean(axis=1, keepdims=True)) + np.finfo(np.float32).tiny
             weights[channel.name] = np.maximum(np.sqrt(square), least).astype(np.float32)
-        return cls(weights, layout, backbone, compare_layers=True)
+        return cls(weights, layout, backbone)
 
     def of_layers(self, chunk: Chunk, layers: Sequence[int]) -> dict[str, Float[Array, "L F"]]:
         """Returns the weights of some layers, for a chunk.
@@ -121,59 +94,13 @@ class ReadingWeights:
         return {name: jax.device_put(np.asarray(value)[np.asarray(layers)]) for name, value in self.weights.items()}
 
 
-def calibrate_weights(backbone: Backbone, prompts: Sequence[Sequence[Any] | Tokens]) -> ReadingWeights:
-    """Measures how queries read each feature of a backbone's keys, over prompts such as it will serve.
-
-    The second half of every prompt reads the first. A key feature's weight is the root mean square of the queries of
-    its group of heads, a rotary pair having one; each layer's and channel's weights have a mean square of 1, so that
-    layers keep their part in a `ByteBudget`. Values have weights of 1: what an output projection makes of them is not
-    part of the `Backbone` Protocol. A latent (MLA) is read as key, by absorbed queries, and as value; both count alike.
-
-    Args:
-      prompts: each the items of one, as `Backbone.prepare` takes them, or `Tokens`; of two tokens or more.
-
-    Raises:
-      InputError: no prompts, or as `prepare`. ShapeError: a prompt of one token.
-    """
-    check_is_backbone(backbone, "calibrate_weights")
-    check_uniform(backbone.layout, "calibrate_weights")
-    layout, total, count = backbone.layout, 0.0, 0
-    for prompt in prompts:
-        tokens = unit_tokens(backbone, prompt, "calibrate_weights")
-        rows, length = tokens.embeddings.shape[:2]
-        if length < 2:
-            raise ShapeError(f"calibrate_weights: got a prompt of {length} token; expected at least 2")
-        half = length // 2
-        first, rest = tokens.take(0, half), tokens.take(half, length)
-        context = to_engine(layout, backbone.prefill(first).kv, jnp.asarray(first.positions), 0)
-        power = backbone.attention(rest, context, layers=range(layout.layers), reduce=query_power)
-        total = total + np.asarray(power, np.float64) * rows * (length - half)
-        count += rows * (length - half)
-    if not count:
-        raise InputError("calibrate_weights: got no prompts; expected at least one")
-
-    # Keys of an MLA are the latent and the rotary key, side by side.
-    power = np.asarray(total) / count
-    parts = {"k": power} if layout.kind != "mla" else dict(zip(layout.names, _split_latent(power, layout), strict=True))
-    weights = {}
-    for channel in layout.channels:
-        own = parts.get(channel.name)
-        square = np.ones((layout.layers, channel.features)) if own is None else own.reshape(layout.layers, -1)
-        square = square / np.maximum(square.mean(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-        if layout.kind == "mla" and not channel.rotates:
-            square = (square + 1) / 2
-        square = _over_pairs(square, channel, layout)
-        weights[channel.name] = np.maximum(np.sqrt(square), _LEAST).astype(np.float32)
-    return ReadingWeights(weights, layout, backbone.fingerprint)
-
-
 def calibrate_sensitivity(
     backbone: Backbone,
     prompts: Sequence[Sequence[Any] | Tokens],
     *,
     samples: int = 2,
     key: Key[Array, ""] | None = None,
-) -> ReadingWeights:
+) -> InformationWeights:
     """Measures how much an error in each feature of the cached KV changes what the backbone predicts.
 
     The second half of every prompt reads the first. Let p be the predicted distribution of each next token; then to
@@ -223,19 +150,7 @@ def calibrate_sensitivity(
         raise InputError("calibrate_sensitivity: got no prompts; expected at least one")
 
     information = {name: value / count for name, value in total.items()}
-    return ReadingWeights.of_information(information, layout, backbone.fingerprint)
-
-
-def query_power(layer: LayerAttention) -> Float[Array, "K H"]:
-    """Averages the squares of scaled queries over rows, tokens and the query heads of each KV head."""
-    B, T, _, H = layer.query.shape
-    query = layer.query.astype(jnp.float32).reshape(B, T, layer.keys.shape[2], -1, H) * layer.scale
-    return jnp.square(query).mean((0, 1, 3))
-
-
-def _split_latent(power: np.ndarray, layout: KVLayout) -> list[np.ndarray]:
-    edges = np.cumsum([channel.width for channel in layout.channels])[:-1]
-    return np.split(power, edges, axis=-1)
+    return InformationWeights.of_information(information, layout, backbone.fingerprint)
 
 
 def _over_pairs(value: np.ndarray, channel: Channel, layout: KVLayout) -> np.ndarray:
@@ -252,46 +167,8 @@ def _over_pairs(value: np.ndarray, channel: Channel, layout: KVLayout) -> np.nda
     return heads.reshape(value.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("plan",))
-def factorise_weighted(
-    delta: dict[str, Float[Array, "L *B T _ _"]],
-    weights: dict[str, Float[Array, "L F"]],
-    key: Key[Array, ""],
-    length: Int[Array, ""],
-    *,
-    plan: FormPlan,
-) -> ops.Factors:
-    """Factorises a deficit so that ‖(Δ − u v)·W‖ is least, W having the weights on its diagonal.
-
-    Factors of Δ·W, whose v is divided by W. Dense channels are as they are.
-
-    Args:
-      delta: of the plan's layers. weights: of the same layers.
-      plan: all of the layers of `delta`.
-    """
-    scaled = {}
-    for name, value in delta.items():
-        scaled[name] = value * _broadcast(weights[name], value.ndim, value.shape[-2:])
-    # Rounded to the dtype once, after the weights were taken out again.
-    found = ops.factorise_deficit(scaled, key, length, plan=dataclasses.replace(plan, dtype="float32"))
-
-    factors: ops.Factors = {}
-    for name, own in found.items():
-        if not is_low_rank(own):
-            factors[name] = ops.stored(delta[name], plan.dtype, -1)
-            continue
-        u, v = (ops.value_of(leaf) for leaf in own)  # pyright: ignore[reportGeneralTypeIssues]
-        features = v.shape[-1]
-        weight = weights[name].reshape(len(weights[name]), *[1] * (v.ndim - 2), features)
-        factors[name] = ops.stored(u, plan.dtype, -2), ops.stored(v / weight, plan.dtype, -1)
-    return factors
-
-
-def _broadcast(weights: Array, ndim: int, ends: tuple[int, ...]) -> Array:
-    """Shapes weights [L, K·H] to broadcast over [L, ..., T, K, H]."""
-    return weights.reshape(len(weights), *[1] * (ndim - 3), *ends)
-
-
 def check_weights(weights: Any) -> None:
-    """Raises InputError unless weights are `ReadingWeights`."""
-    expect_kind(weights, ReadingWeights, "patch: weights", "ReadingWeights, as calibrate_weights measures them")
+    """Raises InputError unless weights are `InformationWeights`."""
+    expect_kind(
+        weights, InformationWeights, "patch: weights", "InformationWeights, as calibrate_sensitivity measures them"
+    )
