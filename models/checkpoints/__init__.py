@@ -27,7 +27,6 @@ from .reading import tensor_shapes as tensor_shapes
 from .safetensors_files import INDEX_FILE as INDEX_FILE
 from .safetensors_files import SINGLE_FILE as SINGLE_FILE
 from .safetensors_files import SafetensorsSource as SafetensorsSource
-from .safetensors_files import weight_index as weight_index
 from .source import RenamedSource as RenamedSource
 from .source import StoredTensor as StoredTensor
 from .source import TensorInfo as TensorInfo

@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from .entries import Expected, ParamPath, Params, TensorEntry
 from .filling import Spans, check_finite, convert, fill
@@ -60,7 +58,6 @@ def load_weights(
     source: TensorSource,
     entries: Sequence[TensorEntry],
     expected: Expected,
-    dtype: DTypeLike | None = None,
     ignore: Sequence[str] = (),
     shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
     progress: Progress = None,
@@ -79,7 +76,6 @@ def load_weights(
       source: the checkpoint's tensors.
       entries: the family's map from tensors to parameters.
       expected: path to shape and type of every parameter of the model.
-      dtype: type for floating parameters; None takes each parameter's expected one.
       ignore: regular expressions of tensor names that may be there and are not read.
       shardings: path to where each parameter goes; every one of `expected`.
       progress: a bar on stderr: True draws one, False none, None one if stderr is a terminal and tqdm is installed.
@@ -96,22 +92,21 @@ def load_weights(
     tensors = resolve_ties(plan(entries, expected), source.tensors)
     check_tensors(source, tensors, expected, ignore)
 
-    # Only floating parameters follow `dtype`; shards that several devices hold are read once.
-    types: dict[ParamPath, np.dtype] = {}
+    # Shards that several devices hold are read once.
     regions: dict[ParamPath, dict[Spans, list[Any]]] = {}
     total = 0
     for path, leaf in expected.items():
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        types[path] = jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype
         regions[path] = _regions(leaf.shape, None if shardings is None else shardings[path])
         for region in regions[path]:
-            total += math.prod(stop - start for start, stop in region) * types[path].itemsize
+            total += math.prod(stop - start for start, stop in region) * leaf.dtype.itemsize
 
     params: Params = {}
     previous = None
     with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-            read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
+            read = functools.partial(
+                _filled, pool, advance, source, list(group), expected[path].shape, expected[path].dtype
+            )
             if shardings is None:
                 # The parameter before this one is waited for, so that the host holds two at most.
                 (region,) = regions[path]

@@ -69,15 +69,6 @@ class SafetensorsSource:
             file.check_unchanged()
 
 
-def weight_index(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Maps each tensor's name to the safetensors file that holds it.
-
-    Raises:
-      WeightsError: as `SafetensorsSource`.
-    """
-    return {name: Path(stored.file.path) for name, stored in _stored_tensors(Path(directory)).items()}
-
-
 def _stored_tensors(root: Path) -> dict[str, _Stored]:
     if not root.is_dir():
         raise WeightsError(f"{root}: got no directory; expected one with {SINGLE_FILE} or {INDEX_FILE}")

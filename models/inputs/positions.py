@@ -6,14 +6,14 @@ by its number of tokens. Where a video's following text goes differs by version,
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Float32, Int, Int32
+from jaxtyping import Float, Int, Int32
 
 from kvpatch_jax.core import POSITION_LIMIT
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import InputError
 
 VideoRule = Literal["max", "hf5"]
 Grid = tuple[int, int, int]
@@ -34,24 +34,6 @@ class PositionConfig:
     video_token_id: int = 151656
     merge_size: int = 2
     tokens_per_second: int | float = 4
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "PositionConfig":
-        """Reads from a Hugging Face `config.json` (as a dict); what is absent takes transformers' default.
-
-        Raises:
-          ConfigError: no `vision_config`.
-        """
-        vision = config.get("vision_config")
-        if not isinstance(vision, Mapping):
-            raise ConfigError(f"config.json: got vision_config {vision!r}; expected a table")
-
-        return cls(
-            image_token_id=config.get("image_token_id", cls.image_token_id),
-            video_token_id=config.get("video_token_id", cls.video_token_id),
-            merge_size=vision.get("spatial_merge_size", cls.merge_size),
-            tokens_per_second=vision.get("tokens_per_second", cls.tokens_per_second),
-        )
 
 
 def get_rope_positions(
@@ -105,48 +87,6 @@ def get_rope_positions(
 
     positions = np.concatenate(pieces).astype(np.int32)
     return positions, int(positions.max(initial=-1)) + 1 - len(input_ids)
-
-
-def image_local_positions(
-    grid: Grid,
-    merge: int,
-    with_start_end_tokens: bool = True,
-    seconds: float | None = None,
-    tokens_per_second: int | float = 2,
-    video_rule: VideoRule = "max",
-) -> tuple[Float32[np.ndarray, "T 3"], int]:
-    """Returns positions of one image (or video) chunk counted from its own start, and how far the next chunk's start
-    moves.
-
-    A part of a video's temporal patches has the positions of these patches in the whole: parts are placed at one
-    start, the whole video's.
-
-    Args:
-      grid: (time, height, width) in patches before merging.
-      merge: merge size.
-      with_start_end_tokens: the chunk begins with a start token at 0 and closes with an end token where text goes on,
-        so the image itself begins at 1.
-      seconds: per temporal patch of a video; None for an image.
-      tokens_per_second: positions on the time axis per second of video.
-      video_rule: as in `get_rope_positions`.
-
-    Returns:
-      Local positions float32 [T, 3], and the span: where text behind it goes on.
-
-    Raises:
-      InputError: a grid that is not a positive multiple of the merge size.
-    """
-    block = grid_positions(grid, merge, time_steps(grid[0], seconds, tokens_per_second, video_rule))
-    extent = _extent(block, grid, merge, seconds is not None and video_rule == "max")
-    if with_start_end_tokens:
-        ends = np.zeros((1, 3), np.int32), np.full((1, 3), extent + 1, np.int32)
-        block, extent = np.concatenate([ends[0], block + 1, ends[1]]), extent + 2
-    return block.astype(np.float32), extent
-
-
-def text_local_positions(length: int) -> tuple[Float32[np.ndarray, "T 3"], int]:
-    """Returns local positions float32 [T, 3] of a text chunk (0, 1, 2, … on every axis), and its span: its length."""
-    return _text(length).astype(np.float32), length
 
 
 def _rows(grids: np.ndarray | None) -> list[Grid]:

@@ -1,15 +1,13 @@
-"""Positions against transformers' get_rope_index, the authors' video rule, and chunks' local positions."""
+"""Positions against transformers' get_rope_index, and the authors' video rule."""
 
 import numpy as np
 import pytest
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import InputError
 from models.inputs.positions import (
     PositionConfig,
     VideoRule,
     get_rope_positions,
-    image_local_positions,
-    text_local_positions,
 )
 from tests.goldens.load import golden_arrays
 
@@ -61,34 +59,6 @@ def test_authors_rule_goes_on_after_the_time_axis() -> None:
     assert ends == {"max": [20] * 3, "hf5": [4] * 3}
 
 
-@pytest.mark.parametrize("name", ["one_image", "two_images", "video"])
-def test_local_positions_placed_make_the_prompts(name: str) -> None:
-    case = golden_arrays("qwen2_5_vl", name)
-    seconds = case.get("second_per_grid_ts", np.ones(1))
-    grids = case.get("image_grid_thw", case.get("video_grid_thw"))
-    assert grids is not None
-    lead = int(np.argmax(case["input_ids"] == 303))
-    pieces, start = [], 0
-    chunks = [text_local_positions(lead)]
-    chunks += [image_local_positions(tuple(grid), 2, seconds=float(seconds[0])) for grid in grids.tolist()]
-    for local, span in chunks:
-        assert local.dtype == np.float32
-        assert span == local.max() + 1
-        pieces.append(local + start)
-        start += span
-    pieces.append(text_local_positions(len(case["input_ids"]) - sum(map(len, pieces)))[0] + start)
-    assert np.array_equal(np.concatenate(pieces), case["position_ids"])
-
-
-def test_local_positions_of_an_image() -> None:
-    local, span = image_local_positions((1, 4, 6), 2)
-    assert local.tolist() == [[0, 0, 0], *[[1, 1 + row, 1 + column] for row in (0, 1) for column in (0, 1, 2)], [4] * 3]
-    assert span == 5
-    bare, span = image_local_positions((1, 4, 6), 2, with_start_end_tokens=False)
-    assert np.array_equal(bare, local[1:-1] - 1)
-    assert span == 3
-
-
 @pytest.mark.parametrize(
     ("ids", "images", "videos", "message"),
     [
@@ -112,15 +82,8 @@ def test_grids_rules_and_seconds_that_do_not_fit_are_refused() -> None:
         get_rope_positions(ids, None, grid, np.ones(2, np.float32), CONFIG)
     with pytest.raises(InputError, match="video_rule: got 'other'"):
         get_rope_positions(ids, None, grid, None, CONFIG, "other")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="expected a positive multiple"):
-        image_local_positions((1, 0, 2), 2)
-    with pytest.raises(ConfigError, match="vision_config None"):
-        PositionConfig.from_config({})
 
 
-def test_empty_prompt_and_configuration() -> None:
+def test_an_empty_prompt_has_no_positions() -> None:
     positions, delta = get_rope_positions(np.zeros(0, np.int32), None, None, None, CONFIG)
     assert (positions.shape, delta) == ((0, 3), 0)
-    fields = {"image_token_id": 301, "video_token_id": 302}
-    vision = {"spatial_merge_size": 2, "tokens_per_second": 2}
-    assert PositionConfig.from_config(fields | {"vision_config": vision}) == CONFIG

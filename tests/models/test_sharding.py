@@ -225,7 +225,8 @@ def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
 def test_wrong_type_after_loading_is_refused(tmp_path, monkeypatch):
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
     read = models.directory.load_weights
-    monkeypatch.setattr(models.directory, "load_weights", lambda *args, **rest: read(*args, dtype="float16", **rest))
+    halves = lambda *args, **rest: jax.tree.map(lambda leaf: leaf.astype("float16"), read(*args, **rest))
+    monkeypatch.setattr(models.directory, "load_weights", halves)
     with pytest.raises(WeightsError, match=r"decoder\.\S+: got type float16; expected float32"):
         load(directory)
 
