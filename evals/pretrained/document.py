@@ -19,7 +19,7 @@ from ..results.rows import Row, Rows
 from ..results.tables import markdown_table
 from .arms import COSTS
 from .plan import TASKS
-from .report import METRICS, cells, counted, draw_figures, show, titles, verdict
+from .report import cells, counted, draw_figures, show, titles, verdict
 from .rows import EVERY_ARM
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,7 +32,22 @@ FIGURES = {
     "serving": "η against FLOPs of a reuse; what is paid once is shared by 1, 3 and 10 reuses.",
     "depth": "The deficit by layer, ‖Δ‖ / ‖KV‖, of keys and of values.",
 }
-SHOWN = ("eta", "kl", "flips", "loss_difference", "canonical", "stored", "serving", "forming")
+KEPT = ("eta", "kl", "flips", "loss_difference", "canonical", "stored", "serving", "forming")
+COLUMNS = ("eta", "kl", "canonical", "stored", "serving", "forming")
+"""Of the table of arms."""
+ARMS = (
+    *(f"patch.rank={rank}" for rank in (8, 16, 32, 64)),
+    "patch.int8.rank=16",
+    "pooled.rank=16",
+    *(f"kv.bits={bits}" for bits in (3, 4, 8)),
+    "kv.svd.rank=32",
+    "shadowkv.rank=32",
+    "residual.layer=8",
+    *(f"{name}.budget=0.15" for name in ("first_k", "cacheblend", "kvshare", "vlcache")),
+    *(f"{name}.budget=0.15" for name in ("query_aware", "prophetkv", "random")),
+    "blind",
+)
+"""The lines of the table of arms; docs/pretrained.json has all."""
 CASES = {
     "reorder": "other orders",
     "drift.dropped and doubled": "one piece dropped, one doubled",
@@ -41,12 +56,6 @@ CASES = {
     "slide": "the first piece leaves",
 }
 """Probes of changed antecedents, by what changes."""
-ANSWERS = {
-    "copy": ("right", "agrees"),
-    **dict.fromkeys(TASKS[1:3], ("right", "agrees")),
-    TASKS[3]: ("chosen", "agrees"),
-}
-"""Metrics of each task that the page shows."""
 
 
 def kept_rows(results: Mapping[str, Any], metrics: Mapping[str, Collection[str]]) -> list[Row]:
@@ -69,8 +78,8 @@ def write_kept(found: Mapping[str, Any], path: Path) -> None:
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     """Picks what the page shows out of results.json."""
     metrics = {
-        "text": {*SHOWN, "loss"},
-        EVERY_ARM: {*SHOWN, "documents"},
+        "text": {*KEPT, "loss"},
+        EVERY_ARM: {*KEPT, "documents"},
         "deficit": {"relative_norm"},
         "greedy": {"greedy_tokens", "greedy_all"},
     }
@@ -99,7 +108,7 @@ def page(found: Mapping[str, Any]) -> str:
         *_depth(rows),
         *_antecedents(rows),
         *_answers(rows),
-        f"Intervals that a table leaves out are in `docs/pretrained.json`. Text and its licences: {packages}. "
+        f"Arms and intervals that a table leaves out are in `docs/pretrained.json`. Text and its licences: {packages}. "
         f"Weights: {config['model']}.",
     ]
     as_is = ("|", "#", "!", "<!--")
@@ -113,10 +122,9 @@ def ordered(rows: Rows, probe: str) -> list[str]:
 
 
 def _arms(rows: Rows) -> Iterator[str]:
-    """Shows what every arm removes and costs, and the patch beside what removes more or keeps fewer bytes."""
+    """Shows what the main arms remove and cost, and the patch beside what removes more or keeps fewer bytes."""
     arms = ordered(rows, EVERY_ARM)
-    documents = rows.get(EVERY_ARM, "blind", "documents").n
-    yield "## Every arm, what removes most first"
+    yield "## What each arm removes and costs"
     yield f"All arms were measured on {counted(rows)}. Intervals resample these few documents, so they are rough."
 
     if PATCH in arms:
@@ -144,11 +152,12 @@ def _arms(rows: Rows) -> Iterator[str]:
             yield first + (places or ", and each further place takes the patch no fewer bytes.")
 
     lines = []
-    measured, costs = [name for name in SHOWN if name not in COSTS], [name for name in SHOWN if name in COSTS]
+    measured, costs = [name for name in COLUMNS if name not in COSTS], [name for name in COLUMNS if name in COSTS]
     for arm in arms:
-        figures = cells(rows, EVERY_ARM, arm, measured, measured[1:]) + cells(rows, "text", arm, costs, costs)
-        lines.append([arm, *figures, f"{rows.get(EVERY_ARM, arm, 'eta').n} ({documents})"])
-    yield markdown_table(["arm", *titles(SHOWN), "passages (documents)"], lines)
+        if arm in ARMS:
+            figures = cells(rows, EVERY_ARM, arm, measured, measured[1:]) + cells(rows, "text", arm, costs, costs)
+            lines.append([arm, *figures])
+    yield markdown_table(["arm", *titles(COLUMNS)], lines)
     yield (
         "Shares are of the passage's KV at 16 bits, and of re-prefilling it. Token ids, from which passages are run "
         "again, count as no bytes. The canonical is kept once for all places of reuse; arms `kv.…` and `shadowkv` keep "
@@ -207,31 +216,27 @@ def _antecedents(rows: Rows) -> Iterator[str]:
 
 
 def _answers(rows: Rows) -> Iterator[str]:
-    """Shows greedy continuations and answers to questions, a line per arm."""
-    columns = {"greedy: tokens": ("greedy", "greedy_tokens"), "greedy: whole": ("greedy", "greedy_all")}
-    for task, metrics in ANSWERS.items():
-        columns |= {f"{task}: {metric}": (f"behaviour.{task}", metric) for metric in metrics}
+    """Shows how far greedy continuations and answers to questions are re-prefill's, a line per arm."""
+    columns = {"greedy tokens": ("greedy", "greedy_tokens")} | {task: (f"behaviour.{task}", "agrees") for task in TASKS}
     run = {title: column for title, column in columns.items() if rows.arms(column[0])}
     yield "## Continuations and answers"
 
     if run:
-        # Items of each probe; said once where all have as many.
-        counts = {}
-        for probe, _ in run.values():
-            counts[probe] = max(rows.get(probe, "re-prefill", metric).n for metric in METRICS)
-        said = [f"{probe}: n = {count}" for probe, count in counts.items()]
+        counts = {title: rows.get(probe, "re-prefill", metric).n for title, (probe, metric) in run.items()}
+        said = [f"{title}: n = {count}" for title, count in counts.items()]
+        # Said once where all have as many.
         if len(set(counts.values())) == 1:
             said = [f"n = {next(iter(counts.values()))} of each"]
         yield (
-            "Shares of greedy tokens up to the first that differs from re-prefill's, of continuations that agree, of "
-            "right answers (for coreference, of right choices between two names), and of answers that agree with "
+            "Shares of greedy tokens up to the first that differs from re-prefill's, and of answers that agree with "
             f"re-prefill's. {', '.join(said)}."
         )
 
         lines = []
-        for arm in dict.fromkeys(itertools.chain.from_iterable(map(rows.arms, counts))):
+        for arm in dict.fromkeys(itertools.chain.from_iterable(rows.arms(probe) for probe, _ in run.values())):
             found = [rows.get(probe, arm, metric) for probe, metric in run.values()]
-            lines.append([arm, *(f"{interval.value:.2f}" if interval.n else "" for interval in found)])
+            if all(interval.n for interval in found) and arm != "re-prefill":
+                lines.append([arm, *(f"{interval.value:.2f}" for interval in found)])
         yield markdown_table(["arm", *run], lines)
 
     probes = {"greedy": "greedy continuations", **{f"behaviour.{task}": f"behaviour: {task}" for task in TASKS}}

@@ -15,7 +15,6 @@ from evals.pretrained import report as pretrained
 from evals.report import drawing, example, page, summary, window
 from evals.report import task_report as sheets
 from evals.report.figures import arm_label
-from evals.results.rows import Rows
 from evals.rules import RULES
 from tests.evals.test_pretrained_suite import few_bits
 from tests.evals.test_report import LOSS, Made, made_results, repair_rows
@@ -111,13 +110,6 @@ def test_the_first_table_has_all_that_lies_stored(kept: dict):
     assert lines["ProphetKV-style, 15 % of tokens"] == [f"{100 * (1 + 1 / 12) / count:.0f} %" for count in (1, 4, 16)]
 
 
-def test_nothing_is_said_to_undercut_in_bytes_without_the_canonical():
-    for name in ("README.md", "docs/experiments/results.md", *sheets.GUIDES.values()):
-        text = " ".join((ROOT / name).read_text("utf-8").split())
-        assert "in both stored bytes" not in text
-        assert not re.search(r"(?<!kept, )\b0 % stored", text)
-
-
 def test_the_picture_shows_the_patch_of_the_first_table(kept: dict):
     """One rule for the rank: the smallest that suffices on the mean over seeds."""
     shown = kept["config"]["example"]
@@ -136,17 +128,6 @@ def test_the_picture_shows_the_patch_of_the_first_table(kept: dict):
 
 
 # ------------------------------------------------------------------------------------- what is no longer so
-
-
-def test_real_weights_claim_only_what_is_known():
-    """Nobody knows what the weights were trained on; intervals say how few documents they resample."""
-    text = (ROOT / "docs" / "experiments" / "pretrained.md").read_text("utf-8")
-    assert "nobody trained" not in text
-    said = pretrained.verdict(Rows({"rows": few_bits(0.1)}))
-    assert "n = 6 passages of 6 documents" in said
-    rows = text.partition("## Every arm")[2].partition("\n## ")[0]
-    assert "| 32 (8) |" in rows
-    assert "passages of 8 documents" in " ".join(rows.split())
 
 
 # -------------------------------------------------------------------------------------------- on a telephone

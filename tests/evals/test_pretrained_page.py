@@ -19,15 +19,15 @@ CONFIG = {
 
 
 def check(docs: Path) -> None:
-    """Reads a page without its own code: every arm is there, what removes most first, and figures that are small."""
+    """Reads a page without its own code: its arms are there, what removes most first, and figures that are small."""
     found = json.loads((docs / document.SUMMARY).read_text(encoding="utf-8"))
     text = (docs / document.PAGE).read_text(encoding="utf-8")
     assert text == document.page(found)
     etas = {
         row["arm"]: row["value"] for row in found["rows"] if (row["probe"], row["metric"]) == ("text.every_arm", "eta")
     }
-    etas.pop("re-prefill", None)
-    table = text.partition("## Every arm")[2].partition("\n## ")[0]
+    etas = {arm: eta for arm, eta in etas.items() if arm in document.ARMS}
+    table = text.partition("## What each arm removes")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
     shown = [(cells[0].strip(), float(cells[1].split()[0])) for cells in lines if "---" not in cells[0]]
     assert [arm for arm, _ in shown] == sorted(etas, key=lambda arm: -etas[arm])
