@@ -51,7 +51,7 @@ def memory(monkeypatch):
     return made
 
 
-def read(folder, dtype) -> tuple[int, np.ndarray]:
+def read(folder) -> tuple[int, np.ndarray]:
     """What a request is matched of, and what stands in its pages then."""
     with sides_of(folder, encoding="k8v8", save=False) as sides:
         found = served(sides, "again", BLIND)
