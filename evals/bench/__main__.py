@@ -10,7 +10,6 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   store              put, get, patches and fetch, beside raw files, safetensors and Orbax; and evicting, listing and
                      deleting among ever more small objects, beside diskcache and LMDB too
   store_load         many processes on one root for --minutes: every read checked, memory and budgets sampled
-  sizing             hits, bytes and remote requests that sizing predicts, beside a store that is asked for the same
   fetch              one fetch that loads half and computes half
   retrieval          nearest-neighbour search: recall@10 and seconds
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
@@ -52,7 +51,6 @@ from . import (
     retrieval,
     sessions,
     sizes,
-    sizing,
     store,
     store_load,
     window,
@@ -76,7 +74,6 @@ BENCHMARKS = {
         retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,
-        sizing.BENCHMARK,
         store.BENCHMARK,
         store_load.BENCHMARK,
         window.BENCHMARK,

@@ -54,7 +54,6 @@ HOLDS = {
         "[path.endswith('.kv.safetensors') for path in Service.values] == [True]",
     ],
     "repairs": ["repaired.flops > 0", "set(repaired.cache) == {'k', 'v'}"],
-    "sizing": ["one.rate > 0", "abs(sum(one.hits) - 1) < 1e-9"],
     "serving": ["backbone.text(answer[0]) == 'b5'", "kv['k'].shape[1] == len(slots)"],
     "start": ["both_patches['k'].shape[0] == 2"],
     "store": [

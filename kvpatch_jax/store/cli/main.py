@@ -10,11 +10,11 @@ from typing import Any
 
 from ...errors import InputError, KVPatchError
 from ...utils.sizes import size_of
-from . import sizing, top
+from . import top
 from .commands import COMMANDS, Options, Outcome
 
 _PROGRAM = "python -m kvpatch_jax.store"
-_OTHERS = {"top": top.lines, "sizing": sizing.lines}
+_OTHERS = {"top": top.lines}
 """Commands with flags of their own, as the lines that they print."""
 
 
@@ -57,7 +57,6 @@ def _flags():
 def _usage(values) -> str:
     rows = "\n".join(f"  {name:<18} {command.help}" for name, command in COMMANDS.items())
     rows += "\n  top ROOT           Shows what all processes of a store do, live; see top --help."
-    rows += "\n  sizing             Predicts what a store needs; see sizing --help."
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 

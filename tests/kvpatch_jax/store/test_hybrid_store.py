@@ -28,7 +28,6 @@ from kvpatch_jax.store.format.codec import chunk_blob, chunk_of
 from kvpatch_jax.store.format.compatibility import expect_fields
 from kvpatch_jax.store.format.layout_codec import layout_body, layout_of
 from kvpatch_jax.store.format.patch_codec import patch_blob, patch_parts
-from kvpatch_jax.store.object_bytes import canonical_bytes, patch_bytes
 from tests.arrays import placed
 
 PARTS = ("map", "state", "tail")
@@ -73,23 +72,6 @@ def test_a_chunk_comes_back_whole_and_layer_by_layer(store: ChunkStore, encoding
     # Through memory alone, without a file.
     blob = chunk_blob(chunk, encoding)
     assert same_chunk(chunk_of(json.loads(json.dumps(blob.body)), blob.arrays), found)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_bytes_are_counted_as_they_are_written(store: ChunkStore, name: str):
-    layout = LAYOUTS[name]
-    # As long a header as is planned for.
-    chunk = dataclasses.replace(made(layout, id="0" * 64), backbone="0" * 64, content="0" * 64)
-    for encoding in (None, "int8", "k4v4"):
-        store.put(chunk, **({} if encoding is None else {"encoding": encoding}))
-    sizes = sorted(path.stat().st_size for path in file_of(store, chunk).parent.iterdir())
-    assert sizes == sorted(int(canonical_bytes(layout, 7, word).file) for word in (None, "int8", "k4v4"))
-    # A transition takes the same bytes of any number of tokens.
-    few, many = (canonical_bytes(layout, tokens).file for tokens in (64, 128))
-    assert few - 64 * layout.bytes_per_token() > layout.transition_bytes()
-    assert many - few == 64 * (layout.bytes_per_token() + 4)
-    # Factors of two more tokens take two more numbers of each row channel's layers.
-    assert patch_bytes(layout, 66, 1).file - patch_bytes(layout, 34, 1).file == 32 * 2 * 4
 
 
 def patches_of(chunk: kvp.Chunk) -> list[kvp.Patch]:

@@ -23,7 +23,6 @@ from kvpatch_jax.patching import Placed, apply_patch, form_patch
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format.codec import chunk_blob, chunk_of
 from kvpatch_jax.store.format.objects import blob_bytes
-from kvpatch_jax.store.object_bytes import canonical_bytes
 
 WORD = "k4v4g32m0_05"
 NAME = f"a.kv.{WORD}.safetensors"
@@ -94,10 +93,6 @@ def test_bytes_are_those_of_arrays_and_of_the_file(store: ChunkStore):
     assert nothing.kv["map"].nbytes == 4 * 9
     assert KVEncoding.of(WORD).nbytes(LAYOUT, 7) - nothing.nbytes == 2 * 3 * 3 * 6 * 6
     assert not np.asarray(nothing.kv["map"]).any()
-    # The size that is planned for is that of a file whose heads are all whole.
-    store.put(chunk, encoding=worst)
-    (size,) = [path.stat().st_size for path in file_of(store, chunk).parent.iterdir()]
-    assert size == int(canonical_bytes(LAYOUT, 7, worst).file)
 
 
 def test_a_patch_mends_the_decoded_map_and_is_found_by_its_encoding(store: ChunkStore):

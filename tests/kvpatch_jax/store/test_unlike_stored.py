@@ -20,7 +20,6 @@ from kvpatch_jax.errors import LayoutError, StoreCorruptError, StoreError, Store
 from kvpatch_jax.patching import form_patch
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format.layout_codec import layout_body, layout_of
-from kvpatch_jax.store.object_bytes import canonical_bytes, patch_bytes
 
 LOCAL = kvp.Rope(30.0, 4, cached="pairs", width=6, scaling=kvp.rope.Scaling("linear", factor=2.0))
 UNLIKE = kvp.KVLayout(
@@ -85,13 +84,6 @@ def test_a_patch_comes_back(store: ChunkStore):
     assert depths == {"k": 1, "v": 1, "k_local": 2, "v_local": 2}
     for name, pair in patch.factors.items():
         assert all(same(one, other) for one, other in zip(found.factors[name], pair, strict=True))
-
-
-def test_bytes_are_counted_as_they_are_written(store: ChunkStore, tmp_path: Path):
-    chunk = drawn()
-    store.put(chunk)
-    assert file_of(store, chunk).stat().st_size == canonical_bytes(UNLIKE, 9, None, "float32").file
-    assert patch_bytes(UNLIKE, 9, 2).file < patch_bytes(UNLIKE, 9, 90).file
 
 
 def test_a_uniform_layout_is_written_as_it_ever_was():
