@@ -22,7 +22,6 @@ from .format.naming import Encoding, Name
 from .format.objects import Blob
 from .metrics import Statistics
 from .patch_objects import PatchObjects
-from .process_statistics import publish_statistics, withdrawing_statistics
 from .remotes.remote_store import RemoteStore
 from .tenants import DeletionReport, delete_tenant
 from .tiers.memory import Policy
@@ -79,7 +78,6 @@ class StoreBase:
         self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy, host_tier)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
-        publish_statistics(self.disk.root, self.names.tenant_name, self)
 
     # ----------------------------------------------------------------------------------------------- keeping
 
@@ -173,8 +171,7 @@ class StoreBase:
         self.tenant_disk.close()  # first, so that no call fills memory or the queue again
         self._reader.clear()
         try:
-            with withdrawing_statistics(self.disk.root, self):
-                self._writer.close()
+            self._writer.close()
             if self._remote is not None:
                 self._remote.sender.close()
         finally:

@@ -3,8 +3,6 @@
 import jaxtyping
 import pytest
 
-from kvpatch_jax.store import process_statistics
-
 
 @pytest.fixture
 def unchecked():
@@ -12,9 +10,3 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def quiet_statistics():
-    """Stores publish no statistics by themselves: tests count and fail system calls of all threads."""
-    process_statistics.EVERY = 3600.0

@@ -10,12 +10,9 @@ from typing import Any
 
 from ...errors import InputError, KVPatchError
 from ...utils.sizes import size_of
-from . import top
 from .commands import COMMANDS, Options, Outcome
 
 _PROGRAM = "python -m kvpatch_jax.store"
-_OTHERS = {"top": top.lines}
-"""Commands with flags of their own, as the lines that they print."""
 
 
 def _flags():
@@ -56,7 +53,6 @@ def _flags():
 
 def _usage(values) -> str:
     rows = "\n".join(f"  {name:<18} {command.help}" for name, command in COMMANDS.items())
-    rows += "\n  top ROOT           Shows what all processes of a store do, live; see top --help."
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 
@@ -139,15 +135,6 @@ def main(arguments: Sequence[str]) -> int:
       The exit status. 0: no problem; 1: a problem was found (`verify`), nothing was done, or there is nothing of the
       tenant; 2: the command could not be run; 141: the output was closed.
     """
-    if arguments and arguments[0] in _OTHERS:
-        try:
-            return _printed(_OTHERS[arguments[0]](arguments[1:]))
-        except KVPatchError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:  # the end of a live view
-            return 0
-
     values, wrong = _flags()
     try:
         names = values([_PROGRAM, *arguments])[1:]
@@ -184,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
     """Checks a call before anything is run. Returns the problem, or None."""
-    every, command = ", ".join((*COMMANDS, *_OTHERS)), " ".join(names)
+    every, command = ", ".join(COMMANDS), " ".join(names)
     if not names:
         return f"no command; expected one of {every}"
     if command not in COMMANDS and names[0] in COMMANDS:

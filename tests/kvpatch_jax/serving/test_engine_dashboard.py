@@ -55,9 +55,3 @@ def test_labels_of_queries_are_those_of_their_metrics(queries: list[str]):
 
 def test_panels_have_names_and_places_of_their_own(dashboard: dict):
     check_panels(dashboard)
-
-
-def test_dashboards_of_the_project_can_be_imported_side_by_side(dashboard: dict):
-    other = json.loads(files("kvpatch_jax.store").joinpath("dashboard.json").read_text())
-    assert dashboard["uid"] != other["uid"]
-    assert dashboard["title"] != other["title"]

@@ -22,7 +22,7 @@ from store_child import (
 from store_processes import Process, processes, wait_until
 from store_roles import check_roles, made
 
-from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, process_statistics, save_snapshot
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
 
 ROLES = [("write", 0), ("write", 1), ("read", 0), ("read", 1), ("evict", 0), ("restore", 0), ("shelve", 0)]
 ROLES += [("change", 0), ("leave", 0), ("promote", 0), ("crowd", 0), ("sweep", 0)]
@@ -83,11 +83,8 @@ def check_all(root: Path) -> tuple[int, int]:
         kept = sum(check(store, kind, id, gone) for kind, id in acknowledged)
         store.collect()
         assert store.counters["quarantined"] == 0
-    # A process that lives for seconds publishes its statistics; what is left of dead ones goes when they are read.
     names = {path.name for path in root.iterdir() if not path.name.startswith("index.sqlite")}
-    assert sorted(names - {process_statistics.FOLDER}) == NAMES
-    assert process_statistics.read_processes(str(root)) == ([], 0)
-    assert not list(root.glob(f"{process_statistics.FOLDER}/*"))
+    assert sorted(names) == NAMES
     assert list((root / "tmp").iterdir()) == []
     assert list((root / "quarantine").iterdir()) == []
     files = [path.name for path in (root / "obj").rglob("*") if path.is_file()]
