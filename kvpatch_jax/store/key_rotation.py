@@ -51,16 +51,14 @@ class RotationReport:
       nbytes: bytes of their files.
       remote: number of objects of the remote store that were.
       dropped: number of files that were deleted from quarantine.
-      newer: objects of a later library version, which stay: its library has to finish the rotation.
       left: objects that stay with the old key because they could not be read or were changed all the time.
-      finished: whether the old key is no longer valid; not if `newer` or `left` has any.
+      finished: whether the old key is no longer valid; not if `left` has any.
     """
 
     objects: int
     nbytes: int
     remote: int
     dropped: int
-    newer: list[str]
     left: list[str]
     finished: bool
 
@@ -110,20 +108,18 @@ def rotate_key(
     for _ in range(_PASSES):
         restored = quarantine.restore(root, names.tenant_name)
         done = rotation.objects
-        rotation.left, rotation.newer = [], list(restored.newer)
+        rotation.left = []
         for entry in progress(_listed(root, names)):
             rotation.rotate(entry)
         if rotation.objects == done and not (restored.restored or rotation.left):
             break
 
     rotated = 0 if remote is None else rotation.rotate_remote(remote, f"{names.space}/")
-    dropped, finished = 0, not (rotation.newer or rotation.left)
+    dropped, finished = 0, not rotation.left
     if finished:
         dropped = len(quarantine.purge(root, names.tenant_name))
         rotation.finish(names.space)
-    return RotationReport(
-        rotation.objects, rotation.nbytes, rotated, dropped, sorted(rotation.newer), sorted(rotation.left), finished
-    )
+    return RotationReport(rotation.objects, rotation.nbytes, rotated, dropped, sorted(rotation.left), finished)
 
 
 class _Rotation:
@@ -134,7 +130,6 @@ class _Rotation:
         self.root = after.root
         self.retiring = before.encryption.check or PLAIN
         self.objects = self.nbytes = 0
-        self.newer: list[str] = []
         self.left: list[str] = []
 
     def begin(self, space: str, tombstones: Tombstones) -> None:
@@ -196,12 +191,11 @@ class _Rotation:
         except (FileNotFoundError, NotADirectoryError, NotRegularError):
             return  # gone, or no object
         except StoreVersionError:
-            self.newer.append(entry.path)
+            self.left.append(entry.path)
             return
         except (OSError, StoreCorruptError):
             file = (0, 0, 0)  # it is read twice below, and moved to quarantine if it is damaged
 
-        newer = self.before.counters["newer"]
         with contextlib.suppress(StoreKeyError):  # another process may have rotated it meanwhile
             found = self.before.get(name)
             if found is not None:
@@ -210,9 +204,7 @@ class _Rotation:
                     self.objects += 1
                     self.nbytes += nbytes
                     return
-        if self.before.counters["newer"] > newer:
-            self.newer.append(entry.path)
-        elif not self.before.delete(entry.path, self.before.has_expired) and self._states_retiring(entry.path):
+        if not self.before.delete(entry.path, self.before.has_expired) and self._states_retiring(entry.path):
             self.left.append(entry.path)
 
     def _is_retiring(self, header: Header) -> bool:
@@ -241,10 +233,7 @@ class _Rotation:
                 if isinstance(stored.header, StoreError):
                     raise stored.header
                 pending = tier.open(name)
-            except StoreVersionError:
-                self.newer.append(path)
-                return 0
-            except (StoreCorruptError, StoreKeyError):
+            except (StoreCorruptError, StoreVersionError, StoreKeyError):
                 stored = pending = None
             arrays = None if pending is None else pending.whole()
             if stored is None or pending is None or arrays is None:

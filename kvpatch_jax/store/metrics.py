@@ -21,7 +21,7 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"quarantined", "quarantined", "Objects that did not verify and were moved away."),
     (r"quarantine_withheld", "quarantine_withheld", "Damaged objects left in place: the reader found too many."),
     (r"unsteady_reads", "unsteady_reads", "Reads that did not verify, and did not fail in the same way again."),
-    (r"newer", "newer", "Reads of what a later version of the library wrote."),
+    (r"other_format", "other_format", "Reads of objects of another version of the format."),
     (r"read_errors", "read_errors", "Reads that the file system failed."),
     (r"expired", "expired", "Reads of objects that were expired."),
     (r"replayed", "replayed", "Reads of library entries that had been replaced, withdrawn or deleted, and put back."),

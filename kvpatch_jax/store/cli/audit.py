@@ -28,7 +28,7 @@ ALL = ("obj", "lib")
 
 _PAGE = 1000
 type ObjectProgress = Callable[[list[Any]], Iterable[Any]]
-Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "newer", "gone"]
+Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "gone"]
 
 
 def _quiet(entries: list[Any]) -> Iterable[Any]:
@@ -47,8 +47,7 @@ class ObjectInfo:
       nbytes: size of the file.
       used: time of the last use in seconds since the epoch.
       expires: expiry in seconds since the epoch, or None.
-      encrypted: None if the header cannot be read.
-      newer: whether a later version of the library wrote it.
+      encrypted: None if the header cannot be read, or is of another version of the format.
     """
 
     path: str
@@ -58,7 +57,6 @@ class ObjectInfo:
     used: float
     expires: float | None
     encrypted: bool | None
-    newer: bool = False
 
 
 def listing(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> Iterator[ObjectInfo]:
@@ -85,25 +83,23 @@ def _pages(disk: Disk, below: str) -> Iterator[list[Any]]:
 
 
 def _listed(disk: Disk, entry: DirectoryEntry | IndexedObject) -> ObjectInfo:
-    expires, encrypted, newer = None, None, False
+    expires, encrypted = None, None
     try:
         with open_regular(disk.root, entry.path, noatime=True) as fd:
             header = read_header(fd)
         expires, encrypted = header.expires, is_sealed(header)
-    except StoreVersionError:
-        newer = True
-    except (OSError, StoreCorruptError):
+    except (OSError, StoreCorruptError, StoreVersionError):
         pass
 
     tenant = name_at(entry.path).tenant
-    return ObjectInfo(entry.path, tenant, kind_of(entry.path), entry.size, entry.used, expires, encrypted, newer)
+    return ObjectInfo(entry.path, tenant, kind_of(entry.path), entry.size, entry.used, expires, encrypted)
 
 
 def totals(disk: Disk, below: tuple[str, str] = ALL, *, deep: bool = False) -> dict[str, Any]:
     """Counts objects and bytes by kind and tenant, expired, quarantined and unfinished ones, without opening any.
 
     Args:
-      deep: opens every object, to count encrypted and unreadable ones and those of later versions too.
+      deep: opens every object, to count encrypted and unreadable ones too.
 
     Raises:
       StoreIOError: the root cannot be read.
@@ -123,8 +119,7 @@ def totals(disk: Disk, below: tuple[str, str] = ALL, *, deep: bool = False) -> d
         listed = list(listing(disk, below))
         opened = {
             "encrypted": sum(one.encrypted is True for one in listed),
-            "unreadable": sum(one.encrypted is None and not one.newer for one in listed),
-            "newer": sum(one.newer for one in listed),
+            "unreadable": sum(one.encrypted is None for one in listed),
         }
     quarantined = quarantine.listed(disk.root, tenant)
     late = len(index.expired(space, now)) + sum(expiry_test(now)(entry.mtime_ns) for entry in entries)
@@ -176,8 +171,8 @@ class VerificationReport:
       bad: damaged objects, now in quarantine.
       left: damaged objects that stay, because they could not be moved, or because there are so many that this machine
         may be at fault (`damage_rate`).
-      unreadable: objects that stay, because the file system failed, two reads differed, or it is no regular file.
-      newer: objects of a later library version, which stay.
+      unreadable: objects that stay, because the file system failed, two reads differed, or it is no regular file or of
+        another version of the format.
     """
 
     good: int
@@ -186,7 +181,6 @@ class VerificationReport:
     bad: list[str]
     left: list[str]
     unreadable: list[str]
-    newer: list[str]
 
 
 def verify(
@@ -207,7 +201,7 @@ def verify(
         verdict = _verdict(disk, entry, certain)
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0
-    lists = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable", "newer"))
+    lists = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable"))
     return VerificationReport(len(paths["good"]), nbytes, len(paths["unopened"]), *lists)
 
 
@@ -230,7 +224,7 @@ def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:
             except StoreKeyError:
                 return "unopened"
             except StoreVersionError:
-                return "newer"
+                return "unreadable"
             except StoreCorruptError:
                 if not moved:
                     return "unreadable"

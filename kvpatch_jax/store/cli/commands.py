@@ -163,7 +163,7 @@ def _ls(options: Options) -> Outcome:
 
 
 def _line(one: ObjectInfo) -> str:
-    encrypted = "newer" if one.newer else {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
+    encrypted = {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
     times = f"{_when(one.used)}  {_when(one.expires):<20}"
     return f"{one.nbytes:>14,}  {one.kind:<18} {times} {encrypted:<10} {one.path}"
 
@@ -198,7 +198,6 @@ def _verify(options: Options) -> Outcome:
     lines += [f"bad, in quarantine: {path}" for path in found.bad]
     lines += [f"bad, left where it is: {path}" for path in found.left]
     lines += [f"could not be read: {path}" for path in found.unreadable]
-    lines += [f"newer than this version of the library: {path}" for path in found.newer]
     if found.left:
         lines.append("many are bad: if this machine is sound (try another), --yes moves them all to quarantine")
     result, good = dataclasses.asdict(found), not (found.bad or found.left or found.unreadable)
@@ -315,7 +314,6 @@ def _rotate_key(options: Options) -> Outcome:
         f"{found.objects} objects, {found.nbytes:,} bytes, and {found.remote} of the remote store have the new key"
     ]
     lines += [f"{found.dropped} files of the old key deleted from quarantine"] * bool(found.dropped)
-    lines += [f"newer than this version of the library, has to be rotated by it: {path}" for path in found.newer]
     lines += [f"could not be read, keeps the old key: {path}" for path in found.left]
     lines += ["the old key is still valid: call this again"] * (not found.finished)
     return Outcome(dataclasses.asdict(found), lines, found.finished)

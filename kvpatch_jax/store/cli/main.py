@@ -41,7 +41,7 @@ def _flags():
     text("budget", "gc, import: bytes to evict down to, such as 10GB.")
     text("disk", "limits: bytes of all objects of the root, such as 500GB.")
     text("share", "limits: bytes of each tenant's objects; with --tenant, of that tenant's.")
-    truth("deep", "stat: open every object, to count encrypted, unreadable and newer ones too.")
+    truth("deep", "stat: open every object, to count encrypted and unreadable ones too.")
     text("library-quota", "import: bytes that --tenant's static library may have then; more is refused.")
     truth("copy", "export, import: copy files in place of linking them.")
     truth("arrays", "export: Orbax arrays, without secret or encryption, in place of a snapshot.")

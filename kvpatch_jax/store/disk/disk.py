@@ -21,7 +21,7 @@ from ..io.files import folder
 from .directory import DirectoryEntry, NameState, Still, files_of, name_state, remove_objects, scan
 from .index import IndexedObject, object_of
 from .object_writer import ObjectWriter, Only, PutResult
-from .revisions import NEWER_FORMAT, revision_in
+from .revisions import revision_in
 from .verified_reads import VerifiedReads, header_expiry
 
 
@@ -69,7 +69,7 @@ class Disk(VerifiedReads):
         """Returns the latest revision of a name: its object's, or that of its chunk's deletion; 0: neither."""
         known = self.own_revision(name)
         gone = 0 if self.writer.tombstones is None else self.writer.tombstones.of(name)
-        return max(gone, 0 if known == NEWER_FORMAT else known, 0)
+        return max(gone, known, 0)
 
     def own_revision(self, name: Name) -> int:
         """Returns the revision of a name's object, expired or not; -1: there is none, or it is damaged."""

@@ -4,8 +4,7 @@
 
 Each encrypted object states its key's value too. A damaged or missing file is repaired from the other; if neither is
 intact, the objects decide, and only a process that has their key writes the files again. The first key is noted before
-the tenant's first object: never over objects, which would all be misses from then on. Before there were digests in both
-files, KEY was the bare value; it is read, and replaced when the tenant is opened.
+the tenant's first object: never over objects, which would all be misses from then on.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ import os
 from collections.abc import Iterator
 from typing import Literal
 
-from ...errors import StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
+from ...errors import StoreCorruptError, StoreError, StoreKeyError
 from ...utils import strict_json
 from ..format.encryption import is_sealed
 from ..format.naming import is_object
@@ -29,8 +28,6 @@ NAME, COPY = "KEY", "KEY.copy"
 PLAIN = ""
 """Stands for the check value of a key where objects are not encrypted yet."""
 
-_VERSION = 2
-"""Version of the files during a rotation. Otherwise they are of version 1, which older libraries read."""
 _LARGEST = 1 << 12
 _FEW = 16
 """Number of objects in which an encrypted one is searched if there is no key: most tenants have none."""
@@ -54,7 +51,7 @@ class KeyState:
         """Content of the files."""
         fields = {"version": 1, "check": self.current}
         if self.retiring is not None:
-            fields |= {"version": _VERSION, "retiring": self.retiring}
+            fields |= {"retiring": self.retiring}
         covered = self.current if self.retiring is None else f"{self.current} {self.retiring}"
         digest = hashlib.blake2b(covered.encode(), digest_size=16, person=b"kvpatch key").hexdigest()
         return json.dumps(fields | {"digest": digest}).encode()
@@ -71,14 +68,13 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
     Raises:
       StoreKeyError: the objects are encrypted with another key, or not at all, or `check` is None; or, if `note`, the
         key is being replaced. Nothing was changed.
-      StoreVersionError: a later version wrote the files.
     """
     if check is None and note and _absent(root, space):
         return  # the usual case without keys, at each put, as the other one with them
     texts = _texts(root, space)
     if check is not None and texts[0] == texts[1] == KeyState(check).text:
         return
-    state = _intact(root, space, texts)
+    state = _intact(texts)
     damaged = "" if state is not None and texts[0] == state.text else f" ({space}/{NAME} is damaged or gone)"
     if state is None and check is None:
         # A put without a key does not look for encrypted objects: opening did.
@@ -88,8 +84,7 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 
     if state is None:
         assert check is not None
-        # Without a digest KEY alone is no evidence against the given key: the objects decide.
-        found = "stated" if texts[0] == check.encode() else survey_objects(root, space, check)
+        found = survey_objects(root, space, check)
         if found == "plain" and texts == (None, None):
             raise StoreKeyError(
                 f"store {root}: got a first key for a tenant with objects that are not encrypted, which it would all "
@@ -108,16 +103,15 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
         raise StoreKeyError(f"store {root}: got {given}; expected the one of this tenant's objects{damaged}")
     if note and check != state.current:
         raise StoreKeyError(f"store {root}: got a key that is being replaced; expected the new one for writing")
-    # A put leaves a bare KEY beside an intact copy as it is: older libraries that share the root would write it again.
-    if texts != (state.text, state.text) and (not note or _intact(root, space, texts) is None):
+    if texts != (state.text, state.text):
         with contextlib.suppress(StoreError), changing_keys(root, space):  # a read-only root is used as it is
             if _texts(root, space) == texts:
                 write_keys(root, space, state)
 
 
 def read_keys(root: str, space: str) -> KeyState | None:
-    """Returns the keys that a tenant's files state; None if neither file is intact. Raises StoreVersionError."""
-    return _intact(root, space, _texts(root, space))
+    """Returns the keys that a tenant's files state; None if neither file is intact."""
+    return _intact(_texts(root, space))
 
 
 @contextlib.contextmanager
@@ -173,24 +167,19 @@ def _texts(root: str, space: str) -> tuple[bytes | None, bytes | None]:
     return text(NAME), text(COPY)
 
 
-def _intact(root: str, space: str, texts: tuple[bytes | None, bytes | None]) -> KeyState | None:
+def _intact(texts: tuple[bytes | None, bytes | None]) -> KeyState | None:
     """Returns the keys of the first intact file."""
-    states = [_parsed(root, f"{space}/{name}", text) for name, text in zip((NAME, COPY), texts, strict=True)]
-    return next((state for state in states if state is not None), None)
+    return next((state for state in map(_parsed, texts) if state is not None), None)
 
 
-def _parsed(root: str, path: str, text: bytes | None) -> KeyState | None:
-    """Parses a file; None if it is missing, damaged or the bare value. Raises StoreVersionError."""
+def _parsed(text: bytes | None) -> KeyState | None:
+    """Parses a file; None if it is missing, damaged or of another version."""
     try:
         tree = None if text is None else strict_json.loads(text.decode(errors="replace"))
     except ValueError:
         return None
     if not isinstance(tree, dict):
         return None
-    version, fields = tree.get("version"), set(tree) - {"retiring"}
-    # With the fields of this version another number is a flipped bit: later versions mark a change by more fields.
-    if type(version) is int and version > _VERSION and fields != {"version", "check", "digest"}:
-        raise StoreVersionError(f"store {root}: got {path} of version {version}; expected at most {_VERSION}")
     check, retiring = tree.get("check"), tree.get("retiring")
     if not isinstance(check, str) or not isinstance(retiring, str | None):
         return None
@@ -208,7 +197,7 @@ def survey_objects(
 
     Returns:
       "stated": an object states it; "others": objects state other values only; "plain": there are objects, of which
-      none states a value (damaged and later versions' too); "none": there is no object.
+      none states a value (damaged ones too); "none": there is no object.
     """
     found: Literal["others", "plain", "none"] = "none"
     for number, path in enumerate(_objects(root, space)):

@@ -41,7 +41,7 @@ from .directory import remove_objects, was_written
 from .index import Changes, Index, IndexedObject, object_of
 from .key_check import check_key
 from .outbox import Outbox
-from .revisions import NEWER_FORMAT, Tombstones, revision_in
+from .revisions import Tombstones, revision_in
 from .shard import Shard, lock_shards, locked_shards, release
 
 GROUP = 64
@@ -239,8 +239,6 @@ class ObjectWriter:
         known = revision_in(shard.fd, name.file) if revision or only != "later" else -1
         if (known >= 0 and only == "absent") or (isinstance(only, int) and known != only):
             return True
-        if known == NEWER_FORMAT and only != "copy":  # the owner's put replaces what this release cannot read
-            known = -1
         if known < 0 and (revision or since is not None):
             evicted, last = self._index.evicted(name.path)
             if evicted >= since if since is not None else last >= revision:

@@ -19,7 +19,6 @@ import time
 
 from ...errors import StoreCorruptError, StoreVersionError
 from ...utils import strict_json
-from ..format.header import LARGEST_REVISION
 from ..format.naming import Name, ObjectNames
 from ..format.objects import check_name, read_header
 from ..io.files import open_regular_in, read_small, rename, write_all
@@ -34,8 +33,6 @@ RETENTION = 86400.0
 """Seconds for which a tombstone stays: longer than any put is queued, in any process."""
 GONE = ".gone"
 """End of a tombstone's file name."""
-NEWER_FORMAT = LARGEST_REVISION
-"""Stands for the revision of an object of a later format, which no copy replaces."""
 FUTURE = 10 * 365 * 86400 * 10**9
 """Nanoseconds. A revision further ahead is no clock's, and must not forbid all later puts."""
 
@@ -66,7 +63,7 @@ CLOCK = RevisionClock()
 
 
 def revision_in(parent: int, file: str, name: str = "") -> int:
-    """Returns the revision of an object in an open folder; -1 if there is none or it is damaged.
+    """Returns the revision of an object in an open folder; -1 if there is none that can be read.
 
     Args:
       name: the object's own file name, if it has another one there.
@@ -79,10 +76,8 @@ def revision_in(parent: int, file: str, name: str = "") -> int:
             header = read_header(fd)
             check_name(header, name or file)
             return header.revision if header.revision < time.time_ns() + FUTURE else 0
-    except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
+    except (FileNotFoundError, NotADirectoryError, StoreCorruptError, StoreVersionError):
         return -1
-    except StoreVersionError:
-        return NEWER_FORMAT
 
 
 class Tombstones:

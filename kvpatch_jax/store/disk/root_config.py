@@ -5,14 +5,12 @@ repaired from the other. If neither can be read and the root holds objects, no n
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import secrets
-from typing import Any
 
-from ...errors import InputError, StoreCorruptError, StoreError, StoreIOError, StoreVersionError
+from ...errors import InputError, StoreCorruptError, StoreError, StoreIOError
 from ..io.files import NotRegularError, publish_once, read_small, replace_file, typed_errors
 
 SECRETS = ("STORE.json", "STORE.copy.json")
@@ -79,31 +77,24 @@ def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
     """Returns the secret that a root or snapshot stores; None if it stores none.
 
     Args:
-      mend: whether files that are damaged, missing or of an older version are written again, if possible.
+      mend: whether files that are damaged or missing are written again, if possible.
 
     Raises:
       StoreCorruptError: it cannot be read, or the files hold two secrets.
-      StoreVersionError: a later version wrote it.
       StoreError: a file could not be read.
     """
-    files = [_read(folder, name) for name in SECRETS]
-    valid = [file for file in files if file is not None and file.secret is not None]
+    found = [_read(folder, name) for name in SECRETS]
+    valid = {secret for secret in found if secret}
     if not valid:
-        if any(file is not None and file.newer for file in files):
-            raise StoreVersionError(f"store {folder}: got {SECRETS[0]} of a later version; expected version {_VERSION}")
-        if any(file is not None for file in files):
+        if any(secret is not None for secret in found):
             raise StoreCorruptError(f"store {folder}: got {SECRETS[0]} and its copy damaged; expected one intact")
         return None
-
-    # A file with a digest overrides one of an older version, which has none.
-    candidates = {file.secret for file in valid if file.summed} or {file.secret for file in valid}
-    if len(candidates) > 1:
+    if len(valid) > 1:
         raise StoreCorruptError(f"store {folder}: got two secrets in {SECRETS[0]} and its copy; expected the same")
-    (secret,) = candidates
-    assert secret is not None
+    (secret,) = valid
 
-    for name, file in zip(SECRETS, files, strict=True) if mend else ():
-        if file is None or not (file.summed or file.newer):
+    for name, known in zip(SECRETS, found, strict=True) if mend else ():
+        if not known:
             with contextlib.suppress(StoreError):  # a read-only root is used as it is
                 replace_setting(folder, name, secret_text(secret))
     return secret
@@ -134,50 +125,20 @@ def secret_digest(secret: bytes) -> str:
     return hashlib.blake2b(secret, digest_size=16, person=b"kvpatch secret").hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
-class _SecretFile:
-    """Content of a secret's file.
-
-    Attributes:
-      secret: None if the file is damaged.
-      summed: whether the file has a digest, and it matches.
-      newer: whether a later version wrote it.
-    """
-
-    secret: bytes | None = dataclasses.field(repr=False)
-    summed: bool
-    newer: bool = False
-
-
-def _read(folder: str, name: str) -> _SecretFile | None:
-    """Reads a secret's file; None if it does not exist."""
+def _read(folder: str, name: str) -> bytes | None:
+    """Reads a secret's file; None if it does not exist, b"" if it is damaged or of another version."""
     with typed_errors(f"{folder}/{name}: read"):
         try:
             text = read_small(folder, name, _LARGEST)
         except FileNotFoundError:
             return None
         except (NotRegularError, StoreCorruptError):
-            return _SecretFile(None, False)
-
+            return b""
     try:
-        tree = json.loads(text)
-        if type(tree["version"]) is int and tree["version"] > _VERSION and not _is_current_version(tree):
-            return _SecretFile(None, False, newer=True)
-        secret = bytes.fromhex(tree["secret"])
+        secret = bytes.fromhex(json.loads(text)["secret"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return _SecretFile(None, False)
-
-    if len(secret) >= 16 and text == secret_text(secret):
-        return _SecretFile(secret, True)
-    old = text == json.dumps({"version": 1, "secret": secret.hex()}).encode()  # before there were digests
-    return _SecretFile(secret if old and len(secret) >= 16 else None, False)
-
-
-def _is_current_version(tree: dict[str, Any]) -> bool:
-    """Returns whether a secret's file differs from this version's in the version only: a flipped bit."""
-    secret = tree.get("secret")
-    digest = secret_digest(bytes.fromhex(secret)) if isinstance(secret, str) else None
-    return set(tree) == {"version", "secret", "digest"} and tree["digest"] == digest
+        return b""
+    return secret if len(secret) >= 16 and text == secret_text(secret) else b""
 
 
 def replace_setting(root: str, path: str, text: bytes) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...cache import Chunk
-from ...errors import StoreBusyError, StoreClosedError, StoreError, StoreFullError, StoreVersionError
+from ...errors import StoreBusyError, StoreClosedError, StoreError, StoreFullError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain, decrypted
 from ..format.expiry import Seconds
@@ -32,7 +32,7 @@ from .key_check import check_key
 from .object_writer import LinkSource, Only
 from .outbox import Outbox
 from .partial_exports import sweep_unfinished
-from .revisions import CLOCK, GONE, NEWER_FORMAT, RETENTION, Tombstones, revision_in, tombstones_in
+from .revisions import CLOCK, GONE, RETENTION, Tombstones, revision_in, tombstones_in
 from .root_config import names_secret
 from .root_limits import LimitsFile
 from .shard import locked_shards
@@ -169,7 +169,7 @@ class TenantDisk:
                 rows = self.disk.index.known_in_folder(name.folder, f"{name.chunk}.")
                 known = {os.path.basename(one.path): one.revision for one in rows}
                 for file in files:
-                    known[file] = known.get(file) or min(revision_in(shard.fd, file), NEWER_FORMAT - 1)
+                    known[file] = known.get(file) or revision_in(shard.fd, file)
                 changes = Changes(evicted=False)
                 try:
                     # Canonicals come first: nobody may find one when other parts of the chunk are gone.
@@ -238,11 +238,8 @@ class TenantDisk:
         An import is the owner's request, so it brings deleted objects back.
         """
         if isinstance(item, LinkSource):
-            try:
-                with reading(item.root, item.path) as (_, header):
-                    item = item._replace(revision=header.revision)
-            except StoreVersionError:  # a later release's, which comes in as it is
-                return item._replace(revision=NEWER_FORMAT)
+            with reading(item.root, item.path) as (_, header):
+                item = item._replace(revision=header.revision)
         gone = 0 if name.kind == "entry" else self.tombstones.of(name)
         if gone >= item.revision and gone:
             if isinstance(item, LinkSource):

@@ -87,7 +87,7 @@ class VerifiedReads:
         """Reads an object whole and verifies every byte. None if it is absent, expired, unreadable or damaged.
 
         One that is damaged in the same way twice is moved to quarantine. After a failed read (EIO), which may pass, and
-        if a later version of the library wrote it, the object stays.
+        if it is of another version of the format, the object stays.
 
         Raises:
           StoreKeyError: it is encrypted with another key; it stays too.
@@ -112,7 +112,7 @@ class VerifiedReads:
         except StoreCorruptError:
             return None  # it is in quarantine by now
         except StoreVersionError:
-            self.counters.add("newer")
+            self.counters.add("other_format")
             return None
         except OSError:
             self.counters.add("read_errors")
@@ -163,7 +163,7 @@ class VerifiedReads:
             except OSError:
                 self.counters.add("read_errors")
             except StoreVersionError:
-                self.counters.add("newer")
+                self.counters.add("other_format")
             except StoreCorruptError:
                 pass  # it is in quarantine by now
             if opening is None:
@@ -335,7 +335,7 @@ class VerifiedReads:
           The header; None if the object does not exist, or is damaged and so was moved to quarantine if possible.
 
         Raises:
-          StoreVersionError: a later version wrote it.
+          StoreVersionError: it is of another version of the format.
           OSError: it could not be read.
         """
 
@@ -375,17 +375,6 @@ class VerifiedReads:
         except OSError:
             return None
 
-    def is_newer(self, name: Name) -> bool:
-        """Returns whether a later version of the library wrote an object, by its header and its encryption."""
-        try:
-            with open_regular(self.root, name.path, noatime=True) as fd:
-                open_object(fd, read_header(fd), self.encryption, self.buffers)
-        except StoreVersionError:
-            return True
-        except (OSError, StoreError):
-            pass  # absent, damaged or of another key: no later version is known to have written it
-        return False
-
     def expires(self, path: str) -> float | None:
         """Returns when an object expires; None if it does not, or cannot be read."""
         above, _, file = path.rpartition("/")
@@ -400,7 +389,7 @@ def header_expiry(parent: int, file: str) -> float | None:
         with open_regular_in(parent, file, noatime=True) as fd:
             expires = read_header(fd).expires
             stat = os.fstat(fd)
-            if not mtime_agrees(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times
+            if not mtime_agrees(stat.st_mtime_ns, expires):  # copied without its times
                 with contextlib.suppress(OSError):
                     os.utime(fd, ns=(stat.st_atime_ns, expiry_mtime(expires, stat.st_mtime_ns)))
             return expires

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreVersionError
-from ..format.compatibility import expect_known
 from ..format.encryption import open_object
 from ..format.header import Header
+from ..format.known_words import expect_known
 from ..format.naming import Name, name_at
 from ..format.objects import Blob, check_name, read_header
 from ..io.files import Identity, ReadInto, identity, open_regular

@@ -13,9 +13,9 @@ import numpy as np
 from ...cache import Chunk, brief, encode_chunk, trusted
 from ...core import PART_DTYPE, Channel, KVLayout, PackedArray, PhaseFreeKV, is_encoded_map, is_packed
 from ...core.encoded_map import join_layers, split_layers
-from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
-from .compatibility import expect_known
+from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError
 from .header import DTYPES, MALFORMED, dtype_word
+from .known_words import expect_known
 from .layout_codec import content_of_values, kept_by_layer, layout_body, layout_of
 from .naming import Encoding, encoding_in, encoding_word, few_bits
 from .objects import Arrays, Blob, Leaves, stack_layers
@@ -202,10 +202,10 @@ def digest_in(body: Mapping[str, Any], field: Literal["content", "lead"]) -> str
 
 
 def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
-    """Decodes a canonical's layout, and checks its fields and leaves against those that this version knows.
+    """Decodes a canonical's layout, and checks its fields and leaves against those of the format.
 
     Raises:
-      StoreVersionError: a later version wrote it. Any of `MALFORMED` for a malformed body.
+      StoreCorruptError: it has other fields or leaves. Any of `MALFORMED` for a malformed body.
     """
     return _layout_and_scales(body, leaves)[0]
 
@@ -261,7 +261,7 @@ def expect_part(body: Mapping[str, Any], part: str) -> None:
     """Checks that a canonical's body has the encoding that its part (`naming.part_of`) names.
 
     Raises:
-      StoreVersionError: an encoding of a later version. StoreCorruptError: another encoding.
+      StoreCorruptError: it has another encoding.
     """
     named, own = few_bits(encoding_in(part)), kv_encoding(body)
     if named != own:
@@ -278,7 +278,6 @@ def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, A
 
     Raises:
       StoreCorruptError: the body does not match its arrays.
-      StoreVersionError: a later version wrote it.
     """
     with decoding("layer"):
         values: dict[str, Any] = {}
@@ -336,7 +335,6 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays, part: str | None = None) -
 
     Raises:
       StoreCorruptError: the body does not match its arrays, or `part`.
-      StoreVersionError: a later version wrote it.
     """
     try:
         content = content_of_values(list(body), *map(body.get, ("dtypes", "layout", "hidden", "encoding")))
@@ -463,7 +461,7 @@ def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires
 
 
 def encoder_of(body: Mapping[str, Any], arrays: Arrays) -> np.ndarray:
-    """Decodes an encoder output. Raises StoreVersionError, StoreCorruptError."""
+    """Decodes an encoder output. Raises StoreCorruptError."""
     expect_known("encoder output with a field", body, ("id", "backbone"))
     expect_known("encoder output with a leaf", arrays, ("encoder",))
     if "encoder" not in arrays:
@@ -486,8 +484,6 @@ def decoding(what: str) -> Iterator[None]:
     """Raises StoreCorruptError in place of whatever a malformed body causes."""
     try:
         yield
-    except StoreVersionError:
-        raise
     except MALFORMED as error:
         raise malformed(what, error) from None
 

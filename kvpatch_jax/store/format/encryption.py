@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from ...cache import encoded
-from ...errors import InputError, StoreCorruptError, StoreKeyError, StoreVersionError
+from ...errors import InputError, StoreCorruptError, StoreKeyError
 from ..io.files import ReadInto, read_into
 from .buffers import Buffers
-from .compatibility import expect_known
 from .header import DTYPES, Header, Leaf, dtype_word
+from .known_words import expect_known
 from .objects import Arrays, Blob, Leaves, arranged, as_bytes, read_leaves
 
 Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
@@ -63,7 +63,6 @@ class Encryption(Protocol):
 
         Raises:
           StoreKeyError: the object may be intact, but cannot be read with this key.
-          StoreVersionError: a later version encrypted it.
           StoreCorruptError: it is damaged.
         """
         ...
@@ -168,7 +167,7 @@ class AesGcm:
 
         expect_known("encryption with a field", header.body, ("sealed", "check", "salt"))
         if header.body["sealed"] != 1:
-            raise StoreVersionError(f"object: got encryption version {str(header.body['sealed'])[:20]}; expected 1")
+            raise StoreCorruptError(f"object: got encryption version {str(header.body['sealed'])[:20]}; expected 1")
         # Another key is no damage, so it is recognised before anything is decrypted.
         if header.body.get("check") != self.check:
             raise StoreKeyError("object: got one encrypted with another key; expected the key that it was put with")
@@ -179,7 +178,7 @@ class AesGcm:
             raise StoreCorruptError(f"object: got no leaf {_INSIDE}; expected one of uint8")
         room = self._buffers.lease(outer.nbytes - _TAG)
         cipher.decrypt(_Piece(0, _INSIDE), read([_INSIDE])[_INSIDE], room)
-        inside = json.loads(room.tobytes())  # authenticated, so `sealed` wrote it, in this version or a later one
+        inside = json.loads(room.tobytes())  # authenticated, so `sealed` wrote it
 
         expect_known("encrypted header with a field", inside, ("body", "leaves"))
         expect_known("encrypted leaf of dtype", [leaf[1] for leaf in inside["leaves"]], DTYPES)

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import DtypeError, InputError, StoreCorruptError
+from ...errors import DtypeError, InputError, StoreCorruptError, StoreVersionError
 from ...utils import strict_json
-from .compatibility import expect_known
 
 try:
     from zlib_ng import zlib_ng as _zlib  # the same sums, several times as fast
@@ -29,11 +28,8 @@ except ImportError:
 crc32 = _zlib.crc32
 """zlib's checksum of any bytes."""
 
-VERSION = 2
-"""Version of the format that is written. Version 1 had neither `reader` nor `revision`."""
-READER = 2
-"""Least version of a reader that understands what is written."""
-_VERSION_WORD, _READER_WORD = str(VERSION), str(READER)
+VERSION = "3"
+"""Version of the format. Objects of another one are misses, and stay."""
 PAGE = 4096
 ALIGNMENT = 64
 LARGEST_HEADER = 1 << 22
@@ -65,8 +61,7 @@ _METADATA_OPENING = b'{"header_crc":"'
 _OPENING = b'{"__metadata__":' + _METADATA_OPENING
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){0,4}")
 _CRC = re.compile("[0-9a-f]{8}")
-_METADATA = ("header_crc", "version", "reader", "name", "kind", "revision", "expires", "crc", "body")
-_METADATA_1 = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
+_METADATA = ("header_crc", "version", "name", "kind", "revision", "expires", "crc", "body")
 _NUMBER = re.compile("0|[1-9][0-9]{0,19}")
 _KINDS = ("kv", "patch", "encoder", "entry")
 _ENTRY = ("dtype", "shape", "data_offsets")
@@ -98,7 +93,7 @@ class Header:
       start: bytes before the first leaf.
       size: bytes of the file.
       crc: checksum of everything before the first leaf. It covers the leaves' checksums, so it identifies a version.
-      revision: revision of the name, of which every write has a larger one (`revisions`); 0: of format version 1.
+      revision: revision of the name, of which every write has a larger one (`revisions`); 0: none.
       memo: what readers of objects keep about all of this form: leaves of the same names, dtypes and shapes.
     """
 
@@ -149,8 +144,7 @@ def make_header(
     entries, placed, offset = describe(tuple(specs.items()))
     metadata = {
         "header_crc": "0" * 8,
-        "version": _VERSION_WORD,
-        "reader": _READER_WORD,
+        "version": VERSION,
         "name": name,
         "kind": kind,
         "revision": str(revision),
@@ -230,14 +224,13 @@ def parse_header(raw: bytes, size: int | None) -> Header:
       size: bytes of the file; None if unknown: then the header's own word counts until the leaves are read.
 
     Raises:
-      StoreVersionError: a later version wrote it.
+      StoreVersionError: it is of another version of the format.
       StoreCorruptError: `make_header` cannot have written it.
     """
     if header_length(raw, size) != len(raw):
         raise StoreCorruptError(f"object: got {len(raw)} bytes of header; expected the length that it states")
 
-    # The checksum comes first. What is unknown in a header with the right checksum is not damage: a later version wrote
-    # it (see `compatibility`).
+    # The checksum comes first: another version in a header with the right one is not damage.
     at = 8 + len(_OPENING)
     if raw[8:at] != _OPENING:
         raise StoreCorruptError(f"object: got an opening of checksum {crc32(raw[8:at]):08x}; expected {_OPENING!r}")
@@ -252,10 +245,8 @@ def parse_header(raw: bytes, size: int | None) -> Header:
         value, end = strict_json.first_value(text, len(_OPENING) - len(_METADATA_OPENING))
     except ValueError as error:
         raise StoreCorruptError(f"object: got a header that is not JSON: {str(error)[:200]}; expected JSON") from error
-    metadata = _known_metadata(value)
-    if metadata["kind"] not in _KINDS:
-        expect_known("kind", [metadata["kind"]], _KINDS)
-    revision = int(metadata.get("revision", "0"))
+    metadata = _checked_metadata(value)
+    revision = int(metadata["revision"])
 
     entries = text[end:].rstrip(" ")
     parse = _parse_leaves if len(entries) <= _LARGEST_KNOWN else _parse_leaves.__wrapped__
@@ -276,33 +267,19 @@ def parse_header(raw: bytes, size: int | None) -> Header:
     return Header(metadata["name"], metadata["kind"], expires, body, leaves, len(raw), size, crc, revision, memo)
 
 
-def _known_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metadata fields that this version knows.
-
-    A later version says in `reader` which readers understand its objects. Those may ignore metadata that they do not
-    know; everything else that is unknown makes the object one of a later version.
-    """
-    version, reader = metadata.get("version"), metadata.get("reader")
-    known = _METADATA_1 if version == "1" else _METADATA
-    if version == _VERSION_WORD and reader == _READER_WORD and tuple(metadata) == _METADATA:
-        pass  # nothing is unknown
-    elif _number(version) > VERSION and 0 <= _number(reader) <= VERSION:
-        metadata = {name: value for name, value in metadata.items() if name in known}
-    else:
-        expect_known("version", [version], ("1", str(VERSION)))
-        expect_known("metadata", metadata, known)
-        expect_known("reader", [reader], (str(READER),))
-
-    if tuple(metadata) != known or not set(map(type, metadata.values())) == {str}:
-        raise StoreCorruptError(f"object: got metadata {str(list(metadata))[:200]}; expected strings named {known}")
-    if not 0 <= _number(metadata.get("revision", "0")) <= LARGEST_REVISION:
-        raise StoreCorruptError(f"object: got revision {metadata['revision'][:40]!r}; expected at most 2^63 - 1")
+def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metadata of a header, checked."""
+    version = metadata.get("version")
+    if version != VERSION and isinstance(version, str):
+        raise StoreVersionError(f"object: got format version {version[:60]!r}; expected {VERSION!r}")
+    if tuple(metadata) != _METADATA or not set(map(type, metadata.values())) == {str}:
+        raise StoreCorruptError(f"object: got metadata {str(list(metadata))[:200]}; expected strings named {_METADATA}")
+    if metadata["kind"] not in _KINDS:
+        raise StoreCorruptError(f"object: got kind {metadata['kind'][:60]!r}; expected one of {_KINDS}")
+    revision = metadata["revision"]
+    if not _NUMBER.fullmatch(revision) or int(revision) > LARGEST_REVISION:
+        raise StoreCorruptError(f"object: got revision {revision[:40]!r}; expected at most 2^63 - 1")
     return metadata
-
-
-def _number(text: Any) -> int:
-    """Returns the number in a metadata field; -1 if it is none."""
-    return int(text) if isinstance(text, str) and _NUMBER.fullmatch(text) else -1
 
 
 OPENING_BYTES = 8 + len(_OPENING) + 8
@@ -400,8 +377,7 @@ def _parse_leaves(entries: str) -> tuple[tuple[Leaf, ...], int, dict[str, Any]]:
 
 def _parse_form(name: str, word: Any, shape: Any) -> _Form:
     """Parses the dtype and the shape of a leaf."""
-    expect_known(f"leaf {name} of dtype", [word], DTYPES)
-    if not isinstance(word, str):
+    if not isinstance(word, str) or word not in DTYPES:
         raise StoreCorruptError(f"object: leaf {name}: got dtype {_short(word)}; expected one of {tuple(DTYPES)}")
     is_shape = isinstance(shape, list) and set(map(type, shape)) <= {int} and len(shape) <= 8
     if not is_shape or (shape and not 0 <= min(shape) <= max(shape) < 1 << 48):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core import Channel, KVLayout, Rope, Scaling
 from ...errors import StoreCorruptError
-from .compatibility import expect_fields
+from .known_words import expect_fields
 
 _OWN, _SHARE = ("rope", "layers", "rows"), ("share",)
 """Fields of a channel, and of a rope's scaling, that are written where these have them."""
@@ -38,7 +38,6 @@ def layout_of(body: Mapping[str, Any]) -> KVLayout:
     """Decodes a layout that `layout_body` encoded.
 
     Raises:
-      StoreVersionError: a later version wrote it.
       StoreCorruptError, ValueError, TypeError, LookupError: it is malformed.
     """
     # Decoded once per content: building and checking a layout takes longer than reading a small object.
@@ -59,7 +58,7 @@ def _layout_of_bytes(content: bytes) -> KVLayout:
     for found in body["channels"]:
         expect_fields("channel", found, Channel)
         own = dict(found)
-        # What earlier versions do not know is there only where it says something.
+        # These fields are there only where they say something.
         if any(name in own and own[name] is None for name in _OWN):
             raise StoreCorruptError(
                 "object: got a channel with an empty rope, layers or rows; expected none of the field"

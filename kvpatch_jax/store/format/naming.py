@@ -29,7 +29,7 @@ from ...cache import (
 )
 from ...core import KVEncoding, PatchFrame, Quantised, RaggedFactors, is_low_rank, is_packed
 from ...errors import InputError, StoreCorruptError
-from .compatibility import expect_known
+from .known_words import expect_known
 
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that kv can be stored in, beside the words of `KVEncoding`."""
@@ -100,7 +100,7 @@ def encoding_word(encoding: Encoding | None, what: str = "store.encoding") -> st
 
 
 def expect_encoding(part: str) -> None:
-    """Raises StoreVersionError where a canonical's part names an encoding that this version does not know."""
+    """Raises StoreCorruptError where a canonical's part names an unknown encoding."""
     word = encoding_in(part)
     if word is not None and few_bits(word) is None:
         expect_known("canonical of encoding", [word], ENCODINGS)

@@ -214,7 +214,7 @@ def read_header(
 
     Raises:
       StoreCorruptError: it is no object.
-      StoreVersionError: a later version wrote it.
+      StoreVersionError: it is of another version of the format.
       OSError: the read failed.
     """
     size = os.fstat(fd).st_size if size is None else size

@@ -21,8 +21,7 @@ import numpy as np
 from ...core import EncodedMap, KVEncoding, KVLayout, PackedArray, is_encoded_map, is_packed
 from ...core.encoded_map import check_ranks, join_layers, split_layers
 from ...core.encoding import BITS, plane_widths
-from ...errors import InputError, ShapeError, StoreCorruptError, StoreVersionError
-from .compatibility import expect_known
+from ...errors import InputError, ShapeError, StoreCorruptError
 from .header import DTYPES
 
 PLANES = {8: "bytes", 4: "nibbles", 2: "pairs", 1: "bits"}
@@ -45,7 +44,7 @@ class PackedForm:
       symmetric: whether there are no least values.
 
     Raises:
-      StoreVersionError: a dtype that this version does not know. StoreCorruptError: any other invalid value.
+      StoreCorruptError: an invalid value.
     """
 
     bits: int
@@ -57,7 +56,6 @@ class PackedForm:
     symmetric: bool
 
     def __post_init__(self) -> None:
-        expect_known("packed leaf of dtype", [self.dtype], _FLOATS)
         numbers = [self.bits, self.group, self.axis, self.columns, *(() if self.heads is None else (self.heads,))]
         whole = all(type(number) is int for number in numbers) and type(self.symmetric) is bool
         whole = whole and self.dtype in _FLOATS and self.bits in BITS[int(self.symmetric) :] and self.axis in (-1, -2)
@@ -143,7 +141,7 @@ def kv_encoding(body: Mapping[str, Any]) -> KVEncoding | None:
     """Returns the encoding of a canonical's body; None if its kv are arrays.
 
     Raises:
-      StoreVersionError: a later version's word. StoreCorruptError: it is no word.
+      StoreCorruptError: it is no word of an encoding.
     """
     word = body.get("encoding")
     if word is None:
@@ -155,7 +153,7 @@ def kv_encoding(body: Mapping[str, Any]) -> KVEncoding | None:
     except InputError:
         encoding = None
     if encoding is None or str(encoding) != word:
-        raise StoreVersionError(f"object: got encoding {word[:40]!r}; expected one that this version knows")
+        raise StoreCorruptError(f"object: got encoding {word[:40]!r}; expected a known one")
     return encoding
 
 
@@ -168,7 +166,7 @@ def kv_forms(body: Mapping[str, Any], layout: KVLayout, encoding: KVEncoding) ->
     """Returns the form of each packed channel of a canonical with packed kv: those with a row per token.
 
     Raises:
-      StoreVersionError, StoreCorruptError: as `PackedForm`, or groups that are not of the encoding.
+      StoreCorruptError: as `PackedForm`, or groups that are not of the encoding.
     """
     forms = {}
     for channel in layout.token_channels:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...cache import Member, Patch, PatchMetadata, check_factors
 from ...core import Quantised, RaggedFactors, is_low_rank, is_packed
-from ...errors import ShapeError, StoreCorruptError, StoreVersionError
+from ...errors import ShapeError, StoreCorruptError
 from .codec import checked_blob, decoding
-from .compatibility import expect_fields, expect_known
+from .known_words import expect_fields, expect_known
 from .layout_codec import layout_body, layout_of
 from .objects import Arrays, Blob
 from .packed import SUFFIXES, PackedForm, form_of, kv_encoding, leaves_of, packed_of
@@ -86,7 +86,6 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
 
     Raises:
       StoreCorruptError: the body does not match its arrays.
-      StoreVersionError: a later version wrote it.
     """
     with decoding("patch"):
         expect_known("patch with a field", body, ("stamp", "forms", "packed"))
@@ -163,7 +162,7 @@ def _ragged(u: Any, v: Any, rows: Any) -> RaggedFactors:
 
 
 def _metadata_fields(stamp: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a patch's metadata from JSON. Fields that files of earlier versions lack may be absent."""
+    """Converts a patch's metadata from JSON."""
     fields = dict(stamp)
     fields["layout"] = layout_of(fields["layout"])
     for name in ("antecedent", "layers", "start", "base_antecedent"):
@@ -176,10 +175,10 @@ def _metadata_fields(stamp: Mapping[str, Any]) -> dict[str, Any]:
         members = []
         for values in fields[name]:
             if len(values) > len(Member._fields):
-                raise StoreVersionError(
+                raise StoreCorruptError(
                     f"object: got a member of {len(values)} fields; expected at most {len(Member._fields)}"
                 )
             members.append(Member(*values))
         fields[name] = tuple(members)
-    kv_encoding(fields)  # refuses words of a later version
+    kv_encoding(fields)  # refuses unknown words
     return fields

@@ -28,11 +28,11 @@ from ...cache import (
     sort_of,
 )
 from ...core import AnyArray
-from ...errors import InputError, NotFiniteError, StoreCorruptError, StoreVersionError
+from ...errors import InputError, NotFiniteError, StoreCorruptError
 from ...utils.kinds import expect_kind
 from ..disk.version_floor import number_of
-from ..format.compatibility import expect_known
 from ..format.header import MALFORMED, Header
+from ..format.known_words import expect_known
 from ..format.naming import Name, ObjectNames
 from ..format.objects import Blob
 from .references import KINDS, Kind, Reference, check_name
@@ -290,7 +290,7 @@ def entry_name(names: ObjectNames, body: Mapping[str, Any]) -> Name:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Raises StoreCorruptError for a body of no entry, StoreVersionError for one with unknown fields or words."""
+    """Raises StoreCorruptError for a body of no entry."""
     try:
         expect_known("entry with a field", body, _FIELDS)
         expect_known("entry whose content is", [body["content"]], _CONTENTS)
@@ -302,8 +302,6 @@ def check_body(body: Mapping[str, Any]) -> None:
         whole = whole and type(body.get("number", 0)) is int
         whole = whole and (version is None or (type(version) is int and 0 < version < _MOST_VERSIONS))
         whole = whole and (chunk is None or ([type(part) for part in chunk] == [str, str, int] and chunk[2] >= 0))
-    except StoreVersionError:
-        raise
     except MALFORMED:
         whole = False
     if not whole:
@@ -311,14 +309,12 @@ def check_body(body: Mapping[str, Any]) -> None:
 
 
 def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> None:
-    """Raises StoreCorruptError if the leaves of an entry do not match its body, StoreVersionError as `check_body`."""
+    """Raises StoreCorruptError if the leaves of an entry do not match its body."""
     try:
         expect_known("entry with a field", body, _FIELDS)
         expect_known("entry whose content is", [body["content"]], _CONTENTS)
         expect_known("entry with a leaf", arrays, ("content", "vector"))
         resource_of(body, arrays, expires)
-    except StoreVersionError:
-        raise
     except MALFORMED as error:
         kind = type(error).__name__  # the error's text may contain content
         raise StoreCorruptError(f"object: got a body that does not make an entry ({kind}); expected one") from None

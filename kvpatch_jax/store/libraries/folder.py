@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InputError, LibraryFullError, StoreCorruptError, StoreError, StoreVersionError
+from ...errors import InputError, LibraryFullError, StoreCorruptError, StoreError
 from ..disk.directory import DirectoryEntry
 from ..disk.quarantine import purge
 from ..disk.tenant_disk import TenantDisk, TenantStore
@@ -100,9 +100,6 @@ class LibraryFolder:
         header, arrays = found.header, found.arrays
         try:
             _check(header, arrays)
-        except StoreVersionError:
-            self.disk.counters.add("newer")
-            return None
         except StoreCorruptError as error:  # every byte was verified, and yet it is no entry: another program wrote it
             again = None if found.file is None else self.disk.build_again(name, found.file, error, _check)
             if again is None:
@@ -241,8 +238,6 @@ class LibraryFolder:
             if opening is not None:
                 try:
                     return CachedEntry(file.file, opening[0].expires, entry_of_header(opening[0], file.path))
-                except StoreVersionError:
-                    self.disk.counters.add("newer")
                 except StoreCorruptError as error:
 
                     def describe(header, _):

@@ -84,7 +84,7 @@ class RemoteStore:
 
     Acknowledged writes are as durable as the service. Reads are verified as those of the disk. Nothing is destroyed on
     one reader's word: damage is a verdict after a second read, and a damaged object stays (see `damaged`, `drop`); an
-    expired one is a miss and stays until `collect`; objects of a later version of the library are left alone. Every
+    expired one is a miss and stays until `collect`; objects of another version of the format are left alone. Every
     call ends within the limits of `patience`, and fails immediately while the circuit breaker is open.
 
     Args:
@@ -159,7 +159,7 @@ class RemoteStore:
 
         Raises:
           StoreCorruptError: it is damaged; it is left unchanged.
-          StoreVersionError: a later version wrote it; it is left unchanged.
+          StoreVersionError: it is of another version of the format; it is left unchanged.
           StoreIOError: the service failed.
         """
         found = self.stored(name, unsteady)
@@ -223,7 +223,7 @@ class RemoteStore:
           The version that is damaged, for `drop`; None if the object is correct, absent, or changed in the meantime.
 
         Raises:
-          StoreVersionError: a later version wrote it.
+          StoreVersionError: it is of another version of the format.
           StoreIOError: the service failed.
         """
         found = self.stored(name)
@@ -259,7 +259,7 @@ class RemoteStore:
         read, is replaced.
 
         Returns:
-          Whether the object is stored; False: a later put, a deletion, or an object of a later version of the library
+          Whether the object is stored; False: a later put, a deletion, or an object of another version of the format
           took its place.
 
         Raises:

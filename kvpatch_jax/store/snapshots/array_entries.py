@@ -19,7 +19,7 @@ from jaxtyping import Array, Shaped, UInt32
 from ...cache import Chunk, Patch, bits_of, mixed
 from ...core import AnyArray, KVLayout, is_encoded_map, is_packed
 from ...core.encoded_map import join_layers, split_layers
-from ...errors import InputError, ShapeError, StoreCorruptError, StoreVersionError
+from ...errors import InputError, ShapeError, StoreCorruptError
 from ..format.codec import chunk_body, chunk_layout, decode, digest_in, encoder_blob, expect_part, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.layout_codec import kept_by_layer
@@ -184,7 +184,6 @@ def check_about(about: Any) -> None:
       StoreCorruptError: `_described` cannot have made it.
     """
     try:
-        about = {"revision": 0, **about}  # the first version had none
         whole = set(about) == {*_WORDS, "expires"} and all(type(about[word]) is kind for word, kind in _WORDS.items())
         whole = whole and about["kind"] in get_args(Kind) and _PART.fullmatch(about["part"]) is not None
         whole = whole and 0 <= about["revision"] < 10**20
@@ -269,7 +268,7 @@ def blob_of_entry(entry: ArrayEntry) -> Blob:
         row = next(rows.setdefault(name, itertools.count()))
         arrays[leaf] = host[name] if layer is None else host[name][row]
     about = entry.about
-    return Blob(about["kind"], about["body"], arrays, about["expires"], about.get("revision", 0))
+    return Blob(about["kind"], about["body"], arrays, about["expires"], about["revision"])
 
 
 def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
@@ -304,8 +303,6 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
         digests = {"content": digest_in(body, "content"), "lead": digest_in(body, "lead")}
         fields |= {"encoder": None, "hidden": hidden, "encoding": body.get("encoding")} | digests
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
-    except StoreVersionError:
-        raise
     except MALFORMED as error:
         raise StoreCorruptError(
             f"export: got a body of no chunk ({type(error).__name__}); expected a chunk's"

@@ -21,7 +21,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from ...core import AnyArray, KVLayout
-from ...errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError, StoreVersionError
+from ...errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from ...patching import Basis
 from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..format.bases import basis_id, basis_of, completed
@@ -119,7 +119,7 @@ def save_store_arrays(store: TenantStore, directory: Any, handler: Any) -> Summa
     store.flush()
     disk, names = store.tenant_disk.disk, store.tenant_disk.names
     waiting: list[ArrayEntry] = []
-    objects, nbytes, skipped, newer, parts, waiting_bytes = 0, 0, 0, 0, 0, 0
+    objects, nbytes, skipped, parts, waiting_bytes = 0, 0, 0, 0, 0
 
     async def save() -> None:
         await (await save_entries(directory / f"part-{parts:05d}", waiting, handler))
@@ -129,8 +129,7 @@ def save_store_arrays(store: TenantStore, directory: Any, handler: Any) -> Summa
             for item in sorted(disk.scan(below), key=lambda item: item.path):
                 found = disk.get(name_at(item.path))
                 if found is None:
-                    later = disk.is_newer(name_at(item.path))
-                    newer, skipped = newer + later, skipped + (not later)
+                    skipped += 1
                     continue
                 waiting.append(entry_of(blob_of(found.header, found.arrays), part_of(item.path)))
                 waiting_bytes += nbytes_of(waiting[-1].about)
@@ -143,7 +142,7 @@ def save_store_arrays(store: TenantStore, directory: Any, handler: Any) -> Summa
         parts += 1
     with typed_errors(f"arrays {directory.path}: write"):
         write_list(f"{directory.path}/{EXPORT}", {"version": 1, "parts": parts, "objects": objects})
-    return Summary(objects, nbytes, skipped, newer=newer)
+    return Summary(objects, nbytes, skipped)
 
 
 # ------------------------------------------------------------------------------------------------------- loading
@@ -168,7 +167,7 @@ def load_contents(directory: str, placement: Placement | None = None) -> ArrayCo
         canonicals = [chunk_of_entry(entry) for entry in kinds["kv"]]
         found = [patch_parts(entry.about["body"], entry.host) for entry in kinds["patch"]]
         encoders = {(e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in kinds["encoder"]}
-    except (StoreCorruptError, StoreVersionError) as error:
+    except StoreCorruptError as error:
         raise StoreSnapshotError(f"arrays {directory}: {error}") from error
     except MALFORMED as error:
         kind = type(error).__name__  # the error's text may contain content
@@ -209,7 +208,7 @@ def array_candidates(directory: str, tenant_disk: TenantDisk) -> tuple[list[list
                 name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], entry.host)
                 blob = blob_of_entry(entry)
                 counted = library_bytes(tenant_disk, name, blob)
-            except (StoreCorruptError, StoreVersionError) as error:
+            except StoreCorruptError as error:
                 raise StoreSnapshotError(f"arrays {part}: object {index}: {error}", (str(error),)) from error
 
             def loaded(part: str = part, index: int = index):
@@ -256,8 +255,8 @@ def read_abouts(path: str) -> list[dict[str, Any]]:
     except MALFORMED:
         tree = {}
 
-    if not isinstance(tree, dict) or tree.get("version") not in (1, 2) or not isinstance(tree.get("objects"), list):
-        raise StoreSnapshotError(f"arrays {path}: got a list that differs from its digest; expected version 1 or 2")
+    if not isinstance(tree, dict) or tree.get("version") != 2 or not isinstance(tree.get("objects"), list):
+        raise StoreSnapshotError(f"arrays {path}: got a list that differs from its digest; expected version 2")
     try:
         for about in tree["objects"]:
             check_about(about)

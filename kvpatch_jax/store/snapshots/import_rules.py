@@ -120,7 +120,7 @@ def _groups(
 def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
     """Returns whether the store has an intact object of that name, or `source` itself under it.
 
-    A damaged one is moved to quarantine, an expired one deleted, and one of a later version stays. Raises StoreError.
+    A damaged one is moved to quarantine, an expired one deleted, and one of another format stays. Raises StoreError.
     """
     same = False
     if source is not None:
@@ -185,7 +185,6 @@ def name_of(
 
     Raises:
       StoreCorruptError: the body is incomplete.
-      StoreVersionError: a later version wrote it.
     """
     if kind == "entry":
         return entry_name(names, body)
@@ -198,8 +197,6 @@ def name_of(
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
         return names.patch(patch_of(patch_parts(body, arrays)))
-    except StoreVersionError:
-        raise
     except MALFORMED as error:
         raise StoreCorruptError(
             f"object: got a {kind} without a name of its own ({type(error).__name__}); expected one"

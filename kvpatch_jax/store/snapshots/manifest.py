@@ -5,8 +5,7 @@
     directory/STORE.json   the secret of the names, with STORE.copy.json; only in a snapshot of the whole store
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
 
-A header contains the checksums of its leaves, so the list verifies every byte. Objects that a later version wrote are
-listed apart ("newer"), with the checksum of the whole file, because their leaves are not known. A tenant's snapshot
+A header contains the checksums of its leaves, so the list verifies every byte. A tenant's snapshot
 contains that tenant's objects, and nothing that reveals names of others or the store's secret.
 
 The Orbax item (`orbax_item`) also writes objects as Orbax arrays; `arrays` reads them:
@@ -25,7 +24,6 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreIOError, StoreSnapshotError
-from ..format.buffers import expect_memory
 from ..format.header import MALFORMED, crc32, header_length
 from ..format.naming import name_at
 from ..io.files import open_regular, read_into, read_small, typed_errors, write_all
@@ -34,7 +32,7 @@ Progress = Callable[[int, int], object]
 """Called with the processed and the total number of bytes."""
 
 Scope = Literal["tenant", "store"]
-MANIFEST, EXPORT, UNTOLD = "MANIFEST", "EXPORT", ""
+MANIFEST, EXPORT = "MANIFEST", "EXPORT"
 _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
 
 
@@ -45,27 +43,24 @@ class Summary:
     Attributes:
       objects: number of saved or added objects.
       nbytes: their bytes.
-      skipped: number of objects that have expired, vanished in the meantime, or (in a restore) exist already.
+      skipped: number of objects that have expired, vanished in the meantime, are of another format, or (in a
+        restore) exist already.
       damaged: number of objects that did not verify.
-      newer: number of objects of a later version of the library that were left out, because this version can neither
-        give them other names nor make arrays of them. A snapshot carries them, and a restore under the same names.
     """
 
     objects: int
     nbytes: int
     skipped: int = 0
     damaged: int = 0
-    newer: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ManifestEntry:
-    """An object of a snapshot: path, bytes, and checksum of its header, or of the file if `newer`."""
+    """An object of a snapshot: path, bytes, and checksum of its header."""
 
     path: str
     size: int
     crc: int
-    newer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +70,16 @@ class Manifest:
     Attributes:
       scope: "tenant" or "store".
       objects: its objects.
-      secret: in a snapshot of the whole store, the digest of its secret, or None if the store does not store one;
-        `UNTOLD` in a tenant's snapshot, and in older ones.
+      secret: in a snapshot of the whole store, the digest of its secret, or None if the store does not store one.
     """
 
     scope: Scope
     objects: tuple[ManifestEntry, ...]
-    secret: str | None = UNTOLD
+    secret: str | None = None
 
 
 def header_crc(fd: int) -> int:
-    """Returns the checksum of a manifest's entry: crc32 of all bytes before the leaves, in any version's objects.
+    """Returns the checksum of a manifest's entry: crc32 of all bytes before the leaves.
 
     Raises:
       StoreCorruptError: it is no object.
@@ -93,15 +87,6 @@ def header_crc(fd: int) -> int:
     raw = np.empty(header_length(os.pread(fd, 8, 0), os.fstat(fd).st_size), np.uint8)
     read_into(fd, [raw], 0)
     return crc32(raw)
-
-
-def file_crc(fd: int) -> int:
-    """Returns the checksum of a file, for an object of a later version. Raises OSError as `expect_memory`."""
-    expect_memory(os.fstat(fd).st_size)  # the limit of all objects: a sparse file would be read for long
-    crc, offset = 0, 0
-    while part := os.pread(fd, 4 << 20, offset):
-        crc, offset = crc32(part, crc), offset + len(part)
-    return crc
 
 
 def _digest(text: bytes) -> str:
@@ -153,12 +138,11 @@ def read_manifest(directory: str) -> Manifest:
         if tree["version"] != 1 or tree["scope"] not in ("tenant", "store"):
             raise ValueError(f"version {tree['version']}, scope {tree['scope']}")
         objects = [ManifestEntry(path, size, int(crc, 16)) for path, size, crc in tree["objects"]]
-        objects += [ManifestEntry(path, size, int(crc, 16), True) for path, size, crc in tree.get("newer", ())]
         for entry in objects:
             name_at(entry.path)
             if type(entry.size) is not int:
                 raise ValueError(f"size {str(entry.size)[:40]}")
-        secret = tree.get("secret", UNTOLD)
+        secret = tree["secret"] if tree["scope"] == "store" else None
         if not (secret is None or isinstance(secret, str)):
             raise ValueError(f"secret of type {type(secret).__name__}")
         return Manifest(tree["scope"], tuple(objects), secret)

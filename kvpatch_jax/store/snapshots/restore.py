@@ -3,8 +3,6 @@
 Names depend on the secret of a root. A tenant's snapshot can be restored into any root: if the secret differs, its
 objects are renamed by their content and written again. A snapshot of a whole store can be restored into a root with the
 same secret, or into a new one, which adopts the secret.
-
-Files of a later version of the library keep their names or are left out: they come in as they are, and are misses.
 """
 
 import dataclasses
@@ -33,12 +31,10 @@ from .import_rules import ImportCandidate, import_objects, is_counted, library_b
 from .manifest import (
     EXPORT,
     MANIFEST,
-    UNTOLD,
     Manifest,
     ManifestEntry,
     Progress,
     Summary,
-    file_crc,
     header_crc,
     read_manifest,
 )
@@ -62,7 +58,7 @@ def load_snapshot(
 
     Args:
       directory: the snapshot: of `save_snapshot`, of a `StoreItem` in an Orbax checkpoint ("chunk_store", or the
-        item's own directory), or arrays that an older version exported.
+        item's own directory), or arrays.
       root: the store's directory.
       tenant: the tenant; required for a tenant's snapshot, and selects one from a snapshot of the whole store.
       secret: secret of the root's names if it does not store it, or of a snapshot of the whole store that has lost it.
@@ -101,12 +97,12 @@ def load_snapshot(
     # The root adopts the secret only after every byte was verified: a refused snapshot leaves it unchanged.
     own = _snapshot_secret(directory, manifest, secret)
     _check_secret(directory, manifest, root, own)
-    coming, left_out = _verified(directory, manifest, None, skip_damaged, progress)
+    coming, damaged = _verified(directory, manifest, None, skip_damaged, progress)
     if own is not None and _readable_secret(root) is None:
         Disk(root)  # creates its folders
         put_secret(root, own)
     tenant_disk = TenantDisk(root, secret=secret, budget=budget, whole_root=True)
-    return _added(tenant_disk, coming, manifest, left_out, copy)
+    return _added(tenant_disk, coming, manifest, damaged, copy)
 
 
 def load_objects(
@@ -135,8 +131,8 @@ def load_objects(
         raise StoreSnapshotError(
             f"snapshot {directory}: got one of a whole store; expected a tenant's (load_snapshot takes both)"
         )
-    coming, left_out = _verified(directory, manifest, tenant_disk, skip_damaged, progress)
-    return _added(tenant_disk, coming, manifest, left_out, copy)
+    coming, damaged = _verified(directory, manifest, tenant_disk, skip_damaged, progress)
+    return _added(tenant_disk, coming, manifest, damaged, copy)
 
 
 def holds_arrays(directory: str) -> bool:
@@ -146,11 +142,11 @@ def holds_arrays(directory: str) -> bool:
 
 
 def _added(
-    tenant_disk: TenantDisk, coming: list[ImportCandidate], manifest: Manifest, left_out: tuple[int, int], copy: bool
+    tenant_disk: TenantDisk, coming: list[ImportCandidate], manifest: Manifest, damaged: int, copy: bool
 ) -> Summary:
-    """Adds verified objects. `left_out` are the numbers of damaged and of newer ones."""
+    """Adds verified objects. `damaged` is the number of damaged ones, which are left out."""
     added, nbytes = import_objects(tenant_disk, [coming], copy=copy)
-    return Summary(added, nbytes, len(manifest.objects) - sum(left_out) - added, *left_out)
+    return Summary(added, nbytes, len(manifest.objects) - damaged - added, damaged)
 
 
 def _verified(
@@ -159,8 +155,8 @@ def _verified(
     tenant_disk: TenantDisk | None,
     skip_damaged: bool,
     progress: Progress | None,
-) -> tuple[list[ImportCandidate], tuple[int, int]]:
-    """Verifies every byte of a snapshot. Returns the objects that may be added, and how many are damaged and newer.
+) -> tuple[list[ImportCandidate], int]:
+    """Verifies every byte of a snapshot. Returns the objects that may be added, and how many are damaged.
 
     Args:
       tenant_disk: the target. None keeps all names, and decrypts nothing.
@@ -168,15 +164,13 @@ def _verified(
     buffers = Buffers()
     coming: list[ImportCandidate] = []
     bad: list[str] = []
-    total, done, newer = sum(entry.size for entry in manifest.objects), 0, 0
+    total, done = sum(entry.size for entry in manifest.objects), 0
 
     for entry in manifest.objects:
         try:
             found = _incoming(directory, entry, tenant_disk, buffers)
             coming += [] if found is None else [found]
-        except StoreVersionError:
-            newer += 1
-        except (StoreCorruptError, OSError) as error:
+        except (StoreCorruptError, StoreVersionError, OSError) as error:
             bad.append(f"{entry.path}: {error}")
         done += entry.size
         if progress is not None:
@@ -188,7 +182,7 @@ def _verified(
             f"{bad[0][:300]}; expected all to (skip_damaged takes the others)",
             tuple(bad),
         )
-    return coming, (len(bad), newer)
+    return coming, len(bad)
 
 
 def _incoming(
@@ -197,28 +191,21 @@ def _incoming(
     """Verifies one object and derives its name in the store. None if it has expired.
 
     Raises:
-      StoreVersionError: a later version wrote it, and it cannot come in as it is.
+      StoreVersionError: it is of another version of the format.
       StoreCorruptError: it differs from what was saved.
     """
     source = LinkSource(directory, entry.path)
     unchanged = ImportCandidate(name_at(entry.path), entry.size, lambda: source, source)
     with open_regular(source.root, source.path, noatime=True) as fd:
-        if os.fstat(fd).st_size != entry.size or entry.crc != (file_crc(fd) if entry.newer else header_crc(fd)):
+        if os.fstat(fd).st_size != entry.size or entry.crc != header_crc(fd):
             raise StoreCorruptError(f"object: got other bytes than {MANIFEST} lists; expected checksum {entry.crc:08x}")
-    verified = entry.newer
-    try:
-        with reading(source.root, source.path) as (fd, header):
-            arrays = read_leaves(fd, header, list(header.leaves), buffers)
-        verified = True
-        clock = time.time if tenant_disk is None else tenant_disk.clock
-        if header.expires is not None and clock() >= header.expires:
-            return None
-        unchanged = dataclasses.replace(unchanged, key_check=_key_check(header))
-        return unchanged if tenant_disk is None else _renamed(unchanged, header, arrays, tenant_disk)
-    except StoreVersionError:
-        if not verified or not (tenant_disk is None or _keeps_name(unchanged.name, tenant_disk)):
-            raise
-        return unchanged
+    with reading(source.root, source.path) as (fd, header):
+        arrays = read_leaves(fd, header, list(header.leaves), buffers)
+    clock = time.time if tenant_disk is None else tenant_disk.clock
+    if header.expires is not None and clock() >= header.expires:
+        return None
+    unchanged = dataclasses.replace(unchanged, key_check=_key_check(header))
+    return unchanged if tenant_disk is None else _renamed(unchanged, header, arrays, tenant_disk)
 
 
 def _keeps_name(name: Name, tenant_disk: TenantDisk) -> bool:
@@ -278,7 +265,7 @@ def _snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) ->
         kept = find_secret(directory, mend=False)
     except StoreCorruptError as error:
         raise StoreSnapshotError(f"snapshot {directory}: {error}") from error
-    if manifest.secret in (None, UNTOLD):
+    if manifest.secret is None:
         if kept is None and given is None:
             raise StoreSnapshotError(
                 f"snapshot {directory}: got neither {SECRETS[0]} nor a secret; expected one of them"

@@ -31,7 +31,7 @@ from ..io.files import (
     typed_errors,
     write_all,
 )
-from .manifest import MANIFEST, ManifestEntry, Progress, Summary, file_crc, header_crc, write_list
+from .manifest import MANIFEST, ManifestEntry, Progress, Summary, header_crc, write_list
 
 
 def save_snapshot(
@@ -84,8 +84,8 @@ def write_snapshot(
     """Fills an empty directory durably with the objects and libraries of a tenant or of all tenants.
 
     Objects that are evicted or replaced in the meantime are either saved whole or left out. Headers are verified, and
-    with `copy` every byte. Damaged objects are moved to quarantine and left out; files of a later library version are
-    carried as they are. Libraries are saved first, in a consistent state: changes wait until their entries are saved.
+    with `copy` every byte. Damaged objects are moved to quarantine and left out, as are objects of another version
+    of the format. Libraries are saved first, in a consistent state: changes wait until their entries are saved.
     So the chunks of entries are saved too.
 
     Raises:
@@ -103,9 +103,7 @@ def write_snapshot(
 
         # Written last: a directory without it is no snapshot.
         manifest: dict[str, Any] = {"version": 1, "scope": "store" if names is None else "tenant"}
-        for word, newer in ("objects", False), ("newer", True):
-            own = [entry for entry in saved if entry.newer == newer]
-            manifest[word] = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in own]
+        manifest["objects"] = [[entry.path, entry.size, f"{entry.crc:08x}"] for entry in saved]
         if names is None:
             manifest["secret"] = _save_secret(disk.root, directory)
         write_list(f"{directory}/{MANIFEST}", manifest)
@@ -183,19 +181,15 @@ def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> Mani
                     os.fsync(fd)
 
         # The result is verified and not the source: the name may have got another file in between.
-        try:
-            with reading(directory, entry.path) as (fd, header):
-                if header.expires is not None and disk.clock() >= header.expires:
-                    return None
-                if copy:  # a link shares the store's bytes, which are verified when they are read
-                    read_leaves(fd, header, list(header.leaves), disk.buffers)
-                found = ManifestEntry(entry.path, header.size, header_crc(fd))
-        except StoreVersionError:  # its header's checksum is right
-            with open_regular(directory, entry.path, noatime=True) as fd:
-                found = ManifestEntry(entry.path, os.fstat(fd).st_size, file_crc(fd), newer=True)
+        with reading(directory, entry.path) as (fd, header):
+            if header.expires is not None and disk.clock() >= header.expires:
+                return None
+            if copy:  # a link shares the store's bytes, which are verified when they are read
+                read_leaves(fd, header, list(header.leaves), disk.buffers)
+            found = ManifestEntry(entry.path, header.size, header_crc(fd))
         good = True
         return found
-    except (FileNotFoundError, NotADirectoryError, NotRegularError):  # it vanished, or is no object
+    except (FileNotFoundError, NotADirectoryError, NotRegularError, StoreVersionError):  # it vanished, or is no object
         return None
     except OSError as error:
         if error.errno != errno.ENOMEM:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ...cache import Chunk
-from ...errors import StoreCorruptError, StoreError, StoreVersionError
+from ...errors import StoreCorruptError, StoreError
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import canonical_of, digest_in
 from ..format.host_memory import memory_of
@@ -144,7 +144,7 @@ class TieredReader:
         if pending is None:
             return None, 0
         value, arrays = None, pending.whole()
-        with contextlib.suppress(StoreVersionError, StoreCorruptError, KeyError):
+        with contextlib.suppress(StoreCorruptError, KeyError):
             value = None if arrays is None else build(pending.header.body, arrays)
         return value, pending.header.revision
 
@@ -257,13 +257,10 @@ class TieredReader:
         self._counters.observe("get", tier, time.perf_counter() - began, count)
 
     def _decoded[T](self, name: Name, found: VerifiedObject, build: Build[T], rank: int) -> CacheEntry[T] | None:
-        """Decodes an object; None if its body is invalid or of a later version."""
+        """Decodes an object; None if its body is invalid."""
         header = found.header
         try:
             value = build(header.body, found.arrays)
-        except StoreVersionError:
-            self._counters.add("newer")
-            return None
         except (StoreCorruptError, KeyError) as error:  # every byte was verified, and yet the body is invalid
             if found.file is None:
                 return None

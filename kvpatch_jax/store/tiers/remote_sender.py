@@ -189,7 +189,7 @@ class RemoteSender:
         except StoreBusyError:  # another process sends it
             busy.add(entry.file)
             return None
-        except StoreVersionError:  # a later release will
+        except StoreVersionError:
             never.add(entry.file)
             return None
         except StoreCorruptError:

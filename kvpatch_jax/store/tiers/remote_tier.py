@@ -86,8 +86,8 @@ class RemoteReader:
     """Access to the objects of a remote store. Decrypts what it reads.
 
     Counts failures as `remote_errors`, calls that the circuit breaker prevented as `remote_skipped`, reads that failed
-    verification twice as `remote_damaged`, reads that passed the second time as `unsteady_reads`, and objects of a
-    later library version as `newer`.
+    verification twice as `remote_damaged`, reads that passed the second time as `unsteady_reads`, and objects of
+    another version of the format as `other_format`.
     """
 
     def __init__(self, remote: RemoteStore, disk: Disk):
@@ -105,7 +105,7 @@ class RemoteReader:
             self._counters.add("remote_damaged")
             raise
         except StoreVersionError:
-            self._counters.add("newer")
+            self._counters.add("other_format")
             raise
 
     def _read_twice[T](self, read: Callable[[], T]) -> T:

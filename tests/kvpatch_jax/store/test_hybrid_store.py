@@ -2,7 +2,6 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 # pyright: reportOptionalIterable=false, reportOperatorIssue=false
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from transition_cases import LAYOUTS, drawn
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import antecedent_of, encode_chunk, patch_digest
 from kvpatch_jax.core import RaggedFactors, is_packed
-from kvpatch_jax.errors import LayoutError, ShapeError, StoreCorruptError, StoreError, StoreVersionError
+from kvpatch_jax.errors import LayoutError, ShapeError, StoreCorruptError, StoreError
 from kvpatch_jax.patching.factors import metadata_of
 from kvpatch_jax.store import Budget, ChunkStore, load_snapshot, save_snapshot
 from kvpatch_jax.store.format.codec import chunk_blob, chunk_of
-from kvpatch_jax.store.format.compatibility import expect_fields
 from kvpatch_jax.store.format.layout_codec import layout_body, layout_of
 from kvpatch_jax.store.format.patch_codec import patch_blob, patch_parts
 from tests.arrays import placed
@@ -125,15 +123,6 @@ def test_rows_are_written_where_there_are_some():
         assert [channel["name"] for channel in body["channels"] if "rows" in channel] == [p.name for p in layout.parts]
         assert layout_of(body) == layout
     assert not any("rows" in channel for channel in layout_body(LAYOUT)["channels"])
-
-
-def test_an_earlier_version_takes_it_for_a_later_ones():
-    """Versions before knew no field `rows`: to them the object is no damage, and stays as it is."""
-    names = ("name", "heads", "width", "rotary", "rope", "layers")
-    earlier = dataclasses.make_dataclass("Earlier", [(name, Any) for name in names])
-    for channel in layout_body(HYBRID)["channels"][2:]:
-        with pytest.raises(StoreVersionError, match="channel with a field 'rows'"):
-            expect_fields("channel", channel, earlier)
 
 
 def changed(raw: bytes, place: int, **fields: Any) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from store_cases import BACKBONE, chunk_of, same_chunk
 
-from kvpatch_jax.errors import InputError, StoreCorruptError, StoreKeyError, StoreVersionError
+from kvpatch_jax.errors import InputError, StoreCorruptError, StoreKeyError
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.disk import root_config
@@ -170,15 +170,6 @@ def test_a_root_of_an_older_version_gets_a_copy_when_it_is_opened(tmp_path: Path
     with pytest.raises(StoreKeyError, match="another key"):
         opened(tmp_path, OTHER_KEY)
     assert not copy.exists()
-
-
-def test_a_key_check_of_a_later_version_stays(tmp_path: Path):
-    _, copy = filled(tmp_path)
-    text = json.dumps({"version": 3, "checks": []})
-    copy.write_text(text)
-    with pytest.raises(StoreVersionError):
-        opened(tmp_path)
-    assert copy.read_text() == text
 
 
 def test_a_first_key_is_not_noted_over_plain_objects(tmp_path: Path):

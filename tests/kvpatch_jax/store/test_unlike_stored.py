@@ -16,7 +16,7 @@ from test_newer_versions import rewritten
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import encode_chunk
 from kvpatch_jax.core import Channel
-from kvpatch_jax.errors import LayoutError, StoreCorruptError, StoreError, StoreVersionError
+from kvpatch_jax.errors import LayoutError, StoreCorruptError, StoreError
 from kvpatch_jax.patching import form_patch
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format.layout_codec import layout_body, layout_of
@@ -136,7 +136,7 @@ def test_hostile_fields_are_typed_errors(store: ChunkStore, place: int, field: s
 def test_fields_of_a_later_version_are_told_from_damage():
     body = json.loads(json.dumps(layout_body(UNLIKE)))
     body["channels"][2]["rope"]["base_per_layer"] = [1.0]
-    with pytest.raises(StoreVersionError, match="rope with a field 'base_per_layer'"):
+    with pytest.raises(StoreCorruptError, match="rope with a field 'base_per_layer'"):
         layout_of(body)
 
 

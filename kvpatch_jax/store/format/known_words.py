@@ -1,8 +1,4 @@
-"""Recognition of objects that a later version of the library wrote. They are no damage, and are left unchanged.
-
-Every version computes the header's checksum in the same way, and it is verified first. So an unknown version, field,
-leaf, dtype or word in a header with the right checksum was written on purpose, by a version that knows it.
-"""
+"""Refusal of words and fields that objects do not have."""
 
 import dataclasses
 import functools
@@ -10,20 +6,18 @@ import typing
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from ...errors import StoreVersionError
+from ...errors import StoreCorruptError
 
 
 def expect_known(what: str, words: Iterable[Any], known: Collection[str]) -> None:
-    """Raises StoreVersionError for an unknown string. Other types are left to later checks."""
+    """Raises StoreCorruptError for an unknown string. Other types are left to later checks."""
     for word in words:
         if isinstance(word, str) and word not in known:
-            raise StoreVersionError(
-                f"object: got {what} {word[:60]!r}; expected one that this version of the library knows"
-            )
+            raise StoreCorruptError(f"object: got {what} {word[:60]!r}; expected one of the format")
 
 
 def expect_fields(what: str, body: Any, kind: type) -> None:
-    """Raises StoreVersionError for a field that the dataclass lacks, or a word that the type of its field lacks."""
+    """Raises StoreCorruptError for a field that the dataclass lacks, or a word that the type of its field lacks."""
     if not isinstance(body, Mapping):
         return
     words = _words_of(kind)
