@@ -7,11 +7,8 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
   encoded            placing chunks in few bits over the same in 16 bits: CPU time, memory
   patch              the factorisation alone, with the energy captured of real deficits
-  store              put, get, patches and fetch, beside raw files, safetensors and Orbax; and evicting, listing and
+  store              put, get and patches, beside raw files, safetensors and Orbax; and evicting, listing and
                      deleting among ever more small objects, beside diskcache and LMDB too
-  store_load         many processes on one root for --minutes: every read checked, memory and budgets sampled
-  fetch              one fetch that loads half and computes half
-  retrieval          nearest-neighbour search: recall@10 and seconds
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
@@ -42,17 +39,14 @@ from . import (
     calls,
     costs,
     encoded,
-    fetch,
     hybrid,
     kernels,
     mesh_sizes,
     needs,
     parallel_prefill,
-    retrieval,
     sessions,
     sizes,
     store,
-    store_load,
     window,
     window_pretrained,
 )
@@ -64,18 +58,15 @@ BENCHMARKS = {
         encoded.BENCHMARK,
         calls.BENCHMARK,
         costs.BENCHMARK,
-        fetch.BENCHMARK,
         hybrid.BENCHMARK,
         kernels.BENCHMARK,
         mesh_sizes.BENCHMARK,
         needs.BENCHMARK,
         kernels.FACTORISATION,
         parallel_prefill.BENCHMARK,
-        retrieval.BENCHMARK,
         sessions.BENCHMARK,
         sizes.BENCHMARK,
         store.BENCHMARK,
-        store_load.BENCHMARK,
         window.BENCHMARK,
         window_pretrained.BENCHMARK,
     )
@@ -113,9 +104,6 @@ flags.DEFINE_integer(
 flags.DEFINE_list("objects", [], "store: numbers of small objects, with where they are: 1000,1000000@/dev/shm.")
 flags.DEFINE_list("sections", list(store.SECTIONS), "store: what is measured.")
 flags.DEFINE_enum("fill", "direct", ["direct", "put"], "store: how a root is filled: object files unsynced, or puts.")
-flags.DEFINE_float("minutes", 0.2, "store_load: how long the load lasts.", lower_bound=0)
-flags.DEFINE_integer("workers", 32, "store_load: processes.", lower_bound=1)
-flags.DEFINE_string("remote", None, "store_load: URL of a remote store that two of the processes use.")
 flags.DEFINE_bool(
     "quick",
     False,

@@ -26,7 +26,7 @@ from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore
 
 from ..results.environment import environment
-from . import fetch, store_scale, store_tables
+from . import store_scale, store_tables
 from .benchmark import AT_MOST, Benchmark, Row, comparison_row
 from .store_rivals import installed
 from .store_workload import (
@@ -127,14 +127,14 @@ def run(
 
 
 def large_rows(folder: Path, sizes: StoreSizes, repeats: int, seed: int) -> list[Row]:
-    """Times large chunks, patches and fetches."""
+    """Times large chunks and patches."""
     chunk = chunk_of(sizes, seed)
     rows: list[Row] = []
     with ChunkStore(folder / "store", budget=Budget(host=0)) as store:
         case = StoreCase(folder, store, chunk, patches_of(chunk, sizes, seed), sizes, repeats, seed)
         for section in (put_rows, get_rows, patch_rows, sharded_rows):
             rows += section(case)
-        return rows + list(fetch.ratio_rows(repeats, folder))
+        return rows
 
 
 def file_system(folder: Path) -> str:

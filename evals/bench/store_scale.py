@@ -317,7 +317,7 @@ def fixed_rows(folder: Path, repeats: int, seed: int, entries: int, host_entries
 
 def _host_row(entries: int, repeats: int) -> Row:
     """Times puts into a host tier that is full."""
-    tier: MemoryTier[int] = MemoryTier("host", entries)
+    tier: MemoryTier[int] = MemoryTier(entries)
     numbers = itertools.count()
 
     def put() -> None:

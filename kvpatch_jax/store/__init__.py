@@ -10,7 +10,6 @@ if importlib.util.find_spec("fcntl") is None:  # checked before the imports belo
 from ..cache import chunk_id as chunk_id
 from ..cache import encoder_id as encoder_id
 from .disk.budget import Budget as Budget
-from .disk.quarantine import QuarantineRestore as QuarantineRestore
 from .fetch import Fetched as Fetched
 from .fetch import Miss as Miss
 from .fetch import Request as Request
@@ -26,11 +25,9 @@ from .libraries.entries import Resource as Resource
 from .libraries.references import Reference as Reference
 from .libraries.references import escape as escape
 from .libraries.references import parse_prompt as parse_prompt
-from .libraries.retriever import ApproximateRetriever as ApproximateRetriever
 from .libraries.retriever import ExactRetriever as ExactRetriever
 from .libraries.retriever import Retriever as Retriever
 from .libraries.retriever import pooled as pooled
-from .libraries.retriever import recall as recall
 from .libraries.static import StaticLibrary as StaticLibrary
 from .linker import LinkedChunk as LinkedChunk
 from .linker import LinkedPrompt as LinkedPrompt

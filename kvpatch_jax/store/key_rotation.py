@@ -2,7 +2,7 @@
 
     1. KEY states both keys: the new one, with which objects are written from now on, and the retiring one
     2. each object that states the retiring key is read, encrypted with the new one, and replaced
-    3. quarantine: what verifies is put back and rotated too, the rest is deleted; it is encrypted with the retiring key
+    3. what is in quarantine is deleted; it is encrypted with the retiring key
     4. KEY states the new key alone, once no object states the other
 
 A process that is killed leaves objects of both keys, each whole, and KEY says so; the next call goes on. Meanwhile a
@@ -28,7 +28,7 @@ from .disk.shard import locked_shards
 from .format.buffers import Buffers
 from .format.encryption import AesGcm, Encryption, Plain, is_sealed
 from .format.header import Header
-from .format.naming import Name, ObjectNames, name_at
+from .format.naming import ObjectNames, name_at
 from .format.objects import blob_of
 from .io.files import NotRegularError, typed_errors, written
 from .io.thread_pool import ThreadPool
@@ -47,7 +47,7 @@ class RotationReport:
     """Result of `rotate_key`.
 
     Attributes:
-      objects: number of objects, entries and floors that were encrypted with the new key by this call.
+      objects: number of objects and entries that were encrypted with the new key by this call.
       nbytes: bytes of their files.
       remote: number of objects of the remote store that were.
       dropped: number of files that were deleted from quarantine.
@@ -106,12 +106,11 @@ def rotate_key(
     rotation = _Rotation(Disk(root, buffers=buffers, encryption=before), Disk(root, buffers=buffers, encryption=after))
     rotation.begin(names.space, Tombstones(root, names))
     for _ in range(_PASSES):
-        restored = quarantine.restore(root, names.tenant_name)
         done = rotation.objects
         rotation.left = []
         for entry in progress(_listed(root, names)):
             rotation.rotate(entry)
-        if rotation.objects == done and not (restored.restored or rotation.left):
+        if rotation.objects == done and not rotation.left:
             break
 
     rotated = 0 if remote is None else rotation.rotate_remote(remote, f"{names.space}/")
@@ -182,7 +181,7 @@ class _Rotation:
 
     def rotate(self, entry: DirectoryEntry) -> None:
         """Encrypts an object again if it states the retiring key."""
-        name = _name(entry.path)
+        name = name_at(entry.path)
         try:
             file = written(os.stat(f"{self.root}/{entry.path}", follow_symlinks=False))
             with reading(self.root, entry.path) as (_, header):
@@ -249,23 +248,13 @@ class _Rotation:
 
 
 def _listed(root: str, names: ObjectNames) -> list[DirectoryEntry]:
-    """Lists floors, then entries and objects: a floor that a new key cannot read would be written without its past."""
-    floors: list[DirectoryEntry] = []
-    entries: list[DirectoryEntry] = []
+    """Lists entries and objects."""
+    found: list[DirectoryEntry] = []
     with typed_errors(f"store {root}: rotate"):
         for below in (names.libraries, names.space):
             for above, _, files in os.walk(f"{root}/{below}"):
                 for file in files:
                     path = os.path.relpath(f"{above}/{file}", root)
                     with contextlib.suppress(StoreCorruptError, FileNotFoundError):
-                        kept = floors if file.endswith(".floor") else entries
-                        kept.append(directory_entry(_name(path).path, os.lstat(f"{root}/{path}")))
-    return floors + entries
-
-
-def _name(path: str) -> Name:
-    """Returns the name of an object, an entry or a floor. Raises StoreCorruptError."""
-    if not path.endswith(".floor"):
-        return name_at(path)
-    above, _, file = path.rpartition("/")
-    return Name(above, "floor", file, "entry")
+                        found.append(directory_entry(name_at(path).path, os.lstat(f"{root}/{path}")))
+    return found

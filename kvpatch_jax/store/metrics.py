@@ -12,22 +12,19 @@ _PREFIX = "kvpatch_store"
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _TAKEN = ("tier", "reason", "direction", "operation", "le")
 _FAMILIES: tuple[tuple[str, str, str], ...] = (
-    (r"(?P<tier>device|host|disk|remote)_hits", "hits", "Reads that a tier answered."),
+    (r"(?P<tier>host|disk|remote)_hits", "hits", "Reads that a tier answered."),
     (r"misses", "misses", "Reads that no tier answered."),
-    (r"(?P<tier>device|host|disk)_evicted_(?P<reason>\w+)", "evictions", "Objects that left a tier, by reason."),
-    (r"(?P<tier>device|host)_refused", "refused", "Objects that a memory tier did not admit."),
+    (r"(?P<tier>host|disk)_evicted_(?P<reason>\w+)", "evictions", "Objects that left a tier, by reason."),
+    (r"(?P<tier>host)_refused", "refused", "Objects that the host tier did not admit."),
     (r"(?P<direction>put|get)_bytes", "bytes", "Bytes of the files written (put) and read (get)."),
     (r"puts", "puts", "Objects written and acknowledged."),
     (r"quarantined", "quarantined", "Objects that did not verify and were moved away."),
-    (r"quarantine_withheld", "quarantine_withheld", "Damaged objects left in place: the reader found too many."),
     (r"unsteady_reads", "unsteady_reads", "Reads that did not verify, and did not fail in the same way again."),
     (r"other_format", "other_format", "Reads of objects of another version of the format."),
     (r"read_errors", "read_errors", "Reads that the file system failed."),
     (r"expired", "expired", "Reads of objects that were expired."),
-    (r"replayed", "replayed", "Reads of library entries that had been replaced, withdrawn or deleted, and put back."),
     (r"unsealed", "unsealed", "Reads of unencrypted objects by a store with a key."),
     (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
-    (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),
     (r"remote_damaged", "remote_damaged", "Remote reads that did not verify, twice."),
     (r"promotions", "promotions", "Remote objects that the disk took."),
     (r"promotion_errors", "promotion_errors", "Remote objects that the disk did not take."),
@@ -67,7 +64,7 @@ class Statistics:
     Attributes:
       counts: counts by name, as in `ChunkStore.counters`.
       latencies: latencies by operation ("get", "put", "commit") and the tier that answered ("none": a miss).
-      held: current bytes in "device", "host", and "pool" (idle buffers).
+      held: current bytes in "host" and "pool" (idle buffers).
       gauges: current values by name, of the tenant or the whole root: "disk_bytes", "disk_objects",
         "oldest_use_seconds", "outbox_bytes", "outbox_objects", "outbox_age_seconds".
     """

@@ -1,4 +1,4 @@
-"""The chunk store: one tenant's canonicals, patches and encoder outputs in device, host, disk and remote tiers."""
+"""The chunk store: one tenant's canonicals, patches and encoder outputs in host, disk and remote tiers."""
 
 import concurrent.futures
 import dataclasses
@@ -46,7 +46,6 @@ class ChunkStore(StoreBase):
       tenant: owner of the objects. Names of different tenants' objects cannot be related without the store's secret.
       budget: bytes per tier; a size alone, such as "10 GB", is the disk's.
       ttl: default time to live of objects in seconds; None keeps them.
-      policy: eviction policy of the memory tiers, "lru" or "slru". The disk is LRU.
       secret: key of the names; by default one that is generated with the store and kept in it (readable by its owner
         only).
       remote: a store to which objects are also put, and from which they are read if the disk has none (`open_remote`).

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
-from typing import get_args
 
 from ..errors import InputError, StoreIOError
 from ..utils.atomic_files import path_of
@@ -14,7 +13,6 @@ from ..utils.kinds import expect_kind
 from ..utils.sizes import Size, size_of
 from .disk.budget import Budget, budget_of
 from .disk.object_writer import Only
-from .disk.quarantine import QuarantineRestore, restore
 from .disk.tenant_disk import TenantDisk
 from .format.encoding_choice import EncodingChoice
 from .format.expiry import Seconds, checked_ttl, expires_at
@@ -24,7 +22,6 @@ from .metrics import Statistics
 from .patch_objects import PatchObjects
 from .remotes.remote_store import RemoteStore
 from .tenants import DeletionReport, delete_tenant
-from .tiers.memory import Policy
 from .tiers.reader import TieredReader
 from .tiers.remote_tier import RemoteTier, Resync
 from .tiers.shared_host_tier import SharedHostTier
@@ -44,7 +41,6 @@ class StoreBase:
         tenant: str = "default",
         budget: Budget | Size | None = None,
         ttl: Seconds | None = None,
-        policy: Policy = "lru",
         secret: bytes | None = None,
         remote: RemoteStore | None = None,
         key: bytes | None = None,
@@ -58,8 +54,6 @@ class StoreBase:
     ):
         self.encodings = EncodingChoice(encoding)
         self._ttl = checked_ttl(ttl, "store")
-        if policy not in get_args(Policy):
-            raise InputError(f"store.policy: got {policy!r:.80}; expected one of {get_args(Policy)}")
         expect_kind(remote, (RemoteStore, NoneType), "store: remote", "a RemoteStore, or None")
         expect_kind(host_tier, (SharedHostTier, NoneType), "store: host_tier", "a SharedHostTier, or None")
         expect_kind(wipe, (bool, NoneType), "store: wipe", "True, False or None")
@@ -76,7 +70,7 @@ class StoreBase:
         self.budget, self.counters = self.tenant_disk.budget, self.tenant_disk.counters
         self._remote = None if remote is None else RemoteTier(remote, self.tenant_disk)
         self._writer = Writer(self._commit, self.tenant_disk, queue_bytes)
-        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy, host_tier)
+        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, host_tier)
         self._patches = PatchObjects(self.tenant_disk, self._reader)
 
     # ----------------------------------------------------------------------------------------------- keeping
@@ -118,15 +112,6 @@ class StoreBase:
         deleted = self.tenant_disk.collect()
         return deleted + (0 if self._remote is None else self._remote.collect(f"{self.names.space}/"))
 
-    def restore_quarantined(self) -> QuarantineRestore:
-        """Verifies this tenant's quarantined objects again, and puts back those that pass and whose name is free.
-
-        Use it after a reader with a hardware fault condemned good objects. Raises StoreError.
-        """
-        self.tenant_disk.expect_open()
-        self.tenant_disk.forget_usage()
-        return restore(self.disk.root, self.names.tenant_name)
-
     def delete_tenant(self) -> DeletionReport:
         """Deletes everything of this tenant in every tier, in quarantine and in the remote store; see `tenants`.
 
@@ -149,7 +134,7 @@ class StoreBase:
     def statistics(self) -> Statistics:
         """Returns counts, latencies and bytes held of this store object; `prometheus_text` formats them."""
         pool = self.disk.buffers.idle_bytes
-        held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes, "pool": pool}
+        held = {"host": self._reader.host.nbytes, "pool": pool}
         gauges = self.tenant_disk.gauges()
         if self._remote is not None:
             gauges |= self._remote.gauges()

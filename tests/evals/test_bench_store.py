@@ -24,8 +24,6 @@ PAIRS = {
     ("get of 1 MB", "safetensors load_file, layer by layer"): ("at most", 1.2),
     ("get of 16 KB", "safetensors load_file, layer by layer"): ("at most", 2),
     ("get over heads on 8 devices", "Orbax, layers stacked"): ("at least", 3),
-    ("fetch of both halves, disk", "the longer half alone"): ("at most", 1.5),
-    ("fetch of both halves, latency", "the longer half alone"): ("at most", 1.15),
 }
 OPERATIONS = {
     "ls, first rows": 0.05,

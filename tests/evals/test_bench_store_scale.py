@@ -1,12 +1,11 @@
 """Sides of the store's comparison do what is timed, direct filling makes real objects, rows and tables say what was."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 
-from evals.bench import store, store_fill, store_page, store_rivals, store_scale, store_side, store_tables
+from evals.bench import store, store_fill, store_rivals, store_scale, store_side, store_tables
 from evals.bench.store_rivals import OTHERS, StoreSide
 from evals.bench.store_workload import BACKBONE
 from kvpatch_jax.errors import InputError
@@ -149,42 +148,3 @@ def test_the_table_has_a_column_per_number_and_marks_what_missed():
     text = store_tables.format_result({"rows": rows, "config": {"absent": {"diskcache": "not there"}}})
     assert "1 of 2 of these within their bars" in text
     assert "diskcache was left out: not there" in text
-
-
-# ---------------------------------------------------------------------------------------------------------------- page
-
-
-def test_the_page_shows_what_is_kept():
-    page = (store_page.ROOT / store_page.PAGE).read_text()
-    for name, file in store_page.KEPT.items():
-        mark = store_page.MARKS[name]
-        shown = page.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- /{mark} -->")[0]
-        if (store_page.ROOT / file).exists():
-            kept = json.loads((store_page.ROOT / file).read_text())
-            assert shown.strip() == store_page.section(kept, name).strip()
-        else:
-            assert not shown
-
-
-def test_a_run_gets_into_the_page(tmp_path: Path):
-    labels = {"objects": 1000, "place": "ext4"}
-    rows = [store_scale.operation_row(store_scale.PUT, "LMDB", [[0.001] * 30], **labels)]  # pyright: ignore
-    rows.append({"metric": "durable put", "against": "raw", "value": 2.0})
-    result = {"config": {"repeats": 7}, "environment": {}, "rows": rows}
-    (tmp_path / "bench_store.json").write_text(json.dumps(result))
-    page = tmp_path / store_page.PAGE
-    (tmp_path / store_page.PICTURE).parent.mkdir(parents=True)
-    page.parent.mkdir(parents=True)
-    page.write_text("before\n<!-- store scale -->\nold\n<!-- /store scale -->\nafter\n")
-    for _ in range(2):
-        assert set(store_page.write(tmp_path, tmp_path)) == {
-            store_page.KEPT["store"],
-            store_page.PAGE,
-            store_page.PICTURE,
-        }
-    text = page.read_text()
-    assert "| put | LMDB | 1 ms / 1 ms / 1 ms |  |" in text
-    assert "durable" not in text
-    assert "old" not in text
-    assert text.endswith("<!-- /store scale -->\nafter\n")
-    assert (tmp_path / store_page.PICTURE).stat().st_size > 1000

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_TENANTS = 64
 """Number of stores that are kept open; beyond it, the least recently used one is left to its last user."""
 MIN_KEY_BYTES = 32
-REMOTE_POLICY = RetryPolicy(timeout=1.0, tries=2, deadline=2.5, failures=3, rest=30.0)
+REMOTE_POLICY = RetryPolicy(timeout=1.0, tries=2, deadline=2.5)
 """A remote store is asked while a request waits, and a prefill is the alternative: less patience than a store's own."""
 SAMPLE_SECONDS = 10.0
 """Least time between two looks at what is on the disk."""

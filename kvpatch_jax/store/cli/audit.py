@@ -169,8 +169,7 @@ class VerificationReport:
       nbytes: bytes of intact and unopened objects.
       unopened: number of encrypted objects without a key: checksums match, the authentication was not checked.
       bad: damaged objects, now in quarantine.
-      left: damaged objects that stay, because they could not be moved, or because there are so many that this machine
-        may be at fault (`damage_rate`).
+      left: damaged objects that stay, because they could not be moved.
       unreadable: objects that stay, because the file system failed, two reads differed, or it is no regular file or of
         another version of the format.
     """
@@ -183,29 +182,26 @@ class VerificationReport:
     unreadable: list[str]
 
 
-def verify(
-    disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet, *, certain: bool = False
-) -> VerificationReport:
+def verify(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> VerificationReport:
     """Verifies every object and entry below some folders, and moves damaged ones to quarantine.
 
     Args:
       disk: the disk.
       below: the folders.
       progress: wraps the entries to show progress.
-      certain: whether this machine is known to work, so that any number of damaged objects is moved.
     """
     paths: dict[str, list[str]] = collections.defaultdict(list)
     nbytes = 0
     entries = [entry for path in below for entry in disk.scan(path)]  # the files themselves, whatever the index knows
     for entry in progress(entries):
-        verdict = _verdict(disk, entry, certain)
+        verdict = _verdict(disk, entry)
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0
     lists = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable"))
     return VerificationReport(len(paths["good"]), nbytes, len(paths["unopened"]), *lists)
 
 
-def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:
+def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
     name, moved = name_at(entry.path), list[bool]()
     try:
         with open_regular(disk.root, entry.path, noatime=True) as fd:
@@ -217,7 +213,7 @@ def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:
                 return _rebuild(disk, name, header, leaves)
 
             def condemn(why: str) -> None:
-                moved.append(disk.quarantine(name, identity_of(fd), why, certain=certain))
+                moved.append(disk.quarantine(name, identity_of(fd), why))
 
             try:
                 return disk.read_twice(fd, read, condemn)

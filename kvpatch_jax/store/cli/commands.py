@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...errors import InputError, StoreVersionError
-from ..disk import quarantine
 from ..disk.budget import Budget
 from ..disk.disk import Disk
 from ..disk.eviction import collect, make_room
 from ..disk.key_check import check_key
 from ..disk.partial_exports import sweep_unfinished
 from ..disk.root_config import names_secret, read_secret
-from ..disk.root_limits import LimitsFile, RootLimits, set_limits
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
 from ..format.naming import ObjectNames, is_object, name_at
@@ -59,8 +57,6 @@ class Options:
     old_key: bytes | None = dataclasses.field(default=None, repr=False)
     new_key: bytes | None = dataclasses.field(default=None, repr=False)
     deep: bool = False
-    disk: int | None = None
-    share: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,13 +189,11 @@ def _stat(options: Options) -> Outcome:
 def _verify(options: Options) -> Outcome:
     disk = _disk(options)
     below = _below(options, disk)
-    found = verify(disk, below, options.progress, certain=options.yes)
+    found = verify(disk, below, options.progress)
     lines = [f"{found.good} good, {found.nbytes:,} bytes read", f"{found.unopened} encrypted: checksums agree, no key"]
     lines += [f"bad, in quarantine: {path}" for path in found.bad]
     lines += [f"bad, left where it is: {path}" for path in found.left]
     lines += [f"could not be read: {path}" for path in found.unreadable]
-    if found.left:
-        lines.append("many are bad: if this machine is sound (try another), --yes moves them all to quarantine")
     result, good = dataclasses.asdict(found), not (found.bad or found.left or found.unreadable)
     if options.remote is None:
         return Outcome(result, lines, good)
@@ -238,7 +232,7 @@ def _gc(options: Options) -> Outcome:
     if options.remote is not None:
         remote = RemoteReader(_remote(options.remote), disk)
         left["remote"] = remote.collect(f"{below}/")
-        left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
+        left["remote_errors"] = disk.counters["remote_errors"]
     if options.budget is not None:
         make_room(disk, options.budget, 0, lambda chunk: False, below)
 
@@ -248,43 +242,6 @@ def _gc(options: Options) -> Outcome:
     result |= {"evicted": disk.counters["disk_evicted_budget"], "entries_before": entries}
     result |= {"entries": len(disk.scan(libraries)), "old_versions": old_versions, **left}
     return _counts(result)
-
-
-def _quarantine_ls(options: Options) -> Outcome:
-    disk = _disk(options)
-    lines = [f"{'bytes':>14}  {'since':<20} tenant and name, and why"]
-    found: list[dict[str, Any]] = []
-    for one in quarantine.listed(disk.root, _tenant(options, disk)):
-        reason = quarantine.reason(disk.root, one)
-        found.append(dataclasses.asdict(one) | {"reason": reason})
-        lines += [f"{one.nbytes:>14,}  {_when(one.since):<20} {one.tenant} {one.name}", f"{'':16}{reason}"]
-    return Outcome({"quarantined": found}, lines)
-
-
-def _quarantine_purge(options: Options) -> Outcome:
-    disk = _disk(options)
-    whose = "" if options.tenant is None else f" of tenant {options.tenant!r}"
-    question = f"Delete what is in quarantine{whose} in {disk.root}, for good? Type yes: "
-    if not options.yes and options.ask(question).strip() != "yes":
-        return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
-    gone = quarantine.purge(disk.root, _tenant(options, disk))
-    return _counts({"deleted": True, "objects": len(gone), "bytes": sum(one.nbytes for one in gone)})
-
-
-def _quarantine_restore(options: Options) -> Outcome:
-    disk = _disk(options)
-    found = quarantine.restore(disk.root, _tenant(options, disk))
-    lines = [f"restored: {path}" for path in found.restored]
-    lines += [f"damaged, stays in quarantine: {path}" for path in found.damaged]
-    lines += [f"newer than this version of the library, stays in quarantine: {path}" for path in found.newer]
-    lines += [f"another has its name, stays in quarantine: {path}" for path in found.taken]
-    lines += [f"nothing says where it was, stays in quarantine: {path}" for path in found.unplaced]
-    return Outcome(dataclasses.asdict(found), lines, not (found.damaged or found.newer or found.unplaced))
-
-
-def _tenant(options: Options, disk: Disk) -> str:
-    """Returns the keyed name of a command's tenant; "" for the whole root."""
-    return "" if options.tenant is None else _names(options, disk).tenant_name
 
 
 def _rm_tenant(options: Options) -> Outcome:
@@ -336,20 +293,6 @@ def _remote(text: str) -> RemoteStore:
             '{"driver": "file", "path": "/srv/store/"}, or a URL such as gs://bucket/store/'
         ) from None
     return KeyValueStore(spec)
-
-
-def _limits(options: Options) -> Outcome:
-    disk = _disk(options)
-    if options.disk is not None or options.share is not None:
-        known = LimitsFile(disk.root).read() or RootLimits()
-        own = dict(known.tenants)
-        if options.tenant is not None and options.share is not None:
-            own[_names(options, disk).tenant_name] = options.share
-        every = known.tenant if options.tenant is not None or options.share is None else options.share
-        total = known.disk if options.disk is None else options.disk
-        set_limits(disk.root, disk=total, tenant=every, tenants=own)
-    found = dataclasses.asdict(LimitsFile(disk.root).read() or RootLimits())
-    return Outcome(found, [f"{name}: {value}" for name, value in found.items()])
 
 
 def _resync(options: Options) -> Outcome:
@@ -423,13 +366,10 @@ COMMANDS: dict[str, Command] = {
         "Sums: objects and bytes by kind and tenant, quarantine, what is left over; with --deep opens every object.",
         _stat,
     ),
-    "limits": Command(
-        "Shows the root's limits; with --disk, --share sets them, for all processes and tenants.", _limits
-    ),
     "resync": Command("Makes --tenant's objects here and in --remote agree.", _resync),
     "verify": Command(
-        "Reads every object; damaged ones go to quarantine (all of them with --yes, however many), and the exit status "
-        "is 1. With --remote, reads that too, and deletes what is damaged there; asks unless --yes.",
+        "Reads every object; damaged ones go to quarantine, and the exit status is 1. With --remote, reads that too, "
+        "and deletes what is damaged there; asks unless --yes.",
         _verify,
     ),
     "gc": Command(
@@ -437,12 +377,6 @@ COMMANDS: dict[str, Command] = {
         "--budget, evicts down to it.",
         _gc,
     ),
-    "quarantine ls": Command("Lists what did not verify: bytes, since when, keyed name, and why.", _quarantine_ls),
-    "quarantine list": Command("The same as quarantine ls.", _quarantine_ls),
-    "quarantine restore": Command(
-        "Reads what is in quarantine again; what verifies is put back, where nothing has its name.", _quarantine_restore
-    ),
-    "quarantine purge": Command("Deletes what is in quarantine; asks unless --yes.", _quarantine_purge),
     "export": Command(
         "Makes a snapshot of the objects as --directory; with --arrays, an Orbax checkpoint of --tenant.", _export
     ),

@@ -39,13 +39,11 @@ def _flags():
         "JSON.",
     )
     text("budget", "gc, import: bytes to evict down to, such as 10GB.")
-    text("disk", "limits: bytes of all objects of the root, such as 500GB.")
-    text("share", "limits: bytes of each tenant's objects; with --tenant, of that tenant's.")
     truth("deep", "stat: open every object, to count encrypted and unreadable ones too.")
     text("library-quota", "import: bytes that --tenant's static library may have then; more is refused.")
     truth("copy", "export, import: copy files in place of linking them.")
     truth("arrays", "export: Orbax arrays, without secret or encryption, in place of a snapshot.")
-    truth("yes", "rm-tenant, quarantine purge, verify: do not ask.")
+    truth("yes", "rm-tenant, verify: do not ask.")
     truth("json", "Print one JSON object.")
     truth("help", "Print this.")
     return values, flags.Error
@@ -156,8 +154,7 @@ def main(arguments: Sequence[str]) -> int:
                           _file(values["secret-file"].value), _file(values["key-file"].value), values.remote,
                           _size(values, "budget", 0), values.yes, directory, values.copy, values.arrays,
                           _size(values, "library-quota", 1), old_key=_private_file(values["old-key-file"].value),
-                          new_key=_private_file(values["new-key-file"].value), deep=values.deep,
-                          disk=_size(values, "disk", 1), share=_size(values, "share", 1))  # fmt: skip
+                          new_key=_private_file(values["new-key-file"].value), deep=values.deep)  # fmt: skip
         outcome = COMMANDS[" ".join(names)].run(options)
         for warning in outcome.remarks:
             print(f"warning: {warning}", file=sys.stderr)

@@ -12,7 +12,7 @@ class Budget:
     """Bytes per tier, as numbers or strings: `Budget(disk="100 GB", host="2 GiB")`.
 
     Attributes:
-      device, host: budgets of the memory tiers.
+      host: budget of the memory tier.
       disk: budget of the whole root, if all its tenants have the same. If others have a larger one or none, it limits
         this tenant's objects only, and no others are evicted for it; the root has the largest (`shared_budget`). None,
         here and below: no limit.
@@ -25,7 +25,6 @@ class Budget:
       InputError: a size is invalid (see `sizes.size_of`).
     """
 
-    device: int
     host: int
     disk: int | None
     tenant: int | None
@@ -34,16 +33,15 @@ class Budget:
 
     def __init__(
         self,
-        device: Size = 0,
         host: Size = 1 << 30,
         disk: Size | None = None,
         tenant: Size | None = None,
         library: Size | None = None,
         quarantine: Size | None = QUARANTINE_BYTES,
     ):
-        given = {"device": device, "host": host, "disk": disk, "tenant": tenant, "library": library}
+        given = {"host": host, "disk": disk, "tenant": tenant, "library": library}
         for name, size in (given | {"quarantine": quarantine}).items():
-            unbound = size is None and name not in ("device", "host")
+            unbound = size is None and name != "host"
             object.__setattr__(self, name, None if unbound else size_of(size, f"Budget.{name}"))
 
 

@@ -34,10 +34,8 @@ from .outbox import Outbox
 from .partial_exports import sweep_unfinished
 from .revisions import CLOCK, GONE, RETENTION, Tombstones, revision_in, tombstones_in
 from .root_config import names_secret
-from .root_limits import LimitsFile
 from .shard import locked_shards
 from .shared_budget import note_budget, shared_budget
-from .version_floor import Floors
 
 
 class TenantDisk:
@@ -87,7 +85,6 @@ class TenantDisk:
         self._shared: int | None = self.budget.disk if whole_root else None
         self._budget_noted = self._asked = whole_root
         self._indexed = False
-        self._limits = LimitsFile(self.disk.root)
         self.evictor = shared(Evictor, self.disk.root)
         self.closed = False
 
@@ -223,14 +220,8 @@ class TenantDisk:
         # Before anything is evicted: another process may have begun to encrypt since this object was made.
         check_key(self.disk.root, self.names.space, self.disk.encryption.check)
         self.make_room(lambda: need)
-        floors, noted = Floors(self.disk), dict[str, int]()
-
-        def coming() -> Iterator[list[tuple[Name, Blob | LinkSource]]]:
-            for group in groups:
-                floors.admit(group, noted)
-                yield [(name, self._revived(name, item)) for name, item in group]
-
-        return self.disk.writer.add_all(coming(), copy)
+        coming = ([(name, self._revived(name, item)) for name, item in group] for group in groups)
+        return self.disk.writer.add_all(coming, copy)
 
     def _revived(self, name: Name, item: Blob | LinkSource) -> Blob | LinkSource:
         """Returns an imported object as it is stored. One that was deleted since it was written gets a new revision.
@@ -297,7 +288,7 @@ class TenantDisk:
         for below, budget in bounds.items():
             used = self.disk.index.claimed(below, reservation)
             if used + need > budget:
-                if below == "obj" and not self._whole_root and self._limits.read() is None:  # others' may have changed
+                if below == "obj" and not self._whole_root:  # others' may have changed
                     self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk or 0)
                     if self._shared is None or self._shared > budget:
                         self._evict_for(need, self._bounds(), reservation)
@@ -309,12 +300,6 @@ class TenantDisk:
 
     def _bounds(self) -> dict[str, int]:
         """Returns the budgets by folder: the tenant's and the root's, as far as there are any."""
-        limits = self._limits.read()
-        if limits is not None:
-            given = [self.budget.tenant, self.budget.disk, limits.of(self.names.tenant_name)]
-            own = min((budget for budget in given if budget is not None), default=None)
-            bounds = {} if own is None or own == limits.disk else {self.names.space: own}
-            return bounds | ({} if limits.disk is None else {"obj": limits.disk})
         if self._shared is None and self.budget.disk is not None and not self._asked:
             self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk)
             self._asked = True

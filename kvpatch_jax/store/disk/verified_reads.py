@@ -37,7 +37,6 @@ from ..io.files import (
 )
 from ..io.per_root import shared
 from .counters import Counters
-from .damage_rate import DamageRate
 from .index import Changes, Index
 from .mapping import map_leaves
 from .quarantine import BYTES as QUARANTINE_BYTES
@@ -67,7 +66,6 @@ class VerifiedReads:
         self.clock, self._quarantine_bytes = clock, quarantine
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
-        self._damage_rate = DamageRate()
         # Parsed headers by their bytes, which are read each time: a cached header cannot be stale.
         self._known = functools.lru_cache(_KNOWN)(parse_header)
 
@@ -207,8 +205,8 @@ class VerifiedReads:
         """Drops cached headers."""
         self._known.cache_clear()
 
-    def _read_twice[T](self, name: Name, fd: int, read: Callable[[ReadInto], T], *, certain: bool = False) -> T:
-        return self.read_twice(fd, read, lambda why: self.quarantine(name, identity_of(fd), why, certain=certain))
+    def _read_twice[T](self, name: Name, fd: int, read: Callable[[ReadInto], T]) -> T:
+        return self.read_twice(fd, read, lambda why: self.quarantine(name, identity_of(fd), why))
 
     def read_twice[T](self, fd: int, read: Callable[[ReadInto], T], condemn: Callable[[str], object]) -> T:
         """Reads from an open object, and a second time if it does not verify.
@@ -282,22 +280,16 @@ class VerifiedReads:
 
     # --------------------------------------------------------------------------------------------- ----- quarantine
 
-    def quarantine(self, name: Name, file: Identity, reason: str, *, certain: bool = False) -> bool:
+    def quarantine(self, name: Name, file: Identity, reason: str) -> bool:
         """Moves a damaged object to quarantine, unless its name has another file by now, which may be good.
 
         Args:
           file: identity of the damaged file.
           reason: recorded next to it.
-          certain: whether the object is known to be damaged. Otherwise, a reader that finds many damaged objects
-            suspects itself and moves none (`DamageRate`).
 
         Returns:
           Whether it was moved; on a read-only medium it is not.
         """
-        if not self._damage_rate.note(name.path) and not certain:
-            self.counters.add("quarantine_withheld")
-            return False
-
         aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
         # Under the lock, because a writer may replace the damaged file by a good one at any other time.
         with contextlib.suppress(OSError, StoreError), locked_shards(self.root, [name.folder]) as shards:
@@ -324,12 +316,11 @@ class VerifiedReads:
         """
         return len(keep_within(self.root, tenant, self._quarantine_bytes, self.expires, self.clock()))
 
-    def examine(self, name: Name, *, leaves: bool = True, certain: bool = False) -> Header | None:
+    def examine(self, name: Name, *, leaves: bool = True) -> Header | None:
         """Verifies every byte of an object's file, encrypted or not.
 
         Args:
           leaves: False verifies the header alone.
-          certain: as `quarantine`.
 
         Returns:
           The header; None if the object does not exist, or is damaged and so was moved to quarantine if possible.
@@ -348,7 +339,7 @@ class VerifiedReads:
 
         try:
             with open_regular(self.root, name.path, noatime=True) as fd:
-                return self._read_twice(name, fd, verified, certain=certain)
+                return self._read_twice(name, fd, verified)
         except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
             return None
 

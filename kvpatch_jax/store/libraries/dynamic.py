@@ -85,8 +85,7 @@ class DynamicLibrary[Store: TenantStore]:
         """
         bare, content = named_content(name, content, chunk, kind)
         with self._folder.changing():
-            least = self._folder.least(bare.kind, bare.name)
-            version = max([least, *self._folder.versions(bare.kind, bare.name)]) + 1
+            version = max(self._folder.versions(bare.kind, bare.name), default=0) + 1
             reference = Reference(bare.kind, bare.name, version)
             blob = entry_blob(reference, content, chunk, vector, metadata or {}, None)
             if chunk is not None:  # before its entry: nobody may find an entry without its chunk
@@ -100,10 +99,8 @@ class DynamicLibrary[Store: TenantStore]:
         kind, name = check_name(kind, name)
         with self._folder.changing():
             self._folder.purge(self._folder.name(kind, name))
-            least, versions = self._folder.least(kind, name), self._folder.versions(kind, name)
-            if not versions or versions[-1] < least:
-                return False
-            if self._folder.read(self._folder.name(kind, name, versions[-1])) is None:
+            versions = self._folder.versions(kind, name)
+            if not versions or self._folder.read(self._folder.name(kind, name, versions[-1])) is None:
                 return False
             version = versions[-1] + 1
             blob = withdrawn_blob(Reference(kind, name, version))
@@ -114,22 +111,15 @@ class DynamicLibrary[Store: TenantStore]:
     def open(self, kind: str, name: str, version: int | None = None) -> HeldReference | None:
         """Opens a version, by default the current one, and holds it until it is closed; None if it does not exist.
 
-        In an encrypted library, a version below the last published or withdrawn one is never the current one.
-
         Raises:
           InputError: no reference can have this kind or name.
           StoreIOError: it could not be opened.
         """
         kind, name = check_name(kind, name)
         while True:
-            # The floor is read first: a version is on the disk before its floor is raised to it.
-            least = self._folder.least(kind, name) if version is None else 0
             versions = self._folder.versions(kind, name)
             wanted = version if version is not None else max(versions, default=None)
             if wanted is None or wanted not in versions:
-                return None
-            if wanted < least:
-                self._folder.disk.counters.add("replayed")
                 return None
             own = self._folder.name(kind, name, wanted)
             with contextlib.ExitStack() as stack:

@@ -30,7 +30,6 @@ from ...cache import (
 from ...core import AnyArray
 from ...errors import InputError, NotFiniteError, StoreCorruptError
 from ...utils.kinds import expect_kind
-from ..disk.version_floor import number_of
 from ..format.header import MALFORMED, Header
 from ..format.known_words import expect_known
 from ..format.naming import Name, ObjectNames
@@ -41,7 +40,7 @@ from .retriever import as_vector
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
 """Content of a resource: text, an encoded file, pixels (or another array), or token ids."""
 
-_FIELDS = ("kind", "name", "version", "content", "digest", "chunk", "metadata", "withdrawn", "number")
+_FIELDS = ("kind", "name", "version", "content", "digest", "chunk", "metadata", "withdrawn")
 _CONTENTS = ("none", "array", "tokens", "str", "bytes")
 """Types of a content in an entry's body."""
 
@@ -60,7 +59,6 @@ class LibraryEntry:
       chunk: (backbone, id) of the chunk that was put with it, or None.
       withdrawn: whether this version withdraws the reference.
       path: path below the store's root.
-      number: number of an encrypted entry; earlier ones of its name have lower numbers.
     """
 
     reference: Reference
@@ -69,7 +67,6 @@ class LibraryEntry:
     chunk: tuple[str, str] | None = dataclasses.field(repr=False)
     withdrawn: bool
     path: str
-    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -266,8 +263,7 @@ def entry_of_header(header: Header, path: str) -> LibraryEntry:
     check_body(header.body)
     reference, chunk = _reference_and_chunk(header.body)
     nbytes = header.size + chunk_bytes(header.body)
-    number = number_of(header.body)
-    return LibraryEntry(reference, nbytes, header.expires, chunk, header.body["withdrawn"], path, number)
+    return LibraryEntry(reference, nbytes, header.expires, chunk, header.body["withdrawn"], path)
 
 
 def chunk_bytes(body: Mapping[str, Any]) -> int:
@@ -299,7 +295,6 @@ def check_body(body: Mapping[str, Any]) -> None:
         texts = (kind, name, body["content"], body["digest"])
         whole = all(type(text) is str for text in texts) and isinstance(body["metadata"], dict)
         whole = whole and check_name(kind, name) == (kind, name) and type(body["withdrawn"]) is bool
-        whole = whole and type(body.get("number", 0)) is int
         whole = whole and (version is None or (type(version) is int and 0 < version < _MOST_VERSIONS))
         whole = whole and (chunk is None or ([type(part) for part in chunk] == [str, str, int] and chunk[2] >= 0))
     except MALFORMED:

@@ -11,7 +11,6 @@ from ...errors import InputError, LibraryFullError, StoreCorruptError, StoreErro
 from ..disk.directory import DirectoryEntry
 from ..disk.quarantine import purge
 from ..disk.tenant_disk import TenantDisk, TenantStore
-from ..disk.version_floor import Floor, Floors, number_of
 from ..format.header import Header
 from ..format.naming import Name, name_at
 from ..format.objects import Arrays, Blob
@@ -67,7 +66,6 @@ class LibraryFolder:
         self.folder = os.path.dirname(tenant_disk.names.entry(library).folder)
         _make_folder(self.disk.root, self.folder)
         self._index = FolderIndex(self.disk, self.folder, self._look)
-        self._floors = Floors(self.disk)
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
         """Locks this library for changes. Raises StoreError."""
@@ -87,13 +85,8 @@ class LibraryFolder:
     def read(self, name: Name) -> Resource | None:
         """Reads and verifies a resource; None if it is absent, expired, withdrawn, or damaged.
 
-        A damaged one is moved to quarantine. It is also None, and left unchanged, if a later version of the library
-        wrote it, or if an encrypted static library has had a later entry of its name.
-
-        Raises:
-          StoreVersionError: a later version wrote the floor of an encrypted library.
+        A damaged one is moved to quarantine.
         """
-        floor = self._floors.of(name.folder)  # first, because an entry is written before its floor
         found = self.disk.get(name)
         if found is None:
             return None
@@ -109,39 +102,23 @@ class LibraryFolder:
         body, expires = header.body, header.expires
         if body["withdrawn"]:
             return None
-        if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
-            self.disk.counters.add("replayed")
-            return None
         return resource_of(body, arrays, expires)
 
     def listed(self) -> list[LibraryEntry]:
-        """Lists every entry that has not expired, unordered. Each header is read once.
+        """Lists every entry that has not expired, unordered, older versions of dynamic references too.
 
-        Replayed static entries of an encrypted library are left out. Older versions of dynamic references are not,
-        because readers may hold them.
+        Each header is read once.
         """
-        now, floors = self.disk.clock(), self._floors.all(self.folder)
-        found: list[LibraryEntry] = []
-        for seen in self._index.refresh().values():
-            entry = seen.entry
-            if entry is None or not _lives(entry, now):
-                continue
-            if entry.reference.version is not None or _is_last(entry, floors.get(os.path.dirname(entry.path))):
-                found.append(entry)
-        return found
+        now = self.disk.clock()
+        entries = [seen.entry for seen in self._index.refresh().values()]
+        return [entry for entry in entries if entry is not None and _lives(entry, now)]
 
     def newest(self) -> dict[tuple[str, str], LibraryEntry]:
-        """Maps (kind, name) of every dynamic reference to its newest version, unless that is below its floor."""
-        floors, newest = self._floors.all(self.folder), dict[tuple[str, str], LibraryEntry]()
+        """Maps (kind, name) of every dynamic reference to its newest version."""
+        newest: dict[tuple[str, str], LibraryEntry] = {}
         for entry in sorted(self.listed(), key=lambda entry: entry.reference.version or 0):
             newest[entry.reference.kind, entry.reference.name] = entry
-        return {key: entry for key, entry in newest.items() if _is_last(entry, floors.get(os.path.dirname(entry.path)))}
-
-    def least(self, kind: str, name: str) -> int:
-        """Returns the lowest version of an encrypted dynamic reference that may be the current one."""
-        own = self.name(kind, name)
-        floor = self._floors.of(own.folder)
-        return 0 if floor is None else floor.numbers.get(own.chunk, 0)
+        return newest
 
     def at(self, name: Name) -> LibraryEntry | None:
         """Returns the entry of a name; None if there is none, or it has expired."""
@@ -164,7 +141,7 @@ class LibraryFolder:
         """Bytes of all entries that have not expired."""
         _, nbytes, expiring = self._index.look()
         now = self.disk.clock()
-        if not self._floors.kept and all(now < expires for expires in expiring.values()):
+        if all(now < expires for expires in expiring.values()):
             return nbytes
         return sum(entry.nbytes for entry in self.listed())
 
@@ -176,8 +153,6 @@ class LibraryFolder:
         if self._remove_expired(expiring):
             seen, nbytes, _ = self._index.look(name.path)
         entry = self._current(seen)
-        if self._floors.kept:  # replayed entries do not count
-            nbytes = sum(listed.nbytes for listed in self.listed())
         return entry, nbytes - (0 if entry is None else entry.nbytes)
 
     def put(self, name: Name, blob: Blob) -> None:
@@ -187,13 +162,11 @@ class LibraryFolder:
           StoreError: as `ChunkStore.put`; the previous entry stays.
         """
         self.tenant_disk.expect_open()
-        self._floors.put(name, blob)
+        self.disk.put(name, self.disk.encryption.sealed(blob, name.file))
 
     def remove(self, entry: LibraryEntry, store: TenantStore) -> bool:
         """Deletes an entry, and its chunk as `delete_unused_chunk`. Returns whether the entry existed."""
         gone = self.disk.delete(entry.path)
-        if entry.reference.version is None:
-            self._floors.removed([entry.path])
         self.delete_unused_chunk(entry.chunk, store)
         return gone
 
@@ -201,7 +174,7 @@ class LibraryFolder:
         """Deletes a chunk (backbone, id) of an entry, unless another entry of this library has it."""
         if chunk is None:
             return
-        # The index only counts, which is fast. The list leaves out expired and replayed entries, which keep no chunk.
+        # The index only counts, which is fast. The list leaves out expired entries, which keep no chunk.
         if self._index.has_chunk(chunk) and any(entry.chunk == chunk for entry in self.listed()):
             return
         store.delete(chunk[1], chunk[0])
@@ -219,18 +192,12 @@ class LibraryFolder:
     def _remove_expired(self, expiring: Mapping[str, float]) -> int:
         now = self.disk.clock()
         paths = [path for path, expires in expiring.items() if now >= expires]
-        gone = [path for path in paths if self.disk.delete(path, self.disk.has_expired)]
-        self._floors.removed(gone)
-        return len(gone)
+        return sum(self.disk.delete(path, self.disk.has_expired) for path in paths)
 
     def _current(self, seen: CachedEntry | None) -> LibraryEntry | None:
-        """Returns the entry of a file, unless it has expired or was replayed."""
+        """Returns the entry of a file, unless it has expired."""
         entry = None if seen is None else seen.entry
-        if entry is None or not _lives(entry, self.disk.clock()):
-            return None
-        if entry.reference.version is not None:
-            return entry
-        return entry if _is_last(entry, self._floors.of(os.path.dirname(entry.path))) else None
+        return None if entry is None or not _lives(entry, self.disk.clock()) else entry
 
     def _look(self, file: DirectoryEntry) -> CachedEntry:
         name = name_at(file.path)
@@ -254,11 +221,6 @@ def _check(header: Header, arrays: Arrays) -> tuple[Header, Arrays]:
     check_body(header.body)
     check_resource(header.body, arrays, header.expires)
     return header, arrays
-
-
-def _is_last(entry: LibraryEntry, floor: Floor | None) -> bool:
-    """Returns whether an entry is the last one of its name, according to the floor of its folder."""
-    return floor is None or floor.takes(name_at(entry.path).chunk, entry.number)
 
 
 def _lives(entry: LibraryEntry, now: float) -> bool:

@@ -1,8 +1,7 @@
-"""Retrieval of resources by vectors: nearest by cosine, exactly or approximately.
+"""Retrieval of resources by vectors: nearest by cosine.
 
 A vector is an encoder output pooled over its tokens, so that images are found by an image. A search is one small matrix
-product on the host, so it may run between two decoding steps. The approximate retriever is an inverted file: each
-vector is in the list of its nearest centroid (k-means), and a search reads only the nearest few lists.
+product on the host, so it may run between two decoding steps.
 """
 
 import threading
@@ -16,8 +15,6 @@ from ...core import AnyArray
 from ...errors import InputError, NotFiniteError, ShapeError
 
 Vector = Float[AnyArray, " D"]
-_SAMPLE = 64  # vectors per centroid for k-means
-_BLOCK = 1 << 14
 _ROUNDING = 1e-5
 """Upper limit of the rounding error of a score of float32 unit vectors."""
 
@@ -92,7 +89,7 @@ class _VectorRows:
     def matrix(self) -> np.ndarray:
         return self._room[: len(self.ids)]
 
-    def set(self, id: str, vector: np.ndarray) -> int:
+    def set(self, id: str, vector: np.ndarray) -> None:
         if not isinstance(id, str):
             raise InputError(f"retriever: got id {id!r:.80}; expected a str")
         row = self.row_of.get(id)
@@ -102,28 +99,23 @@ class _VectorRows:
                 self._room = np.concatenate([self._room, np.empty_like(self._room)])
             self.ids.append(id)
         self._room[row] = vector
-        return row
 
-    def remove(self, id: str) -> tuple[int, int]:
-        """Removes an id. Returns its row, and the row that was moved there."""
-        row, last = self.row_of.pop(id), len(self.ids) - 1
-        moved = self.ids.pop()
-        if row != last:
+    def remove(self, id: str) -> None:
+        row, moved = self.row_of.pop(id), self.ids.pop()
+        if row != len(self.ids):
             self.ids[row] = moved
             self.row_of[moved] = row
-            self._room[row] = self._room[last]
-        return row, last
+            self._room[row] = self._room[len(self.ids)]
 
-    def best(self, rows: np.ndarray | None, query: np.ndarray, k: int) -> tuple[list[str], np.ndarray]:
-        """Returns the k best of some rows, or of all; equal scores are ordered by id."""
-        scores = (self.matrix if rows is None else self.matrix[rows]) @ query
+    def best(self, query: np.ndarray, k: int) -> tuple[list[str], np.ndarray]:
+        """Returns the k best; equal scores are ordered by id."""
+        scores = self.matrix @ query
         count = min(k, len(scores))
         if not count:
             return [], np.empty(0, np.float32)
         bar = np.partition(scores, len(scores) - count)[len(scores) - count]
 
-        near = np.flatnonzero(scores >= bar - _ROUNDING)
-        found = near if rows is None else rows[near]
+        found = np.flatnonzero(scores >= bar - _ROUNDING)
         # A matrix product rounds a row depending on its position: equal vectors would have unequal scores.
         exact = np.einsum("nd,d->n", self.matrix[found], query, dtype=np.float64)
         ranked = sorted(zip((-exact).tolist(), (self.ids[row] for row in found), strict=True))[:count]
@@ -162,143 +154,14 @@ class ExactRetriever:
     def remove(self, id: str) -> bool:
         """Removes an id. Returns whether it was known."""
         with self._lock:
-            return id in self._rows.row_of and bool(self._rows.remove(id))
+            known = id in self._rows.row_of
+            if known:
+                self._rows.remove(id)
+            return known
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
         """Returns the at most k ids nearest to a query [D], nearest first, with cosines. Raises as `add`."""
         _check_k(k)
         unit = _unit(query, self._rows.width)
         with self._lock:
-            return self._rows.best(None, unit, k)
-
-
-class ApproximateRetriever:
-    """Retriever that searches the nearest few lists of an inverted file. Thread-safe.
-
-    It is exact up to `exact_below` vectors. Above, there are about 8√n lists, rebuilt whenever the number of vectors
-    has doubled. `recall` measures the share of ids that it finds.
-
-    Args:
-      width: dimension D of the vectors.
-      probes: share of the lists that a search reads, above 0 and up to 1 (then it is exact).
-      exact_below: number of vectors.
-      seed: seed of the first centroids.
-
-    Raises:
-      InputError: `probes` is out of range.
-    """
-
-    FINENESS = 8
-    """Lists per √n. Many small lists approximate a query's neighbourhood better than a few large ones."""
-
-    def __init__(self, width: int, *, probes: float = 0.2, exact_below: int = 1024, seed: int = 0):
-        if not 0 < probes <= 1:
-            raise InputError(f"retriever: got probes {probes}; expected a number above 0 and up to 1")
-        self._rows = _VectorRows(width)
-        self._probes, self._threshold, self._random = probes, max(exact_below, 2), np.random.default_rng(seed)
-        self._centroids = np.empty((0, width), np.float32)
-        self._file_of: list[int] = []
-        self._files: list[set[int]] = []
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, id: str, vector: Vector) -> None:
-        """Adds a vector, as `ExactRetriever.add`. Rebuilds the lists if the number of vectors has doubled."""
-        unit = _unit(vector, self._rows.width)
-        with self._lock:
-            known = id in self._rows.row_of
-            row = self._rows.set(id, unit)
-            if known:
-                self._unfile(row)
-            else:
-                self._file_of.append(-1)
-            if len(self._rows) > self._threshold:
-                self._make_files()
-            elif self._files:
-                self._file(row, int(np.argmax(self._centroids @ unit)))
-
-    def remove(self, id: str) -> bool:
-        """Removes an id. Returns whether it was known."""
-        with self._lock:
-            if id not in self._rows.row_of:
-                return False
-            row, last = self._rows.remove(id)
-            self._unfile(row)
-            if row != last:
-                file = self._file_of[last]
-                self._unfile(last)
-                self._file(row, file)
-            self._file_of.pop()
-            return True
-
-    def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """Returns at most k of the ids nearest to a query [D], nearest first, with cosines. Raises as `add`.
-
-        Reads more lists if the nearest ones have fewer than k vectors.
-        """
-        _check_k(k)
-        unit = _unit(query, self._rows.width)
-        with self._lock:
-            return self._rows.best(self._candidates(unit, k) if self._files else None, unit, k)
-
-    def _candidates(self, unit: np.ndarray, k: int) -> np.ndarray:
-        order = np.argsort(-(self._centroids @ unit))
-        least = int(np.ceil(self._probes * len(self._files)))
-        rows: list[int] = []
-        for place, file in enumerate(order):
-            if place >= least and len(rows) >= k:
-                break
-            rows.extend(self._files[file])
-        return np.array(rows, np.int64)
-
-    def _file(self, row: int, file: int) -> None:
-        self._file_of[row] = file
-        if file >= 0:
-            self._files[file].add(row)
-
-    def _unfile(self, row: int) -> None:
-        if self._file_of[row] >= 0:
-            self._files[self._file_of[row]].discard(row)
-
-    def _make_files(self) -> None:
-        matrix = self._rows.matrix
-        count = min(int(self.FINENESS * np.sqrt(len(matrix))), len(matrix) // 2)
-        sample = self._random.choice(len(matrix), min(len(matrix), _SAMPLE * count), replace=False)
-        self._centroids = centroids(matrix[sample], count, self._random)
-        self._file_of = _nearest(matrix, self._centroids).tolist()
-        self._files = [set() for _ in self._centroids]
-        for row, file in enumerate(self._file_of):
-            self._files[file].add(row)
-        self._threshold = 2 * len(matrix)
-
-
-def _nearest(vectors: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    blocks = (vectors[start : start + _BLOCK] @ chosen.T for start in range(0, len(vectors), _BLOCK))
-    return np.concatenate([np.argmax(scores, axis=1) for scores in blocks])
-
-
-def centroids(
-    vectors: Float[np.ndarray, "n D"], count: int, random: np.random.Generator, rounds: int = 8
-) -> Float[np.ndarray, "m D"]:
-    """Computes unit centroids of unit vectors by spherical k-means. An empty cluster restarts at a random vector."""
-    chosen = vectors[random.choice(len(vectors), count, replace=False)]
-    for _ in range(rounds):
-        nearest = _nearest(vectors, chosen)
-        order = np.argsort(nearest, kind="stable")
-        there, starts = np.unique(nearest[order], return_index=True)
-        sums = vectors[random.choice(len(vectors), count)]
-        sums[there] = np.add.reduceat(vectors[order], starts, axis=0)
-        norms = np.linalg.norm(sums, axis=1, keepdims=True)
-        chosen = np.where(norms > 0, sums / np.maximum(norms, np.float32(1e-30)), chosen)
-    return chosen
-
-
-def recall(found: Retriever, exact: Retriever, queries: Float[AnyArray, "n D"], k: int = 10) -> Float[np.ndarray, " n"]:
-    """Returns for each query the share of the k ids nearest by `exact` that `found` finds too."""
-    shares = []
-    for query in np.asarray(queries):
-        wanted = set(exact.search(query, k)[0])
-        shares.append(len(wanted & set(found.search(query, k)[0])) / max(len(wanted), 1))
-    return np.array(shares)
+            return self._rows.best(unit, k)

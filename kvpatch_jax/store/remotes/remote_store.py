@@ -85,12 +85,12 @@ class RemoteStore:
     Acknowledged writes are as durable as the service. Reads are verified as those of the disk. Nothing is destroyed on
     one reader's word: damage is a verdict after a second read, and a damaged object stays (see `damaged`, `drop`); an
     expired one is a miss and stays until `collect`; objects of another version of the format are left alone. Every
-    call ends within the limits of `patience`, and fails immediately while the circuit breaker is open.
+    call ends within the limits of `patience`.
 
     Args:
       adapter: the service.
       clock: returns seconds since the epoch.
-      patience: time limits, number of tries, and settings of the circuit breaker, for all users of this object.
+      patience: time limits and number of tries.
 
     Raises:
       InputError: the adapter lacks a method, or the patience has another type.

@@ -1,11 +1,11 @@
-"""An adapter with time limits, retries and a circuit breaker, whose conditional writes survive a lost answer."""
+"""An adapter with time limits and retries, whose conditional writes survive a lost answer."""
 
 from collections.abc import Callable
 from typing import Literal
 
 from ...errors import StoreIOError, StoreUnreachableError
 from .adapter import ANY, Condition, Expected, RemoteAdapter, RemoteValue
-from .retry_policy import CircuitBreaker, RetryPolicy
+from .retry_policy import RetryPolicy
 from .time_limit import call_within
 
 
@@ -17,11 +17,11 @@ class RetryingAdapter:
 
     Args:
       adapter: the adapter to be called.
-      patience: limits, tries, and settings of the circuit breaker, for all callers together.
+      patience: limits and tries.
     """
 
     def __init__(self, adapter: RemoteAdapter, patience: RetryPolicy):
-        self._adapter, self._circuit = adapter, CircuitBreaker(patience)
+        self._adapter, self._patience = adapter, patience
 
     def _ask[T](self, what: str, call: Callable[[], T], nbytes: int = 0) -> tuple[T, bool]:
         """Calls with retries. Also returns whether the answer of an earlier try was lost."""
@@ -42,7 +42,7 @@ class RetryingAdapter:
                     f"remote store: {what}: got {error!r:.200}; expected the service to do it"
                 ) from error
 
-        return self._circuit.attempt(what, limited, nbytes), lost
+        return self._patience.attempt(limited, nbytes), lost
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> RemoteValue | None:
         """Reads a range of a value. Without `stop`, the time limit counts no bytes. Raises StoreIOError."""

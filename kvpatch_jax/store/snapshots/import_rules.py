@@ -132,10 +132,9 @@ def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
             same = os.path.sameopenfile(here, there)
 
     with typed_errors("store: add"):
-        # The source's bytes are verified already. This reader can be trusted (`certain`), because it has just verified
-        # all the imported objects.
+        # The source's bytes are verified already.
         try:
-            header = disk.examine(name, leaves=not same, certain=True)
+            header = disk.examine(name, leaves=not same)
         except StoreVersionError:
             return True
 

@@ -110,8 +110,7 @@ class ProcessGroup:
             )
         if not found.all():
             raise InputError(
-                f"store {root}: got another root in process {int(np.argmin(found))}; expected one that "
-                "all share, or StoreItem(..., shared=False)"
+                f"store {root}: got another root in process {int(np.argmin(found))}; expected one that all share"
             )
 
 

@@ -36,9 +36,9 @@ class StoreItem:
     processes. All have the same in the same order; arrays that are not sharded are taken from the first process.
     `StoreItem(placement=...)` loads arrays without a store, as `contents`, onto any mesh.
 
-    Several processes save and load together, each with its own store object, over one root or over a root each, into a
-    checkpoint on a shared file system. Orbax names a checkpoint when the first process is done; so all processes wait
-    for all, and if one fails all raise: there is no partial checkpoint. Arrays of a store take one process.
+    Several processes save and load together, each with its own store object over one root, into a checkpoint on a
+    shared file system. Orbax names a checkpoint when the first process is done; so all processes wait for all, and if
+    one fails all raise: there is no partial checkpoint. Arrays of a store take one process.
 
     Args:
       store: the store.
@@ -47,9 +47,6 @@ class StoreItem:
       placement: a sharding or device for kv [L, T, K, H], or one per channel: each device reads its own part. By
         default kv are on the host.
       copy, skip_damaged: as for `save_snapshot` and `load_snapshot`.
-      shared: whether all processes have one root. Then the first process saves it, after the queued puts of all are
-        durable, and loads it. Otherwise each saves its own root, and loads its share of the saved ones: a single one
-        whole, or of several every n-th, where n is the present number of processes.
       timeout: seconds for which processes wait for one another.
 
     Attributes:
@@ -69,7 +66,6 @@ class StoreItem:
         placement: Placement | None = None,
         copy: bool = False,
         skip_damaged: bool = False,
-        shared: bool = True,
         timeout: float | int = TIMEOUT,
     ):
         if arrays if store is None else contents is not None or placement is not None:
@@ -78,13 +74,13 @@ class StoreItem:
                 "(with arrays or not), or contents to save, or a placement to load"
             )
         self.store, self.arrays, self.contents, self.placement = store, arrays, contents, placement
-        self.copy, self.skip_damaged, self.shared, self.timeout = copy, skip_damaged, shared, timeout
+        self.copy, self.skip_damaged, self.timeout = copy, skip_damaged, timeout
         self.summary: Summary | None = None
 
     def _together(self) -> ProcessGroup:
         """Starts the operation without awaiting, so that its order among other items is the same in every process."""
         together = ProcessGroup(self.timeout)
-        if self.shared and self.store is not None:
+        if self.store is not None:
             together.expect_one_root(self.store.tenant_disk.disk.root)
         return together
 
@@ -92,7 +88,7 @@ class StoreItem:
         """Starts to save; Orbax calls it, and awaits the result in the background.
 
         Raises:
-          InputError: there is nothing to save, or the item is `shared`, and a process has another root.
+          InputError: there is nothing to save, or a process has another root.
           DtypeError: objects cannot hold a dtype of the contents.
           StoreReadOnlyError: the root is read-only, so that its equality cannot be checked.
         """
@@ -144,28 +140,19 @@ class StoreItem:
         return saved()
 
     def _save(self, store: TenantStore, path: str, together: ProcessGroup) -> None:
-        folders = [path] if self.shared else [_folder(path, index, together.count) for index in range(together.count)]
-
         error: Exception | None = None
         try:
-            if self.shared:
-                self._save_shared(store, path, together)
-            else:
-                with typed_errors(f"checkpoint {path}: write"):
-                    os.mkdir(folders[together.index], 0o700)
-                self.summary = save_objects(store, folders[together.index], copy=self.copy)
+            self._save_shared(store, path, together)
         except Exception as raised:  # whatever failed, the others must not wait for this process in vain
             error = raised
 
         together.wait()
-        missing = [index for index, folder in enumerate(folders) if not os.path.exists(f"{folder}/{MANIFEST}")]
+        missing = not os.path.exists(f"{path}/{MANIFEST}")
         together.wait()  # when the first process returns, Orbax renames the directory in which the others look
         if error is not None:
             raise error
         if missing:
-            raise StoreSnapshotError(
-                f"checkpoint {path}: got no snapshot of process {missing[0]}; expected one of each"
-            )
+            raise StoreSnapshotError(f"checkpoint {path}: got no snapshot of the first process; expected one")
 
     def _save_shared(self, store: TenantStore, path: str, together: ProcessGroup) -> None:
         """Saves the shared root in the first process, after the puts of all."""
@@ -212,17 +199,12 @@ class StoreItem:
 
             self.contents = load_contents(path, self.placement)
             return
-        folders = _snapshots(path)
         if together.count > 1 and holds_arrays(path):
             from .arrays import expect_one_process
 
             expect_one_process("a store from arrays")  # in every process
-        if self.shared:
-            folders = folders if together.index == 0 else []
-        elif len(folders) > 1:
-            folders = folders[together.index :: together.count]
-        for folder in folders:
-            self.summary = load_objects(self.store.tenant_disk, folder, copy=self.copy, skip_damaged=self.skip_damaged)
+        if together.index == 0:
+            self.summary = load_objects(self.store.tenant_disk, path, copy=self.copy, skip_damaged=self.skip_damaged)
 
 
 def _make_private(path: str) -> None:
@@ -230,21 +212,6 @@ def _make_private(path: str) -> None:
     if "://" not in path:
         with typed_errors(f"checkpoint {path}: write"):
             make_private(path)
-
-
-def _folder(path: str, index: int, count: int) -> str:
-    return f"{path}/process-{index:05d}-of-{count:05d}"
-
-
-def _snapshots(path: str) -> list[str]:
-    """Returns an item's snapshots: one, or one per saving process. Raises StoreSnapshotError if one is missing."""
-    found = sorted(name for name in os.listdir(path) if name.startswith("process-")) if os.path.isdir(path) else []
-    if not found:
-        return [path]
-    folders = [_folder(path, index, len(found)) for index in range(len(found))]
-    if [os.path.basename(folder) for folder in folders] != found:
-        raise StoreSnapshotError(f"checkpoint {path}: got {found}; expected a snapshot of every process that saved")
-    return folders
 
 
 def local_path(directory: Any) -> str:

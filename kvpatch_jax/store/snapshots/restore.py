@@ -209,10 +209,10 @@ def _incoming(
 
 
 def _keeps_name(name: Name, tenant_disk: TenantDisk) -> bool:
-    """Returns whether a file may come in unread: it is the tenant's, and not in a library that counts or numbers."""
-    names, numbers = tenant_disk.names, tenant_disk.disk.encryption.check is not None
+    """Returns whether a file may come in unread: it is the tenant's, and not in a library that counts."""
+    names = tenant_disk.names
     own = name.path.startswith((f"{names.space}/", f"{names.libraries}/"))
-    return own and not (numbers and name.kind == "entry") and not is_counted(tenant_disk, name)
+    return own and not is_counted(tenant_disk, name)
 
 
 def _renamed(unchanged: ImportCandidate, header: Header, arrays: Arrays, tenant_disk: TenantDisk) -> ImportCandidate:

@@ -14,8 +14,8 @@ from ..format.codec import canonical_of, digest_in
 from ..format.host_memory import memory_of
 from ..format.naming import Name, part_of, unreduced_part
 from ..format.objects import Blob, VerifiedObject, Version, planned_header
-from .device_placement import LayerStream, Placement, place_chunk, placement_key
-from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
+from .device_placement import LayerStream, Placement, place_chunk
+from .memory import CANONICAL, CacheEntry, MemoryTier
 from .remote_tier import PendingObject, RemoteTier
 from .shared_host_tier import SharedHostTier, TenantHostTier
 from .writer import Writer
@@ -28,13 +28,12 @@ _NOT_A_CHUNK = (StoreError, KeyError, IndexError, TypeError, ValueError, Attribu
 
 
 class TieredReader:
-    """Reads one tenant's objects and caches them in memory: as host arrays, and as chunks placed on devices.
+    """Reads one tenant's objects and caches them in memory.
 
     Args:
       tenant_disk: the disk, the tenant's budgets and its counters.
       writer: its queued objects are read before the disk's.
       remote: read after the disk, which then keeps a copy; None: no remote store.
-      policy: eviction policy of both memory tiers.
       host_tier: host tier that it shares with the readers of other tenants, in place of one of its own.
 
     Raises:
@@ -46,13 +45,12 @@ class TieredReader:
         tenant_disk: TenantDisk,
         writer: Writer,
         remote: RemoteTier | None,
-        policy: Policy,
         host_tier: SharedHostTier | None = None,
     ):
         self._tenant_disk, self._disk, self._writer, self._remote = tenant_disk, tenant_disk.disk, writer, remote
         self._counters, budget = tenant_disk.counters, tenant_disk.budget
-        common = (policy, tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)
-        self.host: MemoryTier[Any] | TenantHostTier = MemoryTier("host", budget.host, *common)
+        common = (tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)
+        self.host: MemoryTier[Any] | TenantHostTier = MemoryTier(budget.host, *common)
         if host_tier is not None:
             root, space = tenant_disk.disk.root, tenant_disk.names.space
             self.host = host_tier.of_tenant(root, space, tenant_disk.pinned, tenant_disk.counters)
@@ -60,25 +58,20 @@ class TieredReader:
         # their pool alive, and a store that was dropped without closing would never be freed.
         host = weakref.ref(self.host)
         self._disk.buffers.bound_by(lambda: 0 if (tier := host()) is None else tier.room)
-        self.device: MemoryTier[Chunk] = MemoryTier("device", budget.device, *common)
 
     # ---------------------------------------------------------------------------------------------- memory
 
     def replaced(self, name: Name) -> None:
         """Drops the copies of an object that was written again."""
         self.host.drop(name.path)
-        if name.kind == "kv" and self.device.budget:
-            self.device.drop_chunk(name.chunk_key)
 
     def drop_chunk(self, chunk: str) -> None:
         """Drops the copies of all objects of a chunk, by its key."""
         self.host.drop_chunk(chunk)
-        self.device.drop_chunk(chunk)
 
     def clear(self) -> None:
         """Drops all copies, and cached headers."""
         self.host.clear()
-        self.device.clear()
         self._disk.forget()
 
     # --------------------------------------------------------------------------------------------- reading
@@ -149,22 +142,9 @@ class TieredReader:
         return value, pending.header.revision
 
     def load_placed(self, name: Name, placement: Placement) -> CacheEntry[Chunk] | None:
-        """Reads a canonical onto devices, and keeps it in the device tier. Otherwise as `load`."""
-        began, key = time.perf_counter(), (name.path, placement_key(placement))
-        # A queued write is newer than the disk's object, and so than the device's copy.
-        entry: CacheEntry[Chunk] | None = None if self._writer.has(name) else self._cached(self.device, key, name)
-        if entry is not None:
-            self._count_read("device", began)
-            return entry
-
+        """Reads a canonical onto devices. Otherwise as `load`."""
         host = self.load(name, canonical_of(name.part), CANONICAL)
-        if host is None:
-            return None
-        placed = place_chunk(host.value, placement)
-        entry = dataclasses.replace(host, value=placed, nbytes=placed.nbytes)
-        if host.version is not None:  # only what is on the disk is cached: the disk tells when it is replaced
-            self.device.put(key, entry)
-        return entry
+        return None if host is None else dataclasses.replace(host, value=place_chunk(host.value, placement))
 
     def stream(self, name: Name, placement: Placement | None) -> LayerStream | None:
         """Opens a canonical for reading layer by layer, from the queue, the disk or the remote store; None: a miss."""

@@ -12,7 +12,6 @@ from ...errors import (
     StoreError,
     StoreFullError,
     StoreIOError,
-    StoreUnreachableError,
     StoreVersionError,
 )
 from ..disk.counters import Counters
@@ -32,12 +31,6 @@ _SHORTEST, _LONGEST = 0.2, 30.0
 """Seconds between attempts during an outage: doubled after each."""
 _IDLE = 5.0
 """Seconds without work after which the thread ends."""
-
-
-def count_failure(counters: Counters, error: StoreError) -> None:
-    """Counts a call of the remote store that failed: as skipped if the circuit breaker prevented it."""
-    skipped = isinstance(error, StoreUnreachableError) and not error.asked
-    counters.add("remote_skipped" if skipped else "remote_errors")
 
 
 class RemoteSender:
@@ -195,7 +188,7 @@ class RemoteSender:
         except StoreCorruptError:
             self._counters.add("outbox_damaged")
         except StoreError as error:
-            count_failure(self._counters, error)
+            self._counters.add("remote_errors")
             return error
         except OSError:
             self._counters.add("read_errors")

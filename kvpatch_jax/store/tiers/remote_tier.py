@@ -25,7 +25,7 @@ from ..format.objects import Blob, blob_of
 from ..io.files import typed_errors
 from ..io.thread_pool import ThreadPool
 from ..remotes.remote_store import RemoteStore
-from .remote_sender import RemoteSender, count_failure
+from .remote_sender import RemoteSender
 
 _callers = ThreadPool(8, "kvpatch-remote")
 
@@ -85,7 +85,7 @@ class Resync(NamedTuple):
 class RemoteReader:
     """Access to the objects of a remote store. Decrypts what it reads.
 
-    Counts failures as `remote_errors`, calls that the circuit breaker prevented as `remote_skipped`, reads that failed
+    Counts failures as `remote_errors`, reads that failed
     verification twice as `remote_damaged`, reads that passed the second time as `unsteady_reads`, and objects of
     another version of the format as `other_format`.
     """
@@ -98,8 +98,8 @@ class RemoteReader:
     def _counted(self) -> Iterator[None]:
         try:
             yield
-        except StoreIOError as error:
-            count_failure(self._counters, error)
+        except StoreIOError:
+            self._counters.add("remote_errors")
             raise
         except StoreCorruptError:
             self._counters.add("remote_damaged")

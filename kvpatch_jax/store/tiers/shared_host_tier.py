@@ -36,7 +36,7 @@ class SharedHostTier:
         # Weakly: a store that nobody uses any more must not be kept by its part of the tier.
         self._parts: dict[str, list[weakref.ref[TenantHostTier]]] = {}
         self._nbytes: dict[str, int] = {}
-        self._tier: MemoryTier[Any] = MemoryTier("host", self.budget, pinned=self._is_pinned, left=self._note_left)
+        self._tier: MemoryTier[Any] = MemoryTier(self.budget, pinned=self._is_pinned, left=self._note_left)
         self._lock = threading.Lock()
         register_fork_guard(self)
 

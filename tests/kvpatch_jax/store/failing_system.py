@@ -113,24 +113,3 @@ class OneKill(OneFailure):
         if super()._due(name):
             os.kill(os.getpid(), signal.SIGKILL)
         return False
-
-
-@contextlib.contextmanager
-def read_only(code: int = errno.EROFS) -> Iterator[None]:
-    """All calls that write fail, as on a file system mounted for reading; root, too, may not write there."""
-
-    def refused(*_: Any, **__: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    opening = os.open
-
-    def opened(path: Any, flags: int, *more: Any, **others: Any) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            refused()
-        return opening(path, flags, *more, **others)
-
-    with pytest.MonkeyPatch.context() as patched:
-        for name in WRITES:
-            patched.setattr(os, name, refused)
-        patched.setattr(os, "open", opened)
-        yield

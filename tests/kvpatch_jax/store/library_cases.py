@@ -11,7 +11,6 @@ from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary,
 
 KEY = b"one key of the store, 32 bytes at least"
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-WAYS = ["link", "copy", "whole", "orbax", "arrays"]
 
 
 def opened(root: Path, tenant: str = "one", key: bytes | None = None, **budget: int) -> ChunkStore:

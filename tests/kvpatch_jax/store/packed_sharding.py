@@ -30,7 +30,7 @@ SPECS = {
 def main(folder: Path) -> None:
     whole = chunk_of(layout=LAYOUT, tokens=64)
     chunk, placed = kvp.encode_chunk(whole, "k4v4"), 0
-    with ChunkStore(folder / "store", budget=Budget(device=1 << 22)) as store:
+    with ChunkStore(folder / "store", budget=Budget()) as store:
         store.put(chunk)
         for word, (shape, spec, codes) in SPECS.items():
             axes = ("a", "b")[: len(shape)]

@@ -1,8 +1,11 @@
 """Small chunks and patches for the tests of the store; NumPy on the host, so that child processes start fast."""
 
 import functools
+import json
 import os
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata, antecedent_of
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.store.format.codec import unchecked_chunk
+from kvpatch_jax.store.format.header import PAGE
 from kvpatch_jax.store.format.naming import Name
 
 LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
@@ -91,6 +95,20 @@ def name_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) ->
 
 def file_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) -> Path:
     return Path(store.disk.root) / name_of(store, chunk, encoding).path
+
+
+def rewritten(raw: bytes, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
+    """An object whose header and body `change` has changed, in place; the header's checksum is right."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    tree = json.loads(raw[8:end])
+    body = json.loads(tree["__metadata__"]["body"])
+    change(tree, body)
+    tree["__metadata__"]["body"] = json.dumps(body)
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    new, at = len(text).to_bytes(8, "little") + text, 8 + len(b'{"__metadata__":{"header_crc":"')
+    blank = new[:at] + b"0" * 8 + new[at + 8 :]
+    return new[:at] + b"%08x" % zlib.crc32(blank) + new[at + 8 :] + raw[end:]
 
 
 def place_of(call: tuple, more: dict[str, Any]) -> str:

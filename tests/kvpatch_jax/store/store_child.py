@@ -236,7 +236,7 @@ def operate(root: str, worker: int, steps: int, versions: int, **more: object) -
 
 def stress(root: str, worker: int, steps: int, output: str, **more: object) -> None:
     """Everything at once, on three threads, for `steps` seconds; each thread shows in a file that it goes on."""
-    store = ChunkStore(root, budget=Budget(host=40_000, disk=200_000), policy="slru", queue=50_000)
+    store = ChunkStore(root, budget=Budget(host=40_000, disk=200_000), queue=50_000)
     deadline, failed = time.monotonic() + steps, []
 
     def go(thread: int) -> None:
@@ -364,7 +364,7 @@ def fork_remote(root: str, **more: object) -> None:
                 call()
             except StoreUnreachableError as error:
                 say("child", "forked" in str(error))
-        say("child has", store.counters["remote_errors"], other.counters["remote_skipped"])
+        say("child has", store.counters["remote_errors"], other.counters["remote_errors"])
 
 
 def fork_fetch(root: str, **more: object) -> None:

@@ -116,13 +116,11 @@ class Scenario:
     Attributes:
       act: the operations, each between `log.begin` and `log.end`.
       first: what is there before.
-      damaged: ids whose file is damaged from the beginning.
       remote: whether there is a remote store, which is not cut.
     """
 
     act: Callable[[ChunkStore, Words], None]
     first: Effects
-    damaged: tuple[str, ...] = ()
     remote: bool = False
 
 
@@ -143,9 +141,6 @@ def prepare(root: Path, scenario: "Scenario", remote: Path | None) -> None:
             kind, _, id = key.partition(":")
             if seed is not None:
                 put_any(store, kind, id, seed)
-        for id in scenario.damaged:
-            store.put(chunk_of(id, 1))
-            flip_last_byte(file_of(store, chunk_of(id, 1)))
 
 
 def expect(store: ChunkStore, scenario: "Scenario", expected: dict[str, set[int | None]]) -> None:
@@ -153,7 +148,7 @@ def expect(store: ChunkStore, scenario: "Scenario", expected: dict[str, set[int 
     for key, seeds in expected.items():
         found = seed_of(store, key)
         assert found in seeds, f"{key}: got {found}; expected one of {seeds}"
-    assert store.counters["quarantined"] <= len(scenario.damaged), "a file under its name is not whole"
+    assert store.counters["quarantined"] == 0, "a file under its name is not whole"
     store.collect()
     assert os.listdir(f"{store.disk.root}/tmp") == []
     for id in ("new", "afterwards"):
@@ -170,15 +165,6 @@ def put_any(store: ChunkStore, kind: str, id: str, seed: int) -> None:
         store.put_patches([patch_of(chunk_of(id, 1), seed=seed)])
     else:
         StaticLibrary(store, quota=1 << 20).put(id, str(seed))
-
-
-def flip_last_byte(path: Path) -> None:
-    """Damages a file; a second time mends it."""
-    fd = os.open(path, os.O_RDWR)
-    end = os.fstat(fd).st_size - 1
-    os.pwrite(fd, bytes([os.pread(fd, 1, end)[0] ^ 1]), end)
-    os.fsync(fd)
-    os.close(fd)
 
 
 # -------------------------------------------------------------------------------------------------------- scenarios
@@ -209,16 +195,6 @@ def put_async(store: ChunkStore, log: Words) -> None:
     store.flush()
     for number in (first, second, third):
         log.end(number)
-
-
-def put_after_queued(store: ChunkStore, log: Words) -> None:
-    """A put that replaces a queued one of its name, which may be written before, and not after."""
-    first = log.begin({"kv:new": 1})
-    ack = store.put_async(chunk_of("new", 1))
-    with log.operation({"kv:new": 2}):
-        store.put(chunk_of("new", 2))
-    ack.result()
-    log.end(first)
 
 
 def put_patches(store: ChunkStore, log: Words) -> None:
@@ -264,30 +240,6 @@ def collect(store: ChunkStore, log: Words) -> None:
         assert store.collect() == 1 or log.failing
 
 
-def quarantine(store: ChunkStore, log: Words) -> None:
-    """A damaged object is read, found whole again and put back."""
-    with log.operation({"kv:damaged": None}):
-        assert store.get("damaged", BACKBONE) is None
-    begun = log.begin({"kv:damaged": 1})
-    with log.aside():
-        paths = list(Path(store.disk.root, "quarantine").glob("*.safetensors"))
-        assert len(paths) == 1 or log.failing
-        for path in paths:
-            flip_last_byte(path)
-    if len(store.restore_quarantined().restored) == 1:
-        log.end(begun)
-    else:
-        assert log.failing
-
-
-def repair(store: ChunkStore, log: Words) -> None:
-    """A damaged object is read, and formed and put again."""
-    with log.operation({"kv:damaged": None}):
-        assert store.get("damaged", BACKBONE) is None
-    with log.operation({"kv:damaged": 2}):
-        store.put(chunk_of("damaged", 2))
-
-
 def promote(store: ChunkStore, log: Words) -> None:
     """From the remote store, whole and by layers; then it is replaced there and here, and deleted."""
     with log.aside():
@@ -331,14 +283,11 @@ SCENARIOS = {
     "replace": Scenario(replace, OLD),
     "put_many": Scenario(put_many, OLD),
     "put_async": Scenario(put_async, OLD),
-    "put_after_queued": Scenario(put_after_queued, OLD),
     "put_patches": Scenario(put_patches, OLD),
     "delete": Scenario(delete, OLD),
     "delete_tenant": Scenario(delete_tenant, OLD | {"text:entry": 1}),
     "evict": Scenario(evict, OLD),
     "collect": Scenario(collect, OLD),
-    "quarantine": Scenario(quarantine, OLD, ("damaged",)),
-    "repair": Scenario(repair, OLD, ("damaged",)),
     "promote": Scenario(promote, {"kv:far": 1, "kv:further": 1, "kv:old": 1}, remote=True),
     "restore": Scenario(restore, OLD),
     "library": Scenario(library, {"text:entry": 1}),

@@ -174,31 +174,6 @@ def item() -> None:
             assert same_chunk(store.get(f"of {index}", BACKBONE), chunk_of(f"of {index}", index))
 
 
-def own_roots() -> None:
-    """A root for each process."""
-    with opened(f"own-{INDEX}") as store:
-        store.put(chunk_of(f"of {INDEX}", INDEX))
-        refused(
-            InputError,
-            lambda: ocp.save_checkpointables(str(FOLDER / "no"), {"chunk_store": StoreItem(store)}),
-            "another root",
-        )
-        together("refused")
-        ocp.save_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store, shared=False)})
-        assert len(list((FOLDER / "own" / "chunk_store").glob("process-*-of-00002"))) == 2
-    with opened(f"new-{INDEX}") as store:
-        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store, shared=False)})
-        assert same_chunk(store.get(f"of {INDEX}", BACKBONE), chunk_of(f"of {INDEX}", INDEX))
-        assert store.get(f"of {1 - INDEX}", BACKBONE) is None
-        ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store, shared=False)})
-        for index in range(COUNT):
-            assert store.get(f"of {index}", BACKBONE) is not None
-    with opened("both") as store:
-        together("both")
-        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store)})
-        assert all(store.get(f"of {index}", BACKBONE) is not None for index in range(COUNT))
-
-
 def late() -> None:
     """One process comes late from every meeting; what it then looks for is still there."""
     real = ProcessGroup.wait
@@ -209,31 +184,29 @@ def late() -> None:
 
     for who in range(COUNT):
         ProcessGroup.wait = wait if who == INDEX else real
-        for shared in (True, False):
-            with opened("shared" if shared else f"own-{INDEX}") as store:
-                item = StoreItem(store, shared=shared)
-                ocp.save_checkpointables(str(FOLDER / f"late-{who}-{shared}"), {"chunk_store": item})
-                ocp.load_checkpointables(str(FOLDER / f"late-{who}-{shared}"), {"chunk_store": item})
+        with opened("shared") as store:
+            item = StoreItem(store)
+            ocp.save_checkpointables(str(FOLDER / f"late-{who}"), {"chunk_store": item})
+            ocp.load_checkpointables(str(FOLDER / f"late-{who}"), {"chunk_store": item})
     ProcessGroup.wait = real
 
 
 def failing() -> None:
     """Where one process fails all raise, and the checkpoint is not there."""
     for broken in range(COUNT):
-        for shared in (True, False):
-            path = FOLDER / f"failed-{broken}-{shared}"
-            with opened("shared" if shared else f"own-{INDEX}") as store:
-                if broken == INDEX:
+        path = FOLDER / f"failed-{broken}"
+        with opened("shared") as store:
+            if broken == INDEX:
 
-                    def fail() -> None:
-                        raise StoreFullError("this process has no room")
+                def fail() -> None:
+                    raise StoreFullError("this process has no room")
 
-                    store.flush = fail
-                items = {"chunk_store": StoreItem(store, shared=shared), "model": MODEL}
-                kind = StoreFullError if broken == INDEX else StoreSnapshotError
-                refused(kind, lambda: ocp.save_checkpointables(str(path), items))  # noqa: B023
-                together(path.name)
-                assert not path.exists()
+                store.flush = fail
+            items = {"chunk_store": StoreItem(store), "model": MODEL}
+            kind = StoreFullError if broken == INDEX else StoreSnapshotError
+            refused(kind, lambda: ocp.save_checkpointables(str(path), items))  # noqa: B023
+            together(path.name)
+            assert not path.exists()
     with opened("shared") as store:  # and the next one is
         ocp.save_checkpointables(str(FOLDER / "after"), {"chunk_store": StoreItem(store), "model": MODEL})
         assert (FOLDER / "after").exists()
@@ -268,25 +241,23 @@ def alone() -> None:
     with opened("first") as store:
         store.put(CHUNKS[0])
         ocp.save_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store)})
-        ocp.save_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store, shared=False)})
 
 
 def of_one() -> None:
-    """What one process saved, in a job of two, over one root and over two."""
-    for name in ("item", "own"):
-        for root, shared in ((f"shared-{name}", True), (f"own-{name}-{INDEX}", False)):
-            together(root if shared else name)
-            with opened(root) as store:
-                together(f"{name} {shared}")
-                ocp.load_checkpointables(str(FOLDER / name), {"chunk_store": StoreItem(store, shared=shared)})
-                assert same_chunk(store.get(CHUNKS[0].id, BACKBONE), CHUNKS[0])
+    """What one process saved, in a job of two over one root; two roots are refused."""
+    with opened("shared-item") as store:
+        together("item")
+        ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store)})
+        assert same_chunk(store.get(CHUNKS[0].id, BACKBONE), CHUNKS[0])
+    with opened(f"own-{INDEX}") as store:
+        item = {"chunk_store": StoreItem(store)}
+        refused(InputError, lambda: ocp.save_checkpointables(str(FOLDER / "no"), item), "another root")
+        together("refused")
 
 
 def one_process() -> None:
     """What two processes saved, in a job of one."""
     with opened("later") as store:
-        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store)})
-        assert all(store.get(f"of {index}", BACKBONE) is not None for index in range(2))
         ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store)})
         assert StaticLibrary(store, quota=1 << 20).get("TEXT", "A") is not None
 

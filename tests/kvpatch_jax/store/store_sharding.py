@@ -21,7 +21,7 @@ SPECS = {
 
 def main(root: str) -> None:
     chunk = chunk_of(layout=LAYOUT, tokens=16)
-    with ChunkStore(root, budget=Budget(device=1 << 20, host=1 << 20)) as store:
+    with ChunkStore(root, budget=Budget(host=1 << 20)) as store:
         store.put(chunk)
         for name, (spec, count) in SPECS.items():
             mesh = jax.make_mesh(

@@ -1,7 +1,6 @@
 """Several processes over one store: one order of events, no deadlock, and forks."""
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from store_processes import Process, processes, wait_until
 
 from kvpatch_jax.store import Budget, ChunkStore
 
-SECONDS = int(os.environ.get("KVPATCH_STRESS_SECONDS", "600"))
 PATIENCE = 300
 """Seconds without a sign of life after which a thread counts as stuck; a busy machine may take many of them."""
 
@@ -39,12 +37,6 @@ def run_histories(root: Path, workers: int, steps: int, versions: int) -> None:
 @pytest.mark.parametrize("versions", [1, 3], ids=["with memory", "told apart"])
 def test_processes_see_one_order_of_events(tmp_path: Path, versions: int):
     run_histories(tmp_path / "store", 4, 60, versions)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("versions", [1, 3], ids=["with memory", "told apart"])
-def test_four_processes_of_a_thousand_operations(tmp_path: Path, versions: int):
-    run_histories(tmp_path / "store", 4, 1000, versions)
 
 
 def under_stress(root: Path, workers: int, seconds: int) -> None:
@@ -83,11 +75,6 @@ def under_stress(root: Path, workers: int, seconds: int) -> None:
 
 def test_a_moment_of_stress(tmp_path: Path):
     under_stress(tmp_path / "store", 2, 2)
-
-
-@pytest.mark.slow
-def test_ten_minutes_of_stress_without_deadlock(tmp_path: Path):
-    under_stress(tmp_path / "store", 4, SECONDS)
 
 
 def test_a_forked_process_has_threads_of_its_own(tmp_path: Path):

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
-import pytest
 from store_cases import BACKBONE, same, same_chunk
 from store_child import (
     ANTECEDENTS,
@@ -155,11 +154,3 @@ def test_a_dozen_kills_lose_nothing(tmp_path: Path):
     acknowledged, kept = check_all(tmp_path / "store")
     assert acknowledged >= 10
     assert kept > 0
-
-
-@pytest.mark.slow
-def test_three_hundred_kills_lose_nothing(tmp_path: Path):
-    killed(tmp_path / "store", 300)
-    acknowledged, kept = check_all(tmp_path / "store")
-    assert acknowledged >= 400
-    assert 0 < kept < acknowledged, "the evictor took nothing"

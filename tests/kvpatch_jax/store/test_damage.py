@@ -16,10 +16,8 @@ from packed_cases import few_bit_patch, ragged_patch
 from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import DtypeError, ShapeError, StoreCorruptError
+from kvpatch_jax.errors import StoreCorruptError
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.disk import damage_rate
-from kvpatch_jax.store.format.codec import decode
 from kvpatch_jax.store.format.header import DTYPES, PAGE, parse_header
 
 CHUNK = chunk_of(tokens=5)
@@ -130,37 +128,35 @@ def find_damages(store: ChunkStore, trials: int) -> set[tuple[str, str]]:
     quarantine = Path(store.disk.root, "quarantine")
     assert all(each.read() is not None for each in kept)
     done = 0
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(damage_rate, "MOST", trials)  # or so many would make the store suspect itself
-        while done < trials:
-            each = rng.choice(kept)
-            region = rng.choice([name for name, spans in each.regions.items() if spans])
-            first, last = rng.choice(each.regions[region])
-            at = rng.randrange(first, last)
-            what, raw = damaged(each.raw, at, rng)
-            if raw == each.raw:  # zeros where there were zeros
-                continue
-            each.path.write_bytes(raw)
-            before = store.counters["quarantined"]
-            context = f"{what} at byte {at} of {len(each.raw)} ({region}) of {each.path.name}"
-            assert each.read() is None, context
-            assert store.counters["quarantined"] > before, context  # a stream may find several layers damaged
-            assert not each.path.exists(), context
-            (moved,) = quarantine.glob("*.safetensors")
-            assert moved.read_bytes() == raw, context
-            for path in quarantine.iterdir():
-                path.unlink()
-            each.path.write_bytes(each.raw)
-            seen.add((region, what))
-            done += 1
+    while done < trials:
+        each = rng.choice(kept)
+        region = rng.choice([name for name, spans in each.regions.items() if spans])
+        first, last = rng.choice(each.regions[region])
+        at = rng.randrange(first, last)
+        what, raw = damaged(each.raw, at, rng)
+        if raw == each.raw:  # zeros where there were zeros
+            continue
+        each.path.write_bytes(raw)
+        before = store.counters["quarantined"]
+        context = f"{what} at byte {at} of {len(each.raw)} ({region}) of {each.path.name}"
+        assert each.read() is None, context
+        assert store.counters["quarantined"] > before, context  # a stream may find several layers damaged
+        assert not each.path.exists(), context
+        (moved,) = quarantine.glob("*.safetensors")
+        assert moved.read_bytes() == raw, context
+        for path in quarantine.iterdir():
+            path.unlink()
+        each.path.write_bytes(each.raw)
+        seen.add((region, what))
+        done += 1
     assert all(each.read() is not None for each in kept)
     assert same_chunk(store.get("B", BACKBONE), CHUNK)
     return seen
 
 
-@pytest.mark.parametrize("trials", [250, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damaged_objects_are_misses_and_quarantined(store: ChunkStore, trials: int):
-    seen = find_damages(store, trials)
+@pytest.mark.slow
+def test_damaged_objects_are_misses_and_quarantined(store: ChunkStore):
+    seen = find_damages(store, 250)
     assert len({region for region, _ in seen}) == 7
     assert len(seen) > 30
 
@@ -246,11 +242,11 @@ def fits(found: Any) -> bool:
     return all(np.asarray(array).nbytes < 1 << 20 and np.asarray(array).dtype in DTYPES.values() for array in arrays)
 
 
-@pytest.mark.parametrize("trials", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_forged_headers_are_misses_or_whole_chunks(store: ChunkStore, trials: int):
+@pytest.mark.slow
+def test_forged_headers_are_misses_or_whole_chunks(store: ChunkStore):
     """Whoever can write the directory can forge an object; it may not bring the reader down, nor make it allocate."""
     rng, kept = random.Random(1), shelf(store)[:6]
-    refused = 0
+    refused, trials = 0, 100
     for _ in range(trials):
         each = rng.choice(kept)
         raw = forged(each.raw, rng)
@@ -267,28 +263,3 @@ def test_forged_headers_are_misses_or_whole_chunks(store: ChunkStore, trials: in
         refused += found is None
         each.path.write_bytes(each.raw)
     assert refused > trials // 2
-
-
-@pytest.mark.parametrize("shape", [(0, 2**47, 2**47), (2**47, 0, 2**47), (0, *[2**40] * 7)])
-def test_shapes_that_no_array_has_are_refused_even_without_elements(shape: tuple[int, ...]):
-    metadata = {"header_crc": "0" * 8, "version": "1", "name": "n", "kind": "kv", "expires": "", "crc": "a=00000000"}
-    leaf = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}
-    raw = sealed({"__metadata__": metadata | {"body": "{}"}, "a": leaf}, b"")
-    with pytest.raises(StoreCorruptError, match="expected sizes that an array can have"):
-        parse_header(raw, len(raw))
-
-
-def test_scales_that_would_broadcast_are_refused_before_they_do():
-    values, scale = np.ones((1, 1, 1 << 14), np.int8), np.ones((1 << 14, 1, 1), np.float32)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ShapeError, match="expected"):
-            decode(values, scale, np.dtype(np.float32))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_dtypes_that_no_object_holds_are_not_decoded_to():
-    with pytest.raises(DtypeError, match="object; expected one of"):
-        decode(np.ones((1, 1, 4), np.float32), None, np.dtype("O"))

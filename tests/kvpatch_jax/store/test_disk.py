@@ -4,24 +4,18 @@ import errno
 import functools
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import (
-    DtypeError,
     InputError,
     StoreClosedError,
-    StoreCorruptError,
-    StoreError,
     StoreFullError,
     StoreIOError,
     StoreReadOnlyError,
@@ -182,18 +176,6 @@ def test_failures_are_typed_and_lose_nothing(store: ChunkStore, monkeypatch, cal
     assert same_chunk(store.get("new", BACKBONE), new)
 
 
-@pytest.mark.parametrize("after", range(6))
-def test_no_acknowledgement_without_every_sync(store: ChunkStore, monkeypatch, after: int):
-    """Whichever sync fails, a put says so: data, then each directory on the way, then the name."""
-    fsync = failing(os.fsync, errno.EIO, after)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fsync)
-        with pytest.raises(StoreIOError):
-            store.put(chunk_of())
-    assert store.get("B", BACKBONE) is None or same_chunk(store.get("B", BACKBONE), chunk_of())
-    assert leftovers(store) == []
-
-
 def test_data_is_synced_before_the_name_and_the_name_before_the_answer(store: ChunkStore, monkeypatch):
     store.put(chunk_of())
     calls: list[str] = []
@@ -240,16 +222,6 @@ def test_a_read_only_directory_serves_and_refuses(store: ChunkStore):
             os.chmod(folder, 0o700)
 
 
-def test_a_root_that_cannot_be(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="expected"):
-        ChunkStore(tmp_path / "file" / "store")
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "STORE.json").write_text("{")
-    with pytest.raises(StoreCorruptError, match=r"STORE\.json"):
-        ChunkStore(tmp_path / "store")
-
-
 # ------------------------------------------------------------------------------------------------ grouped puts
 
 
@@ -274,19 +246,6 @@ def test_many_chunks_are_put_in_one_commit(store: ChunkStore, monkeypatch, encod
             assert np.allclose(found.kv["k"], chunk.kv["k"], atol=0.02)
     assert same(store.get_encoder("with", BACKBONE), output)
     store.put_many([])
-
-
-def test_many_chunks_of_which_one_is_bad_are_not_put(store: ChunkStore):
-    bad = chunk_of("bad")
-    bad.kv["k"] = bad.kv["k"].astype(np.complex64)  # pyright: ignore
-    with pytest.raises(DtypeError):
-        store.put_many([chunk_of("good"), bad])
-    assert not store.contains("good", BACKBONE)
-    with pytest.raises(InputError, match="ttl"):
-        store.put_many([chunk_of("good")], ttl=-1)
-    store.close()
-    with pytest.raises(StoreClosedError):
-        store.put_many([chunk_of("good")])
 
 
 def test_other_types_than_chunks_and_patches_are_refused_and_nothing_is_stored(unchecked, store: ChunkStore):
@@ -332,16 +291,6 @@ def test_acks_come_when_durable_and_groups_form(store: ChunkStore, monkeypatch):
     assert max(sizes) <= 64
 
 
-def test_one_bad_object_does_not_take_its_group_along(store: ChunkStore):
-    good, bad = patch_of(chunk_of("good")), patch_of(chunk_of("bad"))
-    bad.factors["k"] = (jnp.ones((3, 9, 2), jnp.complex64), bad.factors["k"][1])  # pyright: ignore
-    acks = [store.put_patch_async(patch) for patch in (good, bad, good)]
-    assert [type(ack.exception(timeout=300)).__name__ for ack in acks] == ["NoneType", "DtypeError", "NoneType"]
-    assert len(store.get_patches(good.metadata)) == 1
-    with pytest.raises(ValueError, match="complex64"):
-        store.flush()
-
-
 def test_the_queue_is_bounded(tmp_path: Path, monkeypatch):
     store = ChunkStore(tmp_path, queue=2 * chunk_of().nbytes)
     gate, put_group = threading.Event(), store.disk.put_group
@@ -378,62 +327,6 @@ def test_streams_give_every_layer_in_order(store: ChunkStore):
         assert [layer for layer, _ in layers] == [0, 1, 2]
         assert all(same(values[name], whole.kv[name][layer]) for layer, values in layers for name in values)
     assert store.stream("absent", BACKBONE) is None
-
-
-def test_layer_zero_is_available_before_the_last_layer_is_read(store: ChunkStore):
-    chunk = chunk_of(layout=type(chunk_of().layout)("gqa", 8, chunk_of().layout.channels, chunk_of().layout.rope))
-    store.put(chunk)
-    path = file_of(store, chunk)
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1  # in the last layer
-    path.write_bytes(raw)
-    stream = store.stream("B", BACKBONE)
-    assert stream is not None
-    layers = iter(stream)
-    for expected in range(7):
-        layer, values = next(layers)
-        assert layer == expected
-        assert same(values["k"], np.asarray(chunk.kv["k"])[layer])
-    with pytest.raises(StoreCorruptError, match=r"leaf layer\.7"):
-        next(layers)
-    assert not path.exists()
-
-
-AT_THE_END = """
-import sys, numpy as np
-from kvpatch_jax.store import ChunkStore
-from store_cases import host_chunk
-store = ChunkStore(sys.argv[1], queue=1 << 30)
-large = [host_chunk(f"large{number}", number, tokens=20_000) for number in range(4)]
-small = [host_chunk(f"small{number}", number) for number in range(20)]
-for chunk in large + small:  # large ones are summed by another thread, and small ones written as a group by several
-    store.put_async(chunk)
-"""
-
-
-def test_queued_objects_are_written_when_the_program_ends(tmp_path: Path):
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
-        for number in range(4):
-            assert same_chunk(store.get(f"large{number}", BACKBONE), chunk_of(f"large{number}", number, tokens=20_000))
-        assert all(store.get(f"small{number}", BACKBONE) is not None for number in range(20))
-
-
-def test_donating_placed_arrays_does_not_affect_the_store(tmp_path: Path):
-    device, aligned = jax.devices()[0], chunk_of(tokens=16)
-    with ChunkStore(tmp_path, budget=Budget(host=1 << 20, device=1 << 20)) as store:
-        store.put(aligned)
-        placed = store.get("B", BACKBONE, placement=device)
-        assert placed is not None
-        for name, value in placed.kv.items():
-            assert isinstance(value, jax.Array)
-            jax.block_until_ready(jax.jit(lambda x: -x, donate_argnums=0)(value))
-            assert value.is_deleted(), name
-        assert same_chunk(store.get("B", BACKBONE), aligned)
 
 
 def test_placement_puts_channels_where_they_are_asked(store: ChunkStore):

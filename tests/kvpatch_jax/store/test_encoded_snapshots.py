@@ -9,18 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from array_cases import export_arrays, import_arrays, load_arrays, save_arrays
+from array_cases import import_arrays, load_arrays, save_arrays
 from packed_cases import few_bit_patch, ragged_patch, same_leaves, same_packed
-from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, same_chunk
+from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import PackedArray
 from kvpatch_jax.errors import InputError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, load_snapshot, save_snapshot
-from kvpatch_jax.store.format.codec import chunk_blob
-from kvpatch_jax.store.format.objects import Blob, blob_bytes
 from kvpatch_jax.store.snapshots import orbax_item
-from kvpatch_jax.store.snapshots.array_entries import ArrayEntry, chunk_of_entry, entry_of, entry_of_chunk
+from kvpatch_jax.store.snapshots.array_entries import ArrayEntry, chunk_of_entry, entry_of_chunk
 
 CHUNK = chunk_of(tokens=40, hidden={1: np.ones((40, 5), np.float32)})
 PACKED = kvp.encode_chunk(CHUNK, "k4v4")
@@ -42,7 +40,7 @@ def check(store: ChunkStore) -> None:
     for patch in PATCHES:
         found = store.get_patches(patch.metadata)
         assert any(one.metadata == patch.metadata and same_leaves(one.factors, patch.factors) for one in found)
-    assert store.counters["quarantined"] == store.counters["newer"] == 0
+    assert store.counters["quarantined"] == 0
 
 
 @pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "sealed"])
@@ -56,26 +54,7 @@ def test_a_snapshot_brings_them_back(tmp_path: Path, key, renamed):
         check(store)
 
 
-def test_an_export_brings_them_back_into_another_store(tmp_path: Path):
-    with filled(tmp_path / "one") as store:
-        assert export_arrays(store, tmp_path / "export").objects == 3 + len(PATCHES)
-        files = {path.name.partition(".")[2]: path.stat().st_size for path in Path(store.disk.root).rglob("obj/**/*.*")}
-    with ChunkStore(tmp_path / "two", tenant="other", budget=Budget(host=0)) as store:
-        assert import_arrays(tmp_path / "export", store).objects == 3 + len(PATCHES)
-        check(store)
-        again = {path.name.partition(".")[2]: path.stat().st_size for path in Path(store.disk.root).rglob("obj/**/*.*")}
-    assert sorted(files.values()) == sorted(again.values())
-
-    loaded = load_arrays(tmp_path / "export")
-    found = {chunk.encoding: chunk for chunk in loaded.chunks}
-    assert set(found) == {None, "k4v4g32", "k6v3g16"}
-    assert same_packed(found["k4v4g32"], PACKED)
-    assert same_packed(found["k6v3g16"], BEHIND)
-    assert len(loaded.patches) == len(PATCHES)
-    for patch in PATCHES:
-        assert any(same_leaves(one.factors, patch.factors) for one in loaded.patches)
-
-
+@pytest.mark.slow
 def test_arrays_are_saved_as_planes_and_come_back_packed(tmp_path: Path):
     on_device = dataclasses.replace(PACKED, kv=jax.device_put(dict(PACKED.kv), jax.devices()[0]))
     save_arrays(tmp_path / "arrays", [on_device, BEHIND], PATCHES)
@@ -95,13 +74,6 @@ def test_arrays_are_saved_as_planes_and_come_back_packed(tmp_path: Path):
     with pytest.raises(InputError, match="decoded"):
         save_arrays(tmp_path / "decoded", [kvp.decode_chunk(PACKED)])
     assert not (tmp_path / "decoded").exists()
-
-
-def test_an_entry_of_a_chunk_is_that_of_its_object():
-    one, other = entry_of_chunk(PACKED), entry_of(chunk_blob(PACKED), "kv.k4v4g32")
-    assert one.about == other.about
-    assert same_leaves(one.host, other.host)
-    assert "layers.k.nibbles" in one.arrays
 
 
 FORGED: dict[str, Any] = {
@@ -131,17 +103,7 @@ def test_a_forged_export_is_refused_and_nothing_is_added(tmp_path: Path, monkeyp
         assert store.get("B", BACKBONE, encoding="k4v4") is None
 
 
-def test_a_snapshot_whose_object_says_another_encoding_is_refused(tmp_path: Path):
-    with filled(tmp_path / "one") as store:
-        path = file_of(store, CHUNK, "k4v4")
-        blob = chunk_blob(kvp.encode_chunk(CHUNK, "k8v8"))
-        path.write_bytes(blob_bytes(Blob("kv", blob.body, blob.arrays), path.name))
-        save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default")
-    with pytest.raises(StoreSnapshotError) as caught:
-        load_snapshot(tmp_path / "snapshot", tmp_path / "two", tenant="default", secret=b"a secret of another")
-    assert "got encoding k8v8g32" in caught.value.bad[0]
-
-
+@pytest.mark.slow
 def test_planes_are_resharded_over_eight_devices(tmp_path: Path):
     program = Path(__file__).with_name("packed_sharding.py")
     done = subprocess.run(

@@ -14,17 +14,6 @@ from store_cases import AXES, BACKBONE, LAYOUT, MLA, chunk_of, file_of, name_of,
 
 # The same tests, over an encrypted store (the fixtures below).
 from test_damage import find_damages
-from test_disk import test_a_good_object_is_not_quarantined_for_the_bad_one_before_it as test_a_good_object_stays
-from test_disk import test_a_passing_read_error_is_a_miss_that_passes as test_a_passing_read_error
-from test_disk import test_acks_come_when_durable_and_groups_form as test_groups_form
-from test_disk import test_an_object_under_another_name_is_no_hit as test_another_name_is_no_hit
-from test_disk import test_data_is_synced_before_the_name_and_the_name_before_the_answer as test_order_of_syncs
-from test_disk import test_failures_are_typed_and_lose_nothing as test_failures_are_typed
-from test_disk import test_padding_is_verified_too as test_padding_is_verified
-from test_disk import test_placement_puts_channels_where_they_are_asked as test_placement
-from test_disk import test_put_objects_are_read_back_equal as test_what_was_put
-from test_disk import test_short_reads_and_writes_are_carried_on as test_short_reads
-from test_disk import test_streams_give_every_layer_in_order as test_streams
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreKeyError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
@@ -32,9 +21,6 @@ from kvpatch_jax.store.format.codec import chunk_blob
 from kvpatch_jax.store.format.header import make_header
 from kvpatch_jax.store.format.objects import blob_bytes, read_header
 
-REUSED = (test_a_good_object_stays, test_a_passing_read_error, test_groups_form, test_another_name_is_no_hit,
-          test_failures_are_typed, test_order_of_syncs, test_padding_is_verified, test_placement,
-          test_short_reads, test_streams, test_what_was_put)  # fmt: skip
 KEY, OTHER = b"k" * 32, b"o" * 32
 NO_MEMORY = Budget(host=0)
 
@@ -183,10 +169,6 @@ def behead(_, leaves) -> None:
     del leaves["sealed.header"]
 
 
-def later(fields, _) -> None:
-    fields["expires"] = 1e12
-
-
 def resalt(fields, _) -> None:
     fields["body"]["salt"] = "00" * 32
 
@@ -195,7 +177,7 @@ def unsalt(fields, _) -> None:
     del fields["body"]["salt"]
 
 
-@pytest.mark.parametrize("change", [swap, flip, shorten, drop, add, behead, later, resalt, unsalt])
+@pytest.mark.parametrize("change", [swap, flip, shorten, drop, add, behead, resalt, unsalt])
 def test_forged_objects_with_right_checksums_are_misses(store: ChunkStore, change):
     """Who may write the directory and has no key can destroy, and not forge."""
     chunk = chunk_of()
@@ -272,19 +254,6 @@ def test_the_first_key_that_puts_is_the_tenants(tmp_path: Path):
         assert same_chunk(first.get("B", BACKBONE), chunk_of())
     with pytest.raises(InputError, match="a key of 5 bytes; expected 32"):
         ChunkStore(tmp_path, key=b"short")
-
-
-def test_encryption_does_not_need_its_library_when_off(tmp_path: Path, monkeypatch):
-    import sys
-
-    for module in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with ChunkStore(tmp_path / "plain") as store:
-        store.put(chunk_of())
-        assert same_chunk(store.get("B", BACKBONE), chunk_of())
-    with pytest.raises(ImportError, match="expected the extra `encryption`"):
-        ChunkStore(tmp_path / "sealed", key=KEY)
 
 
 # -------------------------------------------------------------------------------------------------------------- beyond

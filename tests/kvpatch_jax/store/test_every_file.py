@@ -155,9 +155,8 @@ def mend(root: Path, path: Path, raw: bytes) -> None:
         moved.unlink()
 
 
-@pytest.mark.parametrize("trials", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_no_damage_is_silent(tmp_path: Path, trials: int):
-    done = damage_all(tmp_path, trials)
+def test_no_damage_is_silent(tmp_path: Path):
+    done = damage_all(tmp_path, 60)
     for kind in ("STORE.json", "KEY", "entry.safetensors", "v000000001.safetensors", "patch", "kv.safetensors",
                  "kv.int8.safetensors", "enc.safetensors", "whole MANIFEST", "whole STORE.json", "one MANIFEST",
                  "one kv.safetensors", "one entry.safetensors"):  # fmt: skip

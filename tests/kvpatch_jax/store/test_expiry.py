@@ -10,8 +10,7 @@ import pytest
 from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary
-from kvpatch_jax.store.format.objects import Blob
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -97,33 +96,3 @@ def test_a_ttl_that_is_no_time_is_refused_and_loses_nothing(tmp_path: Path, key:
         found = library.get("TEXT", "DOC")
         assert found is not None
         assert found.content == "text"
-
-
-@pytest.mark.parametrize("now", [float("nan"), float("inf"), "noon"], ids=str)
-def test_a_clock_without_a_finite_time_is_refused(tmp_path: Path, now: Any):
-    with ChunkStore(tmp_path, budget=Budget(host=0), clock=lambda: now) as store:
-        with pytest.raises(InputError, match=r"clock.*expected"):
-            store.put(chunk_of(), ttl=5)
-        store.put(chunk_of())  # which never expires
-
-
-def test_a_sum_beyond_all_numbers_is_refused(tmp_path: Path):
-    with ChunkStore(tmp_path, clock=lambda: 1.7e308) as store, pytest.raises(InputError, match="expected"):
-        store.put(chunk_of(), ttl=1.7e308)
-
-
-def test_objects_state_expiry_as_a_float():
-    """Whatever makes objects: what is authenticated and what is stored are the same text."""
-    blob = Blob("kv", {}, {"leaf": np.ones(1)}, np.float64(5))
-    assert (type(blob.expires), blob.expires) == (float, 5.0)
-    for value in (float("inf"), float("nan"), "5"):
-        with pytest.raises(InputError, match="expected"):
-            Blob("kv", {}, {"leaf": np.ones(1)}, value)  # pyright: ignore[reportArgumentType]
-
-
-def test_publishing_beside_a_numpy_clock(tmp_path: Path, key: bytes | None):
-    with ChunkStore(tmp_path, key=key, ttl=9, clock=lambda: np.float64(5)) as store:
-        library = DynamicLibrary(store)
-        library.publish("HOTEL", "text", chunk=chunk_of())
-        assert library.open("TEXT", "HOTEL") is not None
-        assert store.get("B", BACKBONE) is not None

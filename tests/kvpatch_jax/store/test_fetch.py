@@ -1,19 +1,15 @@
 """Fetching: order, sources, failing loads and failing computing, one flight per chunk, nothing left behind."""
 
-import concurrent.futures
 import os
 import threading
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, same, same_chunk
 
-from kvpatch_jax.errors import FetchError, InputError, StoreClosedError, StoreIOError
+from kvpatch_jax.errors import FetchError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, Request, fetch
 from kvpatch_jax.store.cli.main import main
 
@@ -89,15 +85,6 @@ def test_hits_are_loaded_and_misses_computed_in_order(store):
     assert fetch(store, [], compute) == []
 
 
-def test_a_batch_at_a_time(store):
-    for batch, calls in ((2, [IDS[:2], IDS[2:4], IDS[4:]]), (None, [IDS]), (4, [IDS[:4], IDS[4:]])):
-        compute = Computing()
-        check(fetch(store, REQUESTS, compute, batch=batch, keep=False), IDS)
-        assert compute.calls == calls
-    store.flush()
-    assert not store.contains("c0", BACKBONE)
-
-
 def test_loading_and_computing_overlap(store, monkeypatch):
     """Computing does not begin until loading has, and loading does not end until computing has begun."""
     store.put(made("c0"))
@@ -116,16 +103,6 @@ def test_loading_and_computing_overlap(store, monkeypatch):
 
     monkeypatch.setattr(store, "get", slow_get)
     check(fetch(store, REQUESTS[:2], compute), IDS[:2])
-
-
-def test_computed_chunks_are_stored_even_if_on_layer_fails(store):
-    def on_layer(request, layer, values):
-        raise OSError("no room for a layer")
-
-    with pytest.raises(FetchError, match="on_layer failed at layer 0"):
-        fetch(store, REQUESTS[:1], Computing(), on_layer=on_layer)
-    store.flush()
-    assert same_chunk(store.get(IDS[0], BACKBONE), made(IDS[0]))
 
 
 def test_computed_chunks_are_stored_after_the_loads(store, monkeypatch):
@@ -213,15 +190,6 @@ def test_layers_come_in_order_and_make_the_chunk(store):
     assert same_chunk(got[2].chunk, whole)
 
 
-def test_chunks_go_where_they_are_asked_to(store):
-    store.put(made("c0"))
-    device = jax.devices()[0]
-    for on_layer in (None, lambda request, layer, values: None):
-        got = fetch(store, REQUESTS[:2], Computing(), placement=device, on_layer=on_layer, keep=False)
-        check(got, IDS[:2])
-        assert all(isinstance(value, jax.Array) for fetched in got for value in fetched.chunk.kv.values())
-
-
 def test_a_load_that_hangs_is_computed_at_the_deadline(store, monkeypatch):
     for id in IDS[:3]:
         store.put(made(id))
@@ -243,37 +211,6 @@ def test_a_load_that_hangs_is_computed_at_the_deadline(store, monkeypatch):
     assert compute.ids == IDS[:3]  # the third waited behind the two that hang
 
 
-def test_a_late_load_is_not_computed(store, monkeypatch):
-    for id in IDS[:2]:
-        store.put(made(id))
-    late, landed = threading.Event(), threading.Event()
-    get, set_result = store.get, concurrent.futures.Future.set_result
-    loading = []
-
-    def slow(id, *args, **more):
-        assert late.wait(60)
-        found = get(id, *args, **more)
-        if id == "c1":
-            loading.append(threading.current_thread())
-        return found
-
-    def telling(future, result):
-        set_result(future, result)
-        if threading.current_thread() in loading:
-            landed.set()
-
-    def compute(misses):
-        late.set()
-        assert landed.wait(60)
-        return [made(miss.request.id) for miss in misses]
-
-    monkeypatch.setattr(concurrent.futures.Future, "set_result", telling)
-    monkeypatch.setattr(store, "get", slow)
-    got = fetch(store, REQUESTS[:2], compute, timeout=0.1, threads=2)
-    check(got, IDS[:2])
-    assert [fetched.source for fetched in got] == ["computed", "store"]
-
-
 def test_errors_of_computing_are_typed_and_leave_nothing(store):
     for id in IDS[3:]:
         store.put(made(id))
@@ -287,40 +224,6 @@ def test_errors_of_computing_are_typed_and_leave_nothing(store):
     check(fetch(store, REQUESTS, Computing()), IDS)
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda misses: [],
-        lambda misses: [made("c0"), made("c0")],
-        lambda misses: [made("c3")],
-        lambda misses: [chunk_of("c0", backbone="other")],
-        lambda misses: [None],
-    ],
-)
-def test_other_chunks_than_asked_for_are_refused(store, compute):
-    with pytest.raises(FetchError):
-        fetch(store, REQUESTS[:1], compute)
-    store.flush()
-    assert not store.contains("c3", BACKBONE)
-
-
-def test_errors_of_the_layer_callback_are_raised(store):
-    store.put(made("c0"))
-
-    def on_layer(request, layer, values):
-        raise KeyError("mine")
-
-    for requests in (REQUESTS[:1], REQUESTS[1:2]):
-        with pytest.raises(KeyError, match="mine"):
-            fetch(store, requests, Computing(), on_layer=on_layer)
-
-    def failing(request, layer, values):
-        raise StoreIOError("mine too")
-
-    with pytest.raises(FetchError, match="on_layer failed at layer 0"):
-        fetch(store, REQUESTS[:1], Computing(), on_layer=failing)
-
-
 def test_a_put_that_fails_does_not_cost_the_chunk(store, monkeypatch):
     def refuse(*_, **__):
         raise StoreIOError("store: put: EIO")
@@ -332,20 +235,6 @@ def test_a_put_that_fails_does_not_cost_the_chunk(store, monkeypatch):
     assert isinstance(fetched.ack.exception(60), StoreIOError)
     with pytest.raises(StoreIOError):
         store.flush()
-
-
-def test_closed_stores_and_bad_counts(tmp_path):
-    store = ChunkStore(tmp_path)
-    with pytest.raises(InputError):
-        fetch(store, REQUESTS, Computing(), threads=0)
-    with pytest.raises(InputError):
-        fetch(store, REQUESTS, Computing(), batch=0)
-    store.put(made("c0"))
-    store.close()
-    with pytest.raises(StoreClosedError):
-        fetch(store, REQUESTS, Computing())
-    with ChunkStore(tmp_path) as again:  # nobody waits for what was refused
-        check(fetch(again, REQUESTS, Computing()), IDS)
 
 
 def test_a_canonical_dropped_for_its_encoder_output(store):
@@ -430,67 +319,3 @@ def test_a_follower_takes_over_when_its_leader_fails(store):
     assert isinstance(one, FetchError)
     check(two, IDS[:1])
     assert two[0].source == "computed"
-
-
-def test_a_follower_does_not_wait_for_a_load_that_hangs(store, monkeypatch):
-    store.put(made("c0"))
-    started, free = threading.Event(), threading.Event()
-    get = store.get
-
-    def hanging(*args, **more):
-        started.set()
-        assert free.wait(60)
-        return get(*args, **more)
-
-    monkeypatch.setattr(store, "get", hanging)
-
-    def follow():
-        assert started.wait(60)
-        got = fetch(store, REQUESTS[:1], Computing(), timeout=0.1)
-        free.set()
-        return got
-
-    one, two = run_together(lambda: fetch(store, REQUESTS[:1], Computing()), follow)
-    check(one, IDS[:1])
-    check(two, IDS[:1])
-    assert (one[0].source, two[0].source) == ("store", "computed")
-
-
-def test_fetching_within_computing_is_refused(store):
-    def nested(misses):
-        return [fetched.chunk for fetched in fetch(store, [misses[0].request], Computing())]
-
-    with pytest.raises(FetchError) as caught:
-        fetch(store, REQUESTS[:1], nested)
-    assert "expected no fetch there" in str(caught.value.__cause__)
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    st.sets(st.sampled_from(IDS)),
-    st.lists(st.lists(st.sampled_from(IDS), min_size=1, max_size=8), min_size=2, max_size=3),
-    st.sampled_from([1, 2, None]),
-    st.booleans(),
-)
-def test_whatever_is_asked_by_whom(tmp_path_factory, stored, asked, batch, layers):
-    """Right chunks in order; each is computed at most once by all threads together, and none that was stored."""
-    with ChunkStore(tmp_path_factory.mktemp("store"), budget=Budget(host=0)) as store:
-        for id in stored:
-            store.put(made(id))
-        computes = [Computing() for _ in asked]
-        on_layer = (lambda request, layer, values: None) if layers else None
-
-        def run(ids, compute):
-            return lambda: fetch(store, [Request(id, BACKBONE) for id in ids], compute, batch=batch, on_layer=on_layer)
-
-        results = run_together(*(run(ids, compute) for ids, compute in zip(asked, computes, strict=True)))
-        for got, ids in zip(results, asked, strict=True):
-            assert not isinstance(got, Exception), got
-            check(got, ids)
-        store.flush()
-        computed = [id for compute in computes for id in compute.ids]
-        wanted = {id for ids in asked for id in ids}
-        assert not set(computed) & stored
-        assert set(computed) == wanted - stored
-        assert all(store.contains(id, BACKBONE) for id in wanted)
-        check(fetch(store, REQUESTS, Computing()), IDS)  # nobody waits for those who are done

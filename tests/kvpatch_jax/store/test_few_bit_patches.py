@@ -5,21 +5,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from packed_cases import arranged_leaves, few_bit_patch, numbers_in, ragged_patch, raw_leaves, same_leaves
-from store_cases import AXES, BACKBONE, LAYOUT, MLA, chunk_of, patch_of
+from store_cases import BACKBONE, LAYOUT, chunk_of, patch_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import PatchMetadata
-from kvpatch_jax.core import PackedArray, Quantised, RaggedFactors
-from kvpatch_jax.errors import InputError, StoreCorruptError
+from kvpatch_jax.core import PackedArray, RaggedFactors
+from kvpatch_jax.errors import StoreCorruptError
 from kvpatch_jax.patching import Basis, coefficients, with_basis
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey
 from kvpatch_jax.store.format.naming import ObjectNames
-from kvpatch_jax.store.format.objects import Blob, blob_bytes
+from kvpatch_jax.store.format.objects import blob_bytes
 from kvpatch_jax.store.format.patch_codec import patch_blob, patch_parts
 from kvpatch_jax.store.format.patch_codec import patch_of as patch_back
 
@@ -77,13 +75,6 @@ def test_patches_come_back_bit_for_bit(case, store: ChunkStore):
     assert same_leaves(stored.factors, patch.factors)
 
 
-@pytest.mark.parametrize("layout", [MLA, AXES], ids=["mla", "axes"])
-def test_patches_of_other_layouts_come_back(layout):
-    chunk = chunk_of(layout=layout, tokens=40)
-    found = through_a_file(few_bit_patch(chunk))
-    assert same_leaves(found.factors, few_bit_patch(chunk).factors)
-
-
 @pytest.mark.parametrize("dtype", ["int2", "int3", "int6g7", "int7gall"])
 def test_another_reader_decodes_the_same_factors(dtype):
     patch = few_bit_patch(CHUNK, dtype)
@@ -124,19 +115,6 @@ def test_patches_in_a_shared_basis_are_packed_too(store: ChunkStore):
 # -------------------------------------------------------------------------------------------- names and lookup
 
 
-def test_patches_of_every_width_and_group_have_names_of_their_own():
-    patches = [*CASES.values(), few_bit_patch(CHUNK, "int4g16"), few_bit_patch(CHUNK, "int4gall"), patch_of(CHUNK)]
-    patches += [few_bit_patch(CHUNK, "int4", antecedent=("C",)), few_bit_patch(CHUNK, "int8")]
-    names = {}
-    for patch in patches:
-        names.setdefault(NAMES.patch(patch).path, []).append(patch)
-    # Padding is not a part of a patch's name.
-    alike = [len(group) for group in names.values() if len(group) > 1]
-    assert sorted(alike) == [2, 2]
-    again = few_bit_patch(CHUNK, "int4", seed=9)
-    assert NAMES.patch(again).path == NAMES.patch(CASES["int4"]).path
-
-
 def test_an_encoding_is_part_of_what_is_looked_for(store: ChunkStore):
     plain, packed, wider = patch_of(CHUNK), few_bit_patch(PACKED), few_bit_patch(CHUNK, encoding="k8v8g32")
     store.put_patches([plain, packed, wider])
@@ -153,22 +131,6 @@ def test_an_encoding_is_part_of_what_is_looked_for(store: ChunkStore):
     assert [patch.metadata for patch in store.get_patches(packed.metadata)] == [packed.metadata] * 2
     assert store.patch_count("B", BACKBONE) == 4
     assert PatchKey("B", BACKBONE, (), encoding="k4v4") == PatchKey("B", BACKBONE, (), encoding="k4v4g32")
-
-
-@pytest.mark.parametrize("encoding", ["int8", "k9v9", "", 4])
-def test_a_key_with_an_unknown_encoding_is_refused(encoding, unchecked):
-    with pytest.raises(InputError, match=r"served\.encoding"):
-        PatchKey("B", BACKBONE, (), encoding=encoding)
-
-
-def test_what_is_new_is_written_only_where_it_is_used():
-    """So versions that do not know the fields read all other patches."""
-    body = patch_blob(patch_of(CHUNK)).body
-    assert set(body) == {"stamp", "forms"}
-    assert "encoding" not in body["stamp"]
-    assert set(body["stamp"]) == {field.name for field in dataclasses.fields(PatchMetadata)} - {"encoding"}
-    assert patch_blob(few_bit_patch(PACKED)).body["stamp"]["encoding"] == "k4v4g32"
-    assert set(patch_blob(ragged_patch(CHUNK)).body) == {"stamp", "forms"}
 
 
 # ------------------------------------------------------------------------------------------------------ forgeries
@@ -251,28 +213,3 @@ def test_forged_ranks_are_refused(case):
     with pytest.raises(StoreCorruptError):
         patch_parts(body, arrays)
     assert isinstance(patch_parts(blob.body, blob.arrays)[0]["k"], RaggedFactors)
-
-
-def test_words_of_later_versions_are_no_damage():
-    blob = patch_blob(few_bit_patch(PACKED))
-    packed = {leaf: own | {"rotation": "hadamard"} for leaf, own in blob.body["packed"].items()}
-    for body in (
-        {**blob.body, "packed": packed},
-        {**blob.body, "stamp": {**blob.body["stamp"], "encoding": "nf4g64"}},
-        {**blob.body, "codebook": 3},
-    ):
-        with pytest.raises(StoreCorruptError):
-            patch_parts(body, blob.arrays)
-    with pytest.raises(StoreCorruptError):
-        patch_parts({**blob.body, "stamp": {**blob.body["stamp"], "encoding": 4}}, blob.arrays)
-
-
-def test_quantised_and_packed_leaves_are_told_apart():
-    found = through_a_file(kvp.quantise(patch_of(CHUNK), "int8"))
-    assert all(isinstance(leaf, Quantised) for own in found.factors.values() for leaf in own)  # pyright: ignore
-    packed = through_a_file(CASES["int4"])
-    assert all(isinstance(leaf, PackedArray) for own in packed.factors.values() for leaf in own)  # pyright: ignore
-    blob = patch_blob(CASES["int4"])
-    assert isinstance(blob, Blob)
-    assert {array.dtype for array in blob.arrays.values()} == {np.dtype(np.uint8), np.dtype(jnp.bfloat16)}
-    assert len(jax.tree.leaves(packed.factors)) == len(blob.arrays)

@@ -40,11 +40,3 @@ def test_a_lock_that_another_has_is_a_lock(tmp_path: Path):
         with ChunkStore(tmp_path) as store:
             assert same_chunk(store.get("B", BACKBONE), chunk_of())
         os.close(fd)
-
-
-def test_this_file_system_has_a_name(tmp_path: Path):
-    mounts = Path("/proc/self/mountinfo")
-    if not mounts.exists():
-        pytest.skip("the system does not tell its mounts")
-    assert file_system.type_of(str(tmp_path)) in mounts.read_text()
-    assert file_system.type_of("/proc") == "proc"

@@ -16,10 +16,9 @@ import pytest
 from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 from test_hostile_roots import directory, everything, fifo, listening, within
 
-from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreVersionError
+from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import Budget, ChunkStore, LocalAdapter, RemoteStore
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.disk.root_limits import set_limits
 
 CHUNKS = {name: chunk_of(name, seed) for seed, name in enumerate(("first", "second", "third"))}
 PATCH = patch_of(CHUNKS["first"])
@@ -193,28 +192,6 @@ def test_an_index_that_others_wrote_costs_nothing_but_time(tmp_path: Path, root:
         assert len(store.get_patches(PATCH.metadata)) == 1
 
 
-@pytest.mark.parametrize("what", ["sums beyond all disks", "absent objects", "sizes beyond all disks"])
-def test_nothing_is_evicted_for_sizes_that_only_the_index_has(root: Path, what: str):
-    """The budget has room for twice of what is there."""
-    held = objects(root)
-    INDEXES[what](root)
-    with ChunkStore(root, budget=Budget(host=0, disk=2 * sum(held.values()))) as store:
-        store.put(chunk_of("new", 9))
-        store.put(chunk_of("newer", 10))
-    assert set(held) < set(objects(root))
-
-
-def test_notes_of_evictions_in_the_future_forbid_no_put(root: Path):
-    with ChunkStore(root) as store:
-        name = store.names.canonical(BACKBONE, "new")
-    for since in (1 << 62, "text", -1):
-        sql("INSERT OR REPLACE INTO ghosts VALUES(?, ?, ?)", name.path, since, since)(root)
-        with ChunkStore(root, budget=Budget(host=0)) as store:
-            store.put(chunk_of("new", 9))
-            assert same_chunk(store.get("new", BACKBONE), chunk_of("new", 9))
-            store.delete("new", BACKBONE)
-
-
 def test_objects_that_the_index_hides_are_read_and_deleted(root: Path):
     """Their folders' times say that the rows are current."""
     sql("DELETE FROM objects")(root)
@@ -224,16 +201,6 @@ def test_objects_that_the_index_hides_are_read_and_deleted(root: Path):
         assert store.get("first", BACKBONE) is None
         kept = {store.names.canonical(BACKBONE, name).path for name in ("second", "third")}
     assert set(objects(root)) == kept
-
-
-def test_an_index_in_a_root_that_cannot_be_written_is_in_memory(root: Path):
-    (root / "index.sqlite").unlink()
-    (root / "index.sqlite").mkdir()
-    with ChunkStore(root, budget=AMPLE) as store:
-        store.put(chunk_of("new", 9))
-        store.disk.index.refresh()
-        assert {one.path: one.size for one in store.disk.index.below("obj")} == objects(root)
-    assert list((root / "index.sqlite").iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------ tombstones
@@ -273,28 +240,6 @@ def test_forged_tombstones_neither_forbid_puts_nor_hide_objects(tmp_path: Path, 
         assert store.get("spare", BACKBONE) is None
         store.put(spare)
         assert same_chunk(store.get("spare", BACKBONE), spare)
-
-
-@pytest.mark.parametrize("make", [fifo, directory, listening, link_outside], ids=lambda make: make.__name__)
-def test_irregular_tombstones_cause_no_hang_or_untyped_error(tmp_path: Path, root: Path, make):
-    with ChunkStore(root, budget=Budget(host=0)) as store:
-        paths = [gone(store, "first"), root / f"{store.names.space}.gone"]
-    for path in paths:
-        (root.parent / "other").mkdir(exist_ok=True)
-        if make is link_outside:
-            path.symlink_to(tmp_path / "outside" / "aa" / "precious.safetensors")
-        else:
-            make(path)
-    before = everything(tmp_path / "outside")
-    with within(30), ChunkStore(root, budget=Budget(host=0)) as store:
-        store.put(CHUNKS["first"])
-        assert same_chunk(store.get("first", BACKBONE), CHUNKS["first"])
-        with contextlib.suppress(StoreError):
-            store.delete("first", BACKBONE)
-        assert store.get("first", BACKBONE) is None
-        with contextlib.suppress(StoreError):
-            store.delete_tenant()
-    assert everything(tmp_path / "outside") == before
 
 
 # ---------------------------------------------------------------------------------------------------------- outbox
@@ -353,130 +298,6 @@ def secret_of(root: Path) -> bytes:
     return bytes.fromhex(json.loads((root / "STORE.json").read_text())["secret"])
 
 
-def test_a_deletion_is_sent_by_its_tombstone(tmp_path: Path, root: Path):
-    """Also if the outbox's file says something else, or nothing."""
-    remote = tmp_path / "remote"
-    with ChunkStore(root, remote=remote_at(remote)) as store:
-        store.resync()
-        assert store.delete("first", BACKBONE)
-        store.flush()
-        assert not (root / "outbox").exists() or list((root / "outbox").iterdir()) == []
-        name = store.names.canonical(BACKBONE, "first")
-        assert not [path for path in there(remote) if path.startswith(name.chunk_key)]
-        said = json.loads((remote / f"{name.chunk_key}.gone").read_text())["revision"]
-        assert said == json.loads(gone(store, "first").read_text())["revision"]
-
-
-def test_an_outbox_that_is_a_link_is_not_followed(tmp_path: Path, root: Path):
-    with ChunkStore(root, remote=remote_at(tmp_path / "remote")) as store:
-        store.resync()
-    shutil.rmtree(root / "outbox", ignore_errors=True)
-    (root / "outbox").symlink_to(tmp_path / "outside" / "aa")
-    before = everything(tmp_path / "outside")
-    with within(30), ChunkStore(root, remote=remote_at(tmp_path / "remote")) as store:
-        for call in (
-            lambda: store.put(chunk_of("new", 9)),
-            lambda: store.delete("first", BACKBONE),
-            store.flush,
-            store.delete_tenant,
-        ):
-            with contextlib.suppress(StoreError):
-                call()
-    assert everything(tmp_path / "outside") == before
-
-
 # ---------------------------------------------------------------------------------------------------------- limits
 
-LIMITS = {
-    "random bytes": NOISE[:500],
-    "nothing": b"",
-    "a list": b"[]",
-    "deep": b"[" * 100_000,
-    "other fields": b'{"version": 1, "disk": 5}',
-    "text": b'{"version": 1, "disk": "5 GB", "tenant": null, "tenants": {}}',
-    "truth": b'{"version": 1, "disk": true, "tenant": null, "tenants": {}}',
-    "below zero": b'{"version": 1, "disk": -5, "tenant": null, "tenants": {}}',
-    "a fraction": b'{"version": 1, "disk": 1e3, "tenant": null, "tenants": {}}',
-    "no number": b'{"version": 1, "disk": NaN, "tenant": null, "tenants": {}}',
-    "twice": b'{"version": 1, "disk": 1, "disk": 2, "tenant": null, "tenants": {}}',
-    "no share": b'{"version": 1, "disk": null, "tenant": null, "tenants": {"x": null}}',
-    "no map": b'{"version": 1, "disk": null, "tenant": null, "tenants": [5]}',
-    "version 0": b'{"version": 0, "disk": null, "tenant": null, "tenants": {}}',
-    "version true": b'{"version": true, "disk": null, "tenant": null, "tenants": {}}',
-    "too many digits": b'{"version": 1, "disk": ' + b"9" * 5000 + b', "tenant": null, "tenants": {}}',
-    "too long": b" " * (2 << 20),
-}
-
-
-@pytest.mark.parametrize("what", LIMITS)
-def test_limits_that_cannot_be_read_are_a_typed_error_of_puts_alone(root: Path, what: str):
-    """Nothing is put or evicted by limits that nobody knows; what is there is read."""
-    (root / "LIMITS.json").write_bytes(LIMITS[what])
-    held = objects(root)
-    with within(30), ChunkStore(root, budget=Budget(host=0)) as store:
-        with pytest.raises(StoreCorruptError, match=r"LIMITS\.json"):
-            store.put(chunk_of("new", 9))
-        assert same_chunk(store.get("first", BACKBONE), CHUNKS["first"])
-        set_limits(root, disk="1 GB")  # an operator mends it, and the same store goes on
-        store.put(chunk_of("new", 9))
-    assert set(held) < set(objects(root))
-
-
-@pytest.mark.parametrize("make", [fifo, directory, listening, link_outside], ids=lambda make: make.__name__)
-def test_irregular_limits_are_a_typed_error_of_puts_alone(root: Path, make):
-    make(root / "LIMITS.json")
-    with within(30), ChunkStore(root, budget=Budget(host=0)) as store:
-        with pytest.raises(StoreError, match=r"LIMITS\.json"):
-            store.put(chunk_of("new", 9))
-        assert same_chunk(store.get("first", BACKBONE), CHUNKS["first"])
-        assert store.delete("first", BACKBONE)
-
-
-def test_limits_of_a_later_version_are_not_guessed(root: Path):
-    (root / "LIMITS.json").write_text('{"version": 2, "disk": {"soft": 1}}')
-    with ChunkStore(root) as store, pytest.raises(StoreVersionError, match=r"LIMITS\.json"):
-        store.put(chunk_of("new", 9))
-
-
-def test_a_share_of_nothing_is_no_share_without_limit(root: Path):
-    with ChunkStore(root, tenant="guest") as store:
-        set_limits(root, disk="1 GB", tenants={store.names.tenant_name: 1})
-        with pytest.raises(StoreFullError):
-            store.put(chunk_of("new", 9))
-        text = (root / "LIMITS.json").read_text()
-        (root / "LIMITS.json").write_text(text.replace(": 1}", ": 0}"))
-        with pytest.raises(StoreFullError):
-            store.put(chunk_of("new", 9))
-
-
 # ---------------------------------------------------------------------------------------------------------- leases
-
-
-@pytest.mark.parametrize("folder", [".tmp", ".locks", "leases"])
-def test_folders_of_leases_that_are_links_lead_nowhere(tmp_path: Path, root: Path, folder: str):
-    """What is old in a folder of unfinished writes is deleted: not what a link leads to."""
-    with ChunkStore(root) as store:
-        lease = store.lease("first", BACKBONE)
-        assert lease is not None
-        assert lease.held
-        lease.release()
-        assert store.lease("first", BACKBONE) is not None
-    old = tmp_path / "outside" / "aa" / "precious.safetensors"
-    os.utime(old, (1, 1))
-    shutil.rmtree(root / folder)
-    (root / folder).symlink_to(tmp_path / "outside" / "aa")
-    before = everything(tmp_path / "outside")
-    with within(30), ChunkStore(root) as store, contextlib.suppress(StoreError):
-        store.lease("second", BACKBONE)
-    assert everything(tmp_path / "outside") == before
-
-
-def test_a_lease_that_others_wrote_is_over_or_held_but_no_error(root: Path):
-    with ChunkStore(root) as store:
-        assert store.lease("first", BACKBONE) is not None
-        (path,) = (root / "leases").iterdir()
-        for text in (b"", NOISE[:300], b"[]", b'{"owner": 5}', b'{"owner": "x", "deadline": "soon"}', b"[" * 100_000):
-            path.write_bytes(text)
-            lease = store.lease("first", BACKBONE)
-            assert lease is not None
-            lease.release()

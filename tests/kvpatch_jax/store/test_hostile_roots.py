@@ -195,14 +195,6 @@ def test_irregular_files_in_a_root_cause_no_hang_or_untyped_error(tmp_path: Path
     survive(tmp_path, places, make, None, capsys)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_nothing_hangs_nor_fails_untyped_at_any_place(tmp_path: Path, place, make, key, capsys):
-    survive(tmp_path, [place], make, key, capsys)
-
-
 FOLDERS: dict[str, Callable[[ChunkStore], str]] = {
     "objects": lambda store: "obj",
     "tenant": lambda store: store.names.space,
@@ -234,14 +226,6 @@ def test_a_directory_that_is_a_link_is_not_followed(tmp_path: Path, place: str, 
     assert everything(outside) == before
     assert (outside / f"{tenant}.folder").is_dir()
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_the_root_itself_may_be_a_link(tmp_path: Path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "root").symlink_to(tmp_path / "real")
-    fill(tmp_path / "root")
-    with ChunkStore(tmp_path / "root", budget=Budget(host=0)) as store:
-        assert same_chunk(store.get("other", BACKBONE), OTHER)
 
 
 def test_other_files_do_not_hide_objects(root: Path, capsys):

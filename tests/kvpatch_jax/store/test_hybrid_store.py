@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from store_cases import BACKBONE, LAYOUT, file_of, same, same_chunk
-from test_newer_versions import rewritten
+from store_cases import BACKBONE, file_of, rewritten, same, same_chunk
 from transition_cases import LAYOUT as HYBRID
-from transition_cases import LAYOUTS, drawn
+from transition_cases import drawn
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import antecedent_of, encode_chunk, patch_digest
@@ -42,7 +41,7 @@ def store(tmp_path: Path):
         yield store
 
 
-@pytest.mark.parametrize("encoding", [None, "int8", "bfloat16", "k4v4"])
+@pytest.mark.parametrize("encoding", [None, "int8"])
 def test_a_chunk_comes_back_whole_and_layer_by_layer(store: ChunkStore, encoding: str | None):
     chunk = made()
     store.put(chunk, **({} if encoding is None else {"encoding": encoding}))
@@ -89,6 +88,7 @@ def patches_of(chunk: kvp.Chunk) -> list[kvp.Patch]:
     return [*patches, kvp.Patch(ragged, metadata_of(chunk, "canonical", antecedent_of(("E",))))]
 
 
+@pytest.mark.slow
 def test_patches_of_rows_of_the_transition_or_of_both_come_back(store: ChunkStore):
     chunk = made(rows=np.float32)
     store.put(chunk)
@@ -115,14 +115,6 @@ def test_a_snapshot_restores_what_was_saved(store: ChunkStore, tmp_path: Path):
 
 
 # ------------------------------------------------------------------------------------------------------- headers
-
-
-def test_rows_are_written_where_there_are_some():
-    for layout in LAYOUTS.values():
-        body = json.loads(json.dumps(layout_body(layout)))
-        assert [channel["name"] for channel in body["channels"] if "rows" in channel] == [p.name for p in layout.parts]
-        assert layout_of(body) == layout
-    assert not any("rows" in channel for channel in layout_body(LAYOUT)["channels"])
 
 
 def changed(raw: bytes, place: int, **fields: Any) -> bytes:
@@ -172,7 +164,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 4), st.sampled_from(("rows", "name", "heads", "width", "rotary", "layers")), VALUES)
 def test_any_value_of_a_channels_field_is_decoded_or_refused(place: int, field: str, value: Any):
     body = json.loads(json.dumps(layout_body(HYBRID)))

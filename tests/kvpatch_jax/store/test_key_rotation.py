@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import os
@@ -15,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
-from failing_system import OneFailure
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same, same_chunk
 from store_child import KEY, NEW_KEY
 from store_processes import processes, wait_until
 
-from kvpatch_jax.errors import InputError, StoreError, StoreKeyError
+from kvpatch_jax.errors import StoreKeyError
 from kvpatch_jax.store import (
     Budget,
     ChunkStore,
@@ -30,7 +28,6 @@ from kvpatch_jax.store import (
     rotate_key,
 )
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.disk import quarantine
 from kvpatch_jax.store.disk.key_check import KeyState, read_keys
 from kvpatch_jax.store.format.buffers import Buffers
 from kvpatch_jax.store.format.codec import chunk_blob
@@ -62,7 +59,7 @@ def fill(root: Path, key: bytes | None = KEY) -> int:
         store.disk.put(name, store.disk.encryption.sealed(blob, name.file))
         StaticLibrary(store, quota=1 << 20).put("NAME", "a text", kind="TEXT")
         DynamicLibrary(store).publish("NAME", "a reference", kind="TEXT")
-    return 9 if key is not None else 7
+    return 7
 
 
 def set_aside(root: Path, key: bytes | None = KEY) -> None:
@@ -71,7 +68,7 @@ def set_aside(root: Path, key: bytes | None = KEY) -> None:
         store.put(chunk_of("aside"))
         path, status = name_of(store, chunk_of("aside")), file_of(store, chunk_of("aside")).stat()
         file = status.st_ino, status.st_ctime_ns, status.st_size
-        assert store.disk.quarantine(path, file, "a faulty reader", certain=True)
+        assert store.disk.quarantine(path, file, "a faulty reader")
 
 
 def expect_all(root: Path, key: bytes = NEW_KEY) -> None:
@@ -110,7 +107,7 @@ def objects(root: Path) -> list[Path]:
 
 
 def states(root: Path) -> set[str | None]:
-    """The keys of all objects, floors and quarantined files, by their check values."""
+    """The keys of all objects and quarantined files, by their check values."""
     return {json.loads(metadata_of(path)["body"]).get("check") for path in objects(root)}
 
 
@@ -126,11 +123,9 @@ def test_a_rotation_encrypts_everything_again(tmp_path: Path):
         file := next(path for path in objects(tmp_path) if ".p." in path.name), ns=(10**18, file.stat().st_mtime_ns)
     )
     report = rotate_key(tmp_path, old=KEY, new=NEW_KEY)
-    assert (report.objects, report.newer, report.left, report.finished) == (count + 1, [], [], True)
+    assert (report.objects, report.dropped, report.left, report.finished) == (count, 1, [], True)
     assert file.stat().st_atime_ns == 10**18
     expect_all(tmp_path)
-    with opened(tmp_path) as store:  # of a reader's fault: it was put back and rotated too
-        assert same_chunk(store.get("aside", BACKBONE), chunk_of("aside"))
     before = files_of(tmp_path)
     again = rotate_key(tmp_path, old=KEY, new=NEW_KEY)
     assert (again.objects, again.finished) == (0, True)
@@ -174,21 +169,6 @@ def test_a_wrong_old_key_changes_nothing(tmp_path: Path, old: bytes | None):
     expect_all(tmp_path)
 
 
-def test_calls_that_cannot_be_meant_are_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="no store there"):
-        rotate_key(tmp_path / "nowhere", old=KEY, new=NEW_KEY)
-    fill(tmp_path)
-    before = files_of(tmp_path)
-    for old in (KEY, None):
-        with pytest.raises(InputError, match="a tenant with nothing"):
-            rotate_key(tmp_path, "misspelt", old=old, new=NEW_KEY)
-    with pytest.raises(InputError, match="same key twice"):
-        rotate_key(tmp_path, old=KEY, new=KEY)
-    with pytest.raises(InputError, match="a key of 3 bytes"):
-        rotate_key(tmp_path, old=KEY, new=b"new")
-    assert files_of(tmp_path) == before
-
-
 # ----------------------------------------------------------------------------------------------------- interruptions
 
 
@@ -216,26 +196,6 @@ def test_an_interrupted_rotation_is_taken_up(tmp_path: Path, after: int):
     with pytest.raises(StoreKeyError):
         rotate_key(tmp_path, old=KEY, new=THIRD)
     assert rotate_key(tmp_path, old=KEY, new=NEW_KEY).objects == count - after
-    expect_all(tmp_path)
-
-
-def test_an_interrupted_rotation_can_be_turned_round(tmp_path: Path):
-    count = fill(tmp_path)
-    interrupted(tmp_path, 5)
-    assert rotate_key(tmp_path, old=NEW_KEY, new=KEY).objects == 5
-    expect_all(tmp_path, KEY)
-    assert rotate_key(tmp_path, old=KEY, new=NEW_KEY).objects == count
-
-
-@pytest.mark.parametrize("after", [0, 5, 9])
-def test_an_interrupted_rotation_whose_key_files_are_lost_is_taken_up(tmp_path: Path, after: int):
-    fill(tmp_path)
-    interrupted(tmp_path, after)
-    for path in tmp_path.rglob("KEY*"):
-        path.unlink()
-    with pytest.raises(StoreKeyError):
-        rotate_key(tmp_path, old=THIRD, new=b"u" * 32)
-    assert rotate_key(tmp_path, old=KEY, new=NEW_KEY).finished
     expect_all(tmp_path)
 
 
@@ -271,8 +231,9 @@ def killed_at(original: Path, root: Path, at: int) -> int:
     return int(process.spoken or 0)
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_rotation_that_is_killed_loses_nothing(tmp_path: Path, kills: int):
+@pytest.mark.slow
+def test_a_rotation_that_is_killed_loses_nothing(tmp_path: Path):
+    kills = 8
     fill(tmp_path / "original")
     set_aside(tmp_path / "original")
     calls = killed_at(tmp_path / "original", tmp_path / "root", -1)
@@ -282,28 +243,10 @@ def test_a_rotation_that_is_killed_loses_nothing(tmp_path: Path, kills: int):
         assert killed_at(tmp_path / "original", tmp_path / "root", at) == 0
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-@pytest.mark.parametrize("step", [211, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_failure_at_any_call_is_typed_or_harmless(tmp_path: Path, code: int, step: int):
-    original, root = tmp_path / "original", tmp_path / "root"
-    fill(original)
-    for at in itertools.count(3, step):
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(original, root)
-        failure = OneFailure(str(root), at, code)
-        with failure.installed(), contextlib.suppress(StoreError, InputError):
-            rotate_key(root, old=KEY, new=NEW_KEY)
-        readable_by_one_key(root)
-        assert rotate_key(root, old=KEY, new=NEW_KEY).finished
-        expect_all(root)
-        if not failure.failed:
-            break
-    assert failure.count > 300
-
-
 # ------------------------------------------------------------------------------------------------------------- others
 
 
+@pytest.mark.slow
 def test_readers_and_writers_of_either_key_get_what_is_right_or_a_typed_error(tmp_path: Path):
     ids = [f"I{number}" for number in range(12)]
     with opened(tmp_path, KEY) as store:
@@ -355,28 +298,6 @@ def test_readers_and_writers_of_either_key_get_what_is_right_or_a_typed_error(tm
         assert all(same_chunk(store.get(id, BACKBONE), chunk_of(id)) for id in [*ids, *acknowledged])
 
 
-def test_what_is_written_during_a_rotation_stays(tmp_path: Path):
-    """A put with the new key over an object that is just rotated; a deletion of one."""
-    fill(tmp_path)
-    with opened(tmp_path, KEY) as store:
-        store.put(chunk_of("gone"))
-        names = {id: name_of(store, chunk_of(id)).path for id in ("B", "gone")}
-
-    def meanwhile(entries: list[Any]):
-        with opened(tmp_path) as store:
-            for entry in entries:
-                if entry.path == names["B"]:
-                    store.put(chunk_of(seed=5))
-                if entry.path == names["gone"]:
-                    assert store.delete("gone", BACKBONE)
-                yield entry
-
-    assert rotate_key(tmp_path, old=KEY, new=NEW_KEY, progress=meanwhile).finished
-    with opened(tmp_path) as store:
-        assert same_chunk(store.get("B", BACKBONE), chunk_of(seed=5))
-        assert store.get("gone", BACKBONE) is None
-
-
 def test_during_a_rotation_both_keys_open_and_the_new_one_writes(tmp_path: Path):
     fill(tmp_path)
     interrupted(tmp_path, 0)
@@ -393,53 +314,6 @@ def test_during_a_rotation_both_keys_open_and_the_new_one_writes(tmp_path: Path)
     for key in (THIRD, None):
         with pytest.raises(StoreKeyError):
             opened(tmp_path, key)
-
-
-def test_a_damaged_object_does_not_end_a_rotation(tmp_path: Path):
-    fill(tmp_path)
-    with opened(tmp_path, KEY) as store:
-        store.put(chunk_of("bad"))
-        path = file_of(store, chunk_of("bad"))
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    report = rotate_key(tmp_path, old=KEY, new=NEW_KEY)
-    assert (report.finished, report.dropped) == (True, 1)
-    assert quarantine.listed(str(tmp_path)) == []
-    expect_all(tmp_path)
-
-
-def test_a_later_versions_object_keeps_the_old_key_valid(tmp_path: Path):
-    """This version cannot encrypt it again: the later one has to finish."""
-    from test_newer_versions import rewritten, version
-
-    fill(tmp_path)
-    with opened(tmp_path, KEY) as store:
-        store.put(chunk_of("later"))
-        path = file_of(store, chunk_of("later"))
-    good = path.read_bytes()
-    path.write_bytes(raw := rewritten(good, version))
-    report = rotate_key(tmp_path, old=KEY, new=NEW_KEY)
-    assert (report.finished, report.newer) == (False, [str(path.relative_to(tmp_path))])
-    assert path.read_bytes() == raw
-    opened(tmp_path, KEY).close()
-    path.write_bytes(good)
-    assert rotate_key(tmp_path, old=KEY, new=NEW_KEY).finished
-    expect_all(tmp_path)
-
-
-def test_a_replayed_entry_stays_a_miss_after_a_rotation(tmp_path: Path):
-    """Floors are rotated with the entries, so that what was replaced or deleted before does not come back."""
-    with opened(tmp_path, KEY) as store:
-        library = StaticLibrary(store, quota=1 << 20)
-        library.put("NAME", "before", kind="TEXT")
-        (path,) = (tmp_path / "lib").rglob("*.entry.safetensors")
-        old = path.read_bytes()
-        library.put("NAME", "after", kind="TEXT")
-    path.write_bytes(old)
-    assert rotate_key(tmp_path, old=KEY, new=NEW_KEY).finished
-    with opened(tmp_path) as store:
-        assert StaticLibrary(store, quota=1 << 20).get("TEXT", "NAME") is None
 
 
 def test_a_remote_store_is_rotated_too(tmp_path: Path):

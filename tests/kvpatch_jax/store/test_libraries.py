@@ -1,12 +1,8 @@
 """Libraries: what is put comes back, quotas, expiry, deletion; versions while they are read; other processes."""
 
-import errno
-import fcntl
 import io
 import itertools
-import os
 import subprocess
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +14,7 @@ from PIL import Image
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same, same_chunk
 
 from kvpatch_jax.errors import DtypeError, InputError, LibraryFullError, NotFiniteError
-from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, ExactRetriever, HeldReference, StaticLibrary, chunk_id
-from kvpatch_jax.store.libraries.references import check_name
+from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, HeldReference, StaticLibrary, chunk_id
 
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
@@ -73,16 +68,6 @@ def test_contents_come_back(store, content, kind):
         assert same(np.asarray(again.item), PIXELS)
     if kind == "TOKENS":
         assert again.item == [1, 2, 3]
-
-
-def test_pictures_are_kept_as_pixels(store):
-    library = StaticLibrary(store, quota=1 << 20)
-    library.put("A", Image.fromarray(PIXELS))
-    found = library.get("IMAGE", "A")
-    assert found is not None
-    assert same(found.content, PIXELS)
-    assert "255" not in repr(found)
-    assert "array" not in repr(found)
 
 
 def test_a_quota_holds_and_replacing_counts_once(store):
@@ -154,16 +139,6 @@ def test_a_damaged_entry_is_a_miss(store):
     assert library.entries() == []
 
 
-def test_libraries_are_outside_the_chunks_budget(tmp_path: Path):
-    with ChunkStore(tmp_path, budget=Budget(host=0, disk=40_000)) as store:
-        library = StaticLibrary(store, quota=1 << 20)
-        library.put("A", b"x" * 100_000)
-        for number in range(10):
-            store.put(chunk_of(f"B{number}", number))
-        assert library.get("FILE", "A") is not None
-        assert store.collect() == 0
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_contents_that_cannot_be_stored_are_refused(store):
     library = StaticLibrary(store, quota=1 << 20)
@@ -184,41 +159,6 @@ def test_contents_that_cannot_be_stored_are_refused(store):
         StaticLibrary(store, quota=0)
     assert library.entries() == []
     assert library.put("A", "text", kind="FILE").kind == "FILE"
-
-
-def test_threads_together_never_exceed_the_quota(store):
-    """Whoever comes first gets the room; together they never exceed it."""
-    library = StaticLibrary(store, quota=5 * 12_288)
-    refused = []
-
-    def put(number: int) -> None:
-        try:
-            StaticLibrary(store, quota=library.quota).put(f"n{number}", b"x" * 8000)
-        except LibraryFullError:
-            refused.append(number)
-
-    together(put, 12)
-    assert library.used <= library.quota
-    assert len(library.entries()) + len(refused) == 12
-    assert len(library.entries()) == 5
-
-
-def together(run, count: int) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            run(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def test_libraries_are_deleted_with_their_tenant(store):
@@ -303,37 +243,6 @@ def test_a_damaged_version_is_replaced_by_the_previous_one(store):
     held.close()
 
 
-def test_vectors_fill_a_retriever(store):
-    static, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
-    static.put("A", "one", vector=np.array([1.0, 0.0]))
-    static.put("B", "without")
-    dynamic.publish("C", "two", vector=np.array([0.0, 1.0]))
-    dynamic.publish("C", "three", vector=np.array([0.5, -1.0]))
-    retriever = ExactRetriever(2)
-    for library in (static, dynamic):
-        for reference, vector in library.vectors():
-            retriever.add(reference, vector)
-    assert retriever.search(np.array([0.1, -1.0]), 5)[0] == ["TEXT#C", "TEXT#A"]
-
-
-def test_a_store_that_may_only_be_read(store, monkeypatch):
-    library, operator = DynamicLibrary(store), DynamicLibrary(store)
-    operator.publish("A", "one")
-    held = opened(library, "TEXT", "A")
-    operator.publish("A", "two")
-
-    with monkeypatch.context() as patched:
-
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        patched.setattr(fcntl, "flock", refuse)
-        held.close()
-    assert operator.versions("TEXT", "A") == [1, 2]
-    assert operator.collect() == 1
-    assert operator.versions("TEXT", "A") == [2]
-
-
 class Refreshing(RuleBasedStateMachine):
     """Any order of publishing, withdrawing, opening, closing: readers see what a dictionary of versions says."""
 
@@ -403,39 +312,6 @@ def test_refreshing_in_any_order(tmp_path: Path):
     run_state_machine_as_test(Refreshing, settings=few)
 
 
-def test_refreshing_while_threads_read(store):
-    """Every reader sees one whole version, never an older one than it saw before, and can read it again."""
-    operator = DynamicLibrary(store)
-    operator.publish("A", [1] * 50, chunk=chunk_of("c1", 1), metadata={"n": 1})
-    done = threading.Event()
-
-    def run(number: int) -> None:
-        if number == 0:
-            for n in range(2, 12):
-                operator.publish("A", [n] * 50, chunk=chunk_of(f"c{n}", n), metadata={"n": n})
-            done.set()
-            return
-        library, seen = DynamicLibrary(store), 0
-        while not done.is_set() or not seen:
-            held = opened(library, "TOKENS", "A")
-            assert held is not None
-            with held as resource:
-                n = resource.reference.version
-                assert n is not None
-                assert n >= seen
-                seen = n
-                assert resource.content == (n,) * 50
-                assert resource.metadata == {"n": n}
-                assert same_chunk(store.get(f"c{n}", BACKBONE), chunk_of(f"c{n}", n))
-                again = opened(library, "TOKENS", "A", n)
-                assert again is not None
-                again.close()
-
-    together(run, 4)
-    assert operator.versions("TOKENS", "A") == [11]
-    assert sum(store.contains(f"c{n}", BACKBONE) for n in range(1, 12)) == 1
-
-
 CHILD = """
 import sys, numpy as np
 from kvpatch_jax.store import ChunkStore, DynamicLibrary
@@ -468,7 +344,3 @@ def test_another_process_holds_its_version_until_it_dies(store):
         child.wait()
     assert library.collect() == 1
     assert library.versions("TEXT", "A") == [2]
-
-
-def test_names_in_unicodes_two_forms_are_one():
-    assert check_name("TEXT", "e\u0301") == check_name("TEXT", "\u00e9")

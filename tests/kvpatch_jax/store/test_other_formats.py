@@ -1,17 +1,15 @@
 """An object of another version of the format is a miss and stays as it is; other files of one are a typed error."""
 
 import json
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, patch_of, rewritten, same_chunk
 
 from kvpatch_jax.errors import StoreSnapshotError, StoreVersionError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.format.header import PAGE
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
 CHUNK = chunk_of()
@@ -19,15 +17,7 @@ PATCH = patch_of(CHUNK)
 
 
 def of_another_version(raw: bytes) -> bytes:
-    """An object with another version in its header, whose checksum is right."""
-    end = 8 + int.from_bytes(raw[:8], "little")
-    tree = json.loads(raw[8:end])
-    tree["__metadata__"]["version"] = "99"
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    new, at = len(text).to_bytes(8, "little") + text, 8 + len(b'{"__metadata__":{"header_crc":"')
-    blank = new[:at] + b"0" * 8 + new[at + 8 :]
-    return new[:at] + b"%08x" % zlib.crc32(blank) + new[at + 8 :] + raw[end:]
+    return rewritten(raw, lambda tree, body: tree["__metadata__"].update(version="99"))
 
 
 @pytest.fixture

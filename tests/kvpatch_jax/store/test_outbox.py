@@ -1,6 +1,5 @@
 """The outbox: what waits there for the remote store neither comes back after its deletion nor is forgotten."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import pytest
 from store_cases import BACKBONE, chunk_of, name_of, same_chunk
 from store_processes import wait_until
 
-from kvpatch_jax.errors import InputError, StoreError, StoreUnreachableError
+from kvpatch_jax.errors import StoreError, StoreUnreachableError
 from kvpatch_jax.store import Budget, ChunkStore, LocalAdapter, RemoteStore, RetryPolicy
 from kvpatch_jax.store.disk.outbox import Outbox
 
@@ -48,7 +47,7 @@ def service(tmp_path: Path) -> Switched:
 
 
 def opened(root: Path, service: Switched) -> ChunkStore:
-    patience = RetryPolicy(tries=1, failures=1000)
+    patience = RetryPolicy(tries=1)
     return ChunkStore(root, budget=Budget(host=0), secret=SECRET, remote=RemoteStore(service, patience=patience))
 
 
@@ -84,14 +83,6 @@ def test_an_evicted_object_that_waits_is_read(tmp_path: Path, service: Switched)
         assert same_chunk(store.get("B", BACKBONE), chunk_of())
 
 
-def test_a_miss_makes_no_folder_and_takes_no_lock(tmp_path: Path, service: Switched):
-    with opened(tmp_path / "root", service) as store:
-        name = store.names.canonical(BACKBONE, "nobody's")
-        assert store.get("nobody's", BACKBONE) is None
-        assert store.stream("nobody's", BACKBONE) is None
-        assert not (tmp_path / "root" / name.folder).exists()
-
-
 def test_a_deletion_that_waits_is_sent_by_the_next_process_without_being_asked(tmp_path: Path, service: Switched):
     with opened(tmp_path / "root", service) as store:
         store.put(chunk_of())
@@ -121,35 +112,3 @@ def test_a_closed_store_has_no_thread_that_goes_on_trying(tmp_path: Path, servic
     with opened(tmp_path / "root", service) as store:
         store.flush()
         assert service.inner.paths("obj/")
-
-
-def test_many_entries_are_listed_a_few_times(tmp_path: Path, service: Switched, monkeypatch: pytest.MonkeyPatch):
-    """And not once for every group that is sent."""
-    service.on = False
-    with opened(tmp_path / "root", service) as store:
-        store.put_many([chunk_of(f"B{number}") for number in range(300)])
-        with contextlib.suppress(StoreError):
-            store.flush()
-        entries, lists = Outbox.entries, []
-        monkeypatch.setattr(Outbox, "entries", lambda self: lists.append(1) or entries(self))
-        service.on = True
-        store.flush()
-        assert len(list(service.inner.paths("obj/"))) == 300
-        assert len(lists) <= 6
-
-
-@pytest.mark.parametrize("call", ["get_many", "prefetch"])
-def test_one_id_where_a_list_belongs_is_refused(tmp_path: Path, call: str):
-    """A string is a sequence of strings too: each letter would be a miss."""
-    with ChunkStore(tmp_path / "root") as store:
-        store.put(chunk_of())
-        with pytest.raises(InputError, match="got a str; expected a sequence, each a str"):
-            getattr(store, call)("B", BACKBONE)
-        assert same_chunk(store.get_many(["B", "C"], BACKBONE)[0], chunk_of())
-        assert store.prefetch(["B", "C", "B"], BACKBONE).result(60) == 1
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_a_lease_of_no_time_is_refused(tmp_path: Path, seconds: float):
-    with ChunkStore(tmp_path / "root") as store, pytest.raises(InputError, match=r"lease.*expected finite seconds"):
-        store.lease("B", BACKBONE, seconds)

@@ -58,18 +58,6 @@ def test_a_second_fetch_does_not_compute_again(held):
     assert all(same_chunk(b.chunk, a.chunk) for a, b in zip(first, third, strict=True))
 
 
-def test_a_second_fetch_by_layers_does_not_compute_again(held):
-    made: list[str] = []
-    fetch(held.store, REQUESTS, compute(made))
-    seen: dict[str, list] = {request.id: [] for request in REQUESTS}
-    fetch(held.store, REQUESTS, compute(made), on_layer=lambda request, *layer: seen[request.id].append(layer))
-    assert len(made) == 3
-    for id, layers in seen.items():
-        chunk = chunk_of(id, int(id[1:]))
-        assert [number for number, _ in layers] == [0, 1, 2]
-        assert all(same(values[name], chunk.kv[name][number]) for number, values in layers for name in values)
-
-
 def test_get_hits_before_the_acknowledgement(held):
     chunk = chunk_of("c1", 1, encoder=np.arange(6, dtype=np.float32).reshape(2, 3))
     ack = held.store.put_async(chunk)
@@ -103,25 +91,6 @@ def test_a_reduced_chunk_reads_the_same_before_and_after(held, encoding):
     assert held.store.get("c1", BACKBONE) is None
 
 
-def test_the_last_of_several_writes_is_read(held):
-    acks = [held.store.put_async(chunk_of("c1", seed)) for seed in (1, 2, 3)]
-    assert same_chunk(held.store.get("c1", BACKBONE), chunk_of("c1", 3))
-    held.go.set()
-    [ack.result(60) for ack in acks]
-    assert same_chunk(held.store.get("c1", BACKBONE), chunk_of("c1", 3))
-
-
-def test_a_queued_write_does_not_restore_a_deleted_object(held):
-    held.store.put_async(chunk_of("c1", 1))
-    held.store.put_async(chunk_of("c2", 2))
-    threading.Timer(0.2, held.go.set).start()
-    assert held.store.delete("c1", BACKBONE)
-    assert held.store.get("c1", BACKBONE) is None
-    held.store.flush()
-    assert held.store.get("c1", BACKBONE) is None
-    assert held.store.get("c2", BACKBONE) is not None
-
-
 def test_an_object_that_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
     with ChunkStore(tmp_path / "store") as store:
         go = threading.Event()
@@ -153,10 +122,3 @@ def test_an_object_that_expired_in_the_queue_is_a_miss(tmp_path, monkeypatch):
     finally:
         held.go.set()
         held.store.close()
-
-
-def test_other_store_objects_do_not_read_queued_objects(held):
-    held.store.put_async(chunk_of("c1", 1))
-    for tenant in ("default", "other"):
-        with ChunkStore(held.store.disk.root, tenant=tenant) as other:
-            assert other.get("c1", BACKBONE) is None

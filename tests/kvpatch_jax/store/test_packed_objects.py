@@ -1,6 +1,5 @@
 """Files of canonicals in few bits: bit for bit, as another reader reads them, and refused where they contradict."""
 
-import dataclasses
 import tracemalloc
 from typing import Any
 
@@ -13,18 +12,18 @@ from store_cases import AXES, LAYOUT, MLA, chunk_of, same
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import KVEncoding
-from kvpatch_jax.errors import InputError, StoreCorruptError
+from kvpatch_jax.errors import StoreCorruptError
 from kvpatch_jax.store.format.codec import canonical_of, chunk_blob
 from kvpatch_jax.store.format.codec import chunk_of as decoded
 from kvpatch_jax.store.format.header import parse_header
-from kvpatch_jax.store.format.objects import Blob, blob_bytes, padded
+from kvpatch_jax.store.format.objects import Blob, blob_bytes
 
 NAME = "a.kv.k4v4g32.safetensors"
 WORDS = ["k4v4", "k3v2g16", "k8v5gall", "k6v7g5", "k1v1g32"]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, MLA, AXES], ids=["gqa", "mla", "axes"])
-@pytest.mark.parametrize("word", ["k3v2g16", *(pytest.param(word, marks=pytest.mark.slow) for word in WORDS)])
+@pytest.mark.parametrize("word", ["k3v2g16"])
 def test_packed_chunks_come_back_bit_for_bit(layout, word):
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         chunk = encoded(word, layout=layout, dtype=dtype, lead="lead", hidden={1: np.ones((70, 5), np.float32)})
@@ -35,20 +34,6 @@ def test_packed_chunks_come_back_bit_for_bit(layout, word):
             assert same(found.kv[name], chunk.kv[name])
 
 
-def test_a_put_with_an_encoding_packs_as_encode_chunk_does():
-    chunk = chunk_of(tokens=40)
-    one, other = chunk_blob(chunk, "k4v4"), chunk_blob(kvp.encode_chunk(chunk, "k4v4"))
-    assert blob_bytes(one, NAME) == blob_bytes(other, NAME)
-    assert one.body["content"] == chunk.content
-
-
-@pytest.mark.parametrize("tokens", [9, 32, 33])
-def test_a_chunk_padded_after_it_was_encoded_comes_back(tokens):
-    chunk = kvp.encode_chunk(chunk_of(tokens=9), "k4v4").pad(tokens)
-    found = decoded(*arranged_leaves(blob_bytes(chunk_blob(chunk), NAME)))
-    assert same_packed(found, chunk)
-
-
 def test_planes_and_scales_are_views_of_the_file():
     _, arrays = arranged_leaves(blob_bytes(chunk_blob(encoded()), NAME))
     body, _ = arranged_leaves(blob_bytes(chunk_blob(encoded()), NAME))
@@ -56,20 +41,6 @@ def test_planes_and_scales_are_views_of_the_file():
     for leaf in jax.tree.leaves(dict(found.kv)):
         assert any(np.shares_memory(leaf, array) for array in arrays.values())
         assert not leaf.flags.writeable
-
-
-def test_layers_lie_together_and_the_file_has_no_more_than_the_codes():
-    chunk = encoded("k6v3")
-    data = blob_bytes(chunk_blob(chunk), NAME)
-    _, leaves = raw_leaves(data)
-    names = [name for name in leaves if name.startswith("layer.")]
-    assert [int(name.split(".")[1]) for name in names] == sorted(int(name.split(".")[1]) for name in names)
-    assert names[:7] == [f"layer.0.k.{part}" for part in ("nibbles", "pairs", "scale", "least")] + [
-        f"layer.0.v.{part}" for part in ("pairs", "bits", "scale")
-    ]
-    payload = sum(len(leaves[name][2]) for name in names)
-    assert payload == chunk.nbytes
-    assert len(data) <= 4096 * 2 + sum(padded(len(leaf[2])) for leaf in leaves.values())
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -171,24 +142,6 @@ def test_a_forged_file_is_refused_and_allocates_nothing(case):
     assert peak < 4 << 20
 
 
-@pytest.mark.parametrize("group", [69, 71, 1 << 40])
-def test_one_group_over_all_is_no_larger_than_all(group):
-    """Decoding allocates for whole groups, so the only one may not be larger than what is there."""
-    blob = chunk_blob(encoded("k4v4gall"))
-    arrays = dict(blob.arrays)
-    assert decoded(blob.body, arrays).tokens == 70
-    body = {**blob.body, "groups": {"k": group, "v": 32}}
-    if group == 69:  # as many as count, before the chunk was padded: two groups
-        arrays = {
-            name: np.repeat(value, 2, 0) if ".k." in name and ".nib" not in name else value
-            for name, value in arrays.items()
-        }
-        assert decoded(body, arrays).tokens == 70
-        return
-    with pytest.raises(StoreCorruptError):
-        decoded(body, arrays)
-
-
 @pytest.mark.parametrize("word", ["k9v4g32", "k4v4", "nf4g64", "K4V4G32", "k4v4g032", "int8"])
 def test_an_unknown_word_is_a_later_versions(word):
     blob = chunk_blob(encoded())
@@ -198,20 +151,3 @@ def test_an_unknown_word_is_a_later_versions(word):
         decoded({**blob.body, "rotation": "hadamard"}, blob.arrays)
     with pytest.raises(StoreCorruptError):
         decoded(blob.body, {**blob.arrays, "layer.0.k.outliers": np.zeros(3, np.uint8)})
-
-
-def test_a_body_of_another_encoding_than_its_name_is_corrupt():
-    packed, plain = chunk_blob(encoded()), chunk_blob(chunk_of())
-    for part, blob in (("kv.k8v8g32", packed), ("kv", packed), ("kv.int8", packed), ("kv.k4v4g32", plain)):
-        with pytest.raises(StoreCorruptError):
-            canonical_of(part)(blob.body, blob.arrays)
-    assert same_packed(canonical_of("kv.behind_0f.k4v4g32")(packed.body, packed.arrays), encoded())
-
-
-def test_kv_that_were_decoded_or_are_not_what_they_say_are_refused():
-    chunk = encoded()
-    with pytest.raises(InputError, match="decoded from k4v4g32"):
-        chunk_blob(kvp.decode_chunk(chunk))
-    for word in ("k8v8g32", "k4v4g16", "of another library"):
-        with pytest.raises(InputError, match="not those of"):
-            chunk_blob(dataclasses.replace(chunk, encoding=word))

@@ -19,13 +19,11 @@ from store_contract import (
     Scenario,
     Words,
     allowed,
-    delete_tenant,
     expect,
     make_snapshot,
     open_store,
     prepare,
     put,
-    put_many,
     replace,
 )
 
@@ -86,10 +84,12 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("most", [1, pytest.param(64, marks=pytest.mark.slow)])
-def test_a_power_cut_loses_nothing_acknowledged(base: Path, name: str, most: int):
-    assert survives(base, SCENARIOS[name], most) > 5
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("put", "put_async", "delete", "library", "promote")]
+
+
+@pytest.mark.parametrize("name", ["replace", "put_many", "delete_tenant", "evict", "collect", "restore", *SLOW])
+def test_a_power_cut_loses_nothing_acknowledged(base: Path, name: str):
+    assert survives(base, SCENARIOS[name], most=1) > 5
 
 
 def delete_alone(store: ChunkStore, log: Words) -> None:
@@ -103,24 +103,9 @@ PLANTED: dict[str, tuple[Scenario, dict[str, Any], str]] = {
         {"dropped": lambda kind, path: kind == "folder" and path.startswith("store/obj")},
         "kv:new: got None; expected one of {1}",
     ),
-    "a new folder's name is not synced": (
-        Scenario(put, {}),
-        {"dropped": lambda kind, path: kind == "folder" and path.count("/") == 2},
-        "kv:new: got None; expected one of {1}",
-    ),
     "the data is not synced": (
         Scenario(replace, OLD),
         {"dropped": lambda kind, path: kind == "file"},
-        "kv:old: got None; expected one of|is not whole",
-    ),
-    "the data of a group is not synced": (
-        Scenario(put_many, OLD),
-        {"dropped": lambda kind, path: kind == "file"},
-        "got None; expected one of|is not whole",
-    ),
-    "the name is there before the data is synced": (
-        Scenario(replace, OLD),
-        {"late": True},
         "kv:old: got None; expected one of|is not whole",
     ),
     "a deletion is not synced": (
@@ -128,19 +113,11 @@ PLANTED: dict[str, tuple[Scenario, dict[str, Any], str]] = {
         {"dropped": lambda kind, path: kind == "folder"},
         "old: got 1; expected one of {None}",
     ),
-    "the deletion of a tenant is not synced": (
-        Scenario(delete_tenant, OLD),
-        {"dropped": lambda kind, path: kind == "folder" and path in ("store/obj", "store/deleted", "store/lib")},
-        "got 1; expected one of {None}",
-    ),
 }
 
 
-LONG = ("the data of a group is not synced", "the deletion of a tenant is not synced")
-BUGS = [pytest.param(bug, marks=pytest.mark.slow) if bug in LONG else bug for bug in PLANTED]
-
-
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(base: Path, bug: str):
     """Each is a sync that the record lacks, or has too late."""
     scenario, planted, message = PLANTED[bug]

@@ -1,11 +1,6 @@
 """The checker of registers that may lose their value sees what is wrong, and nothing wrong with what is right."""
 
-import itertools
-import random
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from register_histories import FOREVER, RegisterCall, unexplained
 
@@ -76,66 +71,5 @@ def test_wrong_histories_of_registers_have_none(name: str):
     assert unexplained(WRONG[name]) != ""
 
 
-def explained(calls: list[RegisterCall]) -> bool:
-    """By trying every order of every choice of the calls that failed."""
-    sure = [call for call in calls if call.end < FOREVER]
-    unsure = [call for call in calls if call.end == FOREVER]
-    for count in range(len(unsure) + 1):
-        for chosen in itertools.combinations(unsure, count):
-            if any(explains(order) for order in itertools.permutations([*sure, *chosen])):
-                return True
-    return False
-
-
-def explains(order: tuple[RegisterCall, ...]) -> bool:
-    """Whether the calls could have happened in this order."""
-    for first, second in itertools.combinations(order, 2):
-        if second.end < first.begin or (second.writes and first.writes and second.placed < first.begin):
-            return False
-    value: int | None = None
-    lost = False
-    for call in order:
-        if call.what == "put":
-            value, lost = call.value, False
-        elif call.what == "delete":
-            value, lost = None, False
-        elif call.what == "evict":
-            lost = True
-        elif call.value != value and not (call.value is None and lost):
-            return False
-    return True
-
-
 times = st.tuples(st.integers(0, 12), st.integers(0, 5), st.booleans())
 shapes = st.lists(st.tuples(st.sampled_from(["put", "get", "delete", "evict"]), st.integers(0, 3), times), max_size=5)
-
-
-@settings(max_examples=150, deadline=None)
-@given(shapes)
-def test_the_checker_of_registers_agrees_with_trying_every_order(shape: list[tuple[Any, int, tuple[int, int, bool]]]):
-    """Every value is put once, and readers are others than writers."""
-    history: list[RegisterCall] = []
-    for number, (what, value, (begin, length, fails)) in enumerate(shape):
-        end = FOREVER if fails and what in ("put", "delete") else begin + length
-        written = number if what == "put" else (value or None) if what == "get" else None
-        history.append(RegisterCall(what, "a", written, begin, end, end, store=what == "get"))
-    assert (unexplained(history) == "") == explained(history)
-
-
-def test_a_register_that_works_has_an_explanation():
-    """Four clients of one variable, each call taking effect somewhere inside its time; and one answer that is wrong."""
-    rng = random.Random(0)
-    there: int | None = None
-    history: list[RegisterCall] = []
-    for moment in range(10, 300, 10):
-        begin, end = moment - rng.randrange(30), moment + rng.randrange(30)
-        what: Any = rng.choice(["put", "get", "get", "delete"])
-        if what == "put":
-            there = moment
-        elif what == "delete":
-            there = None
-        value = None if what == "delete" else there
-        history.append(RegisterCall(what, "a", value, begin, end, end, store=1 if what == "get" else 0))
-    assert unexplained(history) == ""
-    last = max(call.end for call in history)
-    assert unexplained([*history, get(10**6, last + 1, last + 2)]) != ""

@@ -1,16 +1,11 @@
 """Adapters of remote services: all keep the promises of the interface, and the conformance kit sees who does not."""
 
-import concurrent.futures
-import contextlib
-import fcntl
 import os
 import random
-import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ import tensorstore
 from remote_cases import MemoryAdapter, MemoryService, blob_at, name_in
 from store_cases import child_environment
 
-from kvpatch_jax.errors import InputError, MissingExtraError, StoreIOError, StoreUnreachableError
+from kvpatch_jax.errors import InputError, StoreIOError, StoreUnreachableError
 from kvpatch_jax.store import (
     ABSENT,
     ANY,
@@ -36,7 +31,6 @@ from kvpatch_jax.store import (
 from kvpatch_jax.store.format.objects import blob_bytes
 from kvpatch_jax.store.remotes.conformance import ConformanceError, check_adapter
 from kvpatch_jax.store.remotes.retrying_adapter import RetryingAdapter
-from kvpatch_jax.store.remotes.time_limit import call_within
 
 Make = Callable[[], RemoteAdapter]
 
@@ -258,16 +252,6 @@ def test_the_kit_names_the_promises_that_are_broken(kind: type[MemoryAdapter]):
     assert {line.partition(":")[0] for line in raised.value.broken} >= BROKEN[kind]
 
 
-def test_what_lacks_a_method_is_no_adapter(unchecked: None):
-    class Listless:
-        read = write = delete = lambda *_: None
-
-    with pytest.raises(ConformanceError, match="expected read, write, delete and paths"):
-        check_adapter(Listless)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="expected read, write, delete and paths"):
-        RemoteStore(Listless())  # pyright: ignore[reportArgumentType]
-
-
 # -------------------------------------------------------------------------------------------------------- directory
 
 
@@ -291,41 +275,6 @@ def test_a_directory_follows_no_links_and_reads_no_pipes(tmp_path: Path):
             adapter.read(path)
     assert adapter.write("link", b"own")
     assert (tmp_path / "secret").read_bytes() == b"secret"
-
-
-def test_a_stopped_holder_of_a_lock_is_an_error_in_time(tmp_path: Path):
-    """Reads need no lock."""
-    adapter = LocalAdapter(tmp_path)
-    adapter.write("a", b"1")
-    with contextlib.ExitStack() as stack:
-        for number in range(256):
-            file = stack.enter_context((tmp_path / ".locks" / f"{number:02x}").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(StoreUnreachableError, match="held by another"):
-            call_within(0.2, lambda: adapter.write("a", b"2"))
-        value = adapter.read("a")
-        assert value is not None
-        assert value.data == b"1"
-    assert adapter.write("a", b"2")
-
-
-def test_generations_differ_where_the_clock_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Inodes are used again, and sizes are equal."""
-    adapter, now = LocalAdapter(tmp_path), time.time_ns()
-    monkeypatch.setattr(time, "time_ns", lambda: now)
-    generations = [adapter.write("a", b"%02d" % number) for number in range(40)]
-    assert len(set(generations)) == 40
-
-
-def test_unfinished_writes_are_swept_and_never_listed(tmp_path: Path):
-    LocalAdapter(tmp_path).write("a", b"1")
-    old, young = tmp_path / ".tmp" / "old", tmp_path / ".tmp" / "young"
-    for file in (old, young):
-        file.write_bytes(b"half")
-    os.utime(old, (1, 1))
-    adapter = LocalAdapter(tmp_path)
-    assert (old.exists(), young.exists()) == (False, True)
-    assert list(adapter.paths("")) == ["a"]
 
 
 COUNT = """
@@ -367,6 +316,7 @@ for letter in itertools.cycle(b"ab"):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_whole_value(tmp_path: Path):
     """The last acknowledged one, or the one after it; its lock is free."""
     rng = random.Random(0)
@@ -390,50 +340,6 @@ def test_a_killed_writer_leaves_a_whole_value(tmp_path: Path):
 # ----------------------------------------------------------------------------------------------------------- Valkey
 
 
-def test_prefixes_separate_the_stores_of_a_server():
-    server = fakeredis.FakeServer()
-    one, two = (ValkeyAdapter(fakeredis.FakeRedis(server=server), prefix=prefix) for prefix in ("one:", "two:"))
-    assert one.write("a", b"1", ABSENT)
-    assert two.write("a", b"2", ABSENT)
-    assert two.delete("a")
-    assert list(one.paths("")) == ["a"]
-    assert list(two.paths("")) == []
-
-
-def test_objects_end_on_the_server_an_hour_after_they_expire():
-    client = fakeredis.FakeRedis()
-    remote = RemoteStore(ValkeyAdapter(client, ttl=True))
-    now = time.time()
-    assert remote.put(name_in(part="kv"), blob_at(1, expires=now + 100))
-    assert remote.put(name_in(part="kv.int8"), blob_at(1))
-    assert remote.put_if_absent("leases/x", b"{}")
-    keys: Any = client.keys("kvpatch:v:*")
-    ends = {key.decode().rpartition("/")[2]: client.ttl(key) for key in keys}
-    assert 3690 <= ends.pop(name_in().file) <= 3702
-    assert set(ends.values()) == {-1}
-
-
-def test_paths_of_values_that_the_server_dropped_are_not_listed_and_forgotten():
-    client = fakeredis.FakeRedis()
-    adapter = ValkeyAdapter(client)
-    for number in range(30):
-        adapter.write(f"p/{number:02}", b"x")
-    for number in range(0, 30, 3):
-        client.delete(f"kvpatch:v:p/{number:02}")
-    kept = [f"p/{number:02}" for number in range(30) if number % 3]
-    assert list(adapter.paths("p/")) == kept
-    assert client.zcard("kvpatch:paths") == len(kept)
-    assert adapter.write("p/00", b"y", ABSENT)
-    assert next(iter(adapter.paths("p/"))) == "p/00"
-
-
-def test_clients_that_decode_and_other_objects_are_refused(unchecked: None):
-    with pytest.raises(InputError, match="expected decode_responses=False"):
-        ValkeyAdapter(fakeredis.FakeRedis(decode_responses=True))
-    with pytest.raises(InputError, match="expected a valkey"):
-        ValkeyAdapter(object())
-
-
 @pytest.mark.parametrize("kind", [fakeredis.FakeRedis, fakeredis.FakeValkey])
 def test_a_server_that_is_away_is_unreachable_and_one_that_refuses_is_an_error(kind: Any):
     server = fakeredis.FakeServer()
@@ -449,75 +355,6 @@ def test_a_server_that_is_away_is_unreachable_and_one_that_refuses_is_an_error(k
     with pytest.raises(StoreIOError, match="WRONGTYPE") as refused:
         list(adapter.paths(""))
     assert not isinstance(refused.value, StoreUnreachableError)
-
-
-def test_a_port_where_nobody_listens_is_unreachable():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-    adapter = ValkeyAdapter.from_url(f"valkey://127.0.0.1:{port}/0", timeout=1)
-    with pytest.raises(StoreUnreachableError):
-        adapter.read("a")
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "valkey", None)
-    with pytest.raises(MissingExtraError, match=r"kvpatch_jax\[valkey\]"):
-        open_remote("valkey://nowhere:6379/0")
-
-
-@contextlib.contextmanager
-def running_server(folder: Path) -> Iterator[str]:
-    """Starts a server of its own on a socket in a folder; skips the test if none is installed."""
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
-    if program is None:
-        pytest.skip("got neither valkey-server nor redis-server; expected one on the path")
-    path = str(folder / "s")
-    command = [program, "--port", "0", "--unixsocket", path, "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 60
-        while not os.path.exists(path):
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        yield f"unix://{path}?db=0"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-@pytest.mark.slow
-def test_a_real_server_keeps_every_promise_and_loses_no_update(tmp_path: Path):
-    """Two clients of eight threads each, then three processes, compare and set the same paths."""
-    with running_server(tmp_path) as url:
-        check_adapter(lambda: ValkeyAdapter.from_url(url, ttl=True))
-        clients = [ValkeyAdapter.from_url(url), ValkeyAdapter.from_url(url)]
-        for number in range(4):
-            clients[0].write(f"counters/{number}", b"0")
-        until = time.monotonic() + 8
-
-        def add(thread: int) -> list[int]:
-            adapter, added = clients[thread % 2], [0] * 4
-            while time.monotonic() < until:
-                number = (thread + sum(added)) % 4
-                found = adapter.read(f"counters/{number}")
-                assert found is not None
-                value = b"%d" % (int(found.data) + 1)
-                added[number] += adapter.write(f"counters/{number}", value, found.generation) is not None
-            return added
-
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            added = list(pool.map(add, range(16)))
-        values = [clients[1].read(f"counters/{number}") for number in range(4)]
-        assert [value and int(value.data) for value in values] == [sum(column) for column in zip(*added, strict=True)]
-        assert sum(map(sum, added)) > 1000
-
-        clients[0].write("counter", b"0")
-        counted("valkey", url, 3, 500)
-        value = clients[0].read("counter")
-        assert value is not None
-        assert value.data == b"1500"
 
 
 # ------------------------------------------------------------------------------------------------------------- URLs

@@ -1,14 +1,12 @@
 """The host tier that stores of several tenants share: one budget, and each tenant's own objects."""
 
-import gc
-import weakref
 from pathlib import Path
 
 import pytest
 from store_cases import BACKBONE, chunk_of, same_chunk
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.store import Budget, ChunkStore, SharedHostTier
+from kvpatch_jax.store import ChunkStore, SharedHostTier
 
 ONE = 4096 + 64 + 6 * 9 * 2 * 16 * 4
 """Bytes of a chunk in memory."""
@@ -62,15 +60,6 @@ def test_a_tenant_never_gets_another_ones_copy_and_drops_only_its_own(tmp_path: 
         assert two.statistics().held["host"] == tier.nbytes > 0, "closing one store drops nothing of another"
 
 
-def test_what_does_not_fit_is_refused_and_counted_by_its_tenant(tmp_path: Path):
-    tier = SharedHostTier(ONE // 2)
-    with ChunkStore(tmp_path, host_tier=tier, budget=Budget(host="1 GiB")) as store:
-        store.put(chunk_of())
-        assert same_chunk(store.get("B", BACKBONE), chunk_of())
-        assert counts_of(store, "host_refused", "host_evicted_budget") == [1, 0]
-        assert (store.statistics().held["host"], tier.nbytes) == (0, 0)
-
-
 def test_pinned_chunks_of_any_tenant_stay(tmp_path: Path):
     tier = SharedHostTier(ONE + 100)
     with (
@@ -87,38 +76,6 @@ def test_pinned_chunks_of_any_tenant_stay(tmp_path: Path):
         assert two.statistics().held["host"] == tier.nbytes > 0
 
 
-def test_stores_that_are_dropped_without_closing_leave_no_part_behind(tmp_path: Path):
-    """As an engine drops the stores of tenants that it has not seen for long."""
-    tier = SharedHostTier("1 MiB")
-    store = ChunkStore(tmp_path, tenant="long ago", host_tier=tier)
-    store.put(chunk_of())
-    store.get("B", BACKBONE)
-    (space,) = tier._parts
-    del store
-    gc.collect()
-    with ChunkStore(tmp_path, tenant="now", host_tier=tier):
-        assert space not in tier._parts
-    with ChunkStore(tmp_path, tenant="long ago", host_tier=tier) as again:
-        assert again.statistics().held["host"] > 0, "its copies are still there, within the budget"
-        assert same_chunk(again.get("B", BACKBONE), chunk_of())
-        assert counts_of(again, "host_hits") == [1]
-
-
-def test_two_stores_of_one_tenant_share_its_part(tmp_path: Path):
-    tier = SharedHostTier("1 MiB")
-    first = ChunkStore(tmp_path, host_tier=tier)
-    second = ChunkStore(tmp_path, host_tier=tier)
-    first.put(chunk_of())
-    first.get("B", BACKBONE)
-    second.get("B", BACKBONE)
-    assert counts_of(second, "host_hits") == [1]
-    del second
-    gc.collect()
-    first.delete("B", BACKBONE)
-    assert counts_of(first, "host_evicted_dropped") == [1]
-    first.close()
-
-
 def test_a_tier_of_another_root_and_other_kinds_are_refused(tmp_path: Path):
     tier = SharedHostTier("1 MiB")
     with ChunkStore(tmp_path / "one", host_tier=tier), pytest.raises(InputError, match=r"host_tier: got root .*two"):
@@ -127,14 +84,3 @@ def test_a_tier_of_another_root_and_other_kinds_are_refused(tmp_path: Path):
     ChunkStore(tmp_path / "one", tenant="other", host_tier=tier).close()
     with pytest.raises(InputError, match=r"SharedHostTier\.budget: got 'lots'"):
         SharedHostTier("lots")
-
-
-def test_a_store_that_is_dropped_without_closing_frees_its_own_tier(tmp_path: Path):
-    store = ChunkStore(tmp_path, budget=Budget(host="1 MiB"))
-    store.put(chunk_of())
-    store.get("B", BACKBONE)
-    assert store.statistics().held["host"] > 0
-    freed = weakref.ref(store)
-    del store
-    gc.collect()
-    assert freed() is None

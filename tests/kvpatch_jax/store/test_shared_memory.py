@@ -1,8 +1,6 @@
 """Files that are mapped in place of being copied, and the idle buffers of a process."""
 
 import gc
-import mmap
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from store_cases import BACKBONE, chunk_of, file_of, host_chunk, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.disk import mapping as mapping_module
@@ -75,23 +73,6 @@ def test_a_damaged_file_is_found_when_it_is_mapped(mapping: ChunkStore, at: int)
     assert not path.exists()
 
 
-def test_a_file_that_others_may_change_is_copied(mapping: ChunkStore, monkeypatch: pytest.MonkeyPatch):
-    mapping.put(chunk_of())
-    path = file_of(mapping, chunk_of())
-    for changed, mode in ((path, 0o620), (path, 0o602), (path.parent, 0o720), (path.parent, 0o702)):
-        before = changed.stat().st_mode
-        changed.chmod(mode)
-        mapping.disk.forget()
-        assert mapping.disk.get(mapping.names.canonical(BACKBONE, "B")) is not None
-        changed.chmod(before)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "geteuid", lambda: 12345)
-        assert mapping.disk.get(mapping.names.canonical(BACKBONE, "B")) is not None
-    assert mapping.counters["mapped"] == 0
-    assert mapping.disk.get(mapping.names.canonical(BACKBONE, "B")) is not None
-    assert mapping.counters["mapped"] == 1
-
-
 @pytest.mark.parametrize("more", [{"key": b"k" * 32}, {"wipe": True}, {}], ids=["encrypted", "wiped", "small"])
 def test_what_may_not_stay_in_memory_or_is_small_is_copied(tmp_path: Path, more: dict[str, Any], monkeypatch):
     if more:
@@ -101,16 +82,6 @@ def test_what_may_not_stay_in_memory_or_is_small_is_copied(tmp_path: Path, more:
         store.put(chunk_of())
         assert same_chunk(store.get("B", BACKBONE), chunk_of())
         assert store.counters["mapped"] == 0
-
-
-def test_a_system_that_cannot_map_copies(mapping: ChunkStore, monkeypatch: pytest.MonkeyPatch):
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    mapping.put(chunk_of())
-    monkeypatch.setattr(mmap, "mmap", refused)
-    assert same_chunk(mapping.get("B", BACKBONE), chunk_of())
-    assert (mapping.counters["mapped"], mapping.counters["read_errors"]) == (0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- idle buffers
@@ -132,19 +103,6 @@ def test_all_pools_of_a_process_have_one_limit(monkeypatch: pytest.MonkeyPatch):
     assert pools[-1].idle_bytes > 0  # a new pool is not shut out by those that were first
 
 
-def test_a_closed_pool_frees_its_memory_and_keeps_what_is_in_use():
-    pool = Buffers()
-    lease = pool.lease(10_000)
-    lease[:] = 7
-    used(pool, 3, 10_000)
-    assert pool.idle_bytes == 3 * 12_288
-    pool.close()
-    assert pool.idle_bytes == 0
-    assert bytes(lease) == b"\x07" * 10_000
-    del lease
-    assert pool.idle_bytes == 0
-
-
 def test_idle_buffers_take_what_the_host_tier_leaves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(buffers, "SPARE_BYTES", 20_000)
     left, pool = [100_000], Buffers()
@@ -157,27 +115,3 @@ def test_idle_buffers_take_what_the_host_tier_leaves(monkeypatch: pytest.MonkeyP
     left[0] = -1
     pool.trim()
     assert pool.idle_bytes == 4 * 4096
-
-
-def test_a_wiping_pool_shares_no_buffer_and_returns_zeros():
-    plain, wiping = Buffers(), Buffers(wipe=True)
-    lease = plain.lease(4096)
-    lease[:] = 9
-    address = lease.ctypes.data
-    del lease
-    secret = wiping.lease(4096)
-    assert secret.ctypes.data != address
-    secret[:] = 5
-    del secret
-    assert not wiping.lease(4096).any()
-    assert plain.lease(4096).ctypes.data == address
-
-
-def test_stores_keep_no_idle_memory_when_they_are_closed(tmp_path: Path):
-    stores = [ChunkStore(tmp_path, tenant=f"tenant {number}", budget=Budget(host=0)) for number in range(3)]
-    for store in stores:
-        store.put(host_chunk("B", 0, tokens=40))
-        assert store.get("B", BACKBONE) is not None
-        assert store.statistics().held["pool"] > 0
-        store.close()
-        assert store.statistics().held["pool"] == 0

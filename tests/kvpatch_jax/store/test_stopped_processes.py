@@ -1,10 +1,6 @@
 """A process that was stopped, by a debugger or for lack of memory, holds up nobody who has other work."""
 
 import concurrent.futures
-import os
-import random
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +9,6 @@ from store_cases import BACKBONE, same_chunk
 from store_processes import Process, processes, wait_until
 from store_roles import STOPPED, made
 
-from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import Budget, ChunkStore
 
 SOON = 5
@@ -88,53 +83,11 @@ def test_another_tenant_goes_on_beside_a_stopped_put(tmp_path: Path, running: li
     goes_on(tmp_path / "store", running, call, "put")
 
 
-@pytest.mark.parametrize("call", ["delete", *(pytest.param(call, marks=pytest.mark.slow) for call in ["collect"])])
+@pytest.mark.parametrize("call", ["delete"])
 def test_another_tenant_removes_beside_a_stopped_put(tmp_path: Path, running: list[Process], call: str):
     goes_on(tmp_path / "store", running, call, "put")
 
 
-@pytest.mark.parametrize(
-    "call", ["put", *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS if call != "put")]
-)
+@pytest.mark.parametrize("call", ["put"])
 def test_another_tenant_goes_on_beside_a_stopped_deletion(tmp_path: Path, running: list[Process], call: str):
     goes_on(tmp_path / "store", running, call, "delete")
-
-
-@pytest.mark.slow
-def test_another_tenant_goes_on_whenever_a_process_is_stopped(tmp_path: Path, running: list[Process]):
-    """At random moments of puts and deletions."""
-    rng = random.Random(0)
-    with ChunkStore(tmp_path / "store", tenant="other", budget=Budget(host=0)) as store:
-        for count in range(12):
-            process = processes().start("change", tmp_path / "store")
-            running.append(process)
-            wait_until(lambda process=process: bool(process.error or process.spoken))
-            time.sleep(rng.random() * 0.05)
-            os.kill(process.number, signal.SIGSTOP)
-            wait_until(lambda process=process: is_stopped(process))
-            ends(lambda _, count=count: store.put(made(f"mine{count}")), process)
-            process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["put", "delete"])
-@pytest.mark.parametrize("other", ["put", "delete"])
-def test_who_has_to_wait_for_a_stopped_process_is_told_its_number(
-    tmp_path: Path, running: list[Process], call: str, other: str
-):
-    """Calls of the same names, which may need what the process holds: they end well or with an error that names it."""
-    id = "within" if call == "put" else "before"
-    stopped = stopped_inside(tmp_path / "store", running, call)
-    with ChunkStore(tmp_path / "store", tenant=STOPPED, budget=Budget(host=0)) as store:
-
-        def use() -> str:
-            try:
-                store.put(made(id)) if other == "put" else store.delete(id, BACKBONE)
-            except StoreError as error:
-                return str(error)
-            return str(stopped.number)
-
-        assert str(stopped.number) in ends(lambda _: use(), stopped, 20)
-        stopped.kill()
-        store.put(made(id))
-        assert same_chunk(store.get(id, BACKBONE), made(id))

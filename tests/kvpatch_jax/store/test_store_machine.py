@@ -196,15 +196,6 @@ def test_programs_of_several_processes_have_an_explanation(actors: Actors, base:
     explore(actors, base, 25, 15, shrink=False)
 
 
-@pytest.mark.slow
-def test_many_programs_of_several_processes_have_an_explanation(actors: Actors, base: Path):
-    explore(actors, base, int(os.environ.get("KVPATCH_MACHINE_EXAMPLES", "300")), 30, shrink=True)
-
-
-HELD = ("put", "queue", "delete", "get", "stream", "evict", "restore", "delete_tenant")
-MEANWHILE = ("put", "queue", "delete", "get", "evict", "restore", "delete_tenant")
-
-
 def _id_for(what: str) -> str:
     return "" if what in ("evict", "restore", "delete_tenant") else "a"
 
@@ -249,11 +240,3 @@ def held_at_every_call(actors: Actors, base: Path, held: str, meanwhile: str, ev
 )
 def test_a_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str):
     held_at_every_call(actors, base, held, meanwhile, 5, "evict" if held == "get" else "put")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["", "put", "evict"])
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
-def test_any_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str, first: str):
-    held_at_every_call(actors, base, held, meanwhile, 1, first)

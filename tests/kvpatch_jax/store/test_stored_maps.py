@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from packed_cases import arranged_leaves
-from store_cases import BACKBONE, file_of, same
-from test_newer_versions import rewritten
+from store_cases import BACKBONE, file_of, rewritten, same
 from transition_cases import LAYOUT, LAYOUTS, drawn
 
 import kvpatch_jax as kvp

@@ -2,21 +2,17 @@
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportPrivateUsage=false
 
 import dataclasses
-import json
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import PatchMismatchError, StoreCorruptError
+from kvpatch_jax.errors import PatchMismatchError
 from kvpatch_jax.store import ChunkStore, PatchKey
-from kvpatch_jax.store.format import codec as codecs
-from kvpatch_jax.store.format import patch_codec
-from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
 KEY = b"k" * 32
@@ -85,14 +81,6 @@ def test_a_chunks_content_digest_is_stored(store: ChunkStore, encoding):
         kvp.apply_patch(kvp.Placed(get().pad(12), back.pad(12), 3, ("A",)))
 
 
-def test_a_chunks_content_digest_is_exported():
-    chunk = chunk_of(content="digest")
-    for entry in (entry_of_chunk(chunk), entry_of(codecs.chunk_blob(chunk), "kv")):
-        assert chunk_of_entry(entry)[1].content == "digest"
-        blob = blob_of_entry(entry)
-        assert codecs.chunk_of(blob.body, blob.arrays).content == "digest"
-
-
 def test_corrections_and_requested_ranks_are_stored(store: ChunkStore):
     chunk = chunk_of()
     patch = kvp.form_patch(chunk, {n: v + v**2 for n, v in chunk.kv.items()}, {"k": 2, "v": 40}, ("A",))
@@ -106,47 +94,6 @@ def test_corrections_and_requested_ranks_are_stored(store: ChunkStore):
     assert updated.metadata.antecedent == ("C",)
     with pytest.raises(PatchMismatchError, match="update"):
         kvp.update_patch(kvp.truncate(own, {"k": 1}), change)
-
-
-def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch):
-    """Headers without the new words, as they were written before: read, served and applied."""
-    chunk, stamps = chunk_of(), ("content", "local", "corrects", "asked", "members", "base_members")
-    body_of, blob_of = codecs.chunk_body, patch_codec.patch_blob
-
-    def older_patch(patch, expires=None):
-        blob = blob_of(patch, expires)
-        metadata = {word: value for word, value in blob.body["stamp"].items() if word not in stamps}
-        return dataclasses.replace(blob, body={**blob.body, "stamp": metadata})
-
-    with monkeypatch.context() as before:
-        before.setattr(codecs, "chunk_body", lambda chunk: {n: v for n, v in body_of(chunk).items() if n != "content"})
-        before.setattr("kvpatch_jax.store.store.patch_blob", older_patch)
-        store.put(chunk)
-        store.put_patches([formed(chunk)])
-    found = store.get("B", BACKBONE)
-    assert same_chunk(found, chunk)
-    assert found.content is None
-    (patch,) = store.get_patches(SERVED)
-    assert (patch.metadata.content, patch.metadata.local, patch.metadata.asked) == (None, None, None)
-    kvp.apply_patch(kvp.Placed(found, patch, 0, ("A",)))
-    own = formed(found)  # which needs to know the content, and learns it
-    assert own.metadata.content == found.content == chunk.content
-    store.put_patches([formed(chunk, dtype=jnp.bfloat16)])
-    assert len(store.get_patches(SERVED)) == 2  # the canonical does not say what it shows
-    store.put(chunk_of(seed=1))
-    assert len(store.get_patches(SERVED)) == 1  # and this one does
-
-
-def test_headers_that_lie_about_it_make_no_chunk():
-    blob = codecs.chunk_blob(chunk_of())
-    for content in (3, "", ["a"]):
-        with pytest.raises(StoreCorruptError):
-            codecs.chunk_of({**blob.body, "content": content}, blob.arrays)
-    blob = patch_codec.patch_blob(patch_of(chunk_of()))
-    body = json.loads(json.dumps(blob.body))
-    for change in ({"layers": [0]}, {"asked": [["k"]]}, {"asked": 3}, {"frame": 3}):
-        with pytest.raises(StoreCorruptError):
-            patch_codec.patch_parts({**body, "stamp": body["stamp"] | change}, blob.arrays)
 
 
 def test_a_damaged_canonical_states_no_content(store: ChunkStore):

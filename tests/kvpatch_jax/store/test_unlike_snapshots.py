@@ -1,6 +1,5 @@
 """Canonicals of hybrid models and of layers of unlike kinds as arrays: through checkpoints and stores, and forged."""
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -17,11 +16,10 @@ from transition_cases import drawn as drawn_hybrid
 
 from kvpatch_jax.cache import Chunk, encode_chunk
 from kvpatch_jax.core import is_encoded_map
-from kvpatch_jax.errors import StoreCorruptError, StoreSnapshotError
+from kvpatch_jax.errors import StoreCorruptError
 from kvpatch_jax.patching import form_patch
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format.codec import chunk_blob
-from kvpatch_jax.store.snapshots import orbax_item
 from kvpatch_jax.store.snapshots.array_entries import (
     ArrayEntry,
     blob_of_entry,
@@ -145,39 +143,3 @@ def test_leaves_that_no_stack_holds_are_refused(case: str):
     check_about(about)
     with pytest.raises(StoreCorruptError, match="description of no object"):
         check_about(FORGED[case](dict(about)))
-
-
-MOVED: dict[str, Any] = {
-    "a layer that keeps another kind": lambda leaf: leaf.replace("layer.1.state", "layer.2.state"),
-    "a layer beyond all": lambda leaf: leaf.replace("layer.3.map", "layer.9.map"),
-}
-
-
-@pytest.mark.parametrize("case", MOVED)
-def test_leaves_of_layers_that_do_not_keep_them_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str):
-    """They are in order, and as many as the stack has: only the layout says that they are not its own."""
-    entry = entry_of_chunk(made("matrix, tail"))
-    leaves = [MOVED[case](leaf) for leaf in entry.about["leaves"]]
-    check_about({**entry.about, "leaves": leaves})
-    changed = ArrayEntry({**entry.about, "leaves": leaves}, entry.arrays)
-    monkeypatch.setattr(orbax_item, "entries_of", lambda contents: [changed])
-    save_arrays(tmp_path / "export")
-    with pytest.raises(StoreSnapshotError):
-        load_arrays(tmp_path / "export")
-    # A store takes objects as they are, and serves none whose leaves its layout does not have.
-    with ChunkStore(tmp_path / "store", budget=Budget(host=0)) as store:
-        with contextlib.suppress(StoreSnapshotError):
-            import_arrays(tmp_path / "export", store)
-        assert store.get("B", BACKBONE) is None
-
-
-def test_a_stack_of_too_few_layers_is_refused():
-    """Description and array agree with each other, and not with the layout."""
-    entry = entry_of_chunk(made("matrix, tail"))
-    leaves = [leaf for leaf in entry.about["leaves"] if leaf != "layer.3.state"]
-    about = json.loads(json.dumps({**entry.about, "leaves": leaves}))
-    about["arrays"]["layers.state"][1][0] = 2
-    check_about(about)
-    fewer = {**entry.arrays, "layers.state": np.asarray(entry.arrays["layers.state"])[:2]}
-    with pytest.raises(StoreCorruptError, match="body of no chunk"):
-        chunk_of_entry(ArrayEntry(about, fewer))

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from store_cases import BACKBONE, LAYOUT, chunk_of, file_of, same, same_chunk
-from test_newer_versions import rewritten
+from store_cases import BACKBONE, file_of, rewritten, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import encode_chunk
@@ -48,7 +46,7 @@ def store(tmp_path: Path):
         yield store
 
 
-@pytest.mark.parametrize("encoding", [None, "int8", "k8v8"])
+@pytest.mark.parametrize("encoding", [None, "int8"])
 def test_a_chunk_comes_back_whole_and_layer_by_layer(store: ChunkStore, encoding: str | None):
     chunk = drawn()
     store.put(chunk, **({} if encoding is None else {"encoding": encoding}))
@@ -86,20 +84,6 @@ def test_a_patch_comes_back(store: ChunkStore):
         assert all(same(one, other) for one, other in zip(found.factors[name], pair, strict=True))
 
 
-def test_a_uniform_layout_is_written_as_it_ever_was():
-    assert [sorted(channel) for channel in layout_body(LAYOUT)["channels"]] == [
-        ["heads", "name", "rotary", "width"]
-    ] * 2
-    body = json.loads(json.dumps(layout_body(UNLIKE)))
-    assert [sorted(set(channel) & {"rope", "layers"}) for channel in body["channels"]] == [
-        ["layers"],
-        ["layers"],
-        ["layers", "rope"],
-        ["layers"],
-    ]
-    assert layout_of(body) == UNLIKE
-
-
 HOSTILE: list[Any] = [None, True, 0, -1, 1.5, "", "1", [], [4, 1], [1, 1], [1, 9], [-1, 1], [True, 4], [1.0, 4]]
 HOSTILE += [{}, {"0": 1}, [[1, 4]], list(range(5)), ["1", "4"], {"theta": 1.0}, [10**30], [None]]
 
@@ -133,26 +117,6 @@ def test_hostile_fields_are_typed_errors(store: ChunkStore, place: int, field: s
     assert same_chunk(store.get("B", BACKBONE), chunk)
 
 
-def test_fields_of_a_later_version_are_told_from_damage():
-    body = json.loads(json.dumps(layout_body(UNLIKE)))
-    body["channels"][2]["rope"]["base_per_layer"] = [1.0]
-    with pytest.raises(StoreCorruptError, match="rope with a field 'base_per_layer'"):
-        layout_of(body)
-
-
-def test_leaves_of_layers_that_keep_none_are_not_known(store: ChunkStore):
-    """A header that claims another layer's leaf is no canonical of this version."""
-    chunk = drawn()
-    store.put(chunk)
-    path = file_of(store, chunk)
-
-    def change(tree: dict[str, Any], body: dict[str, Any]) -> None:
-        body["layout"]["channels"][0]["layers"] = [1, 3]
-
-    path.write_bytes(rewritten(path.read_bytes(), change))
-    assert store.get("B", BACKBONE) is None
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -160,7 +124,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.sampled_from(("layers", "rope", "rotary", "width")), VALUES)
 def test_any_value_of_a_channels_field_is_decoded_or_refused(place: int, field: str, value: Any):
     body = json.loads(json.dumps(layout_body(UNLIKE)))
@@ -170,10 +134,3 @@ def test_any_value_of_a_channels_field_is_decoded_or_refused(place: int, field: 
     except (StoreError, LayoutError, TypeError, LookupError, ValueError, AttributeError):
         return
     assert json.loads(json.dumps(layout_body(found))) == body
-
-
-def test_uniform_chunks_still_open(store: ChunkStore):
-    chunk = chunk_of()
-    store.put(chunk)
-    assert same_chunk(store.get("B", BACKBONE), chunk)
-    assert jnp.asarray(store.get("B", BACKBONE).kv["k"]).shape[0] == LAYOUT.layers

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
@@ -55,16 +54,6 @@ def test_a_put_follows_earlier_queued_puts(gated: GatedStore, tmp_path: Path, ho
     assert same_chunk(on_disk(tmp_path), NEW)
 
 
-def test_a_put_is_after_a_fetch_that_computed(gated: GatedStore, tmp_path: Path):
-    (fetched,) = fetch(gated, [Request("c", BACKBONE)], lambda misses: [OLD])
-    gated.put(NEW)
-    gated.gate.go.set()
-    assert fetched.ack is not None
-    assert fetched.ack.exception(PATIENCE) is None
-    assert same_chunk(gated.get("c", BACKBONE), NEW)
-    assert same_chunk(on_disk(tmp_path), NEW)
-
-
 def test_a_shorter_ttl_is_not_lost_to_a_queued_put(tmp_path: Path):
     now = [100.0]
     with GatedStore(tmp_path, budget=Budget(host=0), clock=lambda: now[0]) as store:
@@ -96,20 +85,6 @@ def test_puts_of_encoder_outputs_and_patches_follow_earlier_queued_puts(gated: G
         gated.flush()
 
 
-def test_a_put_of_another_store_object_follows_earlier_queued_puts(gated: GatedStore, tmp_path: Path):
-    """The order is one for a root and a process, however its path is written."""
-    ack = gated.put_async(OLD)
-    (tmp_path / "link").symlink_to(tmp_path)
-    with ChunkStore(tmp_path / "link") as other:
-        other.put_async(NEW).result(PATIENCE)
-        assert same_chunk(gated.get("c", BACKBONE), NEW)
-        gated.gate.go.set()
-        assert ack.exception(PATIENCE) is None
-        for store in (gated, other):
-            assert same_chunk(store.get("c", BACKBONE), NEW)
-    assert same_chunk(on_disk(tmp_path), NEW)
-
-
 def test_a_put_that_failed_leaves_the_queued_one(gated: GatedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gated.put_async(OLD)
     with monkeypatch.context() as patched:
@@ -124,15 +99,6 @@ def test_a_put_that_failed_leaves_the_queued_one(gated: GatedStore, tmp_path: Pa
     gated.gate.go.set()
     gated.flush()
     assert same_chunk(on_disk(tmp_path), OLD)
-
-
-def test_a_queued_put_is_after_the_put_that_came_before_it(gated: GatedStore, tmp_path: Path):
-    gated.put(OLD)
-    gated.put_async(NEW)
-    assert same_chunk(gated.get("c", BACKBONE), NEW)
-    gated.gate.go.set()
-    gated.flush()
-    assert same_chunk(on_disk(tmp_path), NEW)
 
 
 @pytest.mark.parametrize("what", ["delete", "delete by another object", "delete_tenant by another object"])
@@ -152,21 +118,6 @@ def test_puts_queued_before_a_deletion_are_never_written(gated: GatedStore, tmp_
         gated.flush()
     assert ack.exception(PATIENCE) is None
     assert on_disk(tmp_path) is None
-
-
-def test_the_queue_is_read_before_devices_and_layers(gated: GatedStore, tmp_path: Path):
-    device = jax.devices()[0]
-    with GatedStore(tmp_path, budget=Budget(device=1 << 20)) as store:
-        store.put(OLD)
-        assert same_chunk(store.get("c", BACKBONE, placement=device), OLD)
-        store.put_async(NEW)
-        assert same_chunk(store.get("c", BACKBONE, placement=device), NEW)
-        stream = store.stream("c", BACKBONE)
-        assert stream is not None
-        assert same_chunk(stream.chunk(lambda *_: None), NEW)
-        store.gate.go.set()
-        store.flush()
-        assert same_chunk(store.get("c", BACKBONE, placement=device), NEW)
 
 
 # -------------------------------------------------------------------------------------------- the remote store
@@ -191,23 +142,6 @@ def test_the_remote_store_ends_with_the_last_put(tmp_path: Path):
             gate.go.set()
         one.flush()
         assert same_chunk(one.get("c", BACKBONE), NEW)
-        assert same_chunk(two.get("c", BACKBONE), NEW)
-
-
-def test_of_several_queued_puts_the_remote_store_has_the_last(tmp_path: Path):
-    remote = GatedRemote()
-    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
-        gates = [WriteGate(), WriteGate()]
-        remote.put_gates = list(gates)
-        one.put_async(chunk_of("busy"))
-        assert gates[0].reached.wait(PATIENCE)
-        one.put_async(OLD)
-        one.put_async(NEW)  # in one group with the first
-        gates[0].go.set()
-        assert gates[1].reached.wait(PATIENCE)  # whichever comes first, so that another would overtake it
-        soon(lambda: bool(remote.paths(name_of(one, NEW).path)))
-        gates[1].go.set()
-        one.flush()
         assert same_chunk(two.get("c", BACKBONE), NEW)
 
 
@@ -250,63 +184,6 @@ def test_a_remote_read_undoes_no_write(tmp_path: Path, read: str, change: str):
             now = two.get("c", BACKBONE)
             assert now is None if then is None else same_chunk(now, then)
             assert two.contains("c", BACKBONE) == (then is not None)
-
-
-@pytest.mark.parametrize("change", ["delete", "delete_tenant", "put"])
-def test_a_remote_read_undoes_no_write_of_another_process(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch):
-    """As two processes would: the order of one is not known to the other, and the root decides."""
-    remote = GatedRemote()
-    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
-        monkeypatch.setattr("kvpatch_jax.store.store.shared", lambda kind, root: kind(), raising=False)
-        with machine(tmp_path / "two", remote) as beside:
-            one.put(OLD)
-            remote.read_gate = gate = WriteGate()
-            make, then = CHANGES[change]
-            with in_a_thread(lambda: two.get("c", BACKBONE)):
-                assert gate.reached.wait(PATIENCE)
-                remote.read_gate = None
-                make(beside)
-                gate.go.set()
-            for store in (two, beside):
-                now = store.get("c", BACKBONE)
-                assert now is None if then is None else same_chunk(now, then)
-
-
-def test_an_expired_object_is_replaced_from_the_remote_store(tmp_path: Path):
-    now, remote = [100.0], GatedRemote()
-    with machine(tmp_path / "one", remote) as one:
-        two = ChunkStore(
-            tmp_path / "two", budget=Budget(host=0), secret=b"shared by the machines", clock=lambda: now[0]
-        )
-        with two:
-            two.put(OLD, ttl=5)
-        now[0] = 200.0
-        one.put(NEW)
-        with machine(tmp_path / "two", remote) as two:
-            assert same_chunk(two.get("c", BACKBONE), NEW)
-            assert two.counters["remote_hits"] == 1
-            assert same_chunk(two.get("c", BACKBONE), NEW)
-            assert two.counters["remote_hits"] == 1
-
-
-def test_copies_from_beyond_keep_to_the_budget(tmp_path: Path):
-    remote = GatedRemote()
-    with machine(tmp_path / "one", remote) as one:
-        chunks = [chunk_of(f"B{number}", number) for number in range(12)]
-        one.put_many(chunks)
-        size = max(entry.size for entry in one.disk.scan())
-        two = ChunkStore(
-            tmp_path / "two",
-            budget=Budget(host=0, disk=4 * size),
-            secret=b"shared by the machines",
-            remote=remote,
-            write_behind=False,
-        )
-        with two:
-            for chunk in chunks:
-                assert same_chunk(two.get(chunk.id, BACKBONE), chunk)
-                assert sum(entry.size for entry in two.disk.scan()) <= 4 * size
-            assert two.contains("B11", BACKBONE)
 
 
 def test_a_fetch_does_not_join_a_load_from_before_a_deletion(tmp_path: Path):
