@@ -148,16 +148,6 @@ def test_vocabulary_that_does_not_divide_is_replicated():
     assert specs["decoder.embedding"] == specs["decoder.head.kernel"] == P(None, None)
 
 
-def test_documented_table_is_the_one_in_the_code():
-    text = (ROOT / "docs" / "guides" / "checkpoint.md").read_text()
-    rows = dict(re.findall(r"^\| (\w+) \| (?:yes|no)[^|]* \| (.*) \|$", text, re.MULTILINE))
-    documented = {axis: re.findall(r"`([\w.]+)`", cell) for axis, cell in rows.items()}
-    tables = PARAMETERS | TOWER_PARAMETERS
-    coded = {axis: [name for name, axes in tables.items() if axis in axes] for axis in MESH_AXES}
-    coded["none"] = [name for name, axes in PARAMETERS.items() if not set(axes) & set(MESH_AXES)]
-    assert documented == coded
-
-
 # --------------------------------------------------------------------------------------------------- bad meshes
 
 
