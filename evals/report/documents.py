@@ -41,8 +41,6 @@ README_ARMS = (
     "prophetkv.budget=0.15",
 )
 """The rows of the README's table; that of the results has all."""
-RESULTS_KINDS = ("page", "chain", "aggregate", "override")
-"""The kinds of question in the table of the results."""
 PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
 """In docs/pictures: the run's figure of the other name."""
 SMALL_PROBES = ("reorder", "slide", "recall")
@@ -82,7 +80,7 @@ def section(results: Results, page: str) -> str:
 
     if mean is None:
         # One instance alone: its own table, with intervals over contexts.
-        parts.append(markdown_table(*comparison_table(rows, first_arms(results), RESULTS_KINDS)))
+        parts.append(markdown_table(*comparison_table(rows, first_arms(results), MULTI_HOP)))
     else:
         seeds, patch = seeds_of(mean), shown_patch(mean) or ""
         parts.append(
@@ -93,7 +91,7 @@ def section(results: Results, page: str) -> str:
             f"reuse, and before the first, over a re-prefill of the page. From `{config['command']}`; tables of "
             "single instances with 95 % intervals are in `out/run/table.md`:"
         )
-        parts.append(markdown_table(*comparison_table(Rows(mean), headline_arms(mean), RESULTS_KINDS)))
+        parts.append(markdown_table(*comparison_table(Rows(mean), headline_arms(mean), MULTI_HOP)))
 
         instances, by_seed = [Rows(results, seed) for seed in seeds], []
         for kind in MULTI_HOP:

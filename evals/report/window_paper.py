@@ -82,13 +82,10 @@ def beside_the_paper(results: Results) -> list[PaperComparison]:
 
 SIDE_BY_SIDE = {
     "orbit patch of 3, facts (η)": ("window.reorder", "orbit.k=3.lead=0", "eta.chain"),
-    "orbit patch of 6, facts (η)": ("window.reorder", "orbit.k=6.lead=0", "eta.chain"),
     "orbit patch of 3, where order decides (η)": ("window.reorder", "orbit.k=3.lead=0", "eta.override"),
     "kept survivors, facts that stay (KL, forget)": ("window.slide", "keep.gone=1.lead=0", "kl.survivor"),
-    "… behind a pinned lead": ("window.slide", "keep.gone=1.lead=1", "kl.survivor"),
     "kept survivors, mixed rows (KL, forget)": ("window.slide", "keep.gone=1.lead=0", "kl.aggregate"),
     "… the same (KL, remember)": ("window.slide.remember", "keep.gone=1.lead=0", "kl.aggregate"),
-    "… behind a pinned lead (KL, remember)": ("window.slide.remember", "keep.gone=1.lead=1", "kl.aggregate"),
     "removal patch of another context (η, facts that stay)": ("window.slide", "removal.gone=1.lead=0", "eta.survivor"),
     "recall, a third replaced: stale (η)": ("window.recall", "stale.turnover=1.lead=0", "eta.chain"),
     "… fixed earlier context (η)": ("window.recall", "fixed_earlier.turnover=1.lead=0", "eta.chain"),
@@ -98,22 +95,11 @@ SIDE_BY_SIDE = {
     "drift, one replaced: stored (η)": ("window.drift", "stored.replaced=1.lead=0", "eta.chain"),
     "… the window's own rebuilt patch (η)": ("window.drift", "rebuilt.replaced=1.lead=0", "eta.chain"),
     "drift, 3 irrelevant more: stored (η)": ("window.drift", "stored.distractors=3.lead=0", "eta.chain"),
-    "drift, all replaced: update, oracle (η)": ("window.drift", "oracle_update.replaced=3.lead=0", "eta.chain"),
-    "… upper layers from a quarter (η)": ("window.drift", "deep.replaced=3.lead=0", "eta.chain"),
-    "… upper layers from the first (η)": ("window.drift", "deepest.replaced=3.lead=0", "eta.chain"),
+    "drift, all replaced: upper layers from a quarter (η)": ("window.drift", "deep.replaced=3.lead=0", "eta.chain"),
     "8 images from the cache: blind (flips)": ("window.many", "blind.chunks=8.lead=0", "flips.chain"),
     "… kept survivors (flips)": ("window.many", "kept.chunks=8.lead=0", "flips.chain"),
     "… own patches, oracle (flips)": ("window.many", "oracle.chunks=8.lead=0", "flips.chain"),
     "… 8, re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=8.lead=0", "accuracy.chain"),
-    "… the page prefilled behind canonicals, minus that": (
-        "window.many",
-        "blind_fresh_page.chunks=8.lead=0",
-        "difference.chain",
-    ),
-    "32 images from the cache: blind (flips)": ("window.many", "blind.chunks=32.lead=0", "flips.chain"),
-    "… 32, kept survivors (flips)": ("window.many", "kept.chunks=32.lead=0", "flips.chain"),
-    "… 32, own patches, oracle (flips)": ("window.many", "oracle.chunks=32.lead=0", "flips.chain"),
-    "… 32, re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=32.lead=0", "accuracy.chain"),
 }
 
 
