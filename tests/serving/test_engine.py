@@ -203,7 +203,7 @@ def test_what_cannot_be_planned_is_served_plainly(served):
     assert served["refused"]["tokens_equal_in_front"] == served["refused"]["of"]
 
 
-@pytest.mark.parametrize(("way", "kind"), [("mixed", "128"), ("mixed", "64"), ("mended", "128")])
+@pytest.mark.parametrize(("way", "kind"), [("mixed", "128"), ("mended", "128")])
 def test_eight_at_once_answer_as_one_at_a_time(run, way, kind):
     """Without async scheduling; and with it, once the engine is mended (`cpu_rig.mend_resumed_requests`)."""
     run("forms", kind)

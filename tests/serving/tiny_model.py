@@ -36,14 +36,12 @@ LLAMA3 = {
 }
 KINDS = {
     "128": Kind(),
-    "64": Kind(64),
-    "bfloat16": Kind(dtype="bfloat16"),
     "llama3": Kind(64, "bfloat16", rope=LLAMA3),
     "qwen3": Kind(dtype="bfloat16", kv_heads=2, family="qwen3"),
     "split": Kind(kv_heads=2, devices=2),
     "repeated": Kind(64, "bfloat16", devices=2),
 }
-"""By name; bfloat16 and llama3 as released ones are: Qwen2.5's heads, and Llama 3.2's heads and rope. Of the last two
+"""By name; llama3 as released ones are, with Llama 3.2's heads and rope. Of the last two
 one has a head on each device; the other has its only one on both, where each fills it up to a packing of two."""
 
 
