@@ -27,9 +27,9 @@ from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.optional_packages import require
 
 from ..measure.episodes import Episode, action_text, canonical, question_of
-from ..measure.exports import write_file
 from ..measure.formats.cua_trace import INSTRUCTION, OMITTED
 from ..measure.items import Piece, StoredImage
+from .new_files import write_file
 
 _ACTION = re.compile(r"Action \d+: (.*)\n", re.DOTALL)
 _QUESTION = re.compile(rf"Goal: (.*)\n{re.escape(INSTRUCTION)}\nNext action:", re.DOTALL)

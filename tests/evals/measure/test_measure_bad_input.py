@@ -11,14 +11,14 @@ import pytest
 
 from evals.measure import formats
 from kvpatch_jax.errors import InputError, MissingExtraError
-from tests.evals import make_measure_fixtures as fixtures
+from tests.evals.measure.released import PATHS, png, released, unpack
 
 GOOD = {"images": ["ok.png"], "question": "Q", "answer": "A"}
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    (tmp_path / "ok.png").write_bytes(fixtures.png(["ok"]))
+    (tmp_path / "ok.png").write_bytes(png(["ok"]))
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def huge_png(width: int, height: int) -> bytes:
 def test_a_record_is_refused_by_its_field_and_the_rest_goes_on(folder, change, said):
     (folder / "broken.png").write_bytes(b"no image")
     (folder / "large.png").write_bytes(huge_png(20_000, 10_000))
-    (folder.parent / "secret.png").write_bytes(fixtures.png(["secret"]))
+    (folder.parent / "secret.png").write_bytes(png(["secret"]))
     found = formats.read(lines(folder, GOOD, GOOD | change, GOOD | {"question": "R"}))
     assert [item.question for item in found.items] == ["Q", "R"]
     (refusal,) = found.refusals
@@ -94,7 +94,7 @@ def test_a_page_is_refused_by_its_size_before_it_is_decoded(folder):
 
 
 def test_a_truncated_image_is_refused_where_images_are_verified(folder):
-    (folder / "cut.png").write_bytes(fixtures.png(["x"])[:-60])
+    (folder / "cut.png").write_bytes(png(["x"])[:-60])
     path = lines(folder, GOOD, GOOD | {"images": ["cut.png"]})
     assert len(formats.read(path).items) == 2
     found = formats.read(path, verify=True)
@@ -137,13 +137,13 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing(folder):
     (folder / "d.jsonl").write_bytes(content)
     assert [item.id for item in formats.read(folder / "d.jsonl").items] == ["a", "b"]
 
-    image = base64.b64encode(fixtures.png(["x"])).decode()
+    image = base64.b64encode(png(["x"])).decode()
     table = f"index\timage\tquestion\tanswer\r\n1\t{image}\tQ\tA\r\n2\t{image}\tR\tB\r\n"
     (folder / "d.tsv").write_bytes(b"\xef\xbb\xbf" + table.encode())
     found = formats.read(folder / "d.tsv")
     assert [item.question for item in found.items] == ["Question: Q\n", "Question: R\n"]
     content: Any = found.items[1].pieces[0].content
-    assert content.read() == fixtures.png(["x"])
+    assert content.read() == png(["x"])
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_format_that_is_named_refuses_records_of_another(folder):
     ],
 )
 def test_every_format_refuses_its_second_record_by_the_field(tmp_path, name, field, value, said):
-    path = fixtures.WRITERS[name](tmp_path)
+    path = released(tmp_path, name)
     (file, *_) = formats._data_files(path)
     text = file.read_text()
     whole = json.loads(text) if name in ("mmlongbench_doc", "mp_docvqa", "docvqa", "hotpotqa") else None
@@ -240,7 +240,7 @@ def test_every_format_refuses_its_second_record_by_the_field(tmp_path, name, fie
     entries[1][field] = value
     file.write_text("\n".join(map(json.dumps, records)) if whole is None else json.dumps(whole))
 
-    before = len(formats.read(fixtures.WRITERS[name](tmp_path / "whole")).items)
+    before = len(formats.read(released(tmp_path / "whole", name)).items)
     found = formats.read(path)
     (refusal,) = found.refusals
     assert said in refusal.reason
@@ -249,7 +249,7 @@ def test_every_format_refuses_its_second_record_by_the_field(tmp_path, name, fie
 
 
 def test_rows_of_a_table_are_refused_one_by_one(folder):
-    image = base64.b64encode(fixtures.png(["x"])).decode()
+    image = base64.b64encode(png(["x"])).decode()
     rows = [
         b"index\timage\tquestion\tA\tB\tanswer",
         f"1\t{image}\tQ\tx\ty\tA".encode(),
@@ -272,8 +272,8 @@ def test_rows_of_a_table_are_refused_one_by_one(folder):
 
 
 def test_one_damaged_file_of_a_folder_does_not_end_the_others(tmp_path):
-    path = fixtures.WRITERS["mm_niah"](tmp_path)
-    (tmp_path / "annotations" / "reasoning-text.jsonl").write_text("")
+    path = released(tmp_path, "mm_niah")
+    (path / "annotations" / "reasoning-text.jsonl").write_text("")
     found = formats.read(path)
     assert len(found.items) == 50
     assert [refusal.where for refusal in found.refusals] == ["annotations/reasoning-text.jsonl"]
@@ -294,8 +294,8 @@ def test_damaged_parquet_is_an_error(folder):
 
 
 def test_reading_writes_nothing(tmp_path):
-    paths = [write(tmp_path / name) for name, write in fixtures.WRITERS.items()]
+    unpack(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for path in paths:
-        formats.read(path)
+    for path in PATHS.values():
+        formats.read(tmp_path / path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

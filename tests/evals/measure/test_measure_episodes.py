@@ -3,19 +3,21 @@
 import gzip
 import io
 import json
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from evals.measure import exports, formats
-from evals.measure.episodes import EpisodeStep, step_items
+from evals.measure import formats
+from evals.measure.episodes import EpisodeStep, question_of, step_items
 from evals.measure.stored_bytes import StoredBytes
 from evals.measure.tfrecord import crc32c, examples, framed
 from kvpatch_jax.errors import InputError
-from tests.evals import make_measure_fixtures as fixtures
+from tests.evals.measure.released import png, released, unpack
 
 
 def shown(step: EpisodeStep) -> np.ndarray:
@@ -28,45 +30,47 @@ def drawn(content: bytes) -> np.ndarray:
 
 
 def test_gui_odysseys_actions_are_written_as_its_training_data(tmp_path):
-    exports.write_gui_odyssey(tmp_path, fixtures.episodes())
-    first = formats.read_episodes(tmp_path).episodes[0]
+    path = released(tmp_path, "gui_odyssey")
+    first = formats.read_episodes(path).episodes[0]
     assert (first.id, first.goal, first.kind) == ("0", "Search for Oslo in app 0", "General_Tool")
     assert [step.response for step in first.steps] == ["CLICK: (500, 100)", "TYPE: Oslo", "SCROLL: UP", "PRESS_BACK"]
     assert [step.left for step in first.steps] == [(), (), (), ()]
     assert [piece.label for step in first.steps for piece in step.screenshots] == [f"step {n}" for n in range(1, 5)]
-    kept = formats.read_episodes(tmp_path, keep=2).episodes[0]
+    kept = formats.read_episodes(path, keep=2).episodes[0]
     assert [step.left for step in kept.steps] == [(), (), (0,), (0, 1)]
 
 
 def test_android_controls_records_are_read_without_tensorflow(tmp_path):
-    path = exports.write_android_control(tmp_path, fixtures.episodes())
+    path = released(tmp_path, "android_control")
     episodes = formats.read_episodes(path).episodes
     assert [episode.id for episode in episodes] == [str(number) for number in range(10)]
     steps = episodes[7].steps
     assert steps[0].response == '{"action_type": "click", "x": 45, "y": 128}'
     assert steps[1].response == '{"action_type": "input_text", "text": "Seoul"}'
     assert {step.answer_format for step in steps} == {"90x160"}
-    for step, screen in zip(steps, fixtures.episodes()[7].screenshots, strict=False):
-        np.testing.assert_array_equal(shown(step), drawn(screen))
+    # The same screens as another format has.
+    screens = unpack(tmp_path, "osworld") / "osworld" / "screenshots"
+    for number, step in enumerate(steps):
+        np.testing.assert_array_equal(shown(step), drawn((screens / f"7_{number}.png").read_bytes()))
 
 
 def test_a_trace_says_which_screenshots_left_and_what_was_answered(tmp_path):
-    for keep in (1, 3):
-        path = exports.write_cua_trace(tmp_path / str(keep), fixtures.episodes(), keep)
-        episode = formats.read_episodes(path).episodes[2]
+    unpack(tmp_path, "cua_trace", "cua_trace_3", "osworld")
+    for keep, name in ((1, "cua_trace"), (3, "cua_trace_3")):
+        episode = formats.read_episodes(tmp_path / name / "h_cua.jsonl").episodes[2]
         assert [step.left for step in episode.steps] == [tuple(range(max(0, n + 1 - keep))) for n in range(5)]
         assert [len(step.screenshots) for step in episode.steps] == [1] * 5
         assert episode.steps[0].response == '{"arguments": {"x": 45, "y": 48}, "name": "click"}'
         # The last request's answer is not recorded.
         assert [bool(step.response) for step in episode.steps] == [True, True, True, True, False]
         assert (episode.goal, episode.system) == ("Search for Cairo in app 2", "You are a computer-use agent.")
-        screens = fixtures.episodes()[2].screenshots
-        for step, screen in zip(episode.steps, screens, strict=True):
-            np.testing.assert_array_equal(shown(step), drawn(screen))
+        for number, step in enumerate(episode.steps[:4]):
+            screen = tmp_path / "osworld" / "screenshots" / f"2_{number}.png"
+            np.testing.assert_array_equal(shown(step), drawn(screen.read_bytes()))
 
 
 def test_a_history_that_begins_again_is_an_episode_of_its_own(tmp_path):
-    path = exports.write_cua_trace(tmp_path, fixtures.episodes()[:1])
+    path = released(tmp_path, "cua_trace")
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], *lines[:2]]))
     episodes = formats.read_episodes(path).episodes
@@ -74,8 +78,8 @@ def test_a_history_that_begins_again_is_an_episode_of_its_own(tmp_path):
 
 
 def test_a_step_is_asked_behind_what_stayed_and_what_was_answered(tmp_path):
-    exports.write_gui_odyssey(tmp_path, fixtures.episodes()[:1])
-    (episode,) = formats.read_episodes(tmp_path, keep=1).episodes
+    path = released(tmp_path, "gui_odyssey")
+    episode = formats.read_episodes(path, keep=1).episodes[0]
     items = step_items(episode)
     assert [[piece.label for piece in item.pieces] for item in items[:3]] == [
         ["step 1"], ["action 1", "step 2"], ["action 1", "action 2", "step 3"],
@@ -83,7 +87,7 @@ def test_a_step_is_asked_behind_what_stayed_and_what_was_answered(tmp_path):
     assert str(items[1].pieces[0].content) == "Action 1: CLICK: (500, 100)\n"
     assert items[1].question.startswith("Goal: Search for Oslo in app 0\nAnswer with one action:")
     assert {item.cluster for item in items} == {"0"}
-    assert [item.id for item in formats.read(tmp_path).items] == ["0/0", "0/1", "0/2", "0/3"]
+    assert [item.id for item in formats.read(path).items[:4]] == ["0/0", "0/1", "0/2", "0/3"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def _damage(content: bytes, how: str) -> bytes:
     ],
 )  # fmt: skip
 def test_damaged_records_are_refused_by_what_is_wrong(tmp_path, how, said):
-    path = exports.write_android_control(tmp_path, fixtures.episodes()[:1])
+    path = released(tmp_path, "android_control")
     path.write_bytes(gzip.compress(_damage(gzip.decompress(path.read_bytes()), how)))
     (refusal,) = formats.read(path, "android_control").refusals
     assert said in refusal.reason
@@ -157,8 +161,7 @@ def test_hostile_messages_are_refused(tmp_path, body):
 
 
 def test_an_episode_of_a_wrong_form_is_refused_by_its_field_and_the_rest_goes_on(tmp_path):
-    episodes = fixtures.episodes()
-    exports.write_gui_odyssey(tmp_path, episodes)
+    folder = released(tmp_path, "gui_odyssey")
     damaged = {
         "0": ("steps", [], "step_length: got 4 beside 0 steps"),
         "1": ("task_info", "x", "task_info: got 'x'; expected an object"),
@@ -168,9 +171,9 @@ def test_an_episode_of_a_wrong_form_is_refused_by_its_field_and_the_rest_goes_on
         "5": ("steps", [{"screenshot": "../x.png", "action": "HOP"}] * 4, "expected a name below the data's folder"),
     }  # fmt: skip
     for name, (field, value, _) in damaged.items():
-        path = tmp_path / "annotations" / f"{name}.json"
+        path = folder / "annotations" / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    found = formats.read_episodes(tmp_path)
+    found = formats.read_episodes(folder)
     assert [episode.id for episode in found.episodes] == ["6", "7", "8", "9"]
     assert len(found.refusals) == 6
     for refusal, (name, (_, _, said)) in zip(found.refusals, damaged.items(), strict=True):
@@ -179,8 +182,8 @@ def test_an_episode_of_a_wrong_form_is_refused_by_its_field_and_the_rest_goes_on
 
 
 def test_a_trace_with_a_wrong_message_is_refused_and_other_sessions_go_on(tmp_path):
-    path = exports.write_cua_trace(tmp_path, fixtures.episodes()[:3])
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path = released(tmp_path, "cua_trace")
+    records = [json.loads(line) for line in path.read_text().splitlines()[:15]]
     records[0]["messages"][1]["content"][1]["image_url"]["url"] = "https://example.org/a.png"
     records[6]["messages"][0] = "system"
     path.write_text("\n".join(map(json.dumps, records)))
@@ -189,3 +192,49 @@ def test_a_trace_with_a_wrong_message_is_refused_and_other_sessions_go_on(tmp_pa
     reasons = {refusal.where: refusal.reason for refusal in found.refusals}
     assert "nothing is downloaded" in reasons["h_cua.jsonl:1"]
     assert reasons["h_cua.jsonl:7"].startswith("messages[0]: got 'system'; expected an object")
+
+
+def test_plain_episodes_say_what_is_asked_and_what_was_answered(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(png([name]))
+    steps = [
+        {"images": ["a.png"], "answer": "click 3"},
+        {
+            "images": ["b.png"],
+            "text": "Page loaded.",
+            "question": "Which is the total?",
+            "answer": "41.20",
+            "kind": "x",
+        },
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"id": "7", "goal": "Find the invoice.", "steps": steps}))
+    [episode] = formats.read_episodes(path, keep=1).episodes
+    first, second = episode.steps
+    assert (episode.id, episode.goal) == ("7", "Find the invoice.")
+    assert [first.response, second.response, second.kind, second.left] == ["click 3", "41.20", "x", (0,)]
+    assert question_of(episode, second) == "Which is the total?"
+    assert [Path(str(step.screenshots[0].content)).name for step in episode.steps] == ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"goal": None}, "goal: got neither goal nor system"),
+        ({"rule": "nearly"}, "rule: got 'nearly'; expected one of "),
+        ({"steps": []}, "steps: got an empty list"),
+        ({"steps": ["click"]}, r"steps\[0\]: got 'click'; expected an object"),
+        ({"steps": [{"screens": []}]}, r"steps\[0\].screens: got a field of this name"),
+        ({"steps": [{"images": ["no.png"], "answer": "a"}]}, r"steps\[0\].images\[0\]: got 'no.png'"),
+        ({"steps": [{"answer": 3}]}, r"steps\[0\].answer: got 3; expected a text"),
+    ],
+)
+def test_a_plain_episode_is_refused_by_its_field(tmp_path, change, message):
+    whole = {"id": "a", "goal": "Find it.", "steps": [{"text": "A page.", "answer": "click"}]}
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (whole, whole | {"id": "b"} | change)))
+    data = formats.read_episodes(path, "episodes")
+    assert [own.id for own in data.episodes] == ["a"]
+    [refusal] = data.refusals
+    assert refusal.where == "own.jsonl:2"
+    assert re.search(message, refusal.reason), refusal.reason

@@ -1,4 +1,4 @@
-"""Readers of data sets' formats, each on ten items of our own, written by the release's field list."""
+"""Readers of data sets' formats, each on ten items that are laid out as its release has them."""
 
 import base64
 import gc
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evals.measure import exports, formats
+from evals.measure import formats
 from evals.measure.items import StoredImage
 from kvpatch_jax import Text, Video
-from tests.evals import make_measure_fixtures as fixtures
+from tests.evals.measure.released import COLOURS, PATHS, png, released, unpack
 
-ITEMS = dict.fromkeys(fixtures.WRITERS, 10)
+ITEMS = dict.fromkeys(PATHS, 10)
 ITEMS |= {"mm_niah": 60, "gui_odyssey": 40, "android_control": 40, "cua_trace": 40, "osworld": 40}
 PIECES = {
     "mm_niah": 5, "mmlongbench_doc": 3, "slidevqa": 3, "mp_docvqa": 3, "docvqa": 1, "video_mme": 1, "vlmeval_tsv": 1,
@@ -29,8 +29,8 @@ PIECES = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("data")
-    return {name: write(root / name) for name, write in fixtures.WRITERS.items()}
+    root = unpack(tmp_path_factory.mktemp("data"))
+    return {name: root / path for name, path in PATHS.items()}
 
 
 def pixels(content: object) -> np.ndarray:
@@ -39,11 +39,17 @@ def pixels(content: object) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
+def slides(data: dict[str, Path], document: int) -> list[np.ndarray]:
+    """The pages of a document, which several formats have."""
+    folder = data["slidevqa"].parents[1] / "images" / "test" / f"doc{document}"
+    return [drawn((folder / f"slide-{number}-1024.png").read_bytes()) for number in (1, 2, 3)]
+
+
 def drawn(content: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 
 
-@pytest.mark.parametrize("name", fixtures.WRITERS)
+@pytest.mark.parametrize("name", PATHS)
 def test_a_format_is_recognised_by_its_fields_and_read_whole(data, name):
     found = formats.read(data[name])
     assert found.format == name
@@ -55,14 +61,14 @@ def test_a_format_is_recognised_by_its_fields_and_read_whole(data, name):
     assert found.chunk_rule == formats.READERS[name].chunk_rule
 
 
-@pytest.mark.parametrize("name", fixtures.WRITERS)
+@pytest.mark.parametrize("name", PATHS)
 def test_the_recorded_answer_scores_one(data, name):
     for item in formats.read(data[name]).items:
         assert formats.RULES[item.rule].score(item.answers[0], item) == 1, item
 
 
 def test_the_digest_changes_with_a_question_and_not_with_the_place(data, tmp_path):
-    again = fixtures.WRITERS["slidevqa"](tmp_path)
+    again = released(tmp_path, "slidevqa")
     assert formats.read(again).digest == formats.read(data["slidevqa"]).digest
     again.write_text(again.read_text().replace("Oslo", "Bern"))
     assert formats.read(again).digest != formats.read(data["slidevqa"]).digest
@@ -88,13 +94,13 @@ def test_mm_niah_divides_contexts_at_images_and_has_three_kinds_of_answers(data)
         "What colour has the first bar?\nA. red\nB. green\nC. blue\nD. orange\n"
         "Answer with the option's letter from the given choices directly."
     )
-    assert (choice.answers, choice.options, choice.answer_format) == (("B",), fixtures.COLOURS, "choice")
+    assert (choice.answers, choice.options, choice.answer_format) == (("B",), COLOURS, "choice")
     assert (items["counting-text/3"].answers, items["counting-text/3"].answer_format) == (("[1, 1]",), "list")
 
 
 def test_images_of_mm_niahs_question_and_options_stand_in_front_of_it(tmp_path):
     for name in ("a.png", "q.png", "x.png", "y.png"):
-        (tmp_path / name).write_bytes(fixtures.png([name]))
+        (tmp_path / name).write_bytes(png([name]))
     meta = {"choices": None, "choices_image_path": ["x.png", "y.png"]}
     record = {"id": 1, "images_list": ["a.png", "q.png"], "context": "So <image>.", "question": "Is <image> it?"}
     (tmp_path / "reasoning-image.jsonl").write_text(json.dumps(record | {"answer": 1, "meta": meta}))
@@ -109,8 +115,8 @@ def test_pages_are_clustered_by_their_document_and_drawn_as_written(data):
     for name, field in (("mmlongbench_doc", "doc0.pdf"), ("slidevqa", "doc0"), ("mp_docvqa", "doc0")):
         first, second = formats.read(data[name]).items[:2]
         assert first.cluster == second.cluster == field
-        for piece, page in zip(first.pieces, fixtures.pages(0), strict=True):
-            np.testing.assert_array_equal(pixels(piece.content), drawn(page))
+        for piece, page in zip(first.pieces, slides(data, 0), strict=True):
+            np.testing.assert_array_equal(pixels(piece.content), page)
     formats_of = [item.answer_format for item in formats.read(data["mmlongbench_doc"]).items[:2]]
     assert formats_of == ["Str", "Int"]
 
@@ -137,8 +143,9 @@ def test_a_video_file_is_taken_in_place_of_frames(tmp_path):
 
 def test_a_tsv_keeps_no_images_in_memory_and_reads_them_again(data):
     items = formats.read(data["vlmeval_tsv"]).items
-    for item, question in zip(items, fixtures.choice_questions(), strict=True):
-        np.testing.assert_array_equal(pixels(item.pieces[0].content), drawn(question.images[0]))
+    rows = [row.split("\t") for row in data["vlmeval_tsv"].read_text().splitlines()[1:]]
+    for item, row in zip(items, rows, strict=True):
+        np.testing.assert_array_equal(pixels(item.pieces[0].content), drawn(base64.b64decode(row[1])))
     assert items[2].question == (
         "Question: What colour has bar 2?\nOptions:\nA. red\nB. green\nC. blue\nD. orange\n"
         "Please select the correct answer from the options above.\n"
@@ -146,8 +153,8 @@ def test_a_tsv_keeps_no_images_in_memory_and_reads_them_again(data):
 
 
 def test_a_row_may_take_the_image_of_another_and_cells_may_be_quoted(tmp_path):
-    encoded = base64.b64encode(fixtures.png(["one"])).decode()
-    other = base64.b64encode(fixtures.png(["two"], "red")).decode()
+    encoded = base64.b64encode(png(["one"])).decode()
+    other = base64.b64encode(png(["two"], "red")).decode()
     rows = [
         "index\timage\tquestion\tanswer",
         f'1\t{encoded}\t"Two\nlines, a ""quote"""\tx',
@@ -160,8 +167,8 @@ def test_a_row_may_take_the_image_of_another_and_cells_may_be_quoted(tmp_path):
     assert found.items[0].question == 'Question: Two\nlines, a "quote"\n'
     assert [item.where for item in found.items] == ["t.tsv:2", "t.tsv:4", "t.tsv:5"]
     same, both = found.items[1].pieces, found.items[2].pieces
-    np.testing.assert_array_equal(pixels(same[0].content), drawn(fixtures.png(["one"])))
-    np.testing.assert_array_equal(pixels(both[1].content), drawn(fixtures.png(["two"], "red")))
+    np.testing.assert_array_equal(pixels(same[0].content), drawn(png(["one"])))
+    np.testing.assert_array_equal(pixels(both[1].content), drawn(png(["two"], "red")))
 
 
 def test_a_paragraph_with_its_title_is_a_piece(data):
@@ -174,7 +181,7 @@ def test_a_paragraph_with_its_title_is_a_piece(data):
 
 def test_plain_lines_keep_their_order_and_give_images_first_without_one(data, tmp_path):
     assert [piece.label for piece in formats.read(data["jsonl"]).items[0].pieces] == ["image 1", "text 2"]
-    (tmp_path / "i.png").write_bytes(fixtures.png(["i"]))
+    (tmp_path / "i.png").write_bytes(png(["i"]))
     record = {"texts": ["some.png"], "images": ["i.png"], "question": "Q", "answer": 3, "options": ["p", "q"]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record | {"answer": "B"}) + "\n" + json.dumps(record))
     found = formats.read(tmp_path / "a.jsonl")
@@ -197,22 +204,23 @@ def test_long_texts_are_divided_and_joined_are_the_text(tmp_path):
     assert parts[-1] == "Short one.\nShort two."
 
 
-def test_parquet_of_the_hub_has_pages_as_bytes(tmp_path):
+def test_parquet_of_the_hub_has_pages_as_bytes(data, tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = []
-    for question in fixtures.page_questions():
-        images = {f"image_{page}": {"bytes": image, "path": None} for page, image in enumerate(question.images, 1)}
-        row = {"questionId": question.id, "question": question.question, "doc_id": question.group}
-        row |= {"page_ids": "['a', 'b', 'c']", "answers": repr(list(question.answers)), "answer_page_idx": "0"}
+    for record in json.loads(data["mp_docvqa"].read_text())["data"]:
+        pages = [data["mp_docvqa"].parent / "images" / f"{page}.png" for page in record["page_ids"]]
+        images = {f"image_{n}": {"bytes": page.read_bytes(), "path": None} for n, page in enumerate(pages, 1)}
+        row = {"questionId": str(record["questionId"]), "question": record["question"], "doc_id": record["doc_id"]}
+        row |= {"page_ids": "['a', 'b', 'c']", "answers": repr(record["answers"]), "answer_page_idx": "0"}
         rows.append(row | {"data_split": "val"} | images | {"image_4": None})
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "val.parquet", row_group_size=4)
 
     found = formats.read(tmp_path / "val.parquet")
     assert (found.format, len(found.items), found.refusals) == ("mp_docvqa", 10, [])
     assert found.items[9].answers == ("41",)
-    for piece, page in zip(found.items[9].pieces, fixtures.pages(4), strict=True):
-        np.testing.assert_array_equal(pixels(piece.content), drawn(page))
+    for piece, page in zip(found.items[9].pieces, slides(data, 4), strict=True):
+        np.testing.assert_array_equal(pixels(piece.content), page)
 
 
 def keeps_a_png(start: object) -> bool:
@@ -239,7 +247,7 @@ def test_items_keep_no_pixels(data, name, tmp_path):
     path = data[name]
     if name == "docvqa":
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        image = fixtures.png(["page"])
+        image = png(["page"])
         row = {"question": "Q", "docId": 1, "answers": ["A"], "image": {"bytes": image, "path": None}}
         path = tmp_path / "val.parquet"
         parquet.write_table(arrow.Table.from_pylist([row | {"questionId": str(n)} for n in range(9)]), path)
@@ -250,9 +258,9 @@ def test_items_keep_no_pixels(data, name, tmp_path):
     assert keeps_a_png([image.read() for image in images[:1]])
 
 
-def test_a_pdf_is_drawn_at_144_dots_per_inch_or_refused_with_the_way_to_draw_it(tmp_path, monkeypatch):
+def test_a_pdf_is_drawn_at_144_dots_per_inch_or_refused_with_the_way_to_draw_it(data, tmp_path, monkeypatch):
     (tmp_path / "documents").mkdir()
-    images = [Image.open(io.BytesIO(page)) for page in fixtures.pages(0)]
+    images = [Image.fromarray(page) for page in slides(data, 0)]
     pdf = tmp_path / "documents" / "a.pdf"
     images[0].save(pdf, save_all=True, append_images=images[1:], resolution=72)
     record = {"doc_id": "a.pdf", "question": "Q", "answer": "x", "evidence_pages": "[1]", "answer_format": "Str"}
@@ -279,17 +287,8 @@ def test_compressed_lines_are_read_like_plain_ones(data, tmp_path):
     (tmp_path / "t.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
     found = formats.read_episodes(tmp_path / "t.jsonl.zst").episodes
     assert len(found) == 10
-    np.testing.assert_array_equal(
-        pixels(found[9].steps[4].screenshots[0].content), drawn(fixtures.episodes()[9].screenshots[4])
-    )
-
-
-def test_an_export_overwrites_nothing(tmp_path):
-    exports.write_jsonl(tmp_path, fixtures.mixed_questions())
-    before = (tmp_path / "items.jsonl").read_bytes()
-    with pytest.raises(exports.InputError, match="which is there"):
-        exports.write_jsonl(tmp_path, fixtures.mixed_questions()[:3])
-    assert (tmp_path / "items.jsonl").read_bytes() == before
+    fourth = data["osworld"].parent / "screenshots" / "9_3.png"
+    np.testing.assert_array_equal(pixels(found[9].steps[3].screenshots[0].content), drawn(fourth.read_bytes()))
 
 
 SHORT = "\nAnswer the question using a single word or phrase."

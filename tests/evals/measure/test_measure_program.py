@@ -20,7 +20,6 @@ from evals.measure.suite import MeasureSetup, dataset, records_of
 from evals.results.parts import ExpectedPace
 from kvpatch_jax.errors import InputError
 from models import Buckets, load
-from tests.evals import make_measure_fixtures as fixtures
 
 ROOT = Path(__file__).parents[3]
 WRITTEN = ("answers.jsonl", "results.json", "table.md", "report.html", "figures/pareto.png")
@@ -197,15 +196,3 @@ def test_every_family_gives_a_report_of_ten_items(checkpoint, data, tmp_path, fa
     counts = {row["n"] for row in results["rows"] if row["metric"] == "kl.all"}
     assert counts == {10}
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", fixtures.WRITERS)
-def test_ten_items_of_every_format_give_a_report(checkpoint, tmp_path, name):
-    source = fixtures.WRITERS[name](tmp_path / "data")
-    code, _, error = ran(checkpoint("qwen2_5_vl"), source, tmp_path / "out", "--limit=10")
-    assert code == 0, error
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["config"]["format"] == name
-    assert {row["n"] for row in results["rows"] if row["metric"] == "kl.all"} == {10}
-    assert not results["left_out"]

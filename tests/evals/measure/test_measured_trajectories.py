@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from evals.bench.window_loop import PrefixCache
-from evals.measure import exports, formats
+from evals.measure import formats
 from evals.measure.frame import frame_of
 from evals.measure.trajectories.plan import planned_replay
-from evals.measure.trajectories.replayed import DROP, NEVER, PREFIX, REFERENCE, SESSION, WAYS, EpisodeReplay
-from evals.measure.trajectories.report import rows_of, verdict, write_steps
+from evals.measure.trajectories.replayed import BLIND, DROP, NEVER, PREFIX, REFERENCE, SESSION, WAYS, EpisodeReplay
+from evals.measure.trajectories.report import kind_table, rows_of, verdict, write_steps
 from evals.results.parts import measure_parts
 from kvpatch_jax.errors import InputError
-from tests.evals import make_measure_fixtures as fixtures
+from tests.evals.measure import released as releases
 
 KEEP = 2
 
@@ -22,11 +22,14 @@ KEEP = 2
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
     """Two episodes of four steps, of which the last shows the first one's screenshot again."""
-    made = []
-    for episode in fixtures.episodes()[:2]:
-        first, second, third, _, last = episode.screenshots
-        made.append(dataclasses.replace(episode, screenshots=(first, second, third, first, last)))
-    return exports.write_gui_odyssey(tmp_path_factory.mktemp("episodes"), made)
+    folder = releases.released(tmp_path_factory.mktemp("episodes"), "gui_odyssey")
+    for path in (folder / "annotations").iterdir():
+        if path.stem not in "01":
+            path.unlink()
+    for number in range(2):
+        screens = folder / "screenshots"
+        (screens / f"{number}_3.png").write_bytes((screens / f"{number}_0.png").read_bytes())
+    return folder
 
 
 def read(folder, number):
@@ -193,3 +196,27 @@ def test_rows_compare_the_steps_that_a_way_answered():
     said = verdict(list(rows.values()))
     assert said.startswith("fewest tokens: never drop, 10 % of re-prefill's; session: score -0.500, KL 0, 25 %")
     assert "never drop: answers as re-prefill" in said
+
+
+def test_kinds_have_a_column_each():
+    records = []
+    for step, kind in enumerate("abb"):
+        for way, score in ((REFERENCE, 1.0), (SESSION, 0.0 if kind == "b" else 1.0)):
+            own = {"episode": "0", "step": step, "kind": kind, "way": way}
+            records.append(own | {"score": score, "kl_first": 0.25, "agrees": True, "tokens": 3})
+    table = kind_table(records)
+    assert table is not None
+    assert table[0] == ["way", "a, 1", "b, 2"]
+    assert table[1][1] == [SESSION, "1.000; 0.25", "0.000; 0.25"]
+    assert kind_table([own for own in records if own["kind"] == "a"]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("highest_precision")
+def test_patches_of_full_rank_answer_as_re_prefill_and_blind_reuse_does_not(replay, released):
+    patched = dataclasses.replace(replay(), blind=True, ranks=(1, 128))
+    by_way = {}
+    for record in patched.records(read(released, 0)):
+        by_way.setdefault(record["way"], []).append(record)
+    assert max(own["kl_first"] for own in by_way["patch, rank 128"]) < 1e-6
+    assert max(own["kl_first"] for own in by_way[BLIND]) > 1e-3

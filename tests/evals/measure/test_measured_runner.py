@@ -1,13 +1,12 @@
-"""A shipped model on its own task, exported as a data set: the numbers of `evals.run`, so the harness adds nothing."""
+"""A shipped model on its own task, written as a data set: the numbers of `evals.run`, so the harness adds nothing."""
 
-import dataclasses
-import io
+import json
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from evals.measure import exports, formats
+from evals.measure import formats
 from evals.measure.arms import chosen_arms
 from evals.measure.frame import frame_of, speakable
 from evals.measure.plan import contexts_of
@@ -23,8 +22,6 @@ from models import Buckets, load
 SEED, COUNT = 5, 8
 ARMS = {"re-prefill": "re-prefill", "blind": "blind", "patch.rank=8": "patch.every_chunk.rank=8"}
 """The same arms under the names of both."""
-INSTRUCTION = "\nAnswer the question using a single word or phrase."
-"""What the publishers' prompts add; the small model's vocabulary has no such words."""
 
 
 @pytest.fixture(scope="module")
@@ -45,49 +42,35 @@ def expected(path):
     return {(row["arm"], row["metric"]): row["value"] for row in table.rows()}
 
 
-def exported():
-    """The same contexts and questions, drawn again, those that one answer ends."""
+def written(folder):
+    """Writes the same contexts and questions, drawn again: those that one answer ends."""
     spec = SHEETS_DATASET.spec
     rng = np.random.default_rng([SEED, 0, spec.sizes["4"].sheets])
     contexts = spec.sample(rng, COUNT, spec.sizes["4"])
     questions = spec.ask(contexts, rng, SHEETS_DATASET.questions)
-    pages = []
-    for pixels in spec.images(contexts):
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        pages.append(file.getvalue())
+    images = spec.images(contexts)
+    for number, pixels in enumerate(images):
+        Image.fromarray(pixels).save(folder / f"{number}.png")
 
-    made, chunks = [], len(pages) // COUNT
+    lines, chunks = [], len(images) // COUNT
     for context in range(COUNT):
+        names = [f"{number}.png" for number in range(context * chunks, (context + 1) * chunks)]
         for number, kind in enumerate(questions.kind):
             own = questions.own == number
             ids, answer = questions.ids[context, own], questions.answer[context, own]
             if (answer >= 0).sum() != 1:
                 continue
-            made.append(
-                exports.ExportedQuestion(
-                    id=str(len(made)),
-                    group=f"deck{context}",
-                    pieces=tuple(pages[context * chunks : (context + 1) * chunks]),
-                    question=" ".join(VOCABULARY.names[token] for token in ids),
-                    answers=(VOCABULARY.names[answer[-1]],),
-                    kind=KINDS[kind],
-                )
-            )
-    return made
+            asked = " ".join(VOCABULARY.names[token] for token in ids)
+            record = {"id": str(len(lines)), "cluster": f"c{context}", "kind": KINDS[kind], "images": names}
+            lines.append(json.dumps(record | {"question": asked, "answer": VOCABULARY.names[answer[-1]]}))
+    path = folder / "items.jsonl"
+    path.write_text("\n".join(lines))
+    return path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [exports.write_jsonl, exports.write_slidevqa, exports.write_mm_niah])
-def test_an_exported_task_gives_the_runners_numbers_to_three_digits(path, expected, tmp_path, write):
-    data = formats.read(write(tmp_path, exported()))
-    kinds_of = {own.id: own.kind for own in exported()}
-    bare = []
-    for item in data.items:
-        # MM-NIAH's kinds are its tasks.
-        kind = kinds_of[item.id.rpartition("/")[2]]
-        bare.append(dataclasses.replace(item, question=item.question.removesuffix(INSTRUCTION), kind=kind))
-    data = dataclasses.replace(data, items=bare)
+def test_a_written_task_gives_the_runners_numbers_to_three_digits(path, expected, tmp_path):
+    data = formats.read(written(tmp_path))
     backbone = load(path, dtype="float32", buckets=Buckets())
     frame = frame_of(backbone, "plain", "again")
     asked, refused = speakable(backbone, frame, data)

@@ -1,1 +1,0 @@
-"""Data sets of our own making, with which the harness is tried: `python -m evals.measure.examples`."""
