@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from .core import PARTS, AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, jitted_fold, token_rows
-from .errors import InputError, LayoutError, PositionError, ShapeError
+from .errors import InputError, LayoutError, ShapeError
 
 KV = Mapping[str, Array]
 Context = KV | Paged
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
             [B,A] with them. A float for tokens that begin between whole positions, which are float32 then.
 
         Raises:
-          PositionError: the start has another shape, or is an array of floats.
+          InputError: the start has another shape, or is an array of floats.
         """
         if isinstance(start, float) and np.isfinite(start):
             xp = jnp if isinstance(self.positions, jax.Array) else np
@@ -68,7 +68,7 @@ class Tokens(NamedTuple):
         offset = start if isinstance(start, jax.Array) else np.asarray(start)
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
         if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):
-            raise PositionError(
+            raise InputError(
                 f"shift: got start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, "
                 f"or of shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
             )
@@ -249,7 +249,7 @@ class Backbone(Protocol):
             model with linear attention leave nothing in its transition. None: all, or those that a mask leaves.
 
         Raises:
-          FrameError: the context is in another frame. PositionError: tokens start at position 0 after a context
+          FrameError: the context is in another frame. InputError: tokens start at position 0 after a context
           (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis.
         """
         ...
@@ -398,7 +398,7 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
     attend to any of the context.
 
     Raises:
-      PositionError: a row starts at position 0; the message names it.
+      InputError: a row starts at position 0; the message names it.
     """
     paged = isinstance(context, Paged)
     size = context.key_count if paged else token_rows(context).shape[2]
@@ -415,7 +415,7 @@ def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: 
     unmoved &= visible.any(axis=-1)
 
     if unmoved.any():
-        raise PositionError(
+        raise InputError(
             f"{what}: got row {int(unmoved.argmax())} at position 0 behind a context of {size} tokens; expected "
             "positions behind it: tokens.shift(start), start being where the context's span ends"
         )

@@ -30,16 +30,8 @@ class RankError(KVPatchError):
     """A rank below 1 or above a patch's, or several ranks for channels that share a factor."""
 
 
-class PositionError(KVPatchError):
-    """A start, position or span that is out of range, or whose shape does not match the rope."""
-
-
 class FrameError(KVPatchError):
     """KV in an unexpected frame, such as phase-free KV in place of engine-frame KV."""
-
-
-class RopeRegimeError(KVPatchError):
-    """A rope whose frequencies depend on the sequence length, not pinned to a regime or used outside of it."""
 
 
 class NotFiniteError(KVPatchError):
@@ -110,10 +102,6 @@ class PlanError(KVPatchError):
 
 class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that installs it."""
-
-
-class SegmentMismatchError(KVPatchError):
-    """Stored segments of another model or tenant than those of the prompt that they are to serve."""
 
 
 class InputError(KVPatchError):

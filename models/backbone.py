@@ -283,7 +283,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
 
         Raises:
           InputError: grids or features that do not match the patches or the placeholders, or images for a text family.
-          ShapeError: no rows, and no `position_ids` for them. RopeRegimeError: positions outside the regime that the
+          ShapeError: no rows, and no `position_ids` for them. InputError: positions outside the regime that the
           rope is pinned to.
         """
         given = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}

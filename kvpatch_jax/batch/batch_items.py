@@ -11,7 +11,6 @@ import numpy as np
 
 from ..cache import Audio, Text, Video, chunk_id, digest_of, encoded, file_of, one_form, sort_of
 from ..errors import AmbiguousTextError, InputError, KVPatchError
-from ..utils.argument_names import OURS
 
 STEPS = 32
 """Tokens of an answer at most, if neither the item nor the checkpoint says."""
@@ -173,9 +172,7 @@ def _checked_item(item: Any) -> BatchItem:
         unknown = [name for name in item if name not in _FIELDS]
         if unknown or not {"front", "question"} <= set(item):
             found = f"field {unknown[0]!r:.80}" if unknown else f"only {sorted(map(str, item))}"
-            ours = OURS.get(unknown[0]) if unknown and isinstance(unknown[0], str) else None
-            expected = f"{ours!r}" if ours in _FIELDS else f"front, question and some of {_FIELDS[2:]}"
-            raise InputError(f"item: got {found}; expected {expected}")
+            raise InputError(f"item: got {found}; expected front, question and some of {_FIELDS[2:]}")
         item = BatchItem(**item)
 
     if not isinstance(item, BatchItem):

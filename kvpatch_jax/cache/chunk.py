@@ -33,7 +33,7 @@ from ..core import (
     is_packed,
 )
 from ..core.encoding import resize
-from ..errors import InputError, NotFiniteError, PositionError, ShapeError
+from ..errors import InputError, NotFiniteError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .checksum import examine
 from .content import fingerprint_of
@@ -77,7 +77,7 @@ class Chunk:
 
     Raises:
       FrameError: kv that is rotated. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
-      PositionError: local or span out of range. NotFiniteError: NaN or infinity in kv.
+      InputError: local or span out of range. NotFiniteError: NaN or infinity in kv.
       InputError: length out of range, an empty id or content, or no fingerprint.
     """
 
@@ -96,7 +96,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         expect_kind(self.layout, KVLayout, "chunk: layout", "a KVLayout, such as `backbone.layout`")
-        expect_kind(self.local, AnyArray, "chunk: local", "an array of positions", PositionError)
+        expect_kind(self.local, AnyArray, "chunk: local", "an array of positions", InputError)
         for word in ("content", "lead", "encoding"):
             expect_kind(getattr(self, word), str | None, f"chunk: {word}", "a digest or a word, or None")
         expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
@@ -116,9 +116,9 @@ class Chunk:
         axes = self.layout.rope.axes
         expected = (tokens,) if axes is None else (tokens, axes)
         if self.local.shape != expected:
-            raise PositionError(f"chunk {self.id!r}: got local positions {self.local.shape}; expected {expected}")
+            raise InputError(f"chunk {self.id!r}: got local positions {self.local.shape}; expected {expected}")
         if not is_whole(self.span, 0):
-            raise PositionError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
+            raise InputError(f"chunk {self.id!r}: got span {self.span!r:.80}; expected a whole number from 0")
 
         check_extent(self.layout.rope, self.extent, np.zeros((), np.int32))
         packed = [channel.name for channel in self.layout.channels if is_packed(self.kv[channel.name])]

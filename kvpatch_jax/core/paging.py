@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.splice import check_slots, padded_width
 
-from ..errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
+from ..errors import DtypeError, InputError, KernelSlotError, LayoutError, PoolError, ShapeError
 from .buckets import Buckets
 from .layout import AnyArray, KVLayout, Positions, Start
 from .rope import Rope, check_positions
@@ -358,11 +358,11 @@ def token_offsets(
       kinds: NumPy kinds of dtype that are allowed.
 
     Raises:
-      PositionError: the dtype or shape differs, or an offset is 2³⁰ or more.
+      InputError: the dtype or shape differs, or an offset is 2³⁰ or more.
     """
     array, axes = np.asarray(offset), () if rope.axes is None else (rope.axes,)
     if array.dtype.kind not in kinds or array.shape not in ((), axes, (tokens, *axes)):
-        raise PositionError(
+        raise InputError(
             f"{what}: got offsets of dtype {array.dtype} and shape {array.shape}; expected integers, one for all or "
             f"for each slot, of shape (), {axes} or {(tokens, *axes)}"
         )

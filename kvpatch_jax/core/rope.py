@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import rotate_patch
 
-from ..errors import LayoutError, PositionError
+from ..errors import InputError, LayoutError
 from ..utils.kinds import expect_kind, is_whole
 from .scaling import Scaling as Scaling
 
@@ -54,7 +54,7 @@ class Rope:
 
     Raises:
       LayoutError: `dim` is odd, sections do not sum to dim // 2, an option is unknown, or `width` is below `dim`.
-      RopeRegimeError: a length-dependent scaling is not pinned to one regime.
+      InputError: a length-dependent scaling is not pinned to one regime.
     """
 
     theta: float | int
@@ -233,16 +233,14 @@ def _align(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tu
             start = start[..., None]
     else:
         if local.ndim == 0 or local.shape[-1] != axes:
-            raise PositionError(
-                f"rope: got positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes"
-            )
+            raise InputError(f"rope: got positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes")
         if start.ndim:
             if start.shape[-1] != axes:
-                raise PositionError(f"rope: got start of shape {start.shape}; expected a scalar or [..., {axes}]")
+                raise InputError(f"rope: got start of shape {start.shape}; expected a scalar or [..., {axes}]")
             start = start[..., None, :]
 
     if local.ndim < (1 if axes is None else 2):
-        raise PositionError(
+        raise InputError(
             f"rope: got positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]"
         )
     return local, start
@@ -262,7 +260,7 @@ def rope_tables(
       cos, sin [..., T, R/2], within about 2e-7 with ``angles="exact"`` at every int32 position.
 
     Raises:
-      PositionError: shapes do not match the rope, or integers exceed int32.
+      InputError: shapes do not match the rope, or integers exceed int32.
     """
     # NumPy on the host, so that a start costs no transfer of its own.
     start = start if isinstance(start, jax.Array) else np.asarray(start, np.int32)
@@ -286,7 +284,7 @@ def _device_positions(positions: Num[Array | np.ndarray, "..."]) -> Array:
     if isinstance(positions, np.ndarray) and positions.dtype.kind in "iu" and positions.dtype.itemsize >= 4:
         least, greatest = extent(positions)
         if greatest >= 2**31 or least < -(2**31):
-            raise PositionError(f"rope: got positions from {least:.0f} to {greatest:.0f}; expected int32")
+            raise InputError(f"rope: got positions from {least:.0f} to {greatest:.0f}; expected int32")
     return jnp.asarray(positions)
 
 
@@ -378,8 +376,8 @@ def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: In
     """Checks that concrete positions are in range and inside a pinned regime; traced ones pass.
 
     Raises:
-      PositionError: a position is not finite, or |start + local| ≥ 2³⁰.
-      RopeRegimeError: a position exceeds the pinned regime of a length-dependent scaling.
+      InputError: a position is not finite, or |start + local| ≥ 2³⁰.
+      InputError: a position exceeds the pinned regime of a length-dependent scaling.
     """
     if not isinstance(local, Tracer) and local.size:
         check_extent(rope, extent(local), start)
@@ -390,14 +388,14 @@ def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.n
     if isinstance(start, Tracer):
         return
     if not np.isfinite(local).all():
-        raise PositionError("rope: got a position that is not finite; expected finite positions")
+        raise InputError("rope: got a position that is not finite; expected finite positions")
 
     starts = np.asarray(start)
     least, greatest = (float(starts.min()), float(starts.max())) if starts.size else (0.0, 0.0)
     # A bound, not the position itself: the farthest start and the farthest token may lie on different axes or rows.
     farthest = max(-local[0], local[1]) + max(-least, greatest)
     if farthest >= POSITION_LIMIT:
-        raise PositionError(f"rope: got position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
+        raise InputError(f"rope: got position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
     # Regimes depend on the longest position alone, so negative ones are not looked at.
     if rope.scaling is not None:
         rope.scaling.check_reach(local[1] + greatest)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..errors import LayoutError, PositionError
+from ..errors import InputError, LayoutError
 from ..utils.kinds import expect_kind
 from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .layout import KV, AnyArray, KVLayout, Positions, Start
@@ -30,17 +30,17 @@ def as_start(
       what: begins the message about a start of another shape.
 
     Raises:
-      PositionError: the start is not an integer, is too large, or does not have one entry per axis; another number of
+      InputError: the start is not an integer, is too large, or does not have one entry per axis; another number of
       starts than the batch has.
     """
     if not isinstance(start, jax.Array):
         array = np.asarray(start)
         whole = array.dtype.kind in "iu"
         if not whole or max(-int(array.min(initial=0)), int(array.max(initial=0))) >= POSITION_LIMIT:
-            raise PositionError(f"start: got {start!r}; expected integers below 2**30 in magnitude")
+            raise InputError(f"start: got {start!r}; expected integers below 2**30 in magnitude")
         start = array.astype(np.int32)
     elif not jnp.issubdtype(start.dtype, jnp.integer):
-        raise PositionError(f"start: got dtype {start.dtype}; expected int32")
+        raise InputError(f"start: got dtype {start.dtype}; expected int32")
     elif start.dtype != jnp.int32:
         # Conversion to int32 would wrap larger numbers.
         check_positions(rope, start, np.zeros((), np.int32))
@@ -49,12 +49,12 @@ def as_start(
     if rope.axes is not None and start.ndim == 0:
         start = (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, one)
     if rope.axes is not None and start.shape[-1] != rope.axes:
-        raise PositionError(f"start: got shape {start.shape}; expected a scalar or [..., {rope.axes}]")
+        raise InputError(f"start: got shape {start.shape}; expected a scalar or [..., {rope.axes}]")
 
     # Other leading axes would broadcast over tokens or layers.
     if batch is not None and start.shape not in (one, (*batch, *one)):
         several = f", or the same for each of {batch[0]} chunks" if batch else ""
-        raise PositionError(
+        raise InputError(
             f"{what}: got start of shape {start.shape}; expected a scalar, or one per axis of the rope{several}"
         )
     return start.astype(jnp.int32)
@@ -113,18 +113,18 @@ def _checked_rotation(layout: KVLayout, kv: KV, local: Positions, start: Start, 
     layout.check(kv)
     start = as_start(layout.rope, start)
     if not hasattr(local, "shape"):
-        raise PositionError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
+        raise InputError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
 
     # kv is [L, ..., T, K, H]. Positions or starts of another number would broadcast over tokens or layers.
     shape, axes = kv[layout.names[0]].shape, layout.rope.axes
     batch, tokens = shape[1:-3], shape[-3]
     places = local.shape if axes is None else local.shape[:-1]
     if not places or places[-1] != tokens:
-        raise PositionError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
+        raise InputError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
 
     for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
         if len(found) > len(batch):
-            raise PositionError(f"{what}: got shape {found}; expected one for each of {batch} sequences, or for all")
+            raise InputError(f"{what}: got shape {found}; expected one for each of {batch} sequences, or for all")
 
     check_positions(layout.rope, local, start)
     return rotate_kv(layout, kv, local, start, back)
@@ -143,7 +143,7 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
       {channel: [L, ..., T, K, H]} of the same shapes and dtypes; channels without phase are returned unchanged.
 
     Raises:
-      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: an argument does not match the layout.
+      LayoutError, ShapeError, DtypeError, InputError: an argument does not match the layout.
       FrameError: the keys are rotated already.
     """
     expect_frame(kv, "to_engine", "phase_free")
@@ -181,7 +181,7 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
       kv of the same shapes and dtypes. No attention scaling is applied, because the keys already carry it.
 
     Raises:
-      PositionError: a position is not finite, or is 2³⁰ or more. FrameError: the keys are phase-free. Otherwise as
+      InputError: a position is not finite, or is 2³⁰ or more. FrameError: the keys are phase-free. Otherwise as
       `to_engine`.
     """
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
@@ -195,9 +195,7 @@ def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
     """Checks a start or full positions and returns them as `relocation_tables` takes them."""
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
     if array.dtype.kind not in "iuf" or not array.size:
-        raise PositionError(
-            f"relocate: got positions {positions!r:.80}; expected numbers, a start or one for each token"
-        )
+        raise InputError(f"relocate: got positions {positions!r:.80}; expected numbers, a start or one for each token")
 
     check_positions(rope, array, np.zeros((), np.int32))
     array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)

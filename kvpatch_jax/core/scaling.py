@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import LayoutError, RopeRegimeError
+from ..errors import InputError, LayoutError
 
 KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
@@ -53,7 +53,7 @@ class Scaling:
 
         Raises:
           LayoutError: a field is missing or out of range.
-          RopeRegimeError: the frequencies depend on the sequence length, and no regime is pinned.
+          InputError: the frequencies depend on the sequence length, and no regime is pinned.
         """
         if self.kind not in KINDS:
             raise LayoutError(f"rope scaling: got kind {self.kind!r}; expected one of {KINDS}")
@@ -71,7 +71,7 @@ class Scaling:
         # choices cannot be related by a rotation, so one is pinned.
         if self.kind == "longrope":
             if self.regime not in ("short", "long"):
-                raise RopeRegimeError(
+                raise InputError(
                     f"longrope: got regime {self.regime!r}; expected 'short' or 'long' to pin, because its frequencies "
                     "depend on the length"
                 )
@@ -82,7 +82,7 @@ class Scaling:
                 raise LayoutError(f"longrope: got {found} numbers in {self.regime}_factor; expected {dim // 2}")
 
         if self.kind == "dynamic" and (self.length is None or self.length < 1):
-            raise RopeRegimeError(
+            raise InputError(
                 f"dynamic rope scaling: got length {self.length!r}; expected a positive length to pin, because its "
                 "frequencies depend on it"
             )
@@ -164,7 +164,7 @@ class Scaling:
         return (plain / self.factor * (1 - keep) + plain * keep).astype(plain.dtype)
 
     def check_reach(self, farthest: float) -> None:
-        """Raises RopeRegimeError if the position `farthest` lies outside the pinned regime."""
+        """Raises InputError if the position `farthest` lies outside the pinned regime."""
         if self.kind == "longrope" and self.regime == "short":
             limit = self._original
         elif self.kind == "dynamic" and self.length is not None:
@@ -173,7 +173,7 @@ class Scaling:
             return
 
         if farthest >= limit:
-            raise RopeRegimeError(
+            raise InputError(
                 f"{self.kind}: got position {farthest:g}, outside the pinned regime; expected below {limit}"
             )
 

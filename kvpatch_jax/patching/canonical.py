@@ -10,7 +10,7 @@ from jaxtyping import Array, Num
 from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens, joined
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
 from ..core import AnyArray, EngineKV, PhaseFreeKV, end_position, to_engine
-from ..errors import InputError, PositionError, ShapeError
+from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind
 
 
@@ -119,7 +119,7 @@ def conditioned(
       has the transition of its own tokens, so each takes a forward of its own.
 
     Raises:
-      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows. PositionError: positions of a unit
+      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows. InputError: positions of a unit
       behind others do not begin at 0, as of tokens cut out of a longer prompt.
     """
     check_is_backbone(backbone, "conditioned")
@@ -136,7 +136,7 @@ def conditioned(
     for number, tokens in enumerate(embedded[1:], 1):
         first = np.asarray(tokens.positions).min()
         if first >= 1:
-            raise PositionError(
+            raise InputError(
                 f"conditioned: got unit {number} with positions from {first:g}; expected them from its own start, 0"
             )
 

@@ -25,7 +25,7 @@ from ..core import (
     rotate_kv,
     with_decoded_map,
 )
-from ..errors import PositionError
+from ..errors import InputError
 from ..utils.kinds import expect_kind
 from .factors import KVArrays, check_alike
 
@@ -58,7 +58,7 @@ class Placed:
     Raises:
       StalePatchError: the patch was formed behind another antecedent; the message says whether chunks, their order,
       their contents or how they were served differ. PatchMismatchError: the patch does not belong here otherwise.
-      ShapeError: the factors have another number of tokens or another batch. LayoutError, PositionError: a layout or a
+      ShapeError: the factors have another number of tokens or another batch. LayoutError, InputError: a layout or a
       start that does not fit. FrameError, DtypeError: likewise of `base`. InputError: no chunk, or no antecedent.
     """
 
@@ -98,9 +98,7 @@ class Placed:
             layers = None if len(metadata.layers) == layout.layers else metadata.layers
             options = {"layers": layers, "frame": metadata.frame}
             if fraction and metadata.frame == "engine":
-                raise PositionError(
-                    f"placed: got start {self.start} for a patch of rotated keys; expected a whole number"
-                )
+                raise InputError(f"placed: got start {self.start} for a patch of rotated keys; expected a whole number")
 
         # Packed KV stays packed: the operator decodes it, one layer at a time.
         kv = chunk.kv if base is None else base
@@ -126,7 +124,7 @@ def _whole_and_fraction(start: Start | float) -> tuple[Start, float]:
     if not isinstance(start, float):
         return start, 0.0
     if not math.isfinite(start):
-        raise PositionError(f"placed: got start {start}; expected a finite number")
+        raise InputError(f"placed: got start {start}; expected a finite number")
     return math.floor(start), start - math.floor(start)
 
 

@@ -159,7 +159,7 @@ class PageFormat:
             [T] or [T, A].
 
         Raises:
-          PositionError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
+          InputError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
           named twice. LayoutError, ShapeError, DtypeError: not pages of this layout. PoolError: pages that were
           donated.
         """

@@ -231,7 +231,7 @@ def rotate_slots(
         however often they move; channels without phase are ignored. None: from the keys in the pool.
 
     Raises:
-      PositionError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
+      InputError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
       named twice. ShapeError: a source of other tokens. LayoutError, DtypeError: another pool than the layout's.
       PoolError: a pool that was donated.
     """

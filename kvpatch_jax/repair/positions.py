@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ..backbone import Tokens
 from ..core import KVLayout, Rope, check_positions, end_position, relocate, rope_tables
-from ..errors import InputError, PositionError
+from ..errors import InputError
 from .spliced_cache import AnyArray, SplicedCache, live_tokens, read_slots, required, write_slots
 
 Geometry = Literal["global", "hl_hp", "hl_tp", "tl_tp"]
@@ -93,7 +93,7 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
       order: the chunk (by its number) at each place.
 
     Raises:
-      InputError: it is no order of the chunks, or new text stands between them. PositionError: a position leaves the
+      InputError: it is no order of the chunks, or new text stands between them. InputError: a position leaves the
         rope's regime.
     """
     parts = splice.parts
@@ -139,10 +139,10 @@ def rope_similarity(rope: Rope, prompt: AnyArray, chosen: Int[AnyArray, " n"] | 
       prompt, chosen: positions [Q] and [n] (with sections [Q,A] and [n,A]).
 
     Raises:
-      PositionError: either is empty.
+      InputError: either is empty.
     """
     if not len(prompt) or not len(chosen):
-        raise PositionError(f"rope_similarity: got {len(prompt)} and {len(chosen)} positions; expected some of both")
+        raise InputError(f"rope_similarity: got {len(prompt)} and {len(chosen)} positions; expected some of both")
     rows = []
     for positions in (prompt, chosen):
         cos, sin = rope_tables(rope, jnp.asarray(positions), jnp.zeros((), jnp.int32))

@@ -41,7 +41,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
     overwrites them before anything attends there.
 
     Raises:
-      InputError: no pieces, or none that is cached. ShapeError, LayoutError, DtypeError, FrameError, PositionError: KV
+      InputError: no pieces, or none that is cached. ShapeError, LayoutError, DtypeError, FrameError, InputError: KV
         does not match the backbone or its tokens.
     """
     layout, parts, chunks, first = backbone.layout, [], [], 0

@@ -35,7 +35,7 @@ def behind_substitute(backbone: Backbone, substitute: Tokens, chunk: Tokens) -> 
       substitute: a prompt's tokens from position 0. chunk: the chunk's, with positions from its own start.
 
     Raises:
-      ShapeError, PositionError: the tokens do not fit the backbone.
+      ShapeError, InputError: the tokens do not fit the backbone.
     """
     positions = jnp.asarray(substitute.positions)
     span = end_position(positions) + 1

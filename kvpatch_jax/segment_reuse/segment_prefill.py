@@ -128,7 +128,7 @@ def segment_prefill(
       prefix: engine-frame KV {channel: [L,1,n,K,H]} of the prompt's first n tokens, from a prefix cache.
 
     Raises:
-      SegmentMismatchError: segments of another model or tenant. RopeRegimeError: a prompt that is longer than the
+      InputError: segments of another model or tenant. InputError: a prompt that is longer than the
       regime that the rope is pinned to. InputError: no tokens, or a prefix that is not shorter than the prompt.
       LayoutError, ShapeError, FrameError: a prefix that is not KV of this model.
     """
@@ -174,7 +174,7 @@ def store_segments(
     them, and `SegmentIndexOptions.generations` bounds it.
 
     Raises:
-      SegmentMismatchError: segments of another model or tenant.
+      InputError: segments of another model or tenant.
     """
     segments.expect(backbone, tenant)
     layers, T = segments.options.reuse_layers, len(prompt.ids)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from ..backbone import Backbone
 from ..core import check_uniform
-from ..errors import ConfigError, InputError, SegmentMismatchError
+from ..errors import ConfigError, InputError
 from .segment_index import SegmentIndex, StoredSpan
 from .segment_options import SegmentIndexOptions
 from .segmentation import SegmentPrompt, TokenRange
@@ -55,13 +55,13 @@ class TenantSegments:
         """Checks that these are segments of a model and a tenant.
 
         Raises:
-          SegmentMismatchError: they are another's.
+          InputError: they are another's.
         """
         if tenant != self.tenant:
             # The message does not name whose they are.
-            raise SegmentMismatchError(f"segments: got another tenant's; expected those of {tenant!r:.80}")
+            raise InputError(f"segments: got another tenant's; expected those of {tenant!r:.80}")
         if backbone.fingerprint != self.fingerprint:
-            raise SegmentMismatchError(
+            raise InputError(
                 f"segments: got those of model {self.fingerprint[:16]}…; expected {backbone.fingerprint[:16]}…, the "
                 "fingerprint of the backbone"
             )

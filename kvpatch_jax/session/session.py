@@ -11,7 +11,6 @@ from ..cache import brief
 from ..errors import SessionError
 from ..plan import Plan
 from ..sampling import Sampling
-from ..utils.argument_names import with_our_names
 from ..utils.kinds import all_of
 from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
 from . import session_file
@@ -339,7 +338,6 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @with_our_names
     @retry_after_pool_loss
     def ask(
         self,

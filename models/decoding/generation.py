@@ -11,7 +11,6 @@ from kvpatch_jax.backbone import Context, Tokens, check_tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
 from kvpatch_jax.sampling import Sampling, TextPiece, check_steps
-from kvpatch_jax.utils.argument_names import with_our_names
 
 from .continuing import BLOCK
 from .programs import Forward, LoadedModel
@@ -104,7 +103,6 @@ class Generating(LoadedModel):
         """
         raise NotImplementedError
 
-    @with_our_names
     def generate(
         self,
         tokens: Tokens,
@@ -140,7 +138,6 @@ class Generating(LoadedModel):
         none = np.zeros((len(tokens.embeddings), 0), np.int32)
         return np.concatenate([none, *blocks], axis=1)
 
-    @with_our_names
     def stream(
         self,
         tokens: Tokens,

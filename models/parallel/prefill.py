@@ -199,7 +199,7 @@ def place_blocks(over: MeshBackbone, tokens: Tokens, layout: ChunkLayout) -> Tok
     Positions inside a chunk are counted from the chunk's smallest, on every axis of M-RoPE.
 
     Raises:
-      InputError, ShapeError: no tokens, or another number of them than the layout's. RopeRegimeError: positions outside
+      InputError, ShapeError: no tokens, or another number of them than the layout's. InputError: positions outside
       of the regime that the rope is pinned to.
     """
     check_tokens(tokens, "parallel prefill")
@@ -375,7 +375,7 @@ def ring_prefill(over: MeshBackbone, tokens: Tokens, question: Tokens) -> tuple[
       Logits of the question's tokens, and the cache of context and question.
 
     Raises:
-      InputError, ShapeError: no tokens, or batches that differ. RopeRegimeError: as `place_blocks`.
+      InputError, ShapeError: no tokens, or batches that differ. InputError: as `place_blocks`.
     """
     check_tokens(tokens, "ring prefill")
     check_tokens(question, "ring prefill: question")

@@ -15,7 +15,6 @@ from session_cases import image_of, reader
 import kvpatch_jax as kvp
 import models
 from kvpatch_jax import store as stores
-from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.cache import Antecedent, PatchMetadata
 from kvpatch_jax.core import Channel
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, StalePatchError
@@ -182,27 +181,6 @@ def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
         }
         found = {name: raw_errors(*call) for name, call in calls.items()}
     assert not {name: errors for name, errors in found.items() if errors}
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"), [("max_tokens", "steps"), ("max_new_tokens", "steps"), ("eos_token_id", "stop")]
-)
-def test_another_librarys_name_of_an_argument_is_answered_with_ours(backbone, name: str, ours: str):
-    with kvp.Session(backbone, pages=8) as session:
-        session.add([1, 2])
-        with pytest.raises(InputError, match=rf"ask: got {name}=1; expected {ours}="):
-            session.ask([3], **{name: 1})
-        with pytest.raises(TypeError, match="colour"):
-            session.ask([3], colour="red")
-    with pytest.raises(InputError, match=rf"generate: got {name}=1; expected {ours}="):
-        backbone.generate(None, **{name: 1})
-
-
-def test_a_field_of_a_batch_that_others_call_otherwise_is_answered_with_ours(backbone, tmp_path: Path):
-    items = [{"front": [], "question": [3], "max_tokens": 8}, BatchItem([], [3], steps=1)]
-    kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
-    (line, _) = kvp.batch.read_answers(tmp_path / "answers.jsonl")
-    assert line["message"] == "item: got field 'max_tokens'; expected 'steps'"
 
 
 def test_a_window_lists_its_ids_as_a_session_does(backbone):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, PositionError, ShapeError
+from kvpatch_jax.errors import InputError, ShapeError
 from models import load
 from tests.goldens.load import write_checkpoint
 
@@ -58,7 +58,7 @@ def test_tokens_of_several_rows_give_kv_of_several_rows(backbone, unchecked):
         assert_close({name: value[:, row] for name, value in second.items()}, own[1])
     with pytest.raises(ShapeError, match="1 rows; expected 2"):
         kvp.conditioned(backbone, [rows, [ids[0]]])
-    with pytest.raises(PositionError, match="unit 1 with positions from 3; expected"):
+    with pytest.raises(InputError, match="unit 1 with positions from 3; expected"):
         kvp.conditioned(backbone, [rows, rows.shift(3)])
     with pytest.raises(InputError, match="no units"):
         kvp.conditioned(backbone, [])

@@ -10,7 +10,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import FrameError, InputError, KVPatchError, LayoutError, PositionError, ShapeError
+from kvpatch_jax.errors import FrameError, InputError, KVPatchError, LayoutError, ShapeError
 from models import load
 from tests.compilations import compilations
 
@@ -167,10 +167,10 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
                 lambda given=given, kv=context: backbone.prefill(given, kv),
                 lambda given=given, kv=context: backbone.generate(given, 2, context=kv),
             ):
-                with pytest.raises(PositionError, match=rf"row 0.*position 0.*{T} tokens; expected.*shift\("):
+                with pytest.raises(InputError, match=rf"row 0.*position 0.*{T} tokens; expected.*shift\("):
                     call()
     one = rows._replace(positions=np.stack([rows.positions[0] + T, rows.positions[1]]))
-    with pytest.raises(PositionError, match="row 1 at position 0"):
+    with pytest.raises(InputError, match="row 1 at position 0"):
         backbone.prefill(one, two)
 
 
@@ -186,7 +186,7 @@ def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
     for given in (mask, jnp.asarray(mask)):
         backbone.prefill(beside, two, given)
     swapped = mask[::-1]
-    with pytest.raises(PositionError, match="row 0"):
+    with pytest.raises(InputError, match="row 0"):
         backbone.prefill(beside, two, swapped)
     one_axis = rows._replace(positions=rows.positions * np.array([1, 0, 1]))  # 0 on one axis is no beginning
     backbone.prefill(one_axis, two)
@@ -230,7 +230,7 @@ def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
         (flat, np.arange(T)),
         (flat, np.array([[1, 2, 3]])),
     ):
-        with pytest.raises(PositionError, match=r"shift: got start.*expected"):
+        with pytest.raises(InputError, match=r"shift: got start.*expected"):
             tokens.shift(start)
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import Buckets, end_position, relocate, to_engine
-from kvpatch_jax.errors import ConfigError, InputError, PositionError
+from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.patching.canonical import one_behind_the_other
 from models import FAMILIES, load, save
 from models.inputs.qwen_images import ImageConfig, preprocess_images
@@ -352,7 +352,7 @@ def test_starts_between_positions(backbones):
     assert np.asarray(placed.chunk.local)[:, 0].tolist() == [0.75, 1.75, 2.75]
     assert placed.chunk.span == 3
     assert np.asarray(chunk.local)[:, 0].tolist() == [0, 1, 2]
-    with pytest.raises(PositionError, match="start nan"):
+    with pytest.raises(InputError, match="start nan"):
         kvp.Placed(chunk, start=float("nan"))
 
 

@@ -15,10 +15,10 @@ from kvpatch_jax.core import NO_PAGE, Paged, PhaseFreeKV
 from kvpatch_jax.errors import (
     DtypeError,
     FrameError,
+    InputError,
     KernelSlotError,
     LayoutError,
     PoolError,
-    PositionError,
     ShapeError,
 )
 from models import Buckets, load
@@ -362,7 +362,7 @@ def test_refuses_what_is_no_context(unchecked, folder):
         ):
             with pytest.raises(error, match=words):
                 call()
-    with pytest.raises(PositionError, match="row 0 at position 0"):
+    with pytest.raises(InputError, match="row 0 at position 0"):
         backbone.prefill(case.rest.shift(-KEYS), paged)
     with pytest.raises(ShapeError, match="mask"):
         backbone.prefill(case.rest, paged, np.ones((2, 1, OWN, KEYS + OWN), bool))

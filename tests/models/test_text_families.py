@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import Chunk
 from kvpatch_jax.core import relocate, to_engine
-from kvpatch_jax.errors import ConfigError, InputError, PatchMismatchError, RopeRegimeError, WeightsError
+from kvpatch_jax.errors import ConfigError, InputError, PatchMismatchError, WeightsError
 from kvpatch_jax.patching import Placed, apply_patch, form_patch
 from models import load, save
 from models.checkpoints import flatten_params
@@ -137,11 +137,11 @@ def test_relocation_through_the_model(loaded, family):
     for delta in DELTAS:
         places = tokens.positions + delta
         if family in REACH and int(places.max()) >= REACH[family]:
-            with pytest.raises(RopeRegimeError, match=f"expected below {REACH[family]}"):
+            with pytest.raises(InputError, match=f"expected below {REACH[family]}"):
                 backbone.prefill(tokens._replace(positions=places))
-            with pytest.raises(RopeRegimeError):
+            with pytest.raises(InputError):
                 to_engine(backbone.layout, out.kv, tokens.positions, delta)
-            with pytest.raises(RopeRegimeError):
+            with pytest.raises(InputError):
                 relocate(backbone.layout, engine, tokens.positions, places)
             continue
         there = everything(backbone, tokens._replace(positions=places))
@@ -253,10 +253,10 @@ def test_a_regime_is_part_of_the_backbones_identity(tmp_path):
     assert short.layout != long.layout  # what a chunk's metadata compares
     assert short.fingerprint != long.fingerprint
     ids = np.arange(3, 13)[None]
-    with pytest.raises(RopeRegimeError, match="expected below 32"):
+    with pytest.raises(InputError, match="expected below 32"):
         short.embed(ids, np.arange(30, 40)[None])
     tokens = short.embed(ids, np.arange(20, 30)[None])
-    with pytest.raises(RopeRegimeError, match="expected below 32"):
+    with pytest.raises(InputError, match="expected below 32"):
         short.generate(tokens, 5)
     long.embed(ids, np.arange(30, 40)[None])
     kv = {name: np.zeros((3, 4, channel.heads, channel.width), np.float32) for name, channel in channels_of(short)}

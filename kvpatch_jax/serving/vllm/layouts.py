@@ -8,7 +8,7 @@ import numpy as np
 
 from ...cache import Antecedent, Chunk, Patch, check_applies, same_storage
 from ...core import KVLayout, Rope, Scaling
-from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, PositionError
+from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError
 from ...pool import JOINED, RAGGED, PageFormat, check_dtype
 
 FAMILIES = (
@@ -100,7 +100,7 @@ class CacheFormat(NamedTuple):
         Raises:
           LayoutError, DtypeError: it is from another model's cache, or in another dtype.
           InputError: it has another number of tokens, or was prefilled behind another lead.
-          PositionError: its tokens' positions are not consecutive.
+          InputError: its tokens' positions are not consecutive.
         """
         what = f"chunk {chunk.id[:12]}…"
         if not same_storage(chunk.layout, self.layout):
@@ -116,7 +116,7 @@ class CacheFormat(NamedTuple):
 
         # With several position axes, only the engine knows the positions of an image's tokens.
         if self.layout.rope.axes is None and not np.array_equal(chunk.local, np.arange(length)):
-            raise PositionError(f"{what}: got positions {chunk.local}; expected consecutive ones")
+            raise InputError(f"{what}: got positions {chunk.local}; expected consecutive ones")
 
     def check_patch(self, patch: Patch, chunk: Chunk, antecedent: tuple[str, ...]) -> None:
         """Raises for a patch that cannot be added to a canonical behind this antecedent.

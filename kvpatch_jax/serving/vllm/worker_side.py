@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...core import DEFAULT, EngineKV, KVLayout
-from ...errors import ConfigError, InputError, PositionError
+from ...errors import ConfigError, InputError
 from ...patching import Placed
 from ...window import padded_chunk, padded_patch
 from .engine_metrics import EngineMetrics
@@ -164,19 +164,19 @@ class WorkerSide:
             return np.arange(begin, end, dtype=np.int32)
         counted = getattr(self._runner.requests[request], "mrope_positions", None)
         if counted is None:
-            raise PositionError("engine: got no M-RoPE positions; expected them for a rope with sections")
+            raise InputError("engine: got no M-RoPE positions; expected them for a rope with sections")
         return np.asarray(counted)[:, begin:end].T.astype(np.int32)
 
     def _start(self, request: str, begin: int, local: Float[np.ndarray, "*positions"]) -> Any:
         """Returns the start at which a chunk's tokens get the positions that the engine counted.
 
         Raises:
-          PositionError: there is no such start.
+          InputError: there is no such start.
         """
         positions = self._positions(request, begin, begin + len(local))
         start = positions[0] - local[0].astype(np.int32)
         if not np.array_equal(positions, start + local):
-            raise PositionError("chunk: got positions other than the engine's; expected the same up to a shift")
+            raise InputError("chunk: got positions other than the engine's; expected the same up to a shift")
         return int(start) if start.ndim == 0 else start
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from operator_cases import LAYOUTS, chunk_of, kv_of
 
-from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PositionError, ShapeError
+from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -25,10 +25,10 @@ def test_pads_with_zeros(name: str):
         ({"kv": kv_of(LAYOUTS["mla"], 24)}, LayoutError, "ckv"),
         ({"kv": kv_of(LAYOUTS["gqa"], 24, batch=(2, 2))}, ShapeError, "expected"),
         ({"kv": kv_of(LAYOUTS["gqa"], 24) | {"k": jnp.full((3, 24, 2, 16), jnp.nan)}}, NotFiniteError, "'k'"),
-        ({"local": np.zeros(23, np.float32)}, PositionError, "23"),
+        ({"local": np.zeros(23, np.float32)}, InputError, "23"),
         ({"length": 25}, InputError, "25"),
         ({"id": ""}, InputError, "id"),
-        ({"span": -1}, PositionError, "-1"),
+        ({"span": -1}, InputError, "-1"),
     ],
 )
 def test_chunks_of_invalid_parts_are_refused(unchecked, change, error, words):

@@ -7,7 +7,7 @@ import pytest
 from operator_cases import LAYOUTS, kv_of, local_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import DtypeError, LayoutError, PositionError, ShapeError
+from kvpatch_jax.errors import DtypeError, InputError, LayoutError, ShapeError
 
 
 def starts(layout: kvp.KVLayout, base: int):
@@ -61,7 +61,7 @@ def test_positions_beyond_int32_are_refused_not_wrapped(far: int):
     far_away = [far, np.full(12, far)]
     if -(2**63) <= far < 2**64:
         far_away += [np.asarray(far), np.arange(12, dtype=np.uint64 if far > 0 else np.int64) + np.asarray(far)]
-    refused = lambda: pytest.raises(PositionError, match="expected")
+    refused = lambda: pytest.raises(InputError, match="expected")
     for position in far_away:
         with refused():
             kvp.relocate(layout, kv, position, 3)
@@ -120,9 +120,9 @@ def test_kv_that_does_not_fit_its_layout_is_refused(unchecked):
         kvp.to_engine(layout, kv | {"v": kv["v"][:, :5]}, local, 0)
     with pytest.raises(DtypeError, match="int32"):
         kvp.to_engine(layout, kv | {"v": kv["v"].astype(jnp.int32)}, local, 0)
-    with pytest.raises(PositionError, match="start"):
+    with pytest.raises(InputError, match="start"):
         kvp.to_engine(layout, kv, local, 1.5)
-    with pytest.raises(PositionError, match="start"):
+    with pytest.raises(InputError, match="start"):
         kvp.to_engine(
             LAYOUTS["blocked"], kv_of(LAYOUTS["blocked"], 6), local_of(LAYOUTS["blocked"], 6), np.zeros(2, int)
         )

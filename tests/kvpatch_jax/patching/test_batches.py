@@ -7,7 +7,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax import ops
-from kvpatch_jax.errors import PatchMismatchError, PositionError, ShapeError
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
 from tests.arrays import placed
 from tests.compilations import compilations
 from tests.kvpatch_jax.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
@@ -159,7 +159,7 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
         kvp.apply_patch(kvp.Placed(one, patch, 3, A))
     with pytest.raises(ShapeError, match="expected the chunk's"):
         kvp.form_patch(batch, conditioned_of(one), 4, A)
-    with pytest.raises(PositionError, match="each of 3 chunks"):
+    with pytest.raises(InputError, match="each of 3 chunks"):
         kvp.apply_patch(kvp.Placed(batch, patch, np.array([1, 2]), A))
     with pytest.raises(ShapeError, match=r"expected \[L, T, K, H\] or"):
         chunk_of("gqa", kv=kv_of(LAYOUTS["gqa"], 24, batch=(2, 3)))

@@ -13,7 +13,7 @@ import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, PatchMismatchError, PositionError, ShapeError, StalePatchError
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 
 A = ("A1", "A2")
 
@@ -179,17 +179,17 @@ def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
     patch = form(chunk)
     for start in ((10, 500, 9000), np.array([10, 500, 9000]), jnp.array([[10]]), (7,)):
         for own in (None, patch):
-            with pytest.raises(PositionError, match=r"start of shape .*expected a scalar"):
+            with pytest.raises(InputError, match=r"start of shape .*expected a scalar"):
                 kvp.apply_patch(kvp.Placed(chunk, own, start, A))
-        with pytest.raises(PositionError, match="start of shape"):
+        with pytest.raises(InputError, match="start of shape"):
             form(chunk, frame="engine", start=start)
     for start in ((10, 500, 9000), jnp.array([10, 500, 9000])):
-        with pytest.raises(PositionError, match=r"one for each of \(\) sequences"):
+        with pytest.raises(InputError, match=r"one for each of \(\) sequences"):
             kvp.to_engine(chunk.layout, chunk.kv, chunk.local, start)
-        with pytest.raises(PositionError, match="sequences"):
+        with pytest.raises(InputError, match="sequences"):
             kvp.to_phase_free(chunk.layout, dict(chunk.kv), chunk.local, start)
     blocked = chunk_of("blocked")
-    with pytest.raises(PositionError, match="start of shape"):
+    with pytest.raises(InputError, match="start of shape"):
         kvp.apply_patch(kvp.Placed(blocked, None, np.array([[1, 2, 3], [4, 5, 6]])))
     batch = kv_of(chunk.layout, 6, batch=(3,))
     kvp.to_engine(chunk.layout, batch, local_of(chunk.layout, 6), np.array([10, 500, 9000]))
@@ -199,7 +199,7 @@ def test_positions_are_one_per_token(unchecked):
     chunk = chunk_of("gqa")
     one = {name: value[:, :1] for name, value in chunk.kv.items()}
     for kv, local in ((chunk.kv, chunk.local[:1]), (one, chunk.local)):
-        with pytest.raises((PositionError, ShapeError), match="tokens"):
+        with pytest.raises((InputError, ShapeError), match="tokens"):
             kvp.to_engine(chunk.layout, kv, local, 3)
 
 

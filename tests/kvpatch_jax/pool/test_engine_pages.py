@@ -10,7 +10,7 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import EngineKV
-from kvpatch_jax.errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
+from kvpatch_jax.errors import DtypeError, InputError, KernelSlotError, LayoutError, PoolError, ShapeError
 from tests.compilations import compilations
 
 PAGES, PAGE_SIZE = 6, 8
@@ -187,12 +187,12 @@ def test_refuses_before_it_writes(unchecked):
             "128",
         ),
         (lambda: rotate(slots=slots + 30), KernelSlotError, "expected 0 to 47"),
-        (lambda: rotate(offset=1.5), PositionError, "integers"),
-        (lambda: rotate(offset=np.zeros(23, np.int32)), PositionError, r"\(23,\)"),
-        (lambda: rotate(offset=2**31), PositionError, "2147483648"),
+        (lambda: rotate(offset=1.5), InputError, "integers"),
+        (lambda: rotate(offset=np.zeros(23, np.int32)), InputError, r"\(23,\)"),
+        (lambda: rotate(offset=2**31), InputError, "2147483648"),
         (lambda: rotate(list(pages[:2])), ShapeError, "2 layers"),
         (lambda: turn(slots=slots + 30), KernelSlotError, "expected 0 to 47"),
-        (lambda: turn(offset=0.5), PositionError, "integers"),
+        (lambda: turn(offset=0.5), InputError, "integers"),
         (lambda: turn(source={"k": chunk.kv["k"][:, 1:]}), ShapeError, "source"),
         (lambda: turn(source={"v": chunk.kv["v"]}), ShapeError, "None"),
     ):

@@ -20,7 +20,6 @@ from kvpatch_jax.errors import (
     LayoutError,
     PatchMismatchError,
     PoolError,
-    PositionError,
     ShapeError,
     StalePatchError,
 )
@@ -114,8 +113,8 @@ def test_splicing_compiles_once_and_donates():
         ({"slots": np.zeros(24, np.int32)}, KernelSlotError, "named twice"),
         ({"slots": np.arange(24, dtype=np.int32) + 25}, KernelSlotError, "slot 48"),
         ({"slots": np.arange(23, dtype=np.int32)}, ShapeError, r"\(23,\)"),
-        ({"start": np.array([1, 2, 3])}, PositionError, "start"),
-        ({"start": np.nan}, PositionError, "nan"),
+        ({"start": np.array([1, 2, 3])}, InputError, "start"),
+        ({"start": np.nan}, InputError, "nan"),
         ({"antecedent": ("C",)}, StalePatchError, "'C'"),
         ({"chunk": chunk_of("gqa", seed=3)}, PatchMismatchError, "'B3'"),
         ({"chunk": chunk_of("gqa", dtype=jnp.bfloat16), "patch": None}, DtypeError, "bfloat16"),

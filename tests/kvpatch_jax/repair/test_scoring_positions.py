@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, PositionError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
     PromptPiece,
     RepairBudget,
@@ -170,5 +170,5 @@ def test_rope_similarity_is_the_mean_cosine_of_distances():
     mean, most = rope_similarity(rope, prompt, chosen)
     assert mean == pytest.approx(table.max(1).mean(), abs=1e-5)
     assert most == pytest.approx(table.max(), abs=1e-5)
-    with pytest.raises(PositionError, match="expected some of both"):
+    with pytest.raises(InputError, match="expected some of both"):
         rope_similarity(rope, prompt, np.array([], int))
