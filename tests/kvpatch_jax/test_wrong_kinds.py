@@ -68,7 +68,7 @@ def store(tmp_path: Path):
 
 
 def test_stores_refuse_what_they_are_not_made_with():
-    options = dict.fromkeys(("budget", "ttl", "secret", "remote", "key", "wipe")) | {"tenant": "a", "policy": "lru"}
+    options = dict.fromkeys(("budget", "ttl", "secret", "remote", "key", "wipe")) | {"tenant": "a"}
     made = iter(range(10**6))
     assert not raw_errors(lambda **given: ChunkStore(f"store {next(made)}", **given), options | {"clock": lambda: 0.0})
     assert not raw_errors(ChunkStore, {"root": "store"})
