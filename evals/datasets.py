@@ -2,8 +2,8 @@
 
 The small task's scenes and the packed tasks (sheets, documents) differ in how contexts are drawn and how questions are
 packed. `PageReader` is all that arms and tables need of either. To add a data set, implement it, or describe a task of
-packed questions as a `PackedDataset` and hand it to `evals.runner.run`. Text on real weights and pages that are read
-(`evals.pretrained`, `evals.reading`) are measured part by part: a `RecordedDataset`, for `evals.runner.run_recorded`.
+packed questions as a `PackedDataset` and hand it to `evals.runner.run`. Text on real weights (`evals.pretrained`) is
+measured part by part: a `RecordedDataset`, for `evals.runner.run_recorded`.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 `run` serves `python -m evals.run --task=sheets` or `--task=documents`: contexts of several sizes, every chunk of them
 cached alone and moved. It leaves results.json, table.md, figures and report.html in the folder. Of several training
 seeds the headline is the mean, with its spread; the control, which was trained without a sliding window, is no seed.
-`run_recorded` serves real weights (`--suite=pretrained`) and pages that are read (`python -m evals.reading`).
+`run_recorded` serves real weights (`--suite=pretrained`).
 """
 
 import fnmatch

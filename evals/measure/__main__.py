@@ -34,8 +34,7 @@ from .shards import check_out, run_shard
 _MODEL = flags.DEFINE_string(
     "model",
     None,
-    "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model; reading: "
-    "SmolLM2 with the shipped tower that reads rendered pages",
+    "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model",
 )
 _DATA = flags.DEFINE_string("data", None, "a file or folder of the data set")
 _FORMAT = flags.DEFINE_string("format", None, "of the data, where the file does not say: --format=help lists them")

@@ -7,7 +7,6 @@ from pathlib import Path
 from models import Buckets, ModelBackbone, load
 
 from ..datasets import RecordedDataset
-from ..reading.asked import READING, load_asked_reader
 from ..results.parts import ExpectedPace
 from ..trained import ROOT
 from . import formats
@@ -75,11 +74,9 @@ def load_asked(name: str, dtype: str) -> tuple[str, ModelBackbone]:
     """Loads the model that a command names; returns where it is, too.
 
     Args:
-      name: a shipped instance, "reading", or what `models.load` takes.
+      name: a shipped instance, or what `models.load` takes.
     """
     model = str(ROOT / name) if (ROOT / name / "config.json").exists() else name
-    if model == READING:
-        return model, load_asked_reader(Buckets())
     return model, load(model, dtype=dtype, buckets=Buckets())
 
 
