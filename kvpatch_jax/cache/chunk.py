@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Num
 from ..core import (
     PARTS,
     AnyArray,
-    EncodedMap,
     KVEncoding,
     KVLayout,
     PackedArray,
@@ -28,8 +27,6 @@ from ..core import (
     encode_kv,
     expect_frame,
     extent,
-    is_encoded,
-    is_encoded_map,
     is_packed,
 )
 from ..core.encoding import resize
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     # Wherever an array is taken, a packed one decodes.
     KVArray = AnyArray
 else:
-    KVArray = Float[AnyArray, "L *B T _ _"] | PackedArray | EncodedMap
+    KVArray = Float[AnyArray, "L *B T _ _"] | PackedArray
 
 COMPUTED = "kv:"
 """What a content begins with that was computed from kv."""
@@ -127,11 +124,6 @@ class Chunk:
             raise InputError(
                 f"chunk {self.id!r}: got packed {packed} and encoding {self.encoding!r}; expected {rows} packed, and "
                 "the encoding's word (`encode_chunk` makes such chunks)"
-            )
-        if not packed and any(map(is_encoded_map, self.kv.values())):
-            raise InputError(
-                f"chunk {self.id!r}: got a map in factors beside rows as arrays; expected {rows} packed too "
-                "(`encode_chunk` makes such chunks)"
             )
         if "" in (self.content, self.lead):
             raise InputError(
@@ -219,7 +211,7 @@ def _kept(value: Any) -> Any:
     """Returns a value with its writeable NumPy arrays copied; mappings are copied, jax arrays are not."""
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
-    if is_encoded(value):
+    if is_packed(value):
         return jax.tree.map(_kept, value)
 
     # A read-only view may be of an array that is writeable.
@@ -290,8 +282,7 @@ def encode_chunk(chunk: Chunk, encoding: KVEncoding | str) -> Chunk:
 
     Returns:
       A chunk whose kv is packed ({channel: `PackedArray`}), and decoded where it is used. Tokens beyond its length take
-      no part in the ranges of groups. The parts of a transition are arrays in bfloat16, with a map error the map is an
-      `EncodedMap`, on the host.
+      no part in the ranges of groups. The parts of a transition are arrays in bfloat16.
 
     Raises:
       InputError: not an encoding, or a chunk that is encoded already.

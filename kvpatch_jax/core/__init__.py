@@ -4,16 +4,10 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 """
 
 from .buckets import Buckets as Buckets
-from .encoded_map import PART_DTYPE as PART_DTYPE
-from .encoded_map import EncodedMap as EncodedMap
-from .encoded_map import encode_map as encode_map
-from .encoded_map import is_encoded_map as is_encoded_map
-from .encoded_map import unpack_map as unpack_map
-from .encoded_map import with_decoded_map as with_decoded_map
+from .encoding import PART_DTYPE as PART_DTYPE
 from .encoding import KVEncoding as KVEncoding
 from .encoding import PackedArray as PackedArray
 from .encoding import encode_kv as encode_kv
-from .encoding import is_encoded as is_encoded
 from .encoding import is_packed as is_packed
 from .encoding import pack as pack
 from .encoding import packed_bytes as packed_bytes
@@ -74,17 +68,12 @@ from .rotation import to_engine as to_engine
 from .rotation import to_local as to_local
 from .rotation import to_phase_free as to_phase_free
 from .scaling import Scaling as Scaling
-from .transitions import TruncatedMap as TruncatedMap
 from .transitions import check_parts as check_parts
 from .transitions import compose as compose
-from .transitions import compose_all as compose_all
-from .transitions import dropped as dropped
 from .transitions import fold as fold
 from .transitions import identity as identity
 from .transitions import jitted_fold as jitted_fold
-from .transitions import map_bound as map_bound
 from .transitions import split_transition as split_transition
 from .transitions import through_map as through_map
 from .transitions import token_rows as token_rows
 from .transitions import transition_of as transition_of
-from .transitions import truncated_map as truncated_map

@@ -27,42 +27,37 @@ from jaxtyping import Array, Float, UInt8
 
 from ..errors import InputError, ShapeError
 from ..utils.kinds import is_whole
-from .encoded_map import PART_DTYPE, EncodedMap, encode_map, is_encoded_map
 from .layout import AnyArray, Channel, KVLayout
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Bits that a number can be encoded in."""
 GROUP = 32
 """Numbers in a group by default, as in KIVI, section 4."""
+PART_DTYPE = np.dtype(jnp.bfloat16)
+"""What the parts of a transition are kept in where the rows are kept in fewer bits."""
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
-_WORD = re.compile(r"k([1-8])v([1-8])(?:g([1-9][0-9]{0,4}|all))?(?:m(0(?:[._][0-9]{1,9})?))?")
+_WORD = re.compile(r"k([1-8])v([1-8])(?:g([1-9][0-9]{0,4}|all))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class KVEncoding:
-    """How many bits a chunk's KV is kept in. Hashable; `str` gives its word, such as "k4v4g32" or "k4v4g32m0_01".
+    """How many bits a chunk's KV is kept in. Hashable; `str` gives its word, such as "k4v4g32".
 
-    The transition of a hybrid model is kept in bfloat16 beside it: each number within 2⁻⁸ of its magnitude. With a map
-    error its map is in factors (`encode_map`), of as many directions for each layer and head as the error asks for.
+    The transition of a hybrid model is kept in bfloat16 beside it: each number within 2⁻⁸ of its magnitude.
 
     Attributes:
       keys: bits of keys: the channels that rotate, and one named k. 1 to 8.
       values: bits of the other channels.
       group: numbers that share a scale and a least value; None: one group over all tokens (of keys) or all features.
-      map_error: bound on ‖(M − M̂)·S‖_F / ‖S‖_F for every state S, of each head of a map M that is not kept whole, M̂ as
-        it is decoded; from 0, below 1, in nine decimals at most. Heads are whole where factors would take as many
-        numbers, or their rounding alone exceeds it. None: all heads are whole. A layout without a transition has no
-        map: there it changes the word alone.
 
     Raises:
-      InputError: other bits, a group below 1, or another map error.
+      InputError: other bits, or a group below 1.
     """
 
     keys: int = 4
     values: int = 4
     group: int | None = GROUP
-    map_error: float | int | None = None
 
     def __post_init__(self) -> None:
         for word, bits in (("keys", self.keys), ("values", self.values)):
@@ -70,24 +65,13 @@ class KVEncoding:
                 raise InputError(f"encoding.{word}: got {bits!r:.80} bits; expected one of {BITS}")
         if self.group is not None and (not is_whole(self.group, 1) or self.group > 99_999):
             raise InputError(f"encoding.group: got {self.group!r:.80}; expected 1 to 99999 numbers, or None")
-        if self.map_error is not None:
-            error = self.map_error
-            number = isinstance(error, int | float) and not isinstance(error, bool)
-            if not number or not 0 <= error < 1 or float(f"{error:.9f}") != error:
-                raise InputError(
-                    f"encoding.map_error: got {error!r:.80}; expected 0 up to, not with, 1 in nine decimals, or None"
-                )
 
     def __str__(self) -> str:
-        word = f"k{self.keys}v{self.values}g{'all' if self.group is None else self.group}"
-        if self.map_error is None:
-            return word
-        # Words stand in names of files, whose parts dots separate.
-        return f"{word}m{f'{self.map_error:.9f}'.rstrip('0').rstrip('.').replace('.', '_')}"
+        return f"k{self.keys}v{self.values}g{'all' if self.group is None else self.group}"
 
     @classmethod
     def of(cls, word: "str | KVEncoding") -> "KVEncoding":
-        """Parses the word of an encoding; "k4v4" has the default group, and "k4v4m0.01" is "k4v4g32m0_01".
+        """Parses the word of an encoding; "k4v4" has the default group.
 
         Raises:
           InputError: not such a word.
@@ -96,27 +80,20 @@ class KVEncoding:
             return word
         found = _WORD.fullmatch(word) if isinstance(word, str) else None
         if found is None:
-            raise InputError(f"encoding: got {word!r:.80}; expected a word such as 'k4v4', 'k6v4g64' or 'k4v4m0.01'")
-        keys, values, group, error = found.groups()
-        error = None if error is None else float(error.replace("_", "."))
-        return cls(int(keys), int(values), None if group == "all" else int(group or GROUP), error)
+            raise InputError(f"encoding: got {word!r:.80}; expected a word such as 'k4v4' or 'k6v4g64'")
+        keys, values, group = found.groups()
+        return cls(int(keys), int(values), None if group == "all" else int(group or GROUP))
 
     def of_channel(self, channel: Channel) -> tuple[int, int]:
         """Returns the bits of a channel, and the axis of its groups: −2 over tokens, −1 over features."""
         return (self.keys, -2) if channel.rotates or channel.name == "k" else (self.values, -1)
 
     def nbytes(self, layout: KVLayout, tokens: int) -> int:
-        """Counts the bytes of a chunk's KV in this encoding, scales and least values included.
-
-        With a map error this is an upper bound, every head of the map whole: what a chunk's own map takes depends on
-        its numbers (`Chunk.nbytes`).
-        """
+        """Counts the bytes of a chunk's KV in this encoding, scales and least values included."""
         total = 0
         for channel in layout.token_channels:
             bits, axis = self.of_channel(channel)
             total += packed_bytes(tokens, channel.features, bits, self.group, axis) * layout.depth(channel.name)
-        if self.map_error is not None and layout.parts:
-            total += 4 * layout.depth("map") * layout.channel("map").heads
         return total + layout.transition_bytes(PART_DTYPE)
 
 
@@ -414,16 +391,11 @@ def encode_kv(
     """Encodes phase-free KV {channel: [L, ..., T, K, H]}; tokens from `length` on are padding.
 
     Returns:
-      {channel: `PackedArray`}; the parts of a transition as arrays in `PART_DTYPE`, with a map error the map as an
-      `EncodedMap`.
+      {channel: `PackedArray`}; the parts of a transition as arrays in `PART_DTYPE`.
     """
     encoded: dict[str, Any] = {
-        channel.name: jnp.asarray(kv[channel.name]).astype(PART_DTYPE)
-        for channel in layout.parts
-        if channel.name != "map" or encoding.map_error is None
+        channel.name: jnp.asarray(kv[channel.name]).astype(PART_DTYPE) for channel in layout.parts
     }
-    if encoding.map_error is not None and layout.parts:
-        encoded["map"] = encode_map(kv["map"], encoding.map_error)
     for channel in layout.token_channels:
         bits, axis = encoding.of_channel(channel)
         encoded[channel.name] = pack(
@@ -435,11 +407,6 @@ def encode_kv(
 def is_packed(value: Any) -> TypeGuard[PackedArray]:
     """Whether an array is in few bits."""
     return isinstance(value, PackedArray)
-
-
-def is_encoded(value: Any) -> TypeGuard[PackedArray | EncodedMap]:
-    """Whether an array's numbers are what it decodes to: it is in few bits, or a map in factors."""
-    return is_packed(value) or is_encoded_map(value)
 
 
 def resize(packed: PackedArray, axis: int, size: int, *, host: bool = False) -> PackedArray:

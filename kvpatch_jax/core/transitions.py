@@ -8,19 +8,17 @@ so the state behind chunks in any order is a few small products of their own map
     state  B: [key_width, value_width], the state behind the tokens from one of zeros
     tail   the last inputs of the causal convolution, zeros in front of fewer tokens than it reads
 
-Composition is associative: (M₂, B₂)∘(M₁, B₁) = (M₂M₁, M₂B₁ + B₂), so that all prefixes of a window take log depth.
-Decays shrink M. Where it is small, few directions of the state in front survive, or none: `truncated_map` keeps as many
-as a bound on the state's error asks for.
+Composition is associative: (M₂, B₂)∘(M₁, B₁) = (M₂M₁, M₂B₁ + B₂). Decays shrink M.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..errors import DtypeError, InputError, LayoutError, NotFiniteError, ShapeError
 from ..utils.kinds import expect_kind
@@ -104,35 +102,6 @@ jitted_fold = jax.jit(fold)
 """`fold`, compiled once per number of stretches and shapes; lengths are traced where they are arrays."""
 
 
-def compose_all(
-    stacked: Transition, lengths: Int[AnyArray, "N ..."] | Sequence[int] | None = None
-) -> tuple[dict[str, Float[Array, "N ..."]], dict[str, Float[Array, "..."]]]:
-    """Composes the transitions of a window's stretches by an associative scan, in log2(N) steps.
-
-    Args:
-      stacked: {part: [N, ..., R, K, W]}, the stretches in their order.
-      lengths: tokens of each, [N] or [N, ...]; None: each has as many as its convolution reads.
-
-    Returns:
-      Prefixes {part: [N, ..., R, K, W]}, the n-th of which stands behind stretches 0 to n; and the last, the whole.
-    """
-    # Every step gives float32, and a scan's steps have the dtypes of what they take.
-    parts = {name: jnp.asarray(value) for name, value in stacked.items()}
-    parts = {name: value if name == "tail" else value.astype(jnp.float32) for name, value in parts.items()}
-    counts = None
-    if lengths is not None and "tail" in parts:
-        counts = jnp.asarray(lengths, jnp.int32)
-        axes = parts["tail"].shape[:-3]
-        counts = jnp.broadcast_to(counts.reshape(*counts.shape, *[1] * (len(axes) - counts.ndim)), axes)
-
-    def composed(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
-        (before, tokens), (after, more) = first, second
-        return compose(before, after, more), None if more is None else tokens + more
-
-    prefixes, _ = jax.lax.associative_scan(composed, (parts, counts))
-    return prefixes, {name: value[-1] for name, value in prefixes.items()}
-
-
 def identity(
     layout: KVLayout, batch: tuple[int, ...] = (), tail_dtype: jax.typing.DTypeLike = jnp.float32
 ) -> dict[str, Float[Array, "..."]]:
@@ -196,68 +165,3 @@ def check_parts(
         if part.name == "map" and part.width == 1 and (numbers.min() < 0 or numbers.max() > 1 + 2**-6):
             wrong = numbers.min() if numbers.min() < 0 else numbers.max()
             raise InputError(f"{name}: got a decay of {wrong}; expected 0 to 1")
-
-
-class TruncatedMap(NamedTuple):
-    """A map in as few directions as an error allows, head by head.
-
-    Attributes:
-      map: M_r, of the map's shape [..., R, K, W].
-      rank: directions kept, [..., K]; 0: what stands in front is forgotten.
-      bound: of the error, [..., K]: ‖(M − M_r)·S‖_F ≤ bound·‖S‖_F for every state S.
-    """
-
-    map: Float[Array, "*batch R K W"]
-    rank: Int[Array, "*batch K"]
-    bound: Float[Array, "*batch K"]
-
-
-def map_bound(map_: Float[AnyArray, "*batch R K W"]) -> Float[Array, "*batch K"]:
-    """Bounds how much of a state in front survives per head: ‖M·S‖_F ≤ bound·‖S‖_F, the map's largest singular value.
-
-    The rounding of the float32 decomposition is included.
-    """
-    map_ = jnp.asarray(map_, jnp.float32)
-    if map_.shape[-1] == 1:
-        return jnp.abs(map_[..., 0]).max(-2)
-    heads = jnp.moveaxis(map_, -2, -3)
-    largest = jnp.linalg.norm(heads, 2, axis=(-2, -1))
-    return largest + _rounding(heads, largest)
-
-
-def dropped(map_: Float[AnyArray, "*batch R K W"], error: float | Float[AnyArray, "..."]) -> Bool[Array, "*batch K"]:
-    """Says of which heads nothing in front survives beyond an error: ‖M·S‖_F ≤ error·‖S‖_F for every state S."""
-    return map_bound(map_) <= error
-
-
-def truncated_map(map_: Float[AnyArray, "*batch R K W"], error: float | Float[AnyArray, "..."]) -> TruncatedMap:
-    """Truncates a map to the fewest directions within an error, relative to the norm of the state in front.
-
-    ‖(M − M_r)·S‖_F ≤ ‖M − M_r‖₂·‖S‖_F = σ_{r+1}·‖S‖_F, and no other map of rank r has a smaller one (Eckart, Young and
-    Mirsky). A decay per row is a diagonal matrix: its singular values are the decays. The rounding of the float32
-    decomposition counts towards the error; a head that needs all directions is left as it is, with bound 0.
-
-    Args:
-      error: one, or one per head [..., K].
-    """
-    map_, limit = jnp.asarray(map_, jnp.float32), jnp.asarray(error, jnp.float32)
-    if map_.shape[-1] == 1:
-        sizes = jnp.abs(map_[..., 0])
-        kept = sizes > limit[..., None, :] if limit.ndim else sizes > limit
-        left = jnp.where(kept, 0.0, sizes).max(-2)
-        return TruncatedMap(jnp.where(kept[..., None], map_, 0.0), kept.sum(-2), left)
-
-    heads = jnp.moveaxis(map_, -2, -3)
-    first, sizes, second = jnp.linalg.svd(heads, full_matrices=False)
-    rounding = _rounding(heads, sizes[..., 0])[..., None]
-    kept = sizes + rounding > limit[..., None]
-    truncated = jnp.matmul(first, jnp.where(kept, sizes, 0.0)[..., None] * second, precision=jax.lax.Precision.HIGHEST)
-    whole = kept.all(-1)
-    left = jnp.where(kept, 0.0, sizes + rounding).max(-1)
-    truncated = jnp.where(whole[..., None, None], heads, truncated)
-    return TruncatedMap(jnp.moveaxis(truncated, -3, -2), kept.sum(-1), left)
-
-
-def _rounding(heads: Float[Array, "*batch K R W"], largest: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
-    """Allows for float32's part in a decomposition: width · eps · σ₁ (LAPACK Users' Guide §4.9: p(n) · eps · σ₁)."""
-    return heads.shape[-1] * float(jnp.finfo(jnp.float32).eps) * largest

@@ -22,7 +22,7 @@ from ..core import (
     Start,
     arrays_of,
     as_start,
-    is_encoded,
+    is_packed,
     ops,
 )
 from ..errors import InputError
@@ -191,7 +191,7 @@ def _is_canonical(chunk: Chunk, kv: KVArrays) -> bool:
     """Returns whether KV is a chunk's canonical, number for number; of traced arrays, whether it is the same."""
     for name, value in arrays_of(kv).items():
         own = chunk.kv[name]
-        own = jnp.asarray(own) if is_encoded(own) else own
+        own = jnp.asarray(own) if is_packed(own) else own
         if own is value:
             continue
         if isinstance(own, Tracer) or isinstance(value, Tracer):

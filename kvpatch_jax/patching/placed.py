@@ -23,7 +23,6 @@ from ..core import (
     is_packed,
     ops,
     rotate_kv,
-    with_decoded_map,
 )
 from ..errors import InputError
 from ..utils.kinds import expect_kind
@@ -144,7 +143,7 @@ def apply_patch(placed: Placed) -> EngineKV:
         check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
 
     # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
-    layout, kv, local = placed.layout, with_decoded_map(placed.kv), placed.chunk.local
+    layout, kv, local = placed.layout, placed.kv, placed.chunk.local
     start: Any = placed.start
     if not placed.factors and not any(map(is_packed, kv.values())):
         return EngineKV(rotate_kv(layout, kv, local, start))

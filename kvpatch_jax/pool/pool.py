@@ -34,7 +34,6 @@ from ..core import (
     rope_tables,
     token_offsets,
     trimmed,
-    with_decoded_map,
 )
 from ..errors import DtypeError, PoolError, ShapeError
 from ..patching import Placed
@@ -116,7 +115,7 @@ def splice(
     # All is checked: the program donates the pool, so an error after this would leave none.
     own = arrays_of(pool)
     slots, length = slots.astype(np.int32, copy=False), np.int32(chunk.length)
-    arrays = (slots, with_decoded_map(placed.kv), placed.factors, chunk.local, placed.start, length)
+    arrays = (slots, placed.kv, placed.factors, chunk.local, placed.start, length)
     return jitted_splice(placed.layout, own, *arrays, **placed.options)
 
 

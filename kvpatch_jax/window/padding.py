@@ -14,7 +14,6 @@ from ..core import (
     PARTS,
     AnyArray,
     Buckets,
-    EncodedMap,
     PackedArray,
     PhaseFreeKV,
     Quantised,
@@ -60,7 +59,7 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
     kv: dict[str, Any] = {}
     for name, value in chunk.kv.items():
         if name in PARTS:
-            kv[name] = value if isinstance(value, PackedArray | EncodedMap) else jnp.asarray(value)
+            kv[name] = value if isinstance(value, PackedArray) else jnp.asarray(value)
             continue
         # Packed tokens are rows of a matrix, and stay packed.
         packed = isinstance(value, PackedArray)

@@ -20,7 +20,6 @@ from ..core import (
     as_start,
     identity,
     rotate_kv,
-    with_decoded_map,
 )
 from ..errors import PoolLostError
 from ..pool import make_pool, trimmed
@@ -221,12 +220,12 @@ class PagedPool:
         Args:
           kv: phase-free, {channel: [L,T',K,H]} or [L,1,T',K,H], padded; the parts of a transition as they are.
           first: the lowest layer that is written. below: the transition that lower layers keep.
-          options: layers and heads of the factors.
+          options: layers of the factors.
         """
         parts, factors = {name: kv[name] for name in self._part_names}, factors or {}
         if piece.transition is not None:
             own = {name: factor for name, factor in factors.items() if name in parts}
-            made = programs.make_transition(self.layout, with_decoded_map(parts), own, **options)
+            made = programs.make_transition(self.layout, parts, own, **options)
             lower = None if below is None else below.parts
             piece.transition.parts = made if lower is None else programs.replace_upper_layers(lower, made)
 

@@ -1,6 +1,5 @@
 """Compilation ahead of time of what an executor will need. Nothing is written to the pool, nothing is stored."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone, Tokens
-from ..core import PART_DTYPE, Buckets, KVEncoding, Paged, as_start, encode_kv, encode_map, unpack_map
+from ..core import PART_DTYPE, Buckets, KVEncoding, Paged, as_start, encode_kv
 from . import programs
 from .edit_run import packed
 from .padding import bucket, padded_tokens
@@ -111,7 +110,7 @@ class Precompiler:
         unit = pool.unit if layout.parts else {}
         for word in self._encodings:
             if word is not None:
-                encoded = encode_kv(layout, {**kv, **unit}, dataclasses.replace(KVEncoding.of(word), map_error=None))
+                encoded = encode_kv(layout, {**kv, **unit}, KVEncoding.of(word))
                 bases.append({name: encoded[name] for name in kv})
         if spliced:
             inputs += [(base, {}) for base in bases]
@@ -143,15 +142,11 @@ class Precompiler:
                 smaller = own * (rows + features) < rows * features
                 patch[part.name] = (u, v) if smaller else jnp.zeros((layers, rows, part.heads, part.width), dtype)
 
-        # As a prefill returns it, [L,1,R,K,W]; as a chunk has it, and as encoded ones, of which some have a map's
-        # factors to decode.
+        # As a prefill returns it, [L,1,R,K,W]; as a chunk has it, and as encoded ones.
         forward = {name: value.astype(dtype) if name == "tail" else value for name, value in unit.items()}
-        bases, rounded = [forward], {name: value.astype(PART_DTYPE) for name, value in unit.items()}
-        errors = [KVEncoding.of(word).map_error for word in self._encodings if word is not None]
-        if None in errors:
-            bases.append(rounded)
-        if found := [error for error in errors if error is not None]:
-            bases.append({**rounded, "map": unpack_map(encode_map(unit["map"], found[0]))})
+        bases = [forward]
+        if any(word is not None for word in self._encodings):
+            bases.append({name: value.astype(PART_DTYPE) for name, value in unit.items()})
         inputs: list[tuple[Any, Any]] = [(base, patch) for base in bases for patch in ({}, *patches)]
         programs.make_transition(layout, {name: value[:, None] for name, value in forward.items()}, {})
         for parts, patch in inputs:

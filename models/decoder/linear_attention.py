@@ -18,9 +18,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from kvpatch_jax.core.linear_attention import delta_rule
-
 from .config import LinearConfig
+from .delta_rule import delta_rule
 from .layers import Linear, RMSNorm, normal
 
 NORM_EPSILON = 1e-6

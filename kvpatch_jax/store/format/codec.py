@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...cache import Chunk, brief, encode_chunk, trusted
-from ...core import PART_DTYPE, Channel, KVLayout, PackedArray, PhaseFreeKV, is_encoded_map, is_packed
-from ...core.encoded_map import join_layers, split_layers
+from ...core import PART_DTYPE, Channel, KVLayout, PackedArray, PhaseFreeKV, is_packed
 from ...errors import InputError, KVPatchError, ShapeError, StoreCorruptError
 from .header import DTYPES, MALFORMED, dtype_word
 from .known_words import expect_known
@@ -20,16 +19,12 @@ from .layout_codec import content_of_values, kept_by_layer, layout_body, layout_
 from .naming import Encoding, encoding_in, encoding_word, few_bits
 from .objects import Arrays, Blob, Leaves, stack_layers
 from .packed import (
-    MAP_SUFFIXES,
     SUFFIXES,
     PackedForm,
     form_of,
-    in_factors,
     kv_encoding,
     kv_forms,
     leaves_of,
-    map_leaves,
-    map_of,
     packed_of,
 )
 
@@ -116,14 +111,12 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
     kv: dict[str, Any] = {}
     for name in chunk.layout.names:
         value: Any = chunk.kv[name]
-        kv[name] = split_layers(value) if is_encoded_map(value) else jax.tree.map(np.asarray, value)
+        kv[name] = jax.tree.map(np.asarray, value)
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
 
     for layer, name, row in kept_by_layer(chunk.layout):
         value = kv[name]
-        if isinstance(value, list):
-            arrays |= map_leaves(value[row], f"layer.{layer}.{name}")
-        elif not isinstance(value, np.ndarray):
+        if not isinstance(value, np.ndarray):
             arrays |= {leaf: part[row] for leaf, part in leaves_of(value, f"layer.{layer}.{name}").items()}
         elif word is None:
             arrays[f"layer.{layer}.{name}"] = value[row]
@@ -178,8 +171,7 @@ def _packed_fields(chunk: Chunk, body: Mapping[str, Any]) -> dict[str, Any]:
     encoding, expected = few_bits(chunk.encoding), None
     with contextlib.suppress(StoreCorruptError):  # groups that the encoding cannot have
         expected = None if encoding is None else kv_forms({**body, **fields}, chunk.layout, encoding)
-    whole = not chunk.layout.parts or not in_factors("map", encoding)
-    if expected != forms or whole == is_encoded_map(chunk.kv.get("map")):
+    if expected != forms:
         raise InputError(
             f"store: got chunk {brief(chunk.id)!r} whose codes are not those of {chunk.encoding!r:.40}; expected kv "
             "that `encode_chunk` made"
@@ -233,8 +225,6 @@ def _checked_layout(content: bytes, leaves: tuple[str, ...]) -> tuple[KVLayout, 
         kept = range(layout.layers) if channel.layers is None else frozenset(channel.layers)
         own = suffixes if channel.rows is None else ()
         names = (channel.name, *(f"{channel.name}.{suffix}" for suffix in own))
-        if in_factors(channel.name, kv_encoding(body)):
-            names = tuple(f"{channel.name}.{suffix}" for suffix in MAP_SUFFIXES)
         parts |= dict.fromkeys(names, kept)
 
     # Goes through the leaves and not through the layers: a forged header may claim any number of layers.
@@ -286,8 +276,6 @@ def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, A
             layout = layout_of(body["layout"])
             forms = kv_forms(body, layout, encoding)
             values = _packed_layer({name: forms[name] for name in kept if name in forms}, layer, arrays)
-            if "map" in kept and in_factors("map", encoding):
-                values["map"] = map_of(body, layout, layer, arrays)
         for name in [name for name in kept if name not in values]:
             leaf, dtype = f"layer.{layer}.{name}", np.dtype(jnp.dtype(body["dtypes"][name]))
             values[name] = decode(arrays[leaf], arrays.get(f"{leaf}.scale"), dtype)
@@ -388,9 +376,6 @@ def _decoded(body: Mapping[str, Any], arrays: Arrays, part: str | None, content:
         rest, kv = arrays, dict[str, Any]()
         if encoding is not None:
             for channel in layout.parts:
-                if in_factors(channel.name, encoding):
-                    kv["map"] = join_layers([map_of(body, layout, n, arrays) for n in layout.layers_of("map")])
-                    continue
                 value = stack_layers(arrays, layout.layers_of(channel.name), channel.name)
                 kv[channel.name] = decode(value, None, np.dtype(jnp.dtype(body["dtypes"][channel.name])))
             forms = kv_forms(body, layout, encoding)

@@ -4,9 +4,6 @@
 `<leaf>.scale` and `<leaf>.least` (absent where zero is the middle code) are bfloat16, [groups, columns] or
 [rows, groups]. `core.encoding` says which code is in which bits; there is no byte order but bfloat16's, little-endian
 as all of a file. Widths are words and not numbers so that `objects.arranged` puts the layers of a plane together.
-
-A transition's map in factors is two leaves of each layer: `<leaf>.ranks`, int32 [K], and `<leaf>.factors`, bfloat16
-[n], as `core.encoded_map` says; n may be 0.
 """
 
 import dataclasses
@@ -18,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import EncodedMap, KVEncoding, KVLayout, PackedArray, is_encoded_map, is_packed
-from ...core.encoded_map import check_ranks, join_layers, split_layers
+from ...core import KVEncoding, KVLayout, PackedArray, is_packed
 from ...core.encoding import BITS, plane_widths
 from ...errors import InputError, ShapeError, StoreCorruptError
 from .header import DTYPES
@@ -28,8 +24,6 @@ PLANES = {8: "bytes", 4: "nibbles", 2: "pairs", 1: "bits"}
 """Name of a plane's leaf by its bits."""
 SUFFIXES = (*PLANES.values(), "scale", "least")
 """All that may follow the name of a packed leaf."""
-MAP_SUFFIXES = ("ranks", "factors")
-"""What follows the name of a map in factors."""
 
 _BFLOAT16, _UINT8 = np.dtype(jnp.bfloat16), np.dtype(np.uint8)
 _FLOATS = {str(dtype): dtype for dtype in DTYPES.values() if jnp.issubdtype(dtype, jnp.floating)}
@@ -157,11 +151,6 @@ def kv_encoding(body: Mapping[str, Any]) -> KVEncoding | None:
     return encoding
 
 
-def in_factors(channel: str, encoding: KVEncoding | None) -> bool:
-    """Returns whether a channel of a canonical in an encoding is a map in factors."""
-    return channel == "map" and encoding is not None and encoding.map_error is not None
-
-
 def kv_forms(body: Mapping[str, Any], layout: KVLayout, encoding: KVEncoding) -> dict[str, PackedForm]:
     """Returns the form of each packed channel of a canonical with packed kv: those with a row per token.
 
@@ -183,33 +172,8 @@ def kv_forms(body: Mapping[str, Any], layout: KVLayout, encoding: KVEncoding) ->
     return forms
 
 
-def map_leaves(encoded: EncodedMap, leaf: str) -> dict[str, np.ndarray]:
-    """Returns the leaves of one layer of a map in factors, by name."""
-    return {f"{leaf}.ranks": np.asarray(encoded.ranks), f"{leaf}.factors": np.asarray(encoded.factors)}
-
-
-def map_of(body: Mapping[str, Any], layout: KVLayout, layer: int, arrays: Mapping[str, Any]) -> EncodedMap:
-    """Makes one layer of a map in factors [R, K, W] from its leaves, without a copy.
-
-    Raises:
-      ShapeError: the ranks and the factors are not those of one map. StoreCorruptError: a map of another dtype.
-      KeyError: a leaf is missing.
-    """
-    channel, leaf = layout.channel("map"), f"layer.{layer}.map"
-    ranks, factors = (arrays[f"{leaf}.{suffix}"] for suffix in MAP_SUFFIXES)
-    encoded = EncodedMap(factors, ranks, channel.rows or 0, channel.width)
-    if body["dtypes"]["map"] != str(encoded.dtype):
-        raise StoreCorruptError(f"object: got a map in factors of {body['dtypes']['map']!r:.40}; expected float32")
-    if ranks.shape != (channel.heads,):
-        raise ShapeError(f"object: got ranks of shape {ranks.shape}; expected [{channel.heads}], one per head")
-    check_ranks(encoded, "object")
-    return encoded
-
-
 def stacked(layers: Sequence[Any], stack: Callable[[Sequence[Any]], Any]) -> Any:
-    """Stacks the layers of a channel, leaf by leaf, with a function that stacks arrays; maps in factors are joined."""
-    if is_encoded_map(layers[0]):
-        return join_layers(layers)
+    """Stacks the layers of a channel, leaf by leaf, with a function that stacks arrays."""
     return jax.tree.map(lambda *leaves: stack(leaves), *layers)
 
 
@@ -218,10 +182,7 @@ def layer_in(layout: KVLayout, kv: Mapping[str, Any], layer: int) -> dict[str, A
     values = {}
     for name, value in kv.items():
         for row in layout.rows_of(name, (layer,)):
-            if is_encoded_map(value):
-                values[name] = split_layers(value)[row]
-            else:
-                values[name] = jax.tree.map(operator.itemgetter(row), value)
+            values[name] = jax.tree.map(operator.itemgetter(row), value)
     return decoded(values)
 
 
@@ -229,6 +190,6 @@ def decoded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns channels as arrays: packed ones decoded, on the host if they are there, others as they are."""
     arrays = {}
     for name, value in values.items():
-        on_host = is_encoded_map(value) or (is_packed(value) and isinstance(value.scale, np.ndarray))
+        on_host = is_packed(value) and isinstance(value.scale, np.ndarray)
         arrays[name] = np.asarray(value) if on_host else jnp.asarray(value) if is_packed(value) else value
     return arrays

@@ -17,22 +17,19 @@ import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
 from ...cache import Chunk, Patch, bits_of, mixed
-from ...core import AnyArray, KVLayout, is_encoded_map, is_packed
-from ...core.encoded_map import join_layers, split_layers
+from ...core import AnyArray, is_packed
 from ...errors import InputError, ShapeError, StoreCorruptError
 from ..format.codec import chunk_body, chunk_layout, decode, digest_in, encoder_blob, expect_part, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.layout_codec import kept_by_layer
 from ..format.naming import Encoding, encoding_in
 from ..format.objects import Blob, Kind
-from ..format.packed import MAP_SUFFIXES, in_factors, kv_encoding, kv_forms, leaves_of, map_of, packed_of
+from ..format.packed import kv_encoding, kv_forms, leaves_of, packed_of
 from ..format.patch_codec import patch_blob
 
 _BLOCK = 1 << 14
 _SECOND = 0x85EBCA77
 _DEPTH = 12
-_RAGGED = f"map.{MAP_SUFFIXES[1]}"
-"""The leaf of a layer that has a size of its own."""
 _PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
 
 
@@ -89,8 +86,7 @@ class ArrayEntry:
     Attributes:
       about: JSON: kind, part ("kv.int8" and the like), body, expires, revision, leaves (their order in the file),
         arrays (dtype, shape and sum of each).
-      arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on, L the layers that keep the channel. The
-        factors of maps, of another size in each layer, stay "layer.0.map.factors".
+      arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on, L the layers that keep the channel.
     """
 
     about: Mapping[str, Any]
@@ -112,7 +108,7 @@ def _stacked_name(leaf: str) -> tuple[str, int | None]:
     """Returns the name of a leaf's array, and its layer if the array is stacked."""
     word, _, rest = leaf.partition(".")
     layer, _, name = rest.partition(".")
-    return (f"layers.{name}", int(layer)) if word == "layer" and name != _RAGGED else (leaf, None)
+    return (f"layers.{name}", int(layer)) if word == "layer" else (leaf, None)
 
 
 def entry_of(blob: Blob, part: str) -> ArrayEntry:
@@ -135,11 +131,7 @@ def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
         own = {name: value}
         if is_packed(value):
             own = leaves_of(value, name)
-        elif is_encoded_map(value):
-            own = {f"{name}.{MAP_SUFFIXES[0]}": value.ranks}
-            for layer, one in zip(chunk.layout.layers_of(name), split_layers(value), strict=True):
-                kv[f"layer.{layer}.{_RAGGED}"] = one.factors
-        named[name] = [*own, *([_RAGGED] if is_encoded_map(value) else [])]
+        named[name] = list(own)
         kv |= {f"layers.{leaf}": part for leaf, part in own.items()}
 
     arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local), **kv}
@@ -286,11 +278,8 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
             for name, form in kv_forms(body, layout, encoding).items():
                 kv[name] = packed_of(arrays, f"layers.{name}", form)
             for channel in layout.parts:
-                if in_factors(channel.name, encoding):
-                    kv[channel.name] = _map_in_factors(body, layout, arrays)
-                else:
-                    dtype = np.dtype(jnp.dtype(body["dtypes"][channel.name]))
-                    kv[channel.name] = decode(arrays[f"layers.{channel.name}"], None, dtype)
+                dtype = np.dtype(jnp.dtype(body["dtypes"][channel.name]))
+                kv[channel.name] = decode(arrays[f"layers.{channel.name}"], None, dtype)
         for name, dtype in body["dtypes"].items() if encoding is None else ():
             scale = arrays.get(f"layers.{name}.scale")
             kv[name] = decode(arrays[f"layers.{name}"], scale, np.dtype(jnp.dtype(dtype)))
@@ -308,13 +297,3 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
             f"export: got a body of no chunk ({type(error).__name__}); expected a chunk's"
         ) from None
     return encoding_in(entry.about["part"]), chunk
-
-
-def _map_in_factors(body: Mapping[str, Any], layout: KVLayout, arrays: Mapping[str, AnyArray]) -> Any:
-    """Joins the maps of all layers, on the host, where maps in factors stay."""
-    ranks = np.asarray(arrays[f"layers.map.{MAP_SUFFIXES[0]}"])
-    leaves: dict[str, np.ndarray] = {}
-    for layer, own in zip(layout.layers_of("map"), ranks, strict=True):
-        factors = np.asarray(arrays[f"layer.{layer}.{_RAGGED}"])
-        leaves |= {f"layer.{layer}.map.{MAP_SUFFIXES[0]}": own, f"layer.{layer}.{_RAGGED}": factors}
-    return join_layers([map_of(body, layout, layer, leaves) for layer in layout.layers_of("map")])

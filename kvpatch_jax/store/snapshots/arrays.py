@@ -29,7 +29,6 @@ from ..format.buffers import expect_memory
 from ..format.header import MALFORMED
 from ..format.naming import name_at, part_of
 from ..format.objects import blob_of, file_size
-from ..format.packed import MAP_SUFFIXES
 from ..format.patch_codec import patch_parts
 from ..io.files import typed_errors
 from ..tiers.device_placement import Placement, packed_target, target_of
@@ -329,8 +328,7 @@ def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str
     for name, (dtype, shape) in specs_of(about).items():
         if 0 in shape:
             continue
-        # A map in factors stays on the host, where it is padded before it is decoded.
-        on_host = (name.endswith(".scale") and not packed) or name == f"layers.map.{MAP_SUFFIXES[0]}"
+        on_host = name.endswith(".scale") and not packed
         if placement is None or not name.startswith("layers.") or on_host:
             template[name] = empty_array(dtype, shape)
             continue

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Num
 
 from ...cache import Chunk
-from ...core import AnyArray, KVLayout, is_encoded_map, is_packed
+from ...core import AnyArray, KVLayout, is_packed
 from ...errors import InputError, StoreCorruptError
 from ..format.codec import chunk_layout, digest_in, expect_part, layer_names, layer_of, unchecked_chunk
 from ..format.header import Header
@@ -57,15 +57,11 @@ def placement_key(placement: Placement) -> tuple:
 def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
     """Returns the chunk with kv on devices: each channel [L, T, K, H] on its target, shard by shard.
 
-    Of packed kv, codes and scales are placed as `packed_target` says. A map in factors stays on the host, where it is
-    padded before it is decoded.
+    Of packed kv, codes and scales are placed as `packed_target` says.
     """
     kv: dict[str, Any] = {}
     for name, value in chunk.kv.items():
         target = target_of(placement, name)
-        if is_encoded_map(value):
-            kv[name] = value
-            continue
         put = _put_part if is_packed(value) else _put
         kv[name] = jax.tree.map(functools.partial(put, target), value)
     fields: dict[str, Any] = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}

@@ -1,9 +1,8 @@
-"""Transitions: composed in windows, checked, and truncated within a bound. The oracle is NumPy in float64."""
+"""Transitions: composed in windows, and checked. The oracle is NumPy in float64."""
 # pyright: reportArgumentType=false
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +12,8 @@ from kvpatch_jax.core import (
     Rope,
     check_parts,
     compose,
-    compose_all,
-    dropped,
     fold,
     identity,
-    map_bound,
-    truncated_map,
 )
 from kvpatch_jax.errors import DtypeError, InputError, KVPatchError, LayoutError, NotFiniteError, ShapeError
 
@@ -57,31 +52,19 @@ def close(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_scan_over_a_window_equals_what_is_composed_one_by_one(form: Form):
+def test_stretches_are_composed_as_matrices_are(form: Form):
     """Stretches of fewer tokens than the convolution reads among them, and one of none."""
     lengths = [4, 1, 0, 2, 7]
     stretches, inputs = zip(*(drawn(form, length, seed) for seed, length in enumerate(lengths)), strict=True)
-    stacked = {name: np.stack([stretch[name] for stretch in stretches]) for name in stretches[0]}
-    prefixes, whole = jax.jit(compose_all)(stacked, np.array(lengths))
-    close(whole, fold(stretches, lengths))
-
     matrix, state = np.eye(KEY), np.zeros((LAYERS, BATCH, HEADS, KEY, VALUE))
     for index, stretch in enumerate(stretches):
         step = matrices(stretch["map"])
         matrix, state = step @ matrix, step @ state + np.moveaxis(stretch["state"].astype(np.float64), -2, -3)
         tail = np.concatenate([np.zeros((LAYERS, BATCH, ROWS, 1, WIDTH)), *inputs[: index + 1]], 2)[:, :, -ROWS:]
-        got = {name: array[index] for name, array in prefixes.items()}
+        got = fold(stretches[: index + 1], lengths[: index + 1])
         np.testing.assert_allclose(matrices(got["map"]), matrix, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(np.moveaxis(got["state"], -2, -3), state, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(got["tail"], tail)
-
-
-def test_a_window_without_lengths_has_the_last_tail():
-    stretches = [drawn("scalar", 5, seed)[0] for seed in range(3)]
-    stacked = {name: np.stack([stretch[name] for stretch in stretches]) for name in stretches[0]}
-    close(compose_all(stacked)[1], fold(stretches))
-    no_tail = {name: value for name, value in stacked.items() if name != "tail"}
-    assert set(compose_all(no_tail, [5, 5, 5])[1]) == {"map", "state"}
 
 
 def test_each_row_of_a_batch_may_have_lengths_of_its_own():
@@ -89,8 +72,7 @@ def test_each_row_of_a_batch_may_have_lengths_of_its_own():
     rows = [
         {name: np.stack([row[name][0, 0] for row in piece])[None] for name in piece[0]} for piece in pieces
     ]  # [1, B, R, K, W]
-    counts = np.array([[[1, 2, 5]], [[1, 2, 5]]])
-    got = compose_all({name: np.stack([row[name] for row in rows]) for name in rows[0]}, counts)[1]
+    got = compose(*rows, np.array([[1, 2, 5]]))
     for index, length in enumerate((1, 2, 5)):
         first, second = ({name: value[:, index] for name, value in row.items()} for row in rows)
         apart = compose(first, second, length)
@@ -149,62 +131,3 @@ def test_parts_that_are_wrong_are_named(form: Form):
         for wrong, value in ((1.5, "1.5"), (-0.25, "-0.25")):
             with pytest.raises(InputError, match=rf"parts\['map'\]: got a decay of {value}; expected 0 to 1"):
                 check_parts(layout, changed("map", np.full_like(own["map"], wrong)), "parts")
-
-
-def decaying(seed: int, per_token: float, tokens: int) -> np.ndarray:
-    """Π α (I − β k kᵀ) of random tokens, [Dk, K, Dk] with 16 channels."""
-    rng = np.random.default_rng(seed)
-    product = np.broadcast_to(np.eye(16), (HEADS, 16, 16))
-    for _ in range(tokens):
-        key = rng.normal(size=(HEADS, 16, 1))
-        key /= np.linalg.norm(key, axis=1, keepdims=True)
-        step = np.eye(16) - rng.uniform(size=(HEADS, 1, 1)) * key @ key.swapaxes(1, 2)
-        product = np.exp(-per_token) * step @ product
-    return np.moveaxis(product, 0, 1).astype(np.float32)
-
-
-truncate = jax.jit(truncated_map)
-
-
-@pytest.mark.parametrize("error", [0.3, 1e-2, 1e-4])
-def test_a_truncated_map_stays_within_its_bound(error: float):
-    """For the worst state too, and with no direction more than it takes."""
-    maps = np.stack([decaying(seed, *case) for seed, case in enumerate([(0.0, 8), (0.01, 40), (0.05, 100), (1.0, 50)])])
-    got = truncate(maps, error)
-    exact = matrices(maps)
-    left = exact - matrices(got.map)
-    assert (np.linalg.norm(left, 2, axis=(-2, -1)) <= got.bound).all()
-    assert (np.asarray(got.bound) <= error).all()
-    state = np.random.default_rng(0).normal(size=(16, VALUE))
-    assert (np.linalg.norm(left @ state, axis=(-2, -1)) <= np.asarray(got.bound) * np.linalg.norm(state)).all()
-
-    sizes = np.linalg.svd(exact, compute_uv=False)
-    np.testing.assert_array_equal(got.rank, (sizes > error).sum(-1))
-    np.testing.assert_array_equal(dropped(maps, error), sizes[..., 0] <= error)
-    bound = np.asarray(map_bound(maps))
-    assert (sizes[..., 0] <= bound).all()
-    assert (bound <= 1.0001 * sizes[..., 0] + 1e-30).all()
-    assert np.asarray(got.rank).min() == 0
-    assert np.asarray(got.map)[np.asarray(got.rank).max(-1) == 0].any() == False  # noqa: E712
-
-
-def test_a_map_that_needs_every_direction_stays_as_it_is():
-    maps = decaying(0, 0.01, 8)
-    got = truncate(maps, 0.0)
-    np.testing.assert_array_equal(got.map, maps)
-    np.testing.assert_array_equal(got.bound, 0)
-    np.testing.assert_array_equal(got.rank, 16)
-
-
-@pytest.mark.parametrize("form", FORMS[1:])
-def test_decays_below_the_error_are_dropped(form: Form):
-    map_ = drawn(form, 5, 3)[0]["map"]
-    limits = np.array([0.4, 0.9], np.float32)
-    for error in (0.4, limits):
-        got = truncate(map_, error)
-        kept = map_[..., 0] > np.broadcast_to(error, HEADS)
-        np.testing.assert_array_equal(got.map[..., 0], np.where(kept, map_[..., 0], 0))
-        np.testing.assert_array_equal(got.rank, kept.sum(-2))
-        np.testing.assert_array_equal(got.bound, np.where(kept, 0, map_[..., 0]).max(-2))
-        np.testing.assert_array_equal(dropped(map_, error), ~kept.any(-2))
-    np.testing.assert_array_equal(map_bound(map_), map_[..., 0].max(-2))

@@ -2,30 +2,21 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from memory_store import MemoryStore
-from transition_cases import close, composed
 from window_drill import BAR, Drill
 from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.core import PARTS, EncodedMap, fold
+from kvpatch_jax.core import fold
 from kvpatch_jax.errors import NotFiniteError
 from kvpatch_jax.window import (
-    CanonicalEncoding,
-    Costs,
     Entry,
-    PagedExecutor,
-    PatchFormer,
-    PatchNote,
     Prefill,
-    Window,
     placed,
     taken,
 )
@@ -164,77 +155,6 @@ def test_a_piece_behind_a_composed_window_is_composed_with_that():
     whole = fold(stretches, [piece.length for piece in pieces])
     for name, value in whole.items():
         np.testing.assert_array_equal(extended[name][:, 0], value, err_msg=name)
-
-
-def test_maps_in_factors_are_composed_as_they_are_decoded():
-    """Bit for bit as their decoded twins; and chunks of other ranks compile nothing."""
-    drill, lengths = drill_of(), {"c0": 5, "c1": 7, "c3": 5, "c4": 7}
-
-    def encoded(id: str, *sizes: float) -> kvp.Chunk:
-        """A chunk whose heads let through about so much."""
-        drill.make(id)
-        chunk, rng = drill.chunks[id], np.random.default_rng(int(id[1:]))
-        map_ = rng.normal(size=chunk.kv["map"].shape) / 5 * np.array(sizes)[:, None]
-        kv = {**chunk.kv, "map": map_.astype(np.float32)}
-        return kvp.encode_chunk(dataclasses.replace(chunk, kv=kv), "k8v8m0.02")
-
-    def served(*chunks: kvp.Chunk) -> dict[str, np.ndarray]:
-        executor = PagedExecutor(drill.backbone, 48, 8, jnp.float32)
-        window = Window.empty(Costs.of(drill.backbone, jnp.float32))
-        for chunk in chunks:
-            executor.provide(chunk.id, chunk=chunk)
-            window, edits = window.append(Entry.of(chunk), "bare", fetched=True)
-            executor.run(window, edits)
-        kept = executor.sources[chunks[0].id].chunk.kv["map"]
-        assert isinstance(kept, EncodedMap) == isinstance(chunks[0].kv["map"], EncodedMap)
-        return rows_of(executor, window)
-
-    first, second = encoded("c0", 1, 0.03, 0.001, 1), encoded("c1", 0.03, 1, 1, 0)
-    others = encoded("c3", 0.001, 0.03, 0.03, 1), encoded("c4", 0, 0.001, 0.001, 0)
-    ranks = [set(chunk.kv["map"].ranks.ravel().tolist()) for chunk in (first, second, *others)]
-    assert all({0, 8} < own <= {0, 1, 2, 3, 8} for own in ranks[:3])
-    assert ranks[3] == {0}
-    found, wanted = served(first, second), served(kvp.decode_chunk(first), kvp.decode_chunk(second))
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-    with compilations() as compiled:
-        behind = served(*others)
-    assert not compiled, compiled
-
-    for chunks, rows in (((first, second), found), (others, behind)):
-        pieces = [{name: np.asarray(chunk.kv[name], np.float32) for name in PARTS} for chunk in chunks]
-        whole = composed(pieces, [lengths[chunk.id] for chunk in chunks])
-        close({name: rows[name] for name in PARTS}, whole)
-
-
-@pytest.mark.slow
-def test_a_former_forms_on_the_decoded_map():
-    """And what a store has of it serves a window as its decoded twin does."""
-    store, drill, word = MemoryStore(), drill_of(), "k8v8g32m0_02"
-    with PatchFormer(drill.backbone, store, {"rows": 8, "transition": 8}, encoding=CanonicalEncoding(word)) as former:
-        former.watch(drill.paged)
-        drill.append("c0")
-        drill.append("c1")
-        former.flush()
-        assert not former.errors
-        assert (former.done.encoded, former.done.patches) == (1, 1)
-    (patch,), chunk = store.patches, store.get("c1", "", encoding=word)
-    assert isinstance(chunk.kv["map"], EncodedMap)
-    assert patch.metadata.encoding == word
-
-    found = []
-    for own in (chunk, kvp.decode_chunk(chunk)):
-        other = drill_of("c0")
-        other.paged.provide("c1", chunk=own)
-        other.paged.provide("c1", patch=patch)
-        window, edits = other.window.append(Entry.of(own), "patch", PatchNote.of(patch), fetched=True)
-        other.paged.run(window, edits)
-        found.append(rows_of(other.paged, window))
-    whole = rows_of(drill.paged, drill.window)
-    for name, value in found[0].items():
-        np.testing.assert_array_equal(value, found[1][name], err_msg=name)
-        # Of full rank, so that rows and transition are those of the prefill behind the first.
-        assert np.abs(value - whole[name]).max() <= 0.02 * np.abs(whole[name]).max(), name
 
 
 def test_other_orders_and_fewer_pieces_compile_nothing():

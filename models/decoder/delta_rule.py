@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ..errors import InputError, ShapeError
-from ..utils.kinds import is_whole
-from .layout import AnyArray
+from kvpatch_jax.core import AnyArray
+from kvpatch_jax.errors import InputError, ShapeError
+from kvpatch_jax.utils.kinds import is_whole
 
 SUB_BLOCK = 16
 """Tokens whose pairs are summed channel by channel, where each channel has a decay."""

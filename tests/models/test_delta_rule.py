@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.core import compose_all
-from kvpatch_jax.core.linear_attention import RuleOutput, delta_rule
+from kvpatch_jax.core import fold
 from kvpatch_jax.errors import InputError, ShapeError
+from models.decoder.delta_rule import RuleOutput, delta_rule
 
 HEADS, KEY, VALUE = 2, 8, 6
 FORMS = [(False, True), (True, True), (False, False), (True, False)]
@@ -191,8 +191,7 @@ def test_what_is_not_asked_for_is_not_there():
 def transitions_of(inputs: Drawn, counted: jax.Array, order: jax.Array) -> dict[str, jax.Array]:
     """The transition of a window's chunks in an order, composed from their own."""
     own: RuleOutput = delta_rule(*inputs, counted=counted)
-    stacked = {"map": own.map[order], "state": own.state[order]}  # pyright: ignore[reportOptionalSubscript]
-    return compose_all(stacked)[1]
+    return fold([{"map": own.map[place], "state": own.state[place]} for place in order])  # pyright: ignore[reportOptionalSubscript]
 
 
 def in_one(inputs: Drawn, order: Any) -> Drawn:
