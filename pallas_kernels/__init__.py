@@ -1,7 +1,6 @@
 """Kernels on plain arrays; one folder per operation. They know no layout, rope or chunk."""
 
 from ._dispatch import preferring as preferring
-from ._kernel_wins import configured_by as configured_by
 from ._target import targeting as targeting
 from .block_product import block_product as block_product
 from .errors import KernelDtypeError as KernelDtypeError

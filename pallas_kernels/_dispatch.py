@@ -12,7 +12,6 @@ from types import ModuleType
 
 import jax
 
-from ._kernel_wins import winner
 from ._target import target
 from .errors import KernelUnavailableError
 
@@ -28,7 +27,7 @@ _PREFERRED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.Context
 def preferring(*implementations: str) -> Iterator[None]:
     """Makes implementation=None mean these in order, then "xla", for all operations inside the context.
 
-    So `with preferring("tpu"):` takes the kernels on a TPU that they were not timed on. It acts while a function is
+    So `with preferring("tpu"):` takes the kernels on a TPU. It acts while a function is
     traced: functions that are already compiled stay as they are. In a process of several devices, only inside
     `jax.shard_map`.
 
@@ -63,18 +62,15 @@ def choose(
     operation: str,
     implementation: str | Sequence[str] | None,
     unsupported: Unsupported | None = None,
-    shape: str = "",
 ) -> str:
     """Chooses the implementation to run: the first of those asked for that can.
 
     Args:
       operation: for messages.
-      implementation: one name; several in order of preference; or None: what `preferring` says, else the platform's
-        kernel where it can run and won this shape on this kind of device (see `_kernel_wins.winner`) or `targeting`
-        asks for the platform, else "xla". In a process of several devices None is "xla", for XLA cannot partition a
-        kernel: ask by name, inside `jax.shard_map`.
+      implementation: one name; several in order of preference; or None: what `preferring` says, else the kernel of
+        the platform that `targeting` names, where it can run, else "xla". XLA cannot partition a kernel over several
+        devices: ask for one by name, inside `jax.shard_map`.
       unsupported: the kernels that the operation has; only the one that could be taken is asked.
-      shape: the word of the shape, see `_kernel_wins.shape_word`.
 
     Raises:
       KernelUnavailableError: none of those asked for can run; the message has the reason of each.
@@ -84,13 +80,9 @@ def choose(
     if implementation is None:
         implementation = preferred()
 
-    # Nobody asked: the platform's kernel where calls are aimed at it, or where it won this shape on this kind of
-    # device. XLA cannot partition a kernel over several.
+    # Nobody asked: a kernel only where calls are aimed at its platform.
     if implementation is None:
-        taken = platform in ("gpu", "tpu")
-        if taken and aimed is None:
-            taken = jax.device_count() == 1 and winner(jax.devices()[0].device_kind, operation, shape) == platform
-        implementation = (platform, "xla") if taken else "xla"
+        implementation = (platform, "xla") if aimed is not None and platform in ("gpu", "tpu") else "xla"
 
     asked = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     kernels, refused = unsupported or {}, []

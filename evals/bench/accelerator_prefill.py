@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._timing import seconds_of
-
 from .accelerator_tasks import Row, Task, spread
+from .device_timing import seconds_of
 
 TOKENS = 1024
 NEEDED = 24 * 2**30

@@ -62,7 +62,6 @@ PARTS = {
     "torch": BenchPart("accelerator_torch", "compiled"),
     "factorise": BenchPart("accelerator_timings", "factorisation"),
     "prefill": BenchPart("accelerator_prefill", "prefill", limit=240.0),
-    "wins": BenchPart("accelerator_timings", "wins", limit=240.0),
     "numerics_xla": BenchPart("accelerator_numerics", "numerics", "xla"),
 }
 """In the order in which they run: first what would serve a wrong answer, then what a kernel is for."""

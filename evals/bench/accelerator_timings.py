@@ -1,4 +1,4 @@
-"""Timings on an accelerator: rotate_patch and splice beside a copy, the factorisation, and which kernels win."""
+"""Timings on an accelerator: rotate_patch and splice beside a copy, and the factorisation."""
 
 import functools
 import math
@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import factorise, rotate_patch, splice, tune
-from pallas_kernels._kernel_wins import shape_word
-from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
+from pallas_kernels import factorise, rotate_patch, splice
 from pallas_kernels.rotate_patch import reference
 
 from .accelerator_tasks import PAGE_SIZE, KernelCase, Row, Task, cases, draw, implementation, spread
+from .device_timing import OverSets, ThroughPool, median_seconds, seconds_of
 
 LEAST_TOKENS = 2048
 REPEATS = 30
+SETS = 24
+"""Calls in one timed program, each on inputs of its own: none is found in a cache or left out as a repetition."""
+MEMORY = 4 << 30
+"""Bytes that inputs and results of one timed program may take together; larger shapes get fewer sets."""
 
 Drawn = Mapping[str, Any]
 """A chunk as `rotate_patch` takes it, by the names of its arguments."""
@@ -73,7 +76,7 @@ def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
 def _timed(case: KernelCase, operation: str, name: str, tiny: bool) -> Row:
     """Times one operation on as many sets of inputs as memory allows, and a copy of as many bytes."""
     size, layout, repeats = moved_bytes(case), case.shape.layout, 3 if tiny else REPEATS
-    count = max(2, min(tune.SETS, tune.MEMORY // size))
+    count = max(2, min(SETS, MEMORY // size))
     sets = [draw(case, key) for key in jax.random.split(jax.random.key(0), count)]
 
     if operation == "splice":
@@ -129,14 +132,3 @@ def _factorised(case: str, name: str, run: Callable[[Array], Any], sizes: tuple[
     matrix = jax.random.normal(jax.random.key(0), sizes) * decay
     seconds = seconds_of(functools.partial(jax.jit(run), matrix), 1, repeats)
     return {"operation": "factorise", "case": case, "matrices": name} | spread(seconds)
-
-
-def wins(tiny: bool, which: str) -> Iterator[Task]:
-    """Yields the rows that `python -m pallas_kernels.tune` would write here, for pallas_kernels/kernel_wins.json."""
-    del which
-    backend = jax.default_backend()
-    for operation, shape, rank in tune.cases(tune.OPERATIONS, tiny):
-        word = shape_word(shape.heads, shape.width, rank, 2)
-        labels = {"operation": operation, "case": word}
-        run = functools.partial(tune.tune_case, operation, shape, rank, backend, 3 if tiny else 20)
-        yield Task(f"{operation} {word}", lambda labels=labels, run=run: labels | run())

@@ -96,41 +96,6 @@ def cholesky_qr2(a: Float[Array, "*batch T N"]) -> Float[Array, "*batch T N"]:
     return a
 
 
-def gram(
-    matrix: Float[Array, "*batch T F"],
-    rank: int,
-    key: Key[Array, ""],
-    oversample: int,
-    iterations: int,
-    axis_name: str | tuple[str, ...],
-    sharded: str,
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the factors (U·S, Vᵀ) of a matrix whose tokens or features lie over a mesh axis; one sum over that axis.
-
-    The Gram matrix over the whole side is summed, and every device finds the same leading subspace of it by the same
-    sketch and power iterations; the side that is sharded is then a product with what the device holds. Directions below
-    2e-4 of the largest are found only roughly.
-    """
-    long = matrix if sharded == "tokens" else _transpose(matrix)
-    whole = jax.lax.psum(_matmul(_transpose(long), long), axis_name)
-    side = whole.shape[-1]
-    basis = jax.random.normal(key, (side, min(rank + oversample, side)), jnp.float32)
-    for _ in range(iterations + 1):
-        basis = jnp.linalg.qr(_matmul(whole, basis))[0]
-
-    # Of a product that is symmetric but for roundings; eigh's values rise, so the leading ones come last.
-    small = _matmul(_transpose(basis), _matmul(whole, basis))
-    energy, vectors = jnp.linalg.eigh((small + _transpose(small)) / 2)
-    leading = _matmul(basis, vectors[..., ::-1][..., :rank])
-    other = _matmul(long, leading)
-
-    if sharded == "tokens":
-        return other, _transpose(leading)
-    # Rounding may leave an energy of nothing below zero.
-    singular = jnp.sqrt(jnp.maximum(energy[..., ::-1][..., None, :rank], 0.0))
-    return leading * singular, _transpose(jnp.where(singular > 0, other / singular, 0.0))
-
-
 def merge(
     first: tuple[Float[Array, "..."], Float[Array, "..."]],
     second: tuple[Float[Array, "..."], Float[Array, "..."]],

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from .._dispatch import choose, kernel_module
-from .._kernel_wins import word_of
 from .._operands import Operands
 from .._target import interpretation
 from ..errors import KernelDtypeError
@@ -49,8 +48,8 @@ def rotate_patch(
       scale: multiplies the rotated channels of the result; 1 multiplies nothing.
       length: tokens that count, traced; later ones come back as zeros. None for all.
       out_dtype: of the result; None is x's, and must not be None where x is int8 or has a scale.
-      implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
-        these arguments and won their shape on this kind of device, else "xla".
+      implementation: "xla", "gpu", "tpu", or several in order of preference. None: "xla", unless `preferring` or
+        `targeting` say otherwise.
 
     Raises:
       KernelShapeError: unknown layout word, or arrays that do not fit.
@@ -65,7 +64,7 @@ def rotate_patch(
         return kernel_module("rotate_patch", platform).unsupported(operands, layout, out)
 
     unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
-    chosen = choose("rotate_patch", implementation, unsupported, word_of(operands, x.shape[-1]))
+    chosen = choose("rotate_patch", implementation, unsupported)
 
     operands = operands.with_angles_scaled(scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)

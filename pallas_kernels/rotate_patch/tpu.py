@@ -49,7 +49,7 @@ def kernel(
     tokens = x.shape[-3]
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     arrays = arrays_of(operands, layout)
-    tile = tile or tile_for("rotate_patch", operands, out_dtype)
+    tile = tile or tile_for(operands, out_dtype)
     block = min(tile.tokens, tokens)
     last = -(-tokens // block) - 1
     shape = arrays["x"].shape

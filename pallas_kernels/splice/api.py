@@ -9,7 +9,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
 from .._dispatch import choose, kernel_module
-from .._kernel_wins import word_of
 from .._operands import Operands, padded_width
 from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
@@ -51,8 +50,8 @@ def splice(
       x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, layout, scale: as in `rotate_patch`. An x without a
         scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
-      implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
-        these arguments and won their shape on this kind of device, else "xla".
+      implementation: "xla", "gpu", "tpu", or several in order of preference. None: "xla", unless `preferring` or
+        `targeting` say otherwise.
 
     Returns:
       The pool. Arithmetic is float32, rounded once to its dtype.
@@ -76,7 +75,7 @@ def splice(
         return kernel_module("splice", platform).unsupported(pool, wide, layout)
 
     unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
-    chosen = choose("splice", implementation, unsupported, word_of(operands, width))
+    chosen = choose("splice", implementation, unsupported)
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
 
     if chosen != "xla":

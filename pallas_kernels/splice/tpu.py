@@ -196,7 +196,7 @@ def kernel(
     tokens, heads, width = operands.x.shape[-3:]
     total = pool.shape[-4] * pool.shape[-3]
     arrays = arrays_of(operands, layout)
-    tile = tile or tile_for("splice", operands, pool.dtype)
+    tile = tile or tile_for(operands, pool.dtype)
     block = min(tile.tokens, tokens)
     group = group_of(pool.dtype)
     if heads == 1:

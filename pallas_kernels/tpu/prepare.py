@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from .._kernel_wins import block_of
 from .._operands import Operands, first_reason, flat, padded_width, refusals, tables_of_channels
 
 VMEM_BUDGET = 10 * 2**20
@@ -45,17 +44,11 @@ def tile_of(tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Ti
     return Tile(tokens if tokens <= fit else int(fit))
 
 
-def configured(operation: str, tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Tile:
-    """Returns the tile that won when this shape was timed on the device, else the heuristic's."""
-    block = block_of(operation, heads, width, rank, itemsize)
-    return tile_of(tokens, heads, width, rank, itemsize) if block is None else Tile(block["tokens"])
-
-
-def tile_for(operation: str, operands: Operands, out_dtype: jax.typing.DTypeLike) -> Tile:
-    """Returns `configured` for the operands of a call."""
+def tile_for(operands: Operands, out_dtype: jax.typing.DTypeLike) -> Tile:
+    """Returns `tile_of` for the operands of a call."""
     tokens, heads, width = operands.x.shape[-3:]
     itemsize = max(operands.x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
-    return configured(operation, tokens, heads, width, operands.rank, itemsize)
+    return tile_of(tokens, heads, width, operands.rank, itemsize)
 
 
 def arrays_of(operands: Operands, layout: str) -> dict[str, Array]:

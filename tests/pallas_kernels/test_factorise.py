@@ -1,9 +1,5 @@
 """factorise: optimality, determinism, padding, rank deficiency, sharding, updates, and what it refuses."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import KernelShapeError, KernelUnavailableError, factorise
-from pallas_kernels.factorise import factorise_sharded, merge, update
+from pallas_kernels.factorise import merge
 from pallas_kernels.factorise.shapes import SMALL, FactoriseShape
 from tests.arrays import placed
 
@@ -117,53 +113,8 @@ def test_items_of_a_batch_equal_items_alone():
         np.testing.assert_allclose(alone[0] @ alone[1], u[i] @ v[i], atol=2e-5)
 
 
-def test_sharded_over_four_devices_equals_one_device_with_one_sum():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    program = [sys.executable, str(Path(__file__).with_name("sharded_cases.py"))]
-    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for sharded, found in json.loads(done.stdout).items():
-        assert found["product"] < 5e-5, sharded
-        assert found["norms"] < 5e-5, sharded
-        assert found["orthonormal"] < 1e-4, sharded
-        assert found["sums"] == 1, sharded
-        assert found["others"] == 0, sharded
-
-
-def test_update_equals_factors_of_the_sum():
-    a, b = matrix(SMALL[0]), matrix(SMALL[0], decay=5.0)[..., ::-1]
-    u, v = factorise(a, 6, method="exact")
-    new_u, new_v = update(u, v, b, 6, method="exact")
-    assert new_u.shape == u.shape
-    left, s, right = np.linalg.svd(np.asarray(u @ v + b, np.float64), full_matrices=False)
-    np.testing.assert_allclose(new_u @ new_v, (left[..., :6] * s[:, None, :6]) @ right[:, :6], atol=5e-5)
-
-
-def test_an_orbit_without_its_sum_is_near_the_factors_of_the_mean():
-    base = matrix(SMALL[0], decay=2.0)
-    rng = np.random.default_rng(5)
-    deltas = [base + 0.01 * placed(rng.standard_normal(base.shape), jnp.float32) for _ in range(4)]
-    u, v = factorise(deltas[0], 8)
-    for n, delta in enumerate(deltas[1:], start=1):
-        u, v = update(u * (n / (n + 1)), v, delta / (n + 1), 8)
-    mean = jnp.stack(deltas).mean(0)
-    best_u, best_v = factorise(mean, 8, method="exact")
-    error, best = (float(jnp.linalg.norm(mean - value)) for value in (u @ v, best_u @ best_v))
-    assert best <= error < 1.05 * best
-
-
 def test_sums_refuse_ranks_out_of_range(unchecked):
     a = matrix(SMALL[0])
     u, v = factorise(a, 3)
     with pytest.raises(KernelShapeError, match="rank 7; expected 1 to 6"):
         merge((u, v), (u, v), 7)
-    with pytest.raises(KernelShapeError, match="rank 25"):
-        update(u, v, a, 25)
-    with pytest.raises(KernelShapeError, match="rank 25; expected 1 to 24"):
-        factorise_sharded(a, 25, "parts")
-    with pytest.raises(KernelShapeError, match="'heads'"):
-        factorise_sharded(a, 2, "parts", sharded="heads")

@@ -13,6 +13,7 @@ from pallas_kernels import KernelUnavailableError, splice, targeting
 from pallas_kernels._operands import Operands
 from pallas_kernels.splice import tpu
 from pallas_kernels.splice.shapes import LANES, SMALL, SpliceShape
+from pallas_kernels.tpu import prepare
 from pallas_kernels.tpu.prepare import Tile
 from tests.arrays import placed
 
@@ -104,3 +105,11 @@ def test_says_what_it_cannot_take(unchecked, shape: SpliceShape, change: dict, w
         splice(pool_of(shape, dtype), slots, **given, implementation="tpu")
     with targeting("tpu"):
         assert splice(pool_of(shape, dtype), slots, **given).shape == shape.pool
+
+
+def test_a_tile_fits_its_budget_and_takes_short_chunks_whole():
+    assert prepare.tile_of(100, 4, 128, 64, 2).tokens == 100
+    long = prepare.tile_of(1 << 20, 32, 128, 256, 2).tokens
+    assert long % 32 == 0
+    assert long < prepare.tile_of(1 << 20, 4, 128, 256, 2).tokens
+    assert jnp.dtype(jnp.bfloat16).itemsize * long * 32 * 128 < prepare.VMEM_BUDGET
