@@ -11,7 +11,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from evals.bytes import document, fronts, suite
-from evals.bytes.arms import all_arms, base_arm, kv_arm, patch_arm
+from evals.bytes.arms import base_arm, kv_arm, patch_arm
 from evals.bytes.forms import FormFactory
 from evals.bytes.sources import scene_chunks
 from evals.bytes.versions import MetChunks, ScoredItems
@@ -20,9 +20,8 @@ from evals.results.parts import PlannedPart
 from evals.results.rows import Rows, measured_row
 from evals.runner import run_recorded
 from evals.trained import MAIN, shipped
-from kvpatch_jax.core import KVEncoding, ops
+from kvpatch_jax.core import ops
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching import InformationWeights
 from models import load
 
 
@@ -42,6 +41,7 @@ def test_bytes_of_all_antecedents_are_what_each_keeps_and_a_share_of_what_is_kep
     assert fronts.total_share(0.05, 0.32, 16) == pytest.approx(0.07)
 
 
+@pytest.mark.slow
 def test_kv_in_few_bits_counts_codes_scales_and_least_values(chunks):
     factory = FormFactory(chunks)
     layout, tokens = factory.layout, factory.tokens
@@ -59,35 +59,10 @@ def test_kv_in_few_bits_counts_codes_scales_and_least_values(chunks):
     assert shares["once"] == 0
 
 
-def test_a_base_is_kept_once_and_a_patch_for_each(chunks):
-    factory = FormFactory(chunks)
-    form = patch_arm("mean", "k4v4g32", "int4", share=0.1).make(factory, 0, 2)
-    assert form.bytes.shared == KVEncoding.of("k4v4g32").nbytes(factory.layout, factory.tokens)
-    assert 0.05 * factory.kv_bytes < form.bytes.stored <= 0.1 * factory.kv_bytes
-    assert form.bytes.moved == form.bytes.shared + form.bytes.stored
-    canonical = base_arm("canonical").make(factory, 0, 2)
-    assert canonical.bytes.canonical == factory.kv_bytes
-    assert (canonical.bytes.stored, canonical.bytes.shared) == (0, 0)
-
-
 # ------------------------------------------------------------------------------------------------------------- forms
 
 
-@pytest.mark.parametrize(
-    ("base", "count", "members"),
-    [("mean", 2, [(0, 1), (0, 1), (2,)]), ("others", 3, [(1, 2), (0, 2), (0, 1)])],
-)
-def test_bases_are_made_of_groups_of_as_many_antecedents(chunks, base, count, members):
-    factory = FormFactory(chunks)
-    assert [factory.members(base, version, count) for version in range(3)] == members
-
-
-def test_the_mean_of_all_is_the_mean_and_that_of_the_others_leaves_the_own_one_out(chunks):
-    factory, found = FormFactory(chunks), [np.asarray(kv["v"], np.float64) for kv in chunks.conditioned]
-    for base, expected in (("mean", sum(found) / 3), ("others", (found[0] + found[2]) / 2)):
-        np.testing.assert_allclose(np.asarray(factory.base(base, 1, 3)["v"]), expected, atol=1e-5)
-
-
+@pytest.mark.slow
 def test_a_patch_within_a_budget_is_that_of_the_library(chunks):
     """One chunk of the batch, by `encode_chunk` and `form_patch`: as many bytes, and the same numbers."""
     factory, version, share = FormFactory(chunks), 1, 0.1
@@ -109,40 +84,6 @@ def test_a_patch_within_a_budget_is_that_of_the_library(chunks):
         assert own == pytest.approx(error, rel=0.05)
 
 
-def test_weights_find_directions_with_less_weighted_error(chunks):
-    layout = chunks.backbone.layout
-    rng = np.random.default_rng(0)
-    squares = {}
-    for channel in layout.channels:
-        squares[channel.name] = np.exp(3 * rng.standard_normal((layout.layers, channel.features)))
-    # One weight for a rotary pair.
-    weights = InformationWeights.of_information(squares, layout, chunks.backbone.fingerprint).weights
-    keys = weights["k"].reshape(layout.layers, layout.channels[0].heads, -1)
-    half = keys.shape[-1] // 2
-    np.testing.assert_allclose(keys[..., :half], keys[..., half:])
-
-    factory = FormFactory(chunks, {"drawn": weights})
-    plain, weighed = (factory.patched("mean", 8, 0, 3, factors="float32", rank=2, weights=w) for w in (None, "drawn"))
-    errors = []
-    for form in (plain, weighed):
-        delta = np.asarray(form.kv["v"] - chunks.conditioned[0]["v"])
-        flat = delta.reshape(*delta.shape[:3], -1)
-        errors.append(np.linalg.norm(flat * weights["v"][:, None, None]))
-    assert errors[1] < 0.95 * errors[0]
-
-
-def test_keys_rounded_before_the_rotation_have_the_error_of_their_steps(chunks):
-    factory = FormFactory(chunks)
-    form = all_arms()["keys.before.4gall"].make(factory, 0, 2)
-    keys = np.asarray(chunks.conditioned[0]["k"], np.float64)
-    step = (keys.max(axis=2) - keys.min(axis=2)) / 15
-    error = np.abs(np.asarray(form.kv["k"]) - keys).max(axis=2)
-    # Scales are rounded up to bfloat16.
-    assert (error <= 0.5 * step * 1.02 + 1e-6).all()
-    assert error.max() > 0.3 * step.max()
-    np.testing.assert_array_equal(np.asarray(form.kv["v"]), np.asarray(chunks.conditioned[0]["v"]))
-
-
 # -------------------------------------------------------------------------------------------------- records and rows
 
 
@@ -159,6 +100,7 @@ class Echo:
         return ScoredItems(apart, apart > 1, None, np.arange(len(apart)))
 
 
+@pytest.mark.slow
 def test_records_have_every_version_and_number_of_antecedents_once(chunks):
     readers = [Echo(reader) for reader in chunks.readers[:2]]
     arms = [base_arm("canonical"), kv_arm("16"), kv_arm("k2v2g32"), base_arm("mean")]
@@ -274,6 +216,7 @@ def test_the_page_of_bytes_shows_the_kept_rows():
     assert (document.ROOT / document.PICTURE).exists()
 
 
+@pytest.mark.slow
 def test_a_page_is_written_from_a_run(tmp_path):
     rows = suite.rows_of(parts_by_hand())
     config = {"model": "m", "plan": {}, "parts_done": 1, "parts": 2}

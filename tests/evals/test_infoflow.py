@@ -33,9 +33,8 @@ from evals.results.rows import Rows
 from evals.small_task import scenes
 from evals.small_task.reader import SceneReader
 from evals.trained import MAIN, shipped
-from kvpatch_jax.core import relocate
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import infoflow, question_scores, reordered_by_question, scaled_queries
+from kvpatch_jax.repair import infoflow, scaled_queries
 from models import ModelBackbone, load
 
 PLAN = dataclasses.replace(QUICK, context=40, passages=4, asked=4, follow=4, band=1)
@@ -61,7 +60,7 @@ def covers_once(parts: Any, tokens: int) -> bool:
 
 def test_splits_cover_every_token_exactly_once():
     rng = np.random.default_rng(0)
-    for _ in range(200):
+    for _ in range(30):
         tokens, size, least = (int(value) for value in rng.integers(1, 90, 3))
         assert covers_once(fixed_parts(tokens, size), tokens)
         ends = sorted({tokens, *rng.integers(1, tokens + 1, 5).tolist()})
@@ -78,23 +77,6 @@ def test_splits_cover_every_token_exactly_once():
         assert len(parts) == count
         # Every cut stands between two rows.
         assert all((first - before) % width == 0 for first, _ in parts[1:])
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda: fixed_parts(0, 4),
-        lambda: fixed_parts(4, 0),
-        lambda: passage_parts([]),
-        lambda: passage_parts([3, 3]),
-        lambda: row_parts(np.ones(10, bool), 3, 2),
-        lambda: row_parts(np.ones(9, bool), 3, 4),
-        lambda: row_parts(np.array([True, False, True]), 2, 1),
-    ],
-)
-def test_bad_cuts_are_refused(cut, unchecked):
-    with pytest.raises(InputError, match="expected"):
-        cut()
 
 
 def test_chunks_of_a_block_mask_see_themselves_alone():
@@ -145,6 +127,7 @@ def test_an_unknown_task_is_refused(unchecked):
 # ------------------------------------------------------------------------------------------- what is read and chosen
 
 
+@pytest.mark.slow
 def test_no_method_reads_what_follows_the_prompt(backbone):
     context = context_of()
     other = context._replace(behind=context.behind[::-1].copy() + 1)
@@ -173,6 +156,7 @@ def test_no_method_reads_what_follows_the_prompt(backbone):
         assert abs(len(result.positions) - count) <= (len(ENDS) // 2 if "first_k" in name else 0), name
 
 
+@pytest.mark.slow
 def test_bands_choose_and_recompute_what_infoflow_does_with_their_layers(backbone):
     context = context_of(1)
     splice = text_arms.splice_of(backbone, context.ids, context.passages, context.asked)
@@ -185,12 +169,8 @@ def test_bands_choose_and_recompute_what_infoflow_does_with_their_layers(backbon
             np.testing.assert_allclose(result.cache[name], value, atol=1e-5)
 
 
-def planted(backbone: ModelBackbone, layer: int, chunk: int, *, from_head: bool) -> Any:
-    """Gives one chunk, at one layer, keys that the prompt's last query looks for; lower layers stay as they are.
-
-    Args:
-      from_head: the query finds them where the chunk stands at position 0, and not where it is served.
-    """
+def planted(backbone: ModelBackbone, layer: int, chunk: int) -> Any:
+    """Gives one chunk, at one layer, keys that the prompt's last query looks for; lower layers stay as they are."""
     context = context_of(2)
     splice = text_arms.splice_of(backbone, context.ids, context.passages, context.asked)
     assert splice.question is not None
@@ -201,36 +181,21 @@ def planted(backbone: ModelBackbone, layer: int, chunk: int, *, from_head: bool)
 
     kv = {name: np.array(value[:, :, first:last]) for name, value in splice.cache.items()}
     kv[channel.name][layer] = key
-    served = np.asarray(splice.tokens.positions)[:, first:last]
-    if from_head:
-        kv = dict(relocate(backbone.layout, kv, served - first, served))
     cache = dict(splice.cache)
     cache[channel.name] = cache[channel.name].at[layer, :, first:last].set(kv[channel.name][layer])
     return splice.replace(cache=cache)
 
 
-@pytest.mark.parametrize(("layer", "chunk"), [(0, 2), (1, 0), (2, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "chunk"), [(0, 2), (2, 1)])
 def test_the_sweep_finds_the_layer_that_looks_for_a_chunk(backbone, layer, chunk):
-    splice = planted(backbone, layer, chunk, from_head=False)
+    splice = planted(backbone, layer, chunk)
     first, last = splice.parts[chunk]
     found = text_arms.band_sweep(backbone, splice, 1)
     inside = [((result.positions >= first) & (result.positions < last)).mean() for result in found.values()]
     assert inside[layer] == 1.0
     # Layers below do not know; those above read what it found.
     assert all(share < 1.0 for share in inside[:layer])
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 2, 3])
-def test_the_chunk_that_is_looked_for_comes_last(backbone, chunk):
-    splice = planted(backbone, 1, chunk, from_head=True)
-    first, last = splice.parts[chunk]
-    own = question_scores(backbone, splice, (1,), geometry="hl_tp")[0]
-    assert float(own[first:last].sum()) > 0.9
-    ordered = reordered_by_question(backbone, splice, layers=(1,))
-    size = last - first
-    assert ordered.parts[-1] == (40 - size, 40)
-    expected = np.asarray(splice.tokens.embeddings)[0, first:last]
-    assert (np.asarray(ordered.tokens.embeddings)[0, 40 - size :] == expected).all()
 
 
 def test_answers_are_compared_over_the_tokens_that_count():
@@ -251,6 +216,7 @@ def test_answers_are_compared_over_the_tokens_that_count():
     assert text_arms.compared(context._replace(choices=(2, 1)), expected, found)["right"] == 0.0
 
 
+@pytest.mark.slow
 def test_reading_behind_a_whole_prefill_is_the_reference(backbone):
     context = context_of(3)
     whole = text_arms.splice_of(backbone, context.ids, ((0, 40),), context.asked)

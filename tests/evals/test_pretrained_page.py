@@ -43,6 +43,7 @@ def written(folder: Path, **config: int) -> str:
     return document.write(folder, folder).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_page_is_what_its_rows_say(tmp_path):
     text = " ".join(written(tmp_path).split())
     check(tmp_path)

@@ -168,6 +168,7 @@ def test_the_verdict_says_what_the_rows_say(kl: float, says: str):
     assert f"removes {says} the best patch of no more bytes (patch.rank=8)" in said
 
 
+@pytest.mark.slow
 def test_the_report_is_one_page_that_says_what_is_missing(tmp_path):
     config = {"model": "m", "licences": {"python": "PSF"}, "parts_done": 1, "parts": 2}
     page = write_report({"config": config, "rows": few_bits(0.1)}, tmp_path).read_text()
@@ -222,6 +223,7 @@ def test_weights_that_are_not_there_are_said_so(monkeypatch, tmp_path):
         checkpoint(None)
 
 
+@pytest.mark.slow
 def test_text_is_of_named_packages_and_long_enough():
     class Letters:
         """A tokenizer of characters."""

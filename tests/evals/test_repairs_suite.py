@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -68,14 +67,6 @@ def test_the_page_shows_the_published_rows():
     for text in document.sections(kept).values():
         assert text in page
     assert kept["config"]["parts_done"] == kept["config"]["parts"]
-
-
-@pytest.mark.slow
-def test_the_page_s_block_runs_as_it_stands(capsys):
-    text = (document.ROOT / document.PAGE).read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    exec(compile(block, "docs/repairs.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 @pytest.mark.slow

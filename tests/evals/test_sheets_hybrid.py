@@ -214,6 +214,7 @@ def test_what_cannot_begin_leaves_no_folder(tmp_path: Path, backbone: str, begin
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_hybrid_begins_as_the_transformer_it_takes_weights_of():
     """Logits are the transformer's, without the attention of the layers that are linear and what its tower sends to
     later layers.

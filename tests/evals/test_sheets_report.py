@@ -101,6 +101,7 @@ def test_verdict_and_bars_are_read_off_the_rows(results: dict):
     assert "Of 7 bars that were set before the runs 7 are met." in text.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_the_page_reads_from_its_head(results: dict, tmp_path: Path):
     """Verdict and chart before the contents, caveats before tables, the patch's rival in the first table, offline."""
     report.write_report(results, tmp_path)
@@ -144,6 +145,7 @@ def test_which_arms_are_asked():
     )
 
 
+@pytest.mark.slow
 def test_a_control_is_no_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By its name; all instances are found, however many there are."""
     for name in ("a", "a_seed1", "a_no_window"):

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import app
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from evals import sheets_task
 from evals.arms import make_arms, make_query_aware
-from evals.arms.reused_page import cut
 from evals.results.costs import stored_bits
 from evals.sheets_task import (
     KINDS,
@@ -228,28 +226,6 @@ def test_a_recipe_says_what_a_step_draws():
     assert not first.sees[:, first.kinds == KINDS.index("chain")].all()
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_cells_begin_apart(apart: bool):
-    """Of Qwen3-VL's tower no cell sees another at first, unless the recipe says so; its features come twice."""
-    contexts, _ = draw(3, "tiny", 1)
-    config, settings = SHEETS.instance("qwen3_vl")
-    images = SHEETS.images(contexts)
-    changed = [image.copy() for image in images]
-    changed[-1][:10, :10] = 255 - changed[-1][:10, :10]
-    form = SHEETS.form_of(config, settings, contexts.size)
-    model = initialise(SheetsRecipe(backbone="qwen3_vl", cells_apart=apart, named_by_sight=False))
-    features = []
-    for shown in (images, changed):
-        pixels = config.family.vision.process(shown, settings)
-        plan = jax.tree.map(jnp.asarray, config.family.vision.plan(config, form.ids[None], pixels))
-        features.append(np.asarray(model.encode(jnp.asarray(pixels["pixel_values"]), plan)))
-    assert features[0].shape == (2, 2 * 3 + 4, 128)
-    sheets, changed_cell, others = np.split(np.abs(features[0] - features[1]).max(axis=(0, 2)), [6, 7])
-    assert changed_cell > 1e-3
-    assert sheets.max() < 1e-6
-    assert (others < 1e-6).all() if apart else (others > 1e-4).all()
-
-
 def test_an_unknown_backbone_is_refused():
     """The known ones are named."""
     with pytest.raises(ConfigError, match="qwen2_5_vl, qwen3_vl"):
@@ -261,15 +237,6 @@ def fresh(name: str = "qwen2_5_vl") -> ModelBackbone:
     config, images = SHEETS.instance(name)
     drawn = nnx.to_pure_dict(nnx.split(initialise(SheetsRecipe(backbone=name)))[1])
     return ModelBackbone(config, drawn, images, make_tokenizer(VOCABULARY.names))
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_the_first_chunk_is_what_it_is_in_the_prefix(name: str):
-    """Nothing stands in front of it, so that it absorbs nothing: DeepStack's features are its own too."""
-    contexts, _ = draw(1, "tiny")
-    page = move_page(fresh(name), contexts)
-    for channel, value in cut(page.conditioned, page.form.slices[0]).items():
-        np.testing.assert_allclose(page.chunks[0].kv[channel], value, atol=1e-4)
 
 
 @pytest.mark.slow
