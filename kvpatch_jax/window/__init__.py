@@ -94,4 +94,3 @@ from .stored_prefill import keys_behind as keys_behind
 from .stored_prefill import likeness_keys as likeness_keys
 from .stored_prefill import unreduced as unreduced
 from .window_state import Promise as Promise
-from .window_steps import composing_edits as composing_edits

@@ -31,7 +31,7 @@ WINDOW = Window.empty(Costs(BACKBONE, 2, 96, 32, 8, ForwardCosts((1000, 1000), (
 ENTRY = Entry("a", None, 10, 10)
 DEVICES = DeviceCosts.assumed("cpu")
 READER = types.SimpleNamespace(fingerprint=BACKBONE, layout=None, prepare=None, embed=None, prefill=None)
-NO_PATHS = [None, 3, b"bytes", "", "a\0b", Path("a\0b")]
+NO_PATHS = [None, "", "a\0b"]
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -67,7 +67,7 @@ def test_a_recorder_refuses_a_clock_that_is_none_and_survives_one_that_runs_back
         Trace(()).payloads(None)
 
 
-@pytest.mark.parametrize("steps", [10**10, "5", 2.0, True, -1])
+@pytest.mark.parametrize("steps", [10**10, "5", -1])
 def test_a_trace_of_steps_that_nobody_takes_is_refused(steps: Any, tmp_path: Path):
     path = tmp_path / "t.jsonl"
     Trace(()).write(path)
@@ -77,9 +77,7 @@ def test_a_trace_of_steps_that_nobody_takes_is_refused(steps: Any, tmp_path: Pat
         Trace.read(path)
 
 
-@pytest.mark.parametrize(
-    ("pages", "size"), [(0, 16), (8, 0), (2.5, 16), ("8", 16), (None, 16), (True, 16), (8, 1.5), (10**15, 16)]
-)
+@pytest.mark.parametrize(("pages", "size"), [(0, 16), (8, 1.5), ("8", 16), (10**15, 16)])
 def test_a_pool_has_a_number_of_pages(pages: Any, size: Any):
     with pytest.raises(PoolError, match="expected whole numbers from 1"):
         SlotAllocator(pages, size)
@@ -89,16 +87,11 @@ def test_a_pool_has_a_number_of_pages(pages: Any, size: Any):
     ("changed", "error"),
     [
         ({"backbone": None}, InputError),
-        ({"backbone": "a model's name"}, InputError),
         ({"store": "a folder"}, InputError),
-        ({"store": Path("folder")}, InputError),
         ({"rank": "x"}, RankError),
-        ({"rank": 2.5}, RankError),
         ({"rank": -1}, RankError),
-        ({"rank": {"k": "x"}}, RankError),
         ({"dtype": "float17"}, DtypeError),
         ({"dtype": "int32"}, DtypeError),
-        ({"dtype": 3}, DtypeError),
     ],
 )
 def test_sessions_and_batches_of_nonsense_are_refused(changed: dict[str, Any], error: type[Exception], tmp_path: Path):
@@ -124,14 +117,10 @@ def test_a_batch_is_refused_before_it_writes(given: dict[str, Any], tmp_path: Pa
     "given",
     [
         {"around": "x"},
-        {"around": ("a",)},
-        {"around": (1, 2)},
         {"largest_image": -1},
-        {"memory": math.nan},
         {"memory": "lots"},
         {"name": 3},
         {"costs": "costs.json"},
-        {"retriever": 3},
         {"linker": 3},
         {"runtime": 3},
     ],

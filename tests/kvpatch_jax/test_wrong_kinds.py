@@ -271,7 +271,7 @@ def test_a_model_is_not_loaded_with_what_it_does_not_take():
     assert not raw_errors(lambda **given: models.load("model", progress=False, **given), options, wrong)
 
 
-@pytest.mark.parametrize("wrong", [None, 42, "", b"x", 1.5, [], {}])
+@pytest.mark.parametrize("wrong", [None, "", 1.5])
 def test_what_is_no_directory_is_not_loaded(wrong):
     with pytest.raises(ConfigError, match=r"load: .*expected a checkpoint's directory or GGUF file"):
         models.load(wrong)

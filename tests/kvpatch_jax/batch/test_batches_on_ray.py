@@ -13,7 +13,6 @@ from kvpatch_jax.batch import (
     BatchItem,
     answer_batch,
     answer_batch_on_ray,
-    once_in_this_process,
     read_answers,
     run_shards,
 )
@@ -34,6 +33,7 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
     model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     draw = np.random.default_rng(3)
@@ -55,6 +55,7 @@ def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
     assert sum(report.canonicals for report in reports) == 0
 
 
+@pytest.mark.slow
 def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_others(cluster, tmp_path):
     def dies_once(folder: str, index: int, count: int) -> tuple[int, int]:
         mark = Path(folder) / f"{index}"
@@ -75,14 +76,6 @@ def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_o
     with pytest.raises(ShardError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"):
         run_shards(functools.partial(refuses, str(tmp_path)), 3)
     assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1", "done 2"}
-
-
-def test_what_belongs_to_a_worker_is_made_once_in_it(cluster):
-    def counted(index: int, count: int) -> tuple[int, int]:
-        return os.getpid(), once_in_this_process(lambda: os.getpid() * 7)
-
-    for process, made in run_shards(counted, 4):
-        assert made == process * 7
 
 
 @pytest.mark.parametrize("count", [0, -1, True])

@@ -64,22 +64,6 @@ def test_measured_rates_of_compositions_count_where_there_are_any():
     assert_totals(made)
 
 
-def test_saved_windows_of_other_models_are_as_they_were():
-    """What only a hybrid model has stands in no other's JSON, and comes back in its own."""
-    for costs, there in ((COSTS, False), (HYBRID, True)):
-        window = planned(costs, {1, 3}).window
-        if not there:
-            pieces = [
-                piece._replace(state=dataclasses.replace(piece.state, transition_flops=0)) for piece in window.pieces
-            ]
-            window = dataclasses.replace(window, pieces=tuple(pieces))
-        text = window.to_json()
-        assert all((word in text) == there for word in ("composing", "transition_bytes", "transition_flops"))
-        again = Window.from_json(text, backbone=BACKBONE)
-        assert again == window
-        assert again.costs == costs
-
-
 def assert_totals(made: Plan) -> None:
     assert made.bytes == sum(chunk.bytes for chunk in made.chunks)
     assert made.flops == sum(chunk.flops for chunk in made.chunks)

@@ -23,12 +23,8 @@ pytestmark = pytest.mark.usefixtures("unchecked")
         ({"window": None}, r"plan\.window: got None"),
         ({"stored": {}}, r"plan\.stored: got \{\}"),
         ({"goal": 0.05}, r"plan\.goal: got 0.05"),
-        ({"goal": 0.0}, r"plan\.goal: got 0.0"),
-        ({"goal": {"kl": 0.1}}, r"plan\.goal: got \{'kl'"),
         ({"wanted": None}, r"plan\.wanted: got None"),
-        ({"wanted": "page"}, r"plan\.wanted: got 'page'"),
         ({"wanted": ["page"]}, r"plan\.wanted: got 'page'"),
-        ({"wanted": entry(0)}, r"plan\.wanted: got Entry"),
         ({"costs": "costs.json"}, r"plan\.costs: got 'costs.json'"),
         ({"uncertified": "no"}, r"plan\.uncertified: got 'no'"),
         ({"forming": 1}, r"plan\.forming: got 1"),
@@ -55,8 +51,9 @@ def test_an_iterator_of_entries_is_planned():
     assert not plan(Window.empty(COSTS), [], **given).edits
 
 
-@pytest.mark.parametrize("bound", [math.nan, math.inf, -1, 10**400, True, "0.1"])
-@pytest.mark.parametrize("word", ["kl", "flips", "bytes", "seconds"])
+@pytest.mark.parametrize(
+    ("word", "bound"), [("kl", math.nan), ("flips", -1), ("bytes", 10**400), ("seconds", math.inf), ("kl", "0.1")]
+)
 def test_bounds_are_finite_numbers(word: str, bound: Any):
     with pytest.raises(PlanError, match=rf"goal\.{word}: got .*; expected a number >= 0"):
         Goal(**{word: bound})

@@ -1,18 +1,16 @@
 """Plans on executors and stores: what they predict is what is executed."""
 # pyright: reportArgumentType=false
 
-import dataclasses
-from typing import Any
-
 import numpy as np
+import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.plan import DeviceCosts, Goal, PatchInventory, Rates, plan
-from kvpatch_jax.window import PatchNote
 from tests.kvpatch_jax.window_drill import Drill
 from tests.kvpatch_jax.window_oracle import added
 
 
+@pytest.mark.slow
 def test_executed_plans_cost_what_they_predicted():
     """Recalled by a patch, bare, by a forward; turned; a new one: against plain prefills, and the ledger."""
     drill = Drill("gqa")
@@ -65,63 +63,7 @@ def test_executed_plans_cost_what_they_predicted():
     assert drill.window.as_promised
 
 
-class DictStore:
-    """A store in memory."""
-
-    def __init__(self):
-        self.chunks, self.patches = {}, []
-
-    def get(self, id: str, backbone: str, *, lead: str | None = None) -> kvp.Chunk | None:
-        return self.chunks.get(id)
-
-    def put(self, chunk: kvp.Chunk) -> None:
-        self.chunks[chunk.id] = chunk
-
-    def put_patches(self, patches: list[kvp.Patch]) -> None:
-        self.patches += patches
-
-    def get_patches(self, served: Any) -> list[kvp.Patch]:
-        same = [each for each in self.patches if each.metadata.chunk == served.chunk]
-        same = [each for each in same if each.metadata.orbit == served.orbit]
-        return [each for each in same if each.metadata.behind.difference(served.behind, served.orbit) is None]
-
-
-def test_patches_of_a_store_are_looked_up_and_fetched():
-    """Orbit patches too, and what is fetched is counted as it was predicted."""
-    drill = Drill("gqa", host=False, store=None)
-    for id in ("c0", "c1", "c2", "c4"):
-        drill.append(id)
-    drill.evict("c4")
-    store = DictStore()
-    drill.paged.store = store
-    made = drill.patch("c4")
-    wanted = [piece.entry for piece in drill.window.pieces] + [drill.make("c4")]
-    orbit = kvp.Patch(
-        made.factors,
-        dataclasses.replace(
-            made.metadata,
-            orbit=True,
-            antecedent=made.metadata.behind.sorted().ids,
-            members=made.metadata.behind.sorted().members,
-        ),
-    )
-    stock = PatchInventory.of(store, drill.backbone)
-    assert plan(drill.window, wanted, stored=stock, uncertified=True).chunks[-1].point == "prefill"
-    store.put_patches([orbit])
-    store.put(drill.chunks["c4"])
-    quick = DeviceCosts("a desk", None, {"Prefill": Rates(1.0)})
-    planned = plan(drill.window, wanted, stored=stock, uncertified=True, costs=quick, executor=drill.paged)
-    assert planned.chunks[-1].point == "orbit"
-    assert planned.chunks[-1].patch == PatchNote.of(orbit).digest
-    drill.paged.forget("c4")
-    planned = plan(drill.window, wanted, stored=stock, uncertified=True, costs=quick, executor=drill.paged)
-    planned.provide(drill.paged)
-    place = len(drill.model.parts)
-    drill.model.place("c4", drill.tokens["c4"], place, added(drill.chunks["c4"], orbit))
-    drill.do((planned.window, planned.edits))
-    assert [type(edit).__name__ for edit in planned.edits] == ["Fetch", "Fetch", "ApplyPatch"]
-
-
+@pytest.mark.slow
 def test_an_updated_patch_is_valid_behind_the_changed_antecedent():
     drill = Drill("gqa")
     for id in ("c0", "c1", "c2"):

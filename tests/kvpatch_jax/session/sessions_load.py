@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import time
 from typing import Any
 
 import numpy as np
@@ -36,15 +35,13 @@ class Agent:
     """A window that is added to, slid, asked about, forked.
 
     Attributes:
-      done: acts. said: what every answer was. first, between: seconds until first tokens, and between tokens.
+      done: acts. said: what every answer was.
     """
 
     shared: Any
     number: int
     done: int = 0
     said: list[list[int]] = dataclasses.field(default_factory=list)
-    first: list[float] = dataclasses.field(default_factory=list)
-    between: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.backbone: Any = self.shared.backbone
@@ -71,23 +68,19 @@ class Agent:
     def ask(self, number: int = 0, steps: int = 5, window: Window | None = None, read: int | None = None) -> list[int]:
         """Asks, and reads at most so many tokens."""
         sampling, key = (Sampling(0.9, 0.8), number) if number % 3 == 0 else (Sampling(), None)
-        begun = time.perf_counter()
         there = self.window if window is None else window
         answer: Any = self.shared.answer(there, question_of(self.backbone, number), None, steps, sampling, key, ())
         found: list[int] = []
         for piece in answer:
-            now = time.perf_counter()
-            (self.between if found else self.first).append(now - begun)
-            begun = now
             found.append(int(piece.ids[0]))
             if len(found) == read:
                 answer.close()
                 break
         return found
 
-    def live(self, acts: int | None, until: float | None = None) -> None:
-        """Acts until it did so many, or there is no time; what it does depends on its number alone."""
-        while self.done != acts and (until is None or time.monotonic() < until):
+    def live(self, acts: int) -> None:
+        """Acts until it did so many; what it does depends on its number alone."""
+        while self.done != acts:
             self.done += 1
             number = self.done
             what = self.rng.choice(["add", "ask", "recall", "fork", "cancel"], p=[0.3, 0.4, 0.1, 0.1, 0.1])

@@ -145,24 +145,6 @@ def test_a_closed_session_takes_no_calls(session):
     assert "closed" in repr(session)
 
 
-def test_watchers_are_notified_of_events_after_they_happened(session):
-    events: list[Any] = []
-    session.watchers.append(lambda event, items: events.append(event))
-    session.add("w5 w6", id="system")
-    for step in range(4):
-        session.add(image_of(step), id=f"shot {step}")
-    session.ask(QUESTION, steps=1)
-    session.recall("shot 0")
-    with pytest.raises(SessionError):
-        session.recall("none")
-    branch = session.fork()
-    branch.evict("shot 0")
-    branch.close()
-    assert [event.op for event in events] == [*["add"] * 5, "ask", "recall", "fork", "evict", "close"]
-    assert events[6].chunk == "shot 0"
-    assert events[-1].session == events[7].branch == branch.name
-
-
 def test_a_certificate_of_other_weights_is_refused(backbone, session):
     from kvpatch_jax.plan import Certificate
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from session_cases import QUESTION, image_of, reader
+from session_cases import image_of, reader
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, SessionError
@@ -92,24 +92,6 @@ def test_a_session_gives_the_template_its_names(backbone, monkeypatch):
             assert session.config.around == ("", behind)
 
 
-def test_a_placeholder_is_a_text_of_that_message(backbone, prepared):
-    """Where an image left, its token ids are those of a message with the text in its place."""
-    content = [
-        {"type": "text", "text": ASKED},
-        {"type": "image", "image": image_of(1)},
-        {"type": "text", "text": ASKED},
-    ]
-    prompt = backbone.chat([{"role": "user", "content": content}])
-    expected = np.asarray(backbone.generate(backbone.embed(**prompt), 4, stop=()))[0].tolist()
-    with kvp.Session(backbone, keep=1, chat=True, placeholder=ASKED) as session:
-        session.add(image_of(0))
-        ids = prepared(backbone)
-        session.add(image_of(1))
-        assert list(session.ask(ASKED, steps=4, stop=()).ids) == expected
-        front = list(backbone.chat_frame().front)
-    assert sorted([*front, *ids]) == sorted(prompt["input_ids"][0].tolist())
-
-
 def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_path: Path):
     with pytest.raises(SessionError, match=r"got a chat template with 1 tokens between two images"):
         kvp.Session(checkpoint("llava", tmp_path), chat=True)
@@ -124,16 +106,6 @@ def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_
             kvp.Session(backbone, **{"chat": True, **wrong})
     with pytest.raises(SessionError, match=r"session\.chat: got a BackboneWithoutChat"):
         kvp.Session(BackboneWithoutChat(reader()), chat=True)
-
-
-def test_without_chat_nothing_is_added_to_a_question(prepared):
-    backbone = reader()
-    expected = backbone.prepare([kvp.Text(QUESTION)])["input_ids"][0].tolist()
-    with kvp.Session(backbone, keep=1) as session:
-        session.add(image_of(0))
-        ids = prepared(backbone)
-        session.ask(QUESTION, steps=1)
-    assert ids == expected
 
 
 class BackboneWithoutChat:

@@ -76,6 +76,7 @@ def test_exact_prefills_stay_exact_in_any_encoding(backbone):
     assert all(chunk.encoding is None for chunk in prefills)
 
 
+@pytest.mark.slow
 def test_auto_switches_once_its_budget_is_spent(backbone):
     images = tuple(range(5))
     whole = loop(backbone, MemoryStore(), images)[2]
@@ -110,20 +111,6 @@ def test_invalid_encodings_are_refused(backbone, unchecked):
         kvp.Session(backbone, encoding="k8v8", certificate=certificate)
     with pytest.raises(SessionError, match="certificate"):
         kvp.Session(backbone, certificate=0.05)
-
-
-def test_sessions_that_share_a_runtime_share_its_encoding(backbone, kept):
-    store = kept[2]
-    with kvp.Sessions(backbone, store, pages=64, encoding="k8v8", prefills=0) as sessions:
-        with pytest.raises(InputError, match="encoding"):
-            sessions.open(encoding="k4v4")
-        with sessions.open(uncertified=True) as session:
-            for number in (0, 1):
-                session.add(image_of(number))
-            assert session.stats().hits == 2
-            with pytest.raises(SessionError, match="k4v4"):
-                kvp.Session(backbone, runtime=session.runtime, branch="other", encoding="k4v4")
-            kvp.Session(backbone, runtime=session.runtime, branch="same", encoding="k8v8").close()
 
 
 def test_a_saved_session_keeps_its_encoding(backbone, kept, tmp_path):

@@ -37,7 +37,7 @@ def visit(backbone: Any, store: Any, order: list[int], **options: Any) -> tuple[
 ORDER = [0, 1, 2, 3, 4, *(random.Random(0).randrange(5) for _ in range(12))]
 
 
-@pytest.mark.parametrize("promise", ["remember", "forget"])
+@pytest.mark.parametrize("promise", ["remember", pytest.param("forget", marks=pytest.mark.slow)])
 def test_a_session_that_starts_again_computes_no_chunk_twice(backbone, tmp_path, promise):
     with kvp.ChunkStore(tmp_path) as store:
         first, fidelities, _ = visit(backbone, store, ORDER, promise=promise)
@@ -59,15 +59,6 @@ def test_another_order_is_not_taken_for_the_same_history(backbone, tmp_path):
     assert again == fidelities
     for one, other in zip(alone, after, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
-
-
-def test_a_pool_of_another_dtype_has_prefills_of_its_own(backbone, tmp_path):
-    with kvp.ChunkStore(tmp_path) as store:
-        visit(backbone, store, [0, 1, 2], dtype="float32")
-        stats = visit(backbone, store, [0, 1, 2], dtype="bfloat16")[2]
-        assert stats.forwards == 2
-        stats = visit(backbone, store, [0, 1, 2], dtype="bfloat16")[2]
-        assert stats.forwards == 0
 
 
 def test_no_prefill_is_stored_beyond_the_bytes_that_are_given(backbone, tmp_path):
@@ -155,18 +146,6 @@ def test_what_follows_an_approximate_chunk_is_approximate(backbone, tmp_path):
             assert str(session.ask(QUESTION, steps=1)) is not None
 
 
-def test_a_restored_chunk_of_token_ids_has_no_tower(backbone, tmp_path):
-    with kvp.ChunkStore(tmp_path / "store") as store:
-        with kvp.Session(backbone, store, keep=2) as session:
-            for number in range(3):
-                session.add([5 + number, 9, 11], kind="chunk", id=f"chunk {number}")
-            session.save(tmp_path / "session", kv=False)
-        with kvp.Session.restore(tmp_path / "session", backbone, store) as session:
-            session.recall("chunk 1")
-            session.add([30, 31], kind="chunk")
-            assert len(session) == 3
-
-
 def stored_behind(backbone: Any, store: Any, order: list[int]) -> tuple[str, str, dict[str, str]]:
     """Stores what a forward of the last image leaves behind the others. Returns its name, front and keys."""
     with kvp.Session(backbone, store, keep=4) as session:
@@ -201,20 +180,6 @@ def test_a_mean_over_histories_with_one_nearest_chunk_serves_before_each_of_them
             piece = session.window.piece(name)
             assert piece.ways == (("mean", 0),)
             assert piece.state.patch == means[2]
-
-
-def test_the_same_pieces_in_another_order_are_nearer_than_a_mean(backbone, tmp_path):
-    with kvp.ChunkStore(tmp_path) as store:
-        visit(backbone, store, [0, 1, 4, 2, 3], uncertified=True, rank=0)  # 3 behind 0, 4 and 2: one has left
-        stored_behind(backbone, store, [0, 1, 4, 2])
-        stored_behind(backbone, store, [0, 5, 4, 2])
-        with kvp.Session(backbone, store, keep=4, uncertified=True, rank=0) as session:
-            name = [session.add(image_of(number)) for number in (0, 4, 5, 2)][-1]
-            assert session.window.piece(name).ways == ()
-        with kvp.Session(backbone, store, keep=4, uncertified=True, rank=0) as session:
-            stored_behind(backbone, store, [0, 5, 1, 4, 2])
-            name = [session.add(image_of(number)) for number in (0, 1, 5, 4, 2)][-1]
-            assert session.window.piece(name).ways == (("moved", 0),)
 
 
 def test_what_is_stored_of_a_prefill_is_counted(backbone, tmp_path):

@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from session_cases import QUESTION, image_of
 from window_oracle import tiny
@@ -13,7 +12,7 @@ from window_oracle import tiny
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
-from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, RankChoice, Rates
+from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, RankChoice, Rates
 from kvpatch_jax.session import RetrievalQuery
 from kvpatch_jax.store import ExactRetriever, Linker, StaticLibrary
 from tests.compilations import compilations
@@ -68,28 +67,7 @@ def test_exact_data_is_read_from_the_store_and_no_unusable_patch_is_formed(backb
     assert after.audit.as_promised
 
 
-def test_a_towers_output_that_does_not_fit_its_image_is_replaced(backbone, tmp_path, monkeypatch):
-    """Whoever put it there, the image is shown as it is, and the next session finds what fits."""
-    with kvp.ChunkStore(tmp_path / "store") as own:
-        for number in range(4):
-            id = chunk_id(backbone.fingerprint, image_of(number))
-            own.put_encoder(id, backbone.fingerprint, np.zeros((1, 3, 5), np.float32))
-        (first, before, towers), (second, after, again) = (loop(backbone, own, monkeypatch) for _ in range(2))
-    assert (first.encoded, towers) == (0, 3)
-    assert (second.encoded, again) == (3, 0)
-    assert after.ids == before.ids
-
-
-def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
-    with kvp.ChunkStore(tmp_path / "store") as own:
-        first, second, larger = (
-            loop(backbone, own, monkeypatch, rank=rank, prefills=0)[0].formed for rank in (2, 2, 3)
-        )
-    assert (first.patches, first.skipped) == (2, 0)
-    assert (second.patches, second.forwards, second.skipped) == (0, 0, 2)
-    assert larger.patches == 2, "those of a smaller rank are formed again"
-
-
+@pytest.mark.slow
 def test_patches_are_formed_for_sessions_that_may_serve_them(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
         assert loop(backbone, own, monkeypatch, rank=0, prefills=0, uncertified=True)[0].formed.patches == 0
@@ -145,6 +123,7 @@ def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, stor
             assert session.window.as_promised == (said is not None)
 
 
+@pytest.mark.slow
 def test_chunks_deleted_from_the_store_are_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
     with (
         kvp.ChunkStore(tmp_path / "store") as own,
@@ -178,21 +157,6 @@ def test_chunks_deleted_from_the_store_are_prefilled_or_refused(backbone, tmp_pa
             with pytest.raises(SessionError, match="given again"):
                 forgetful.recall(name)
             assert forgetful.window == before
-
-
-def test_a_goal_without_a_certificate_is_as_promised(backbone, store):
-    with kvp.Session(backbone, store, keep=1, rank=0, goal=Goal()) as session:
-        session.add(image_of(0))
-        name = session.add(image_of(1))
-        assert session.fidelity(name) == "exact"
-        assert session.plan().as_promised
-    with kvp.Session(backbone, store, keep=2, rank=0, promise="forget") as session:
-        for step in range(4):
-            session.add(image_of(step))
-        assert {session.fidelity(name) for name in session.ids} == {"exact"}  # survivors are prefilled again
-        audited = session.ask(QUESTION, steps=2, audit=True)
-        assert audited.kl is not None
-        assert audited.kl < 1e-8
 
 
 # ------------------------------------------------------------------------------------------------------ files
