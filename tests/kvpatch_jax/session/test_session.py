@@ -75,6 +75,7 @@ def test_recall_by_name_fails_and_changes_nothing_once_the_content_is_discarded(
         assert session.ids[-1] == "first"
 
 
+@pytest.mark.slow
 def test_texts_leave_with_the_chunk_behind_them(session):
     session.add("w5 w6", id="system")
     for step in range(3):

@@ -80,6 +80,7 @@ def test_an_answer_may_be_closed_and_read_by_several_threads(session):
     assert found == [shared.ids] * 4
 
 
+@pytest.mark.slow
 def test_an_audit_measures_the_difference_from_a_reprefill(session):
     for step in range(3):
         session.add(image_of(step))

@@ -118,6 +118,7 @@ def test_a_trace_says_what_took_whose_place(backbone):
     ]
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_placed_leaves_everything_as_it_was(backbone):
     with kvp.Session(backbone, None, 2, lead=LEAD, placeholder=LEFT, pages=10, page_size=16) as session:
         add_steps(session, 0, 1)

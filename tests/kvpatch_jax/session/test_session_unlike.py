@@ -69,6 +69,7 @@ def test_images_that_slide_and_change_places_are_served_as_they_were_computed(ba
         assert answer is not None
 
 
+@pytest.mark.slow
 def test_an_images_tokens_see_each_other_in_its_chunk_as_in_the_prompt(exact: Any):
     """KV(image) alone equals its KV at the front of any prompt; in causal order it would be another."""
     tokens = exact.embed(**exact.prepare([image_of(0)]))

@@ -161,6 +161,7 @@ def test_dropping_an_answer_releases_its_slots_before_the_next_token(sessions):
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
 
+@pytest.mark.slow
 def test_an_answer_ignores_later_edits_of_its_window(sessions):
     """The window slides and is compacted while the answer is decoded: what it reads was copied on write."""
     shared, agent = sessions.shared, agents_of(sessions, 1, pieces=3)[0]
