@@ -62,9 +62,6 @@ class Rules:
       rank_kinds, rank_tolerance: a rank is sufficient that is within the tolerance of re-prefill on all these kinds.
       beating_kinds, beating_tolerance, axes: what it takes to beat the patch (`results.dominance`).
       verdicts: the bars of the comparison with the paper, by name.
-      modality: of `--suite=modality`: sizes, questions, arms; a modality shows a gap where blind reuse loses so much
-        accuracy on the shown kind by every seed's interval, and it recovers where a patch of the shown rank closes so
-        much of KL; a kind shows none where it loses less than `no_gap`; claims take so many seeds.
       arms: their settings.
     """
 
@@ -85,7 +82,6 @@ class Rules:
     beating_tolerance: float
     axes: tuple[str, ...]
     verdicts: Mapping[str, Any]
-    modality: Mapping[str, Any]
     arms: ArmRules
 
 

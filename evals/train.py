@@ -26,11 +26,9 @@ from jaxtyping import Array
 
 from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, save
-from models.inputs.mel import MelConfig
 
 from .command_line import errors_as_one_line
 from .documents_task.task_spec import DOCUMENTS_TRAINING
-from .modality.training import MODALITY_TRAINING
 from .sheets_task.training import SHEETS_TRAINING
 from .small_task.instances import INSTANCES
 from .small_task.training import (
@@ -47,7 +45,6 @@ TASKS: dict[str, TrainingTask] = {
     "small": SMALL_TRAINING,
     "sheets": SHEETS_TRAINING,
     "documents": DOCUMENTS_TRAINING,
-    "modality": MODALITY_TRAINING,
 }
 Tally = dict[str, list[tuple[float, float]]]
 """By name of a curve: sums and counts since its last line."""
@@ -82,14 +79,14 @@ class Trainer:
         self.optimiser = make_optimiser(recipe)
         # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.
         self.state, self.moments = jax.device_put((state, jax.jit(self.optimiser.init)(state)), jax.local_devices()[0])
-        self.plans: dict[str, dict[str, Array] | None] = {}
+        self.plans: dict[str, dict[str, Array]] = {}
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
         self.checkpoints = ocp.CheckpointManager(
             (folder / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
 
-    def _update(self, state: Any, moments: Any, batch: dict[str, Any], plan: dict[str, Array] | None) -> Any:
+    def _update(self, state: Any, moments: Any, batch: dict[str, Any], plan: dict[str, Array]) -> Any:
         def whole(state: Any) -> Any:
             return self.task.loss(nnx.merge(self.graph, state), batch, plan, self.recipe)
 
@@ -155,15 +152,12 @@ class Trainer:
                     self.save()
 
     def backbone(self) -> ModelBackbone:
-        """Makes the trained backbone with the task's image (or sound) settings and vocabulary."""
-        sounds = isinstance(self.images, MelConfig)
+        """Makes the trained backbone with the task's image settings and vocabulary."""
         return ModelBackbone(
             self.config,
             nnx.to_pure_dict(self.state),
-            None if sounds else self.images,
-            # Words for sounds are a task's last ones, which other backbones do not have.
+            self.images,
             make_tokenizer(self.task.words[: self.config.text.vocabulary]),
-            audio_config=self.images if sounds else None,
         )
 
 
@@ -208,8 +202,7 @@ def draw_curve(folder: Path, kinds: Sequence[str] = SMALL_TRAINING.recipe.kinds)
 
 
 _HELP = {
-    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl, qwen3_5; modality: "
-    "images, video, rendered, words, sound)",
+    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: qwen2_5_vl, qwen3_vl, qwen3_5)",
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
     "batch": "contexts per step",
@@ -232,9 +225,6 @@ _HELP = {
     "reading": "documents: steps at first that ask most of all what the page alone tells",
     "plain": "documents: the step until which all documents look alike",
     "varied": "documents: the step from which they vary in full",
-    "naming": "modality: weight of the loss of naming what cells show by the tower's features",
-    "decoder_of": "modality: words: the instance whose decoder they begin with, behind a first layer of their own",
-    "query_scale": "modality: of query projections at the start, against the key projections that they are copies of",
     "named_by_sight": "sheets: whether tokens that name something drawn start as the tower's mean features of it",
 }
 _DEFINE = {

@@ -61,7 +61,7 @@ def images_alone(
     """Prefills every image alone: the prefix's form, its tokens from position 0, and each image's own with its
     canonical, the page last.
     """
-    config, settings, count = backbone.config, spec.settings(backbone), len(contexts)
+    config, settings, count = backbone.config, backbone.image_config, len(contexts)
     form = spec.form_of(config, settings, contexts.size)
     ids, arrays = spec.inputs(config, settings, contexts)
     positions, _ = prefix_positions(form, np.ones((count, form.chunks), bool), np.zeros(count, int))

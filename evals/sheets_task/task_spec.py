@@ -53,10 +53,6 @@ class TaskSpec:
         """Finds the form that a backbone of this configuration and these image settings gives contexts of this size."""
         return _form_of(config, images, size, self.cell, self.titles)
 
-    def settings(self, backbone: Any) -> Any:
-        """Returns the settings of a backbone that `inputs` and `form_of` take."""
-        return backbone.image_config
-
     def inputs(self, config: Any, settings: Any, contexts: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Makes the token ids [B,T] of all chunks of every context, and the arrays that a tower takes beside them."""
         form = self.form_of(config, settings, contexts.size)

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from kvpatch_jax.errors import ConfigError
 from models import load
 from models.decoder.linear_attention import LinearAttention
+from models.families.family import pixels_of
 
 from ..small_task.prefix import branches, pack
 from ..small_task.training import (
@@ -27,10 +28,8 @@ from ..small_task.training import (
     image_plan,
     run_branches,
     run_decoder,
-    run_tower,
     start_linear,
     tie_queries,
-    tower_inputs,
 )
 from ..trained import SHEETS as TRAINED
 from . import task
@@ -149,13 +148,9 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
     contexts = spec.sample(np.random.default_rng([recipe.seed, 2**31]), count, spec.sizes["4"], **recipe.drawn(0))
     ids, arrays = spec.inputs(config, settings, contexts)
     form = spec.form_of(config, settings, contexts.size)
-    batch = {"input_ids": ids, **tower_inputs(config, ids, arrays)}
+    batch = {"input_ids": ids, "pixel_values": pixels_of(arrays)}
     plan = image_plan(TrainingBatch(batch, np.zeros(0), np.zeros(0), arrays), config)
-    seen = run_tower(model, jax.tree.map(jnp.asarray, batch), plan)
-    # Words name themselves.
-    if seen is None:
-        return {}
-    features = np.asarray(seen[0])
+    features = np.asarray(model.encode(jnp.asarray(batch["pixel_values"]), plan)[0])
     features = features.reshape(count, -1, features.shape[-1])
 
     # Whatever else is drawn on an image (a title) stands in front of its cells. Sheets and page are centred apart, so
@@ -176,7 +171,7 @@ def _features_by_name(model: Any, recipe: SheetsRecipe, spec: TaskSpec, count: i
 
 
 def loss_of(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array] | None, recipe: SheetsRecipe, spec: TaskSpec = SHEETS
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], recipe: SheetsRecipe, spec: TaskSpec = SHEETS
 ) -> tuple[Array, dict[str, Array]]:
     """Computes the mean cross-entropy of all answer tokens; and parts for the curve.
 
@@ -217,20 +212,18 @@ def draw_batch(recipe: SheetsRecipe, step: int, spec: TaskSpec = SHEETS) -> Trai
 
     form = spec.form_of(config, settings, contexts.size)
     ids, arrays = spec.inputs(config, settings, contexts)
-    # A chunk of several sheets is there whole.
-    here = shown[:, : form.chunks - 1]
     batch = {
-        **pack(form, questions.ids, questions.own, questions.step, shown=here, sees=sees, start=start),
+        **pack(form, questions.ids, questions.own, questions.step, shown=shown, sees=sees, start=start),
         "answer": questions.answer,
     }
     batch["input_ids"][:, : form.prefix_tokens] = ids
     if config.text.layout.parts:
         batch |= branches(form, questions.own)
-    batch |= tower_inputs(config, batch["input_ids"], arrays)
+    batch["pixel_values"] = pixels_of(arrays)
     if recipe.proportions:
         shares = task.fill_shares(contexts, questions, shown, spec.vocabulary.ink)
         batch["fills"] = shares * (step < recipe.proportions)
-    return TrainingBatch(batch, questions.kind[questions.own], questions.answer >= 0, arrays, name, sees, contexts)
+    return TrainingBatch(batch, questions.kind[questions.own], questions.answer >= 0, arrays, name, sees)
 
 
 def training_of(spec: TaskSpec, recipe: type[SheetsRecipe]) -> TrainingTask:

@@ -19,7 +19,7 @@ from kvpatch_jax.core import compose, to_engine, transition_of
 from models.decoder.attention import GroupedAttention, LatentAttention
 from models.decoder.config import DecoderConfig
 from models.decoder.linear_attention import LinearAttention
-from models.families.family import embed_tokens, pixels_of, placeholders
+from models.families.family import embed_tokens, placeholders
 
 from . import sequences, task
 from .instances import Instance, instance
@@ -60,7 +60,6 @@ class TrainingBatch(NamedTuple):
     batch: packed arrays, for the jitted step. kinds: of each answer, [N] or [B,N]. asked: bool [B,N], answers that
     count. images: all that the processor made. size: name of the contexts' size; batches of one size have one form.
     sees: bool [B,N], whether they may look at what is in front of the page; None: the curve does not tell them apart.
-    contexts: what was drawn, for a task that adds to the batch.
     """
 
     batch: dict[str, Any]
@@ -69,7 +68,6 @@ class TrainingBatch(NamedTuple):
     images: dict[str, np.ndarray]
     size: str = ""
     sees: np.ndarray | None = None
-    contexts: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,27 +89,10 @@ class TrainingTask:
     loss: Callable[[Any, dict[str, Any], dict[str, Array] | None, Any], tuple[Array, dict[str, Array]]]
 
 
-def tower_inputs(config: Any, input_ids: np.ndarray, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Picks what a batch brings its tower: "pixel_values", or "sounds" cut into chunks; nothing for a batch of text."""
-    if "input_features" in arrays:
-        return {"sounds": config.family.audio.plan(config, input_ids, arrays)["inputs"]}
-    pixels = pixels_of(arrays)
-    return {} if pixels is None else {"pixel_values": pixels}
-
-
-def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array] | None:
-    """Makes what the tower needs beside pixels or sounds, the same for every batch of one size; None for text."""
-    family = config.family
-    medium = family.audio if "sounds" in drawn.batch else family.vision
-    plan = medium.plan(config, drawn.batch["input_ids"], drawn.images)
-    return None if plan is None else {name: jnp.asarray(part) for name, part in plan.items() if name != "inputs"}
-
-
-def run_tower(model: Any, batch: dict[str, Any], plan: dict[str, Array] | None) -> Array | None:
-    """Runs the tower of images or that of sounds over a batch; returns its features [n,E,D], None for text."""
-    if "sounds" in batch:
-        return model.encode_audio(batch["sounds"], plan)
-    return model.encode(batch["pixel_values"], plan) if "pixel_values" in batch else None
+def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array]:
+    """Makes what the tower needs beside pixels, the same for every batch of one size."""
+    plan = config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images)
+    return {name: jnp.asarray(part) for name, part in plan.items() if name != "inputs"}
 
 
 def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConfig) -> None:
@@ -135,10 +116,10 @@ def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConf
 
 
 def run_decoder(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array] | None, hidden_at: tuple[int, ...] = ()
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], hidden_at: tuple[int, ...] = ()
 ) -> tuple[Array, dict[int, Array]]:
     """Runs tower and decoder over a batch; returns the last residual [B,T,D], and those that enter some layers."""
-    features = run_tower(model, batch, plan)
+    features = model.encode(batch["pixel_values"], plan)
     hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
     deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
     state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=hidden_at, deepstack=deepstack)
@@ -163,7 +144,7 @@ def start_linear(attention: LinearAttention) -> None:
     attention.decay_bias[...] = jnp.broadcast_to(jnp.log(jnp.expm1(decay)), attention.decay_bias.shape)
 
 
-def run_branches(model: Any, batch: dict[str, Array], plan: dict[str, Array] | None) -> Array:
+def run_branches(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> Array:
     """Runs tower and decoder where layers have linear attention; returns the questions' last residual [B,N,D].
 
     A mask means nothing to such a layer. So the prefix is run in two stretches, what is in front of the page and the
@@ -175,7 +156,8 @@ def run_branches(model: Any, batch: dict[str, Array], plan: dict[str, Array] | N
     n tokens at most.
     """
     decoder, layout = model.decoder, model.config.text.layout
-    hidden, _ = embed_tokens(decoder, batch["input_ids"], run_tower(model, batch, plan), placeholders(model.config))
+    features = model.encode(batch["pixel_values"], plan)
+    hidden, _ = embed_tokens(decoder, batch["input_ids"], features, placeholders(model.config))
     positions, mask, columns = batch["positions"], batch["mask"][:, 0], batch["columns"]
     count, questions = len(hidden), len(columns)
     prefix = hidden.shape[1] - batch["rows"].shape[0]
@@ -300,7 +282,7 @@ AUXILIARY = (
 
 
 def loss_of(
-    model: Any, batch: dict[str, Any], plan: dict[str, Array] | None, recipe: SmallTaskRecipe
+    model: Any, batch: dict[str, Any], plan: dict[str, Array], recipe: SmallTaskRecipe
 ) -> tuple[Array, dict[str, Array]]:
     """Computes the question cross-entropy plus the weighted mean auxiliary loss; and parts for the curve.
 

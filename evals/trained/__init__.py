@@ -12,8 +12,6 @@ SHEETS = ROOT / "sheets"
 architectures lie beside it, in sheets_qwen3_vl and, hybrids, sheets_qwen3_5."""
 DOCUMENTS = ROOT / "documents"
 """Instances of the documents task (`evals.documents_task`), each a directory of its own."""
-MODALITY = ROOT / "modality"
-"""Instances of the modality suite (`evals.modality`), by modality and training seed."""
 MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
 
 
