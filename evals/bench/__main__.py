@@ -12,7 +12,6 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
-  parallel_prefill   chunk-parallel prefill beside ring attention on four host devices: seconds, bytes, FLOPs
   hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states, bytes of a
                      chunk by its length, programs at 9B's shape
   backbones          prefill and decode of every family, beside transformers with --torch-python
@@ -21,8 +20,6 @@ Of answers, and of what follows from configurations alone:
 
   window_pretrained  the sliding window on SmolLM2-135M, in parts
   needs              what Session.needs reports of a chunk, beside prefilling the window without it
-  sizes              memory and least time of released checkpoints
-  mesh_sizes         bytes of released checkpoints on each of eight TPUs, by the compiler
 """
 
 from .. import extra as extra  # isort: split
@@ -41,11 +38,8 @@ from . import (
     encoded,
     hybrid,
     kernels,
-    mesh_sizes,
     needs,
-    parallel_prefill,
     sessions,
-    sizes,
     store,
     window,
     window_pretrained,
@@ -60,12 +54,9 @@ BENCHMARKS = {
         costs.BENCHMARK,
         hybrid.BENCHMARK,
         kernels.BENCHMARK,
-        mesh_sizes.BENCHMARK,
         needs.BENCHMARK,
         kernels.FACTORISATION,
-        parallel_prefill.BENCHMARK,
         sessions.BENCHMARK,
-        sizes.BENCHMARK,
         store.BENCHMARK,
         window.BENCHMARK,
         window_pretrained.BENCHMARK,
@@ -89,10 +80,6 @@ flags.DEFINE_bool(
     "random model of Qwen2-0.5B's shape too (a quarter of an hour, 6 GB). costs: on one of Qwen2-0.5B's shape.",
 )
 flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
-flags.DEFINE_enum(
-    "device", "h200", ["h200", "v5e", "cpu"], "sizes: what programs are compiled for; no such device is needed."
-)
-flags.DEFINE_list("checkpoints", None, "sizes, mesh_sizes: only these released checkpoints.")
 flags.DEFINE_string(
     "checkpoint",
     None,
@@ -107,7 +94,7 @@ flags.DEFINE_enum("fill", "direct", ["direct", "put"], "store: how a root is fil
 flags.DEFINE_bool(
     "quick",
     False,
-    "For a preview, not for measurements: tiny sizes; sizes: compiles nothing. Not for backbones, kernels.",
+    "For a preview, not for measurements: tiny sizes. Not for backbones, kernels.",
 )
 flags.DEFINE_bool(
     "busy",

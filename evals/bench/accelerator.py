@@ -119,7 +119,7 @@ def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
-    """Adds the ratios that need two parts: the XLA path, torch.compile, and the prefill over ours."""
+    """Adds the ratios that need two parts: the XLA path and torch.compile over ours."""
     results = {name: dict(result) for name, result in results.items()}
 
     def timed_rows(part: str) -> list[Row]:
@@ -131,10 +131,6 @@ def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
             case = (row["operation"], row["case"])
             if case in other:
                 row[column] = other[case] / row["microseconds"]
-
-    for prefill in timed_rows("prefill")[:1]:
-        for row in timed_rows("factorise"):
-            row["share of the prefill"] = row["microseconds"] / prefill["microseconds"]
     return results
 
 

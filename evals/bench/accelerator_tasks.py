@@ -61,7 +61,6 @@ PARTS = {
     "bandwidth_xla": BenchPart("accelerator_timings", "bandwidth", "xla"),
     "torch": BenchPart("accelerator_torch", "compiled"),
     "factorise": BenchPart("accelerator_timings", "factorisation"),
-    "prefill": BenchPart("accelerator_prefill", "prefill", limit=240.0),
     "numerics_xla": BenchPart("accelerator_numerics", "numerics", "xla"),
 }
 """In the order in which they run: first what would serve a wrong answer, then what a kernel is for."""

@@ -178,13 +178,12 @@ def test_ratios_of_two_parts_are_in_the_report():
         "bandwidth_xla": {"tiny": False, "rows": [row | {"microseconds": 20.0}]},
         "torch": {"tiny": False, "rows": [row | {"microseconds": 15.0}]},
         "factorise": {"tiny": False, "rows": [{"case": "randomised", "microseconds": 5.0}]},
-        "prefill": {"tiny": True, "rows": [{"case": "b", "microseconds": 50.0}]},
     }
-    text = accelerator.report(accelerator.with_comparisons(found), ["prefill: stopped"])
+    text = accelerator.report(accelerator.with_comparisons(found), ["torch: stopped"])
     assert "| rotate_patch | gpu | a | 10 | 2 | 1.5 |  |" in text
-    assert "| randomised | 5 | 0.1 |" in text
+    assert "| randomised | 5 |" in text
     assert "too narrow" in text
-    assert text.endswith("- prefill: stopped\n")
+    assert text.endswith("- torch: stopped\n")
 
 
 @pytest.mark.slow
@@ -198,7 +197,6 @@ def test_every_part_is_written_by_the_one_command(whole):
     assert all(row["microseconds"] > 0 for row in results["bandwidth_xla"]["rows"])
     assert all("skipped" in row for row in results["bandwidth"]["rows"])
     assert [row["case"] for row in results["factorise"]["rows"]] == ["randomised", "full SVD"]
-    assert results["prefill"]["rows"][0]["microseconds"] > 0
     text = (out / "accelerator.md").read_text()
     assert all(f"## {name}" in text for name in accelerator.PARTS)
     assert "Nothing went wrong." in text

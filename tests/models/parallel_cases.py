@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from evals.bench.checkpoints import qwen2_config, random_backbone, tiny_config
-from evals.bench.collectives import exchanged_bytes, read_collectives
-from evals.bench.parallel_prefill import ParallelShapes, parallel_programs
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
 from kvpatch_jax.errors import KVPatchError
@@ -199,28 +197,6 @@ def budgets() -> dict[str, Any]:
         facts[reading] = {"error": difference(read.scores, expected["scores"])}
         facts[reading] |= {"same_tokens": bool(np.array_equal(read.chosen, expected["chosen"]))}
     return facts
-
-
-def traffic() -> dict[str, Any]:
-    """Bytes that devices exchange, of grouped heads (two queries for each key) and an even selection; nothing runs."""
-    apart, shared = (ParallelShapes(tokens=2048, kv_heads=4, share_first=share) for share in (False, True))
-    return {"apart": traffic_of(apart), "shared": traffic_of(shared)}
-
-
-def more_traffic() -> dict[str, Any]:
-    """The same where all that is selected lies at the end, with one query for each key, and with four."""
-    return {
-        "skewed, shared": traffic_of(ParallelShapes(tokens=2048, kv_heads=4, share_first=True, selection="last")),
-        "skewed, multi-head": traffic_of(ParallelShapes(tokens=2048, kv_heads=8, selection="last")),
-        "four queries, shared, 8192": traffic_of(ParallelShapes(tokens=8192, kv_heads=2, share_first=True)),
-    }
-
-
-def traffic_of(shapes: ParallelShapes) -> dict[str, Any]:
-    """Bytes that a device sends in each of the programs, compiled for a 512-wide decoder of four layers."""
-    programs = {part: program.lower().compile().as_text() for part, program in parallel_programs(shapes).items()}
-    facts: dict[str, Any] = {part: exchanged_bytes(text) for part, text in programs.items()}
-    return facts | {"kinds": sorted({each.kind for each in read_collectives(programs["ring"])})}
 
 
 def refusals() -> dict[str, str]:
