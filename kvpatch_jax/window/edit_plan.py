@@ -204,7 +204,8 @@ class EditPlan:
         otherwise discards it. Returns whether the edits are planned so.
         """
         # It is that piece if it was decoded at this place, in this length and behind the very pieces that are there.
-        answer, edit = self.table.answers[self.window.branch], edits[0] if len(edits) == 1 else None
+        answer, forwards = self.table.answers[self.window.branch], [e for e in edits if not isinstance(e, Compose)]
+        edit = forwards[0] if len(forwards) == 1 else None
         if isinstance(edit, Prefill) and edit.id == answer.piece.id and edit.id in self.window:
             wanted = self.window.piece(edit.id)
             same = (wanted.start, wanted.entry.tokens) == (answer.piece.start, answer.piece.length)

@@ -15,6 +15,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import fold
 from kvpatch_jax.errors import NotFiniteError
 from kvpatch_jax.window import (
+    Compose,
     Entry,
     Prefill,
     placed,
@@ -213,7 +214,7 @@ def test_a_decoded_answer_becomes_a_piece_without_a_forward(parts: tuple[int, in
 
     drill.model.place("said", said, 2)
     window, edits = drill.window.append(Entry("said", None, count, count, "text"))
-    assert [type(edit) for edit in edits] == [Prefill]
+    assert [type(edit) for edit in edits] == [Compose, Prefill]
     counted = drill.paged.run(window, edits)
     assert not counted.of("Prefill").launches
     drill.windows[""] = window
