@@ -14,7 +14,7 @@ from kvpatch_jax.plan import DEFAULT_KL, Certificate
 
 from ..probes.window.image_sequence import KV, AgentLoop, ImageSequence, cut, read_behind
 from .certification_run import CertificationRun
-from .other_histories import likenesses, stored_pieces
+from .other_histories import LIKENESSES, stored_pieces
 from .scores import rounded
 from .serving_modes import padded_to_chunk, patched_kv, room_of
 from .window_sources import WindowBatch
@@ -27,12 +27,12 @@ DRAWS = 4
 
 
 def mixture_goals(certificate: Certificate, size: int) -> list[float]:
-    """Returns the bounds that mixtures are tested at, descending: of stored prefills by likeness, and the default one.
+    """Returns the bounds that mixtures are tested at, descending: of "near", and the default one.
 
     Args:
       size: chunks of the windows.
     """
-    bounds = [DEFAULT_KL, *(certificate.bound(point, behind=size - 1) for point in ("seen", "near"))]
+    bounds = [DEFAULT_KL, certificate.bound("near", behind=size - 1)]
     return sorted({rounded(bound) for bound in bounds if bound}, reverse=True)
 
 
@@ -92,7 +92,7 @@ class Mixer:
 
 def _methods(certificate: Certificate, ranks: Sequence[int], size: int, goal: float) -> list[Method]:
     """Returns a prefill, and every method that a whole window may be served in."""
-    methods = [("bare", 0), *((likeness, 0) for likeness in likenesses(size)), *(("stored", rank) for rank in ranks)]
+    methods = [("bare", 0), *((likeness, 0) for likeness in LIKENESSES), *(("stored", rank) for rank in ranks)]
     within = []
     for point, rank in methods:
         bound = certificate.bound(point, rank, behind=size - 1)

@@ -21,7 +21,7 @@ from kvpatch_jax.window import Promise
 
 from ..arms import leading
 from ..probes.window.image_sequence import KV, AgentLoop, Image, ImageSequence, bucket, cut, filled, on_host
-from .other_histories import StoredPieces, likenesses, stored_pieces
+from .other_histories import LIKENESSES, StoredPieces, stored_pieces
 from .window_sources import WindowBatch
 
 RANKS = (4, 8, 16, 32, 64)
@@ -31,7 +31,7 @@ ORDERS = 6
 """Largest number of orders that an orbit patch is formed of."""
 MOST_REPAIRED = 8
 """Chunks of a window that are repaired at most: each of them takes as long as a prefill behind the whole window."""
-OPTIONAL_POINTS = ("survivor", "orbit", "update", "fresh", "moved", "mean", "near", "seen", "repair")
+OPTIONAL_POINTS = ("survivor", "orbit", "update", "fresh", "mean", "near", "repair")
 """Points that a run may leave out; nothing is certified of them then."""
 
 
@@ -77,7 +77,7 @@ class ModeSet:
             "update": counts * ranks,
             "fresh": (counts - 1) * len(self.fresh_ranks),
             "repair": len(self.repaired(size)),
-            **dict.fromkeys(likenesses(size), counts),
+            **dict.fromkeys(LIKENESSES, counts),
         }
         forget = {"prefill": 1, "survivor": len(self.slides), "orbit": counts * ranks}
         return sum((2 if point in both else 1) * count for point, count in (both | forget).items() if self.has(point))
@@ -142,7 +142,7 @@ def served_batches(windows: WindowBatch, modes: ModeSet) -> Iterator[ServedBatch
     kept = slid_window(windows, len(windows.pieces), room)
 
     stored = []
-    if any(modes.has(likeness) for likeness in likenesses(len(windows.pieces))):
+    if any(modes.has(likeness) for likeness in LIKENESSES):
         stored = [own for own in stored_pieces(windows, room) if modes.has(own.likeness)]
     for promise in get_args(Promise):
         yield ServedBatch(windows, promise, kept, stored)

@@ -29,8 +29,6 @@ PATCHED = 0.5
 """Forwards over a piece that forming a patch amounts to."""
 REPAIRED = 3.0
 """Forwards over a piece that repairing one amounts to."""
-MOVED = 6.5
-"""Forwards that a piece behind others in another order takes on average."""
 BOUNDS = 6
 """Bounds that plans and mixtures are tested at."""
 
@@ -115,7 +113,6 @@ def _pieces(run: CertificationRun, spec: WindowSpec) -> float:
         "fresh": 2 * len(modes.fresh_ranks) * served * (1 + PATCHED),
         "repair": 2 * REPAIRED * sum(modes.repaired(size)),
         "near": 10.0 * size,
-        "moved": MOVED * size,
     }
     # Canonicals of the window and of what was there before, the windows that are kept, and patches.
     shared = size + run.source.sizes.most + 3 * size + 2 * PATCHED * size
@@ -125,7 +122,7 @@ def _pieces(run: CertificationRun, spec: WindowSpec) -> float:
 def _planned_pieces(run: CertificationRun, spec: WindowSpec) -> float:
     """Counts the forwards over one piece that plans and mixtures of a batch amount to."""
     size, half = spec.chunks, BOUNDS / 2
-    loaded, stored = size + run.source.sizes.most, (10.0 + MOVED) * size
+    loaded, stored = size + run.source.sizes.most, 10.0 * size
     planned, mixtures = half * (2 * size + READ), half * DRAWS * (size * PATCHED + READ)
     return loaded + stored + planned + mixtures
 

@@ -6,7 +6,7 @@ Keeps the rows that the page shows in docs/revisits.json, and draws the figure. 
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,8 @@ from ..results.tables import markdown_table
 from .figures import draw
 from .rows import COUNTS, OTHER, RevisitRows, Row
 from .served_visit import POINTS
-from .visits import FIRST, SAME, VISITS
-from .ways import (
-    BEFORE,
-    BEFORE_UNCERTIFIED,
-    COUNTED_WAYS,
-    DEFAULT,
-    NO_STORE,
-    STORED_WAYS,
-    UNCERTIFIED,
-    WAYS,
-)
+from .visits import SAME
+from .ways import COUNTED_WAYS, DEFAULT, NO_STORE, UNCERTIFIED, WAYS
 
 PAGE, KEPT, PICTURE = (
     Path("docs/experiments/revisits.md"),
@@ -40,27 +31,24 @@ Table = tuple[list[str], list[list[str]]]
 
 def tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
     """Makes all tables of a run, each with its title."""
-    rows, found = RevisitRows(results), []
-    for window in rows.windows:
-        found.append((f"Window of {window}: revisits without a forward, and what they lose", reuse_table(rows, window)))
-        found.append((f"Window of {window}: what a step of another order computes", work_table(rows, window)))
-    found.append(("How revisits in other orders are served", points_table(rows)))
+    rows = RevisitRows(results)
+    found = [("Revisits without a forward, and what they lose", reuse_table(rows))]
+    window = rows.windows[len(rows.windows) // 2]
+    found.append((f"Window of {window}: what a step of another order computes", work_table(rows, window)))
     found.append(("Right answers in other orders", accuracy_table(rows)))
-    found.append(("What the store and the background cost", forming_table(rows)))
-    found.append(("All models in other orders", models_table(rows)))
     return [(title, table) for title, table in found if table[1]]
 
 
-def reuse_table(rows: RevisitRows, window: int) -> Table:
-    """Makes the table before and since stored prefills: a line for each task and visit, a column for each way."""
-    ways = (BEFORE, BEFORE_UNCERTIFIED, DEFAULT, UNCERTIFIED)
+def reuse_table(rows: RevisitRows) -> Table:
+    """Makes the table of reuse: a line for each task and window, a column for each visit and way."""
+    columns = [(visit, way) for visit in (SAME, OTHER) for way in (DEFAULT, UNCERTIFIED)]
     lines = []
     for task in rows.mains:
-        for visit in (name for name in (*VISITS, OTHER) if name != FIRST):
-            cells = [_reuse(rows.get(task, window, way, visit)) for way in ways]
+        for window in rows.windows:
+            cells = [_reuse(rows.get(task, window, way, visit)) for visit, way in columns]
             if any(cells):
-                lines.append([task, visit, *cells])
-    return ["task", "visit", *ways], lines
+                lines.append([task, str(window), *cells])
+    return ["task", "window", *(f"{visit}, {way}" for visit, way in columns)], lines
 
 
 def _reuse(row: Row | None) -> str:
@@ -97,19 +85,6 @@ def _work(row: Row | None) -> str:
     return f"{row.get('tokens', 0) / steps:.1f} tokens, {row.get('flops', 0) / steps / 1e9:.2g} GFLOP"
 
 
-def points_table(rows: RevisitRows) -> Table:
-    """Makes the table of hits in other orders by how they were served, all windows together."""
-    lines = []
-    for task in rows.mains:
-        for way in STORED_WAYS:
-            found = [row for window in rows.windows if (row := rows.get(task, window, way, OTHER)) is not None]
-            total = sum(row.get("revisits", 0) for row in found)
-            counts = [sum(row.get(point, 0) for row in found) for point in POINTS]
-            if total:
-                lines.append([task, way, str(total), *(str(count) if count else "" for count in counts)])
-    return ["task", "way", "revisits", *POINTS], lines
-
-
 def accuracy_table(rows: RevisitRows) -> Table:
     """Makes the table of right answers (of texts: next tokens) in other orders, by task and window."""
     places = [(task, window) for task in rows.mains for window in rows.windows]
@@ -121,55 +96,6 @@ def accuracy_table(rows: RevisitRows) -> Table:
             cells = ["" if row is None or "accuracy" not in row else f"{row['accuracy']:.0%}" for row in found]
             lines.append([way, *cells])
     return ["way", *(f"{task}, {window}" for task, window in places)], lines
-
-
-def forming_table(rows: RevisitRows) -> Table:
-    """Makes the table of what is written, read and formed, per step over all visits of all windows."""
-    lines = []
-    for task in rows.mains:
-        for way in STORED_WAYS:
-            found = [rows.get(task, window, way, visit) for window in rows.windows for visit in VISITS]
-            present = [row for row in found if row is not None]
-            steps = sum(row["steps"] for row in present)
-            if not steps:
-                continue
-
-            def each(name: str, present: Sequence[Row] = present, steps: int = steps) -> float:
-                return sum(row.get(name, 0) for row in present) / steps
-
-            lines.append(
-                [
-                    task,
-                    way,
-                    f"{each('written') / 1024:.0f}",
-                    f"{each('read') / 1024:.0f}",
-                    f"{1000 * each('formed seconds'):.1f}",
-                    f"{each('formed flops') / 1e6:.3g}",
-                ]
-            )
-    return [
-        "task",
-        "way",
-        "KiB written",
-        "KiB read",
-        "ms in the background",
-        "MFLOP in the background",
-    ], lines
-
-
-def models_table(rows: RevisitRows) -> Table:
-    """Makes the table of all models: other orders, default and uncertified, by window."""
-    lines = []
-    for model, task in rows.models:
-        for window in rows.windows:
-            exact = rows.get(task, window, DEFAULT, OTHER, model)
-            near = rows.get(task, window, UNCERTIFIED, OTHER, model)
-            truth = rows.get(task, window, NO_STORE, OTHER, model)
-            if exact is None or near is None or truth is None:
-                continue
-            right = [f"{row['accuracy']:.0%}" if "accuracy" in row else "–" for row in (truth, near)]
-            lines.append([model, task, str(window), _reuse(exact), _reuse(near), " → ".join(right)])
-    return ["model", "task", "window", DEFAULT, UNCERTIFIED, "right answers, no store → uncertified"], lines
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from .rows import OTHER, SMALL_LOSS, RevisitRows, Row
-from .ways import BEFORE_UNCERTIFIED, DEFAULT, UNCERTIFIED
+from .ways import DEFAULT, UNCERTIFIED
 
 matplotlib.use("Agg")
 STYLES = {
-    BEFORE_UNCERTIFIED: ("grey", "--", "s"),
     DEFAULT: ("tab:blue", "-", "o"),
     UNCERTIFIED: ("tab:red", "-", "v"),
 }

@@ -18,7 +18,7 @@ from .contents import Question, RevisitContents
 from .visits import Visit
 from .ways import RevisitWay
 
-POINTS = ("restored", "patch", "moved", "mean", "near", "seen", "leading", "bare", "other")
+POINTS = ("restored", "patch", "mean", "near", "leading", "bare", "other")
 """How a piece is served without a forward, as tables name it."""
 Logits = Float[np.ndarray, "n V"]
 
@@ -103,9 +103,6 @@ def serve(
                 points[point_of(session.window)] += hit
             shown.add(piece)
 
-            if "certificate" in way.options:
-                # Audits follow questions that the session itself is asked.
-                str(session.ask(list(question.ids[: question.tokens]), steps=1))
             if counted:
                 asked = embedded(backbone, [list(question.ids)])
                 places = len(question.answers)

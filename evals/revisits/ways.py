@@ -1,4 +1,4 @@
-"""Ways of serving a visit: options of a session, before stored prefills and since, and sessions that agents could run.
+"""Ways of serving a visit: options of a session over a store, and sessions that agents could run.
 
 Sessions over a store *remember*: their truth is a session that reuses nothing and is given the same pieces. Those
 without a store *forget*, as a prefix cache of the last prompt does: a prefill of the window is what they serve, and
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 NO_STORE = "no store"
-BEFORE, BEFORE_UNCERTIFIED = "before: default", "before: uncertified"
 DEFAULT, UNCERTIFIED = "default", "uncertified"
 ONE_BY_ONE, BATCHED = "prefix cache, one leaves", "prefix cache, batched"
 REPREFILL, PLACEHOLDER = "re-prefill", "placeholder in place"
@@ -38,9 +37,6 @@ class RevisitWay:
 
 WAYS: dict[str, RevisitWay] = {
     NO_STORE: RevisitWay(stored=False),
-    # No prefills are stored; a patch serves the history that it was formed behind.
-    BEFORE: RevisitWay({"prefills": 0}),
-    BEFORE_UNCERTIFIED: RevisitWay({"prefills": 0, "uncertified": True}),
     DEFAULT: RevisitWay(),
     # What a patch of the very history would serve, its stored prefill serves, so none is formed.
     UNCERTIFIED: RevisitWay({"uncertified": True, "rank": 0}),

@@ -11,10 +11,8 @@ Point = Literal[
     "stored",
     "update",
     "fresh",
-    "moved",
     "mean",
     "near",
-    "seen",
     "bare",
     "repair",
     "prefill",
@@ -23,7 +21,7 @@ POINTS: tuple[Point, ...] = get_args(Point)
 
 EXACT_POINTS = ("leading", "restored", "prefill")
 """Points that compute what a re-prefill computes: they lose nothing but rounding, and need no certificate."""
-MEASURED_POINTS = ("survivor", "orbit", "stored", "update", "fresh", "moved", "mean", "near", "seen", "bare", "repair")
+MEASURED_POINTS = ("survivor", "orbit", "stored", "update", "fresh", "mean", "near", "bare", "repair")
 """Points that a certificate has rows of."""
 
 MEANING: dict[Point, str] = {
@@ -35,10 +33,8 @@ MEANING: dict[Point, str] = {
     "stored": "canonical (or its present KV) plus a patch formed behind the pieces in front",
     "update": "canonical plus a stored patch with a stored correction folded in",
     "fresh": "a forward behind the pieces in front; a patch is formed of it in the background",
-    "moved": "a stored prefill behind the same pieces, the nearest among them, the others having been in another order",
     "mean": "the mean of stored prefills behind the same lead and the same nearest piece",
     "near": "a stored prefill behind the same lead and the same nearest piece, others having been farther away",
-    "seen": "a stored prefill behind the same lead, whatever else was in front",
     "bare": "the canonical alone",
     "repair": "the canonical, with some of its tokens recomputed",
     "prefill": "a forward behind the pieces in front",

@@ -201,9 +201,7 @@ class ReusePlanner:
                         return Entrance("patch", patch.note)
 
             # Without a patch for them, what was computed behind the same nearest piece, the most alike first.
-            nearer = dict[Likeness, str](keys)
-            nearer.pop("seen", None)
-            for likeness, behind in ({} if prefills is None else prefills.alike(entry.id, nearer)).items():
+            for likeness, behind in ({} if prefills is None else prefills.alike(entry.id, keys)).items():
                 return Entrance("restored", behind=behind, likeness=likeness)
 
         return self._plan(stay, [entry])

@@ -22,9 +22,9 @@ Kind = Literal["chunk", "text"]
 How = Literal["prefill", "patch", "bare", "leading", "restored"]
 StateKind = Literal["bare", "patched", "conditioned", "evicted"]
 PatchBase = Literal["canonical", "conditioned"]
-Likeness = Literal["moved", "mean", "near", "seen"]
-"""What a stored prefill has in common with a place, the most first: all pieces and the nearest one, the others in
-another order; the pinned lead and the nearest piece, as the mean over several such; these, of one; the lead alone."""
+Likeness = Literal["mean", "near"]
+"""What a stored prefill has in common with a place, beside the pinned lead: the nearest piece, as the mean over several
+such; or of one."""
 Fidelity = Literal["exact", "survivor", "approximate"]
 Way = tuple[str, int]
 """How KV became approximate: an operating point and a rank, the key under which a certificate bounds the loss."""

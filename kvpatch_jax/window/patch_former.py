@@ -367,13 +367,10 @@ class PatchFormer:
         self._count("prefills")
 
     def _was_sighted(self, job: PrefillRecord) -> bool:
-        """Returns whether a chunk came before, in this process or, behind the same lead, in one that stored it."""
+        """Returns whether a chunk came before, in this process or in one that stored it."""
         key, before = job.entry.key, job.entry.key in self._sighted
         self._sighted.add(key)
-        if before or "seen" not in job.likeness:
-            return before
-        assert self._prefills is not None
-        return bool(self._prefills.alike(job.entry.id, {"seen": job.likeness["seen"]}))
+        return before or (self._prefills is not None and self._prefills.is_listed(job.entry.id))
 
     def _is_stored(self, job: PrefillRecord) -> bool:
         """Returns whether the store has a patch behind this very antecedent, of no smaller rank in any channel."""

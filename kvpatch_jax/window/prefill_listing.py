@@ -1,6 +1,6 @@
 """Listings of stored prefills: one small array per chunk names its prefills, and by what each is found.
 
-A listing is uint8 [records, 89]. A record is five digests of 16 bytes (what the prefill was computed behind, then its
+A listing is uint8 [records, 57]. A record is three digests of 16 bytes (what the prefill was computed behind, then its
 key of each likeness, zeros where it has none), the time it was stored at in nanoseconds since the epoch (8 bytes,
 little-endian), and of how many prefills it is the mean.
 """

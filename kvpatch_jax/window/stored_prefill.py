@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -41,28 +41,17 @@ def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[
     if not index:
         return {}
 
-    farther = [piece.entry.key for piece in pieces[lead : index - 1]]
-    return keys_behind(pieces[min(lead, index)].front, pieces[index - 1].entry.key, farther)
+    return keys_behind(pieces[min(lead, index)].front, pieces[index - 1].entry.key)
 
 
-def keys_behind(pinned: str, nearest: str, farther: Sequence[str]) -> dict[Likeness, str]:
+def keys_behind(pinned: str, nearest: str) -> dict[Likeness, str]:
     """Returns the keys under which a prefill is found again behind other chunks, the most alike first.
 
     Args:
       pinned: digest of the pinned lead in front of it.
-      nearest: key of what stands directly in front of it. farther: keys of what stands between that and the lead.
+      nearest: key of what stands directly in front of it.
     """
-    # Where the lead itself is nearest, there is nothing else to differ in.
-    alike = f"{pinned} {nearest}"
-    keys = dict[Likeness, str]()
-    if len(farther) > 1:
-        keys["moved"] = short_digest(f"moved {alike} {sorted(farther)}")
-    return {
-        **keys,
-        "mean": short_digest(f"mean {alike}"),
-        "near": short_digest(f"near {alike}"),
-        "seen": short_digest(f"seen {pinned}"),
-    }
+    return {likeness: short_digest(f"{likeness} {pinned} {nearest}") for likeness in get_args(Likeness)}
 
 
 def unreduced(store: Any) -> dict[str, Any]:
@@ -144,21 +133,22 @@ class StoredPrefills:
                     break
         return found
 
+    def is_listed(self, id: str) -> bool:
+        """Returns whether a prefill of a chunk was stored, behind whatever."""
+        return bool(self._listing(id))
+
     def put(self, chunk: Chunk, front: str, keys: Mapping[Likeness, str], mean: bool = False) -> int:
         """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys.
 
         Args:
-          mean: also adds it to the mean of those behind the same lead and nearest piece, once there are two, and has it
-            found by "moved": more to write, for those who may serve it.
+          mean: also adds it to the mean of those behind the same lead and nearest piece, once there are two: more to
+            write, for those who may serve it.
 
         Returns:
           How many times the size of a prefill was stored.
         """
         self.store.put(chunk, ttl=TIME_TO_LIVE, **unreduced(self.store))
-        found_by = dict[Likeness, str]()
-        for likeness, key in keys.items():
-            if likeness != "mean" and (mean or likeness != "moved"):
-                found_by[likeness] = key
+        found_by: dict[Likeness, str] = {likeness: key for likeness, key in keys.items() if likeness != "mean"}
         own = [ListedPrefill(front, found_by, time.time_ns())]
         if mean and "mean" in keys:
             own += self._means_with(chunk, front, keys)

@@ -13,7 +13,6 @@ import kvpatch_jax as kvp
 from evals.certify import (
     certification,
     journal,
-    other_histories,
     own_images,
     plans,
     scores,
@@ -121,24 +120,19 @@ def measured(histories: Histories) -> dict[Any, np.ndarray]:
 def expected_kv(histories: Histories, likeness: str) -> dict[int, dict[str, np.ndarray]]:
     """Phase-free KV of every piece behind another history, which is written out here, place by place."""
     lead, (a, b, c, d, e), (v, w, x, y, z) = histories.lead, histories.pieces, histories.older
-    seen = {1: [v, a], 2: [v, b], 3: [v, w, c], 4: [v, w, x, d], 5: [v, w, x, y, e]}
     near = {1: [v, a], 2: [v, a, b], 3: [v, b, c], 4: [v, w, c, d], 5: [v, w, x, d, e]}
     second = {2: [w, a, b], 3: [w, b, c], 4: [w, x, c, d], 5: [w, x, y, d, e]}
     third = {2: [x, a, b], 3: [x, b, c], 4: [x, y, c, d], 5: [x, y, z, d, e]}
-    moved = {**near, 4: [b, a, c, d], 5: [c, b, a, d, e]}
     if likeness == "mean":
         mean = {1: histories.last_of([lead, v, a])}
         for place in range(2, 6):
             parts = [histories.last_of([lead, *own[place]]) for own in (near, second, third)]
             mean[place] = {name: np.mean([part[name] for part in parts], axis=0) for name in parts[0]}
         return mean
-    own = {"seen": seen, "near": near, "moved": moved}[likeness]
-    return {place: histories.last_of([lead, *history]) for place, history in own.items()}
+    return {place: histories.last_of([lead, *history]) for place, history in near.items()}
 
 
-@pytest.mark.parametrize(
-    "likeness", ["mean", *(pytest.param(word, marks=pytest.mark.slow) for word in ("seen", "near", "moved"))]
-)
+@pytest.mark.parametrize("likeness", ["mean", pytest.param("near", marks=pytest.mark.slow)])
 def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(histories, measured, likeness: str):
     other, promised = expected_kv(histories, likeness), histories.promised()
     for count in (1, 3, CHUNKS):
@@ -286,41 +280,8 @@ def test_modes_are_counted_by_size():
     assert serving_modes.ModeSet((8,), (6,)).slides == (1, 2, 4, 6)
     assert modes.counts(8) == (1, 4, 8)
     assert modes.repaired(16) == (1, 4, 8)
-    assert other_histories.likenesses(3) == ("seen", "near", "mean")
     fewer = serving_modes.ModeSet((8, 16), (4, 8, 16), frozenset({"orbit", "survivor"}))
     assert modes.number(16) - fewer.number(16) == 5 + 2 * 4
-
-
-def test_far_pieces_move_in_blocks_of_eight(unchecked, monkeypatch: pytest.MonkeyPatch):
-    """Every piece is prefilled behind the same pieces in another order, with the nearest in its place."""
-
-    class Recorded:
-        def __init__(self, *_: object):
-            self.held: list[Any] = ["lead"]
-
-        def append(self, piece: int) -> None:
-            self.held.append(piece)
-
-        def only(self, places: Sequence[int]) -> "Recorded":
-            own = Recorded()
-            own.held = [self.held[place] for place in places]
-            return own
-
-        def prefill(self, piece: int) -> list[Any]:
-            return [*self.held, piece]
-
-    class Windows:
-        backbone, lead, pieces = None, None, tuple(range(1, 23))
-
-    monkeypatch.setattr(other_histories, "AgentLoop", Recorded)
-    found: Any = other_histories._moved(Windows(), 1)  # pyright: ignore[reportArgumentType]
-    assert sorted(found) == list(range(4, 23))
-    for place, history in found.items():
-        farther = history[1:-2]
-        assert history[-2:] == [place - 1, place]
-        assert sorted(farther) == list(range(1, place - 1))
-        assert farther != sorted(farther)
-    assert found[13] == ["lead", 8, 7, 6, 5, 4, 3, 2, 1, 11, 10, 9, 12, 13]
 
 
 def test_a_run_that_measured_nothing_leaves_no_configuration_behind(tmp_path: Path):
@@ -362,7 +323,7 @@ def test_one_run_measures_several_sizes(backbone: ModelBackbone, tmp_path: Path)
     made = certification.certify(run, MAIN, level=0.6, plan_seed=7)
     assert len(steps) == len(expected)
     assert (made.chunks, made.calibration, made.held_out) == (6, 2, 2)
-    for point in ("bare", "seen", "near", "mean", "moved"):
+    for point in ("bare", "near", "mean"):
         for promise, behind in itertools.product(("forget", "remember"), (0, 3, 5)):
             assert made.row(point, behind=behind, promise=promise) is not None
     assert made.bound("stored", 64, behind=4) is not None

@@ -43,8 +43,8 @@ class Admission:
     def wanted(self, tenant: str, history: PromptHistory, prefills: StoredPrefills | None = None) -> WantedChunks:
         """Returns what to store of a prompt.
 
-        The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
-        this lead yet, or, for its first histories, nothing behind what is nearest to it now. All else is kept when it
+        The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored yet,
+        or, for its first histories, nothing behind what is nearest to it now. All else is kept when it
         is asked for as often as the config says, behind this front or behind what is nearest: the chunk's patch, where
         its canonical is stored, and otherwise its prefill.
 
@@ -71,16 +71,14 @@ class Admission:
                 if not stores.is_formed(tenant, id, ids[:index]):
                     formed.append(index)
             elif prefills is not None:
-                keys = history.alike(index)
-                met = prefills.alike(id, {"seen": keys["seen"], "near": keys["near"]})
-                lacks_near = "near" not in met
-                comes_again = (
-                    lacks_near and self._near_demand.note(tenant, id, keys["near"]) >= self._config.patch_after
-                )
+                near = history.alike(index)["near"]
+                lacks_near = not prefills.alike(id, {"near": near})
+                comes_again = lacks_near and self._near_demand.note(tenant, id, near) >= self._config.patch_after
                 if comes_again:
                     lacking.append(index)
                 # Of a chunk that is met everywhere, most neighbours do not come again.
-                is_new = not met or (lacks_near and self._demand.histories(tenant, id) <= MOST_HISTORIES)
+                is_first = self._demand.histories(tenant, id) <= MOST_HISTORIES
+                is_new = lacks_near and (is_first or not prefills.is_listed(id))
                 if is_asked or is_new or comes_again:
                     kept.append(index)
         return WantedChunks(tuple(formed), tuple(kept), tuple(lacking))

@@ -18,7 +18,7 @@ PREFIX = "vllm:kvpatch_"
 MAX_WORDS = 48
 """Number of words of one label; what comes after them is counted as "other"."""
 
-POINTS = ("leading", "restored", "stored", "orbit", "survivor", "moved", "mean", "near", "seen", "bare")
+POINTS = ("leading", "restored", "stored", "orbit", "survivor", "mean", "near", "bare")
 POLICIES = ("exact", "approximate", "blind", "invalid")
 OUTCOMES = ("canonicals", "prefills", "patches", "orbits", "survivors", "known", "failed")
 OUTCOMES += ("over_budget", "dropped", "unsaved")

@@ -11,9 +11,6 @@ from .segments import PromptSegment
 from .settings import RequestOptions
 from .survivors import ServedState, SurvivorKey
 
-MOST_REORDERED = 64
-"""Chunks behind the lead among which another order is looked for; certificates reach half as far."""
-
 
 class PromptHistory:
     """The chunks of one prompt with what stands in front of each.
@@ -39,9 +36,7 @@ class PromptHistory:
         """Returns the keys of stored prefills that were computed behind chunks like these, as `keys_behind`."""
         if not index:
             return {}
-        farther = self.segments[self.lead : index - 1] if index - self.lead <= MOST_REORDERED else ()
-        pinned, nearest = self.front(min(self.lead, index)), self.segments[index - 1].id
-        return keys_behind(pinned, nearest, [segment.id for segment in farther])
+        return keys_behind(self.front(min(self.lead, index)), self.segments[index - 1].id)
 
     @functools.cached_property
     def _fronts(self) -> list[str]:

@@ -14,7 +14,7 @@ from .segments import PromptSegment
 from .settings import ConnectorConfig, RequestOptions
 from .survivors import ServedState, Survivor
 
-CLOSEST = ("leading", "restored", "stored", "orbit", "survivor", "moved", "mean", "near", "seen", "bare")
+CLOSEST = ("leading", "restored", "stored", "orbit", "survivor", "mean", "near", "bare")
 """Points of a chunk, the one that is closest to a prefill first, as far as nothing measured says otherwise."""
 EXACT = ("leading", "restored")
 
@@ -330,8 +330,8 @@ def _candidates(
     behind_these = prefills.pop("restored", None)
     candidates = []
     if behind_these is not None:
-        # Behind approximate chunks nothing was measured of it; it is closer than one of another order.
-        candidates.append(ChunkStep(segment, "restored" if is_exact else "moved", version=behind_these))
+        # Behind approximate chunks it is at least as close as what is near.
+        candidates.append(ChunkStep(segment, "restored" if is_exact else "near", version=behind_these))
     survivor = catalog.survivor(index, front)
     if survivor is not None:
         point = "restored" if is_exact and survivor.state == history.exact(index) else "survivor"

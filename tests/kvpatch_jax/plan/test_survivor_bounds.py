@@ -76,11 +76,11 @@ def test_a_missing_number_of_slides_bounds_nothing():
 
 
 def test_stored_prefills_are_bounded_by_their_likeness():
-    rows = [row(point, 0, bound, behind) for point, bound in (("seen", 0.4), ("near", 0.1)) for behind in (0, 3)]
+    rows = [row(point, 0, bound, behind) for point, bound in (("near", 0.4), ("mean", 0.1)) for behind in (0, 3)]
     made = certificate(*rows)
-    assert made.bound("near", behind=2) == 0.1
-    assert made.bound("mean") is None
-    assert made.together([("leading", 0), ("near", 0), ("prefill", 0), ("seen", 0)]) == 0.4
+    assert made.bound("mean", behind=2) == 0.1
+    assert made.bound("bare") is None
+    assert made.together([("leading", 0), ("mean", 0), ("prefill", 0), ("near", 0)]) == 0.4
     assert made.together([("near", 0)] * 5) is None
 
 

@@ -62,13 +62,3 @@ def test_a_window_that_remembers_goes_on_with_what_it_has(tmp_path):
         for time in range(3):
             _, told = asked(sides, f"{time}", [3, 0, 1, 5], **REMEMBER)
             assert "to be stored" not in told["why"]
-
-
-def test_nothing_is_learnt_that_could_not_be_served(sides):
-    """Chunks of another way within the limit, and near ones beyond it: what is learnt would serve nobody."""
-    rows = [("near", 0, behind, "forget", 0.2) for behind in range(8)]
-    sides.scheduler.certificate = certificate_of([*rows, *(("seen", 0, behind, "forget", 0.01) for behind in range(8))])
-    for time in range(3):
-        _, told = asked(sides, f"{time}", [2, 1, 5], **APPROXIMATE)
-        assert points(told) == ["leading", "restored", "seen"]
-        assert "to be stored" not in told["why"]

@@ -103,13 +103,15 @@ def test_exact_requests_are_served_nothing_behind_other_chunks(sides):
 
 
 def test_every_chunk_of_a_request_is_a_base_for_later_ones(sides):
-    """In other orders: behind the same neighbour, else behind the same lead. The KV is that of the first request."""
+    """Behind the same neighbour. The KV is that of the request that it came with."""
     asked(sides, "first", [0, 1, 2, 3])
-    found, told = asked(sides, "second", [3, 1, 2], **BLIND)
-    assert points(told) == ["leading", "seen", "seen", "near"]
+    asked(sides, "lone", [1, 5])
+    found, told = asked(sides, "second", [1, 2, 3], **BLIND)
+    assert points(told) == ["leading", "restored", "near", "near"]
     assert (found.count, told["exact"]) == (len(LEAD) + 3 * SIZE, False)
     assert found.request.cache_salt.startswith("kvpatch-")
-    for index, place in enumerate((3, 1, 2)):
+    alike(page_rows(found, 0), rows_of([1, 5], 0, len(LEAD)))
+    for index, place in ((1, 2), (2, 3)):
         alike(page_rows(found, index), rows_of([0, 1, 2, 3], place, len(LEAD) + SIZE * index))
     assert not found.orders.saves or not found.orders.saves[0].prefills, "behind approximate chunks nothing is formed"
 
@@ -123,8 +125,9 @@ def test_a_chunk_behind_another_lead_is_no_base(sides):
 
 def test_uncertified_bases_serve_no_approximate_request(sides):
     asked(sides, "first", [0, 1, 2])
-    found, told = asked(sides, "second", [2, 1], policy="approximate")
-    assert (found.count, points(told)) == (len(LEAD), ["leading"])
+    asked(sides, "lone", [1, 5])
+    found, told = asked(sides, "second", [1, 2], policy="approximate")
+    assert (found.count, points(told)) == (len(LEAD) + SIZE, ["leading", "restored"])
     assert "is not certified" in told["why"]
 
 
@@ -137,20 +140,22 @@ def certificate_of(rows, chunks=8, content="text"):
 
 
 def test_the_way_with_the_least_bound_serves_a_chunk(sides):
-    """Where the certificate says that a mean or a farther one is better, it is taken before "near"."""
-    asked(sides, "first", [0, 1, 2])
-    asked(sides, "third", [3, 2])
+    """A mean or one of the prefills that it is of, as the certificate says."""
+    for name, pages in (("first", [0, 1, 2]), ("second", [3, 1, 2]), ("lone", [1, 5])):
+        asked(sides, name, pages)
     rows = [("near", 0, behind, "forget", 0.04) for behind in (0, 7)]
-    rows += [("seen", 0, behind, "forget", 0.01) for behind in (0, 7)]
+    rows += [("mean", 0, behind, "forget", 0.01) for behind in (0, 7)]
     sides.scheduler.certificate = certificate_of(rows)
     _, told = asked(sides, "one", [4, 1, 2], policy="approximate")
     assert points(told) == ["leading"], "the first page is new, and what comes behind cannot be placed without it"
-    _, told = asked(sides, "two", [0, 2, 1], policy="approximate")
-    assert points(told) == ["leading", "restored", "seen", "seen"]
-    assert told["kl"] == 0.01
+    _, told = asked(sides, "two", [1, 2], policy="approximate", save=False)
+    assert (points(told), told["kl"]) == (["leading", "restored", "mean"], 0.01)
     sides.scheduler.certificate = certificate_of([(*row[:4], 0.05 - row[4]) for row in rows])
-    _, told = asked(sides, "three", [3, 1, 2], policy="approximate", kl=0.03)
-    assert points(told) == ["leading", "restored"], "bounds of others are too large"
+    _, told = asked(sides, "three", [1, 2], policy="approximate", save=False)
+    assert points(told) == ["leading", "restored", "near"]
+    sides.scheduler.certificate = certificate_of([(*row[:4], 0.04) for row in rows])
+    _, told = asked(sides, "four", [1, 2], policy="approximate", kl=0.03, save=False)
+    assert points(told) == ["leading", "restored"], "the bounds are too large"
 
 
 def test_a_damaged_prefill_gives_way_to_the_next_best(tmp_path):
@@ -251,15 +256,15 @@ def test_survivors_of_forgetting_requests_are_bounded_by_the_certificate(sides):
 
 def test_a_chunk_prefilled_behind_approximate_ones_keeps_their_bound(sides):
     """A window that remembers promises its survivors, but not what was computed behind what nobody promised."""
-    asked(sides, "base", [0, 1])
-    rows = [("near", 0, behind, promise, 0.01) for behind in (0, 7) for promise in ("forget", "remember")]
-    rows += [("seen", 0, behind, promise, 0.03) for behind in (0, 7) for promise in ("forget", "remember")]
+    for name, pages in (("base", [0, 1, 2]), ("lone", [1, 5])):
+        asked(sides, name, pages)
+    rows = [("near", 0, behind, promise, 0.03) for behind in (0, 7) for promise in ("forget", "remember")]
     sides.scheduler.certificate = certificate_of(rows)
-    _, told = asked(sides, "first", [1, 2], **REMEMBER)
-    assert (points(told), told["kl"]) == (["leading", "seen"], 0.03)
-    _, told = asked(sides, "second", [1, 2, 3], **REMEMBER)
-    assert (points(told), told["kl"]) == (["leading", "seen", "survivor"], 0.03)
-    _, told = asked(sides, "third", [2, 3], **REMEMBER)
+    _, told = asked(sides, "first", [1, 2, 3], **REMEMBER)
+    assert (points(told), told["kl"]) == (["leading", "restored", "near"], 0.03)
+    _, told = asked(sides, "second", [1, 2, 3, 4], **REMEMBER)
+    assert (points(told), told["kl"]) == (["leading", "restored", "near", "survivor"], 0.03)
+    _, told = asked(sides, "third", [3, 4], **REMEMBER)
     assert (points(told), told["kl"]) == (["leading", "survivor", "survivor"], 0.03), "what they inherited stays"
 
 
@@ -294,15 +299,16 @@ def test_survivors_hold_one_version_per_name():
 
 def test_a_request_that_the_engine_has_keeps_its_own_salt(sides):
     """A window that only grows: the engine's blocks are exact, and no other salt hides them."""
-    asked(sides, "first", [0, 1, 2, 3], **BLIND)
-    found, told = asked(sides, "second", [3, 1, 2], computed=16, **BLIND)
+    for name, pages in (("first", [0, 1, 2, 3]), ("lone", [1, 5])):
+        asked(sides, name, pages, **BLIND)
+    found, told = asked(sides, "second", [1, 2], computed=16, **BLIND)
     assert found.request.cache_salt is None
     assert told["why"] == "the engine has as much of it in its own cache"
     assert sides.scheduler.counts["left_to_the_engine"] == 1
     assert (points(told), told["exact"]) == (["leading"], True)
-    found, told = asked(sides, "third", [3, 1, 2, 0], computed=4, **BLIND)
+    found, told = asked(sides, "third", [1, 2, 3], computed=4, **BLIND)
     assert found.request.cache_salt is not None
-    assert len(points(told)) == 5
+    assert len(points(told)) == 4
 
 
 # -------------------------------------------------------------------------------------------------- admission

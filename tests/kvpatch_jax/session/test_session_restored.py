@@ -196,7 +196,7 @@ def test_what_is_stored_of_a_prefill_is_counted(backbone, tmp_path):
         assert prefills.put(dataclasses.replace(first, lead=prefills.lead("f" * 32)), "f" * 32, keys) == 1
 
 
-@pytest.mark.parametrize("saved", [np.zeros(3, np.uint8), np.zeros((1, 89), np.float32), np.zeros((2, 17), np.uint8)])
+@pytest.mark.parametrize("saved", [np.zeros(3, np.uint8), np.zeros((1, 57), np.float32), np.zeros((2, 17), np.uint8)])
 def test_a_listing_that_says_nothing_lists_no_prefill(backbone, tmp_path, saved):
     with kvp.ChunkStore(tmp_path) as store:
         id, front, keys = stored_behind(backbone, store, [0, 1, 2])

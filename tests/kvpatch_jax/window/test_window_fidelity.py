@@ -52,6 +52,11 @@ class EveryWay(Certificate):
         return [0.01 * (1 + rank)] * most
 
 
+def likeness_of(front: str) -> Likeness | None:
+    """How a stored prefill is served behind others: one digest is not of a mean and of one prefill."""
+    return (None, "near", "mean")[int(front, 16) % 3]
+
+
 class Prefills(StoredPrefills):
     """Everything that was ever prefilled is stored; what is alike is drawn."""
 
@@ -62,9 +67,10 @@ class Prefills(StoredPrefills):
         return (id, front) in self.program.truth.stored
 
     def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:
-        fronts = sorted(front for own, front in self.program.truth.stored if own == id)
+        stored = sorted(front for own, front in self.program.truth.stored if own == id)
         found = dict[Likeness, str]()
         for likeness, key in keys.items():
+            fronts = [front for front in stored if likeness_of(front) == likeness]
             if fronts and int(key, 16) % 3:
                 found[likeness] = fronts[int(key, 16) % len(fronts)]
         return found
@@ -153,7 +159,8 @@ class Program:
         how = self.draw.choice(["prefill", "bare", "restored", "restored"])
         fronts = sorted(front for id, front in self.truth.stored if id == piece.id)
         if how == "restored" and fronts:
-            front, likeness = self.draw.choice(fronts), self.draw.choice(["near", "seen", None])
+            front = self.draw.choice(fronts)
+            likeness = likeness_of(front)
             done = self.window.recall(piece.id, how, before=before, behind=front, likeness=likeness)
             # What happens to be behind the very pieces that are promised is no other prefill.
             return *done, {} if done[0].piece(piece.id).state.patch is None else {piece.id: likeness or ""}
@@ -229,7 +236,8 @@ class Program:
             if piece.entry.kind == "text" or (how == "restored" and not fronts):
                 how = "keep" if kept else "prefill"
             if how == "restored":
-                front, likeness = self.draw.choice([*fronts, piece.target]), self.draw.choice(["near", None])
+                front = self.draw.choice([*fronts, piece.target])
+                likeness = likeness_of(front)
                 if (piece.id, front) in self.truth.stored:
                     choices.append(ServingChoice("restored", behind=front, likeness=likeness))
                     if front != piece.target:
@@ -256,7 +264,7 @@ class Program:
         alike = {
             piece.id: piece.state.ways[0][0]
             for piece, before in zip(found.window.pieces, found.chunks, strict=True)
-            if before.point in ("moved", "mean", "near", "seen")
+            if before.point in ("mean", "near")
         }
         # What a plan says of a piece, the window says too: it is bounded in the same ways.
         for chunk, piece in zip(found.chunks, found.window.pieces, strict=True):

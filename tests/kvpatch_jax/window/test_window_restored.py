@@ -43,15 +43,9 @@ def test_windows_are_alike_in_their_lead_and_nearest_piece():
         window = window_of(*ids)
         return {str(name): key for name, key in likeness_keys(window.pieces, len(window) - 1, window.lead).items()}
 
-    assert keys("A", "B", "C").items() <= keys("X", "Y", "B", "C").items()
+    assert keys("A", "B", "C") == keys("X", "Y", "B", "C")
     assert keys("A", "B", "C")["near"] != keys("A", "X", "C")["near"]
-    assert keys("A", "B", "C")["seen"] == keys("X", "C")["seen"]
-    assert keys("A", "B", "C").keys() == {"mean", "near", "seen"}
-
-    # The same pieces in another order, the nearest in its place.
-    assert keys("A", "B", "N", "C")["moved"] == keys("B", "A", "N", "C")["moved"]
-    assert keys("A", "B", "N", "C")["moved"] != keys("A", "N", "B", "C")["moved"]
-    assert keys("A", "B", "N", "C")["moved"] != keys("A", "X", "N", "C")["moved"]
+    assert keys("A", "B", "C").keys() == {"mean", "near"}
 
 
 @pytest.mark.parametrize("how", [None, "prefill", "bare", "leading"])
