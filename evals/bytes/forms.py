@@ -24,9 +24,6 @@ from kvpatch_jax.repair.stored_kv import KVPrecision, decode_kv_rows, encode_kv_
 from ..arms.reused_page import KV
 from .versions import MetChunks
 
-BASES = ("canonical", "others", "mean")
-"""Alone; the mean over the other antecedents; that over all, the own one among them. The last is what is stored when
-all N versions are kept, the one before it what a new antecedent meets."""
 KEPT_BASES = 4
 """Encoded bases that are kept at once."""
 Weights = Mapping[str, Float[np.ndarray, "L F"]]

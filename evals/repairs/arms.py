@@ -26,7 +26,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 """InfoFlow KV's positions while tokens are scored, and what its released code scores by."""
 SERVED_BYTES = 2
 """Bytes of a number of KV where it is served."""
-ORACLES = ("oracle_delta",)
 
 
 @dataclasses.dataclass(frozen=True)

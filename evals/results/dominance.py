@@ -14,13 +14,12 @@ DIAGNOSTIC = ("oracle_delta", "class_mean")
 
 
 class DominatingArm(NamedTuple):
-    """An arm that beats a patch on an axis: accuracy less the patch's, its least over the kinds; both costs, shares."""
+    """An arm that beats a patch on an axis: accuracy less the patch's, its least over the kinds; its cost, a share."""
 
     arm: str
     axis: str
     gain: float
     cost: float
-    patch_cost: float
 
 
 def is_diagnostic(arm: str) -> bool:
@@ -50,7 +49,7 @@ def dominating_arms(rows: Rows, patch: str, probe: str = VISIBLE, rules: Rules =
 
             better = cost < limit or max(gains) > 0
             if cost <= limit and min(gains) >= -rules.beating_tolerance - 1e-9 and better:
-                here.append(DominatingArm(arm, axis, min(gains), cost, limit))
+                here.append(DominatingArm(arm, axis, min(gains), cost))
 
         found += sorted(here, key=lambda beats: (beats.cost, beats.arm))
 

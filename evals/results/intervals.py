@@ -126,49 +126,6 @@ def flip_recover(
     return share._replace(n=int(flipped.sum()))
 
 
-def rank_correlation(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
-    """Estimates Spearman's correlation of a and b over items [items], resampling whole clusters.
-
-    Ranks are those among all items, the mean rank where values are equal; a resample weighs items, and is not ranked
-    again. NaN where a or b does not vary. Raises ValueError as `mean` does.
-    """
-    _check(a, b, cluster)
-    if draws < 1:
-        raise ValueError(f"draws: got {draws}; expected an integer >= 1")
-    x, y = _ranks(np.asarray(a, np.float64)), _ranks(np.asarray(b, np.float64))
-    count = len(x)
-    if count < 2 or x.std() == 0 or y.std() == 0:
-        return UNDEFINED._replace(n=count)
-
-    # Centred on all items: sums of products of small numbers stay exact enough.
-    x, y = x - x.mean(), y - y.mean()
-    columns = np.stack([np.ones(count), x, y, x * x, y * y, x * y], axis=1)
-    labels, where = np.unique(cluster, return_inverse=True)
-    sums = np.stack([np.bincount(where, column, len(labels)) for column in columns.T], axis=1)
-    value = float(_correlations(sums.sum(axis=0)[None])[0])
-    if len(labels) < 2:
-        return Interval(value, math.nan, math.nan, count)
-
-    drawn = _correlations(_resamples(len(labels), seed, draws) @ sums)
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.percentile(drawn, [LOW, HIGH]) if len(drawn) else (math.nan, math.nan)
-    return Interval(value, float(low), float(high), count)
-
-
-def _correlations(sums: Shaped[np.ndarray, "draws 6"]) -> Shaped[np.ndarray, " draws"]:
-    """Computes Pearson's correlation of weighted sums of 1, x, y, x², y², xy; NaN where x or y does not vary."""
-    n, x, y, xx, yy, xy = sums.T
-    spread = (xx - x * x / n) * (yy - y * y / n)
-    return np.where(spread > 0, (xy - x * y / n) / np.sqrt(np.where(spread > 0, spread, 1.0)), math.nan)
-
-
-def _ranks(values: Items) -> Items:
-    """Ranks values from 0; equal ones get the mean of their ranks."""
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts + 1) / 2)[where]
-
-
 def _check(*columns: np.ndarray) -> None:
     shapes = [np.shape(column) for column in columns]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:

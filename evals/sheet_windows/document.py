@@ -6,7 +6,7 @@ Keeps the rows that the page shows in docs/sheet_windows.json; a test compares t
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ TITLES = {
     "slide": "**Slide**, sheets leaving (gone) and all else moving up",
     "recall": "**Recall**, the page coming back behind sheets of which some were replaced (turnover)",
 }
+SETTINGS = {"recall": ("turnover=1", "turnover=3")}
+"""The settings that the page shows, of operations that have more of them."""
 MODELS = {"sheets_qwen3_vl": "Qwen3-VL", "sheets_qwen3_5": "Qwen3.5", "sheets": "Qwen2.5-VL"}
 Table = tuple[list[str], list[list[str]]]
 
@@ -43,8 +45,12 @@ def models_of(results: Mapping[str, Any]) -> dict[str, tuple[Rows, int]]:
     return found
 
 
-def operation_table(results: Mapping[str, Any], operation: str) -> Table:
-    """Makes the table of one operation: a line per setting and arm, columns by model and kind of question."""
+def operation_table(results: Mapping[str, Any], operation: str, shown: Sequence[str] = ()) -> Table:
+    """Makes the table of one operation: a line per setting and arm, columns by model and kind of question.
+
+    Args:
+      shown: the settings that have lines; none for all.
+    """
     models, probe, kinds = models_of(results), f"sheet_windows.{operation}", SHOWN[operation]
     head, arms = ["arm"], dict[str, None]()
     for kind, (rows, _) in models.items():
@@ -55,6 +61,7 @@ def operation_table(results: Mapping[str, Any], operation: str) -> Table:
     # An arm that only one model has (rows_only) stands behind those of its setting.
     settings = list(dict.fromkeys(_setting(arm) for arm in arms))
     ordered = sorted(arms, key=lambda arm: settings.index(_setting(arm)))
+    ordered = [arm for arm in ordered if not shown or _setting(arm) in shown]
     lines = []
     for arm in ordered:
         line = [f"`{arm}`"]
@@ -77,7 +84,8 @@ def section(kept: Mapping[str, Any]) -> str:
     )
     parts = [textwrap.fill(head, 118)]
     for operation, title in TITLES.items():
-        parts.append(f"{title}.\n\n{markdown_table(*operation_table(kept, operation))}")
+        table = operation_table(kept, operation, SETTINGS.get(operation, ()))
+        parts.append(f"{title}.\n\n{markdown_table(*table)}")
     return "\n\n".join(parts)
 
 
