@@ -280,7 +280,7 @@ class BatchPatchCache:
         antecedent = _antecedent(path[:-1])
         wanted = asked_behind(antecedent, chunk.id, chunk.content, backbone.layout, backbone.fingerprint)
         ranks, asked = choose_ranks(chunk, self._rank)
-        expected = wanted.antecedent, wanted.layers, "joint", "phase_free", False, asked
+        expected = wanted.antecedent, wanted.layers, "phase_free", False, asked
 
         # Only a patch that equals the one formed here: otherwise answers would depend on the store.
         for patch in self._store.get_patches(wanted):
