@@ -129,6 +129,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 # ------------------------------------------------------------------------------------------------------- sharing
 
 
+@pytest.mark.slow
 def test_the_control_is_run_by_the_main_instances_programs(backbone: ModelBackbone):
     """Bit for bit what it answers by its own, and nothing is compiled for it."""
     control = load(shipped(CONTROL), dtype="float32")

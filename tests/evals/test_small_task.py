@@ -359,6 +359,7 @@ def bare_scene(contexts: Contexts) -> scenes.Scene:
     return scenes.Scene(fresh("qwen2_5_vl"), contexts, (), ())
 
 
+@pytest.mark.slow
 def test_hidden_legends_are_seen_by_nobody_and_questions_see_what_they_are_told():
     """Causal inside the prefix; hidden legends seen by nobody; questions see the page, legends if told, themselves."""
     contexts, rng = draw(8, 4)
@@ -389,6 +390,7 @@ def test_hidden_legends_are_seen_by_nobody_and_questions_see_what_they_are_told(
     np.testing.assert_array_equal(batch["weight"], questions.valid)
 
 
+@pytest.mark.slow
 def test_a_blind_pages_mask_takes_the_legends_from_the_page_alone():
     """The 4-D-mask control takes the legends from the page and changes nothing else."""
     scene = bare_scene(draw(1, 2)[0])

@@ -318,6 +318,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ResultsTable
     return run_suite
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(stubbed: Callable[..., tuple[ResultsTable, Watched]], tmp_path: Path):
     """Stopped anywhere, the same command gives the rows of a run in one go, and measures nothing twice."""
     whole, watch = stubbed(None)
