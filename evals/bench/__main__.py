@@ -12,8 +12,7 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
   sessions           many agents at once: adding an image and asking, tokens per second
-  hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states, bytes of a
-                     chunk by its length, programs at 9B's shape
+  hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:

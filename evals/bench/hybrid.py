@@ -1,4 +1,4 @@
-"""Hybrid models: an agent's loop by three ways, bytes of a chunk by its length, and programs at a large shape.
+"""Hybrid models: an agent's loop by three ways, run and counted.
 
 The loop runs Qwen3.5-0.8B's shape with fewer layers (--layers, a multiple of four) and drawn weights, in float32, and
 is counted at the whole shape. Drawn weights say nothing of quality: KL is there to see that forwards are the same while
@@ -17,10 +17,8 @@ from models.decoder.costs import forward_costs
 from ..results.environment import environment
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import GOLDENS
-from .hybrid_bytes import FORMS, describe_bytes, draw_bytes
 from .hybrid_loop import WAYS, HybridLoopSizes, counted_flops, hybrid_workload, measure_hybrid_loop, shape_of
 from .hybrid_shapes import decoder_of
-from .hybrid_sizes import MODEL, describe_compositions, describe_prefills
 
 LOOP = HybridLoopSizes()
 """What is run, and counted at whole shapes."""
@@ -28,8 +26,6 @@ CHEAPER_BAR = 3.0
 """Least ratio of re-prefill to ours, over the loop."""
 NEW_BAR = 1.1
 """Most of ours over prefilling what is new, at `COUNTED` sizes."""
-FURTHER, FURTHER_BAR = "prefill: temporaries of a further token over its rows", 2.0
-"""An array of queries by keys would take twenty times a token's rows, behind `hybrid_sizes.KEYS` others."""
 EXACT_BAR = 1e-4
 """Most KL while the window grows, in nats."""
 COUNTED = (256, 1280)
@@ -37,11 +33,11 @@ COUNTED = (256, 1280)
 
 
 def run(*, layers: int = 4, image_tokens: int = 256, seed: int = 0, quick: bool = False) -> dict[str, Any]:
-    """Measures the loop, counts it at whole shapes, and describes bytes and programs.
+    """Measures the loop, and counts it at whole shapes.
 
     Args:
       layers: of the model that is run. image_tokens: of its images.
-      quick: the loop on a tiny model, and nothing compiled at the large shape.
+      quick: the loop on a tiny model.
     """
     sizes = dataclasses.replace(LOOP, image_tokens=image_tokens)
     raw, name = shape_of(layers), f"Qwen3.5-0.8B's shape, {layers} layers"
@@ -56,9 +52,6 @@ def run(*, layers: int = 4, image_tokens: int = 256, seed: int = 0, quick: bool 
         "environment": environment(),
         "loop": loop,
         "counted": counted_loops(),
-        "bytes": describe_bytes(),
-        "prefills": [] if quick else describe_prefills(),
-        "compositions": [] if quick else describe_compositions(decoder_of(MODEL).layout),
     }
     return result | {"rows": rows_of(result)}
 
@@ -66,7 +59,7 @@ def run(*, layers: int = 4, image_tokens: int = 256, seed: int = 0, quick: bool 
 def counted_loops(sizes: HybridLoopSizes = LOOP) -> list[dict[str, Any]]:
     """Counts the loop at the shapes of Qwen3.5-0.8B and 9B, with images of `COUNTED` tokens."""
     loops = []
-    for name in ("Qwen3.5-0.8B", MODEL):
+    for name in ("Qwen3.5-0.8B", "Qwen3.5-9B"):
         decoder = decoder_of(name)
         for tokens in COUNTED:
             own = dataclasses.replace(sizes, image_tokens=tokens)
@@ -84,13 +77,7 @@ def rows_of(result: Mapping[str, Any]) -> list[Row]:
     rows = loop_rows(result["loop"], result["config"])
     for loop in result["counted"]:
         rows += counted_rows(loop)
-    for described in result["bytes"]:
-        if "beside" in described:
-            for form in FORMS:
-                part = f"{described['model']}, {form}"
-                even = [float(described["even_length"][form])]
-                rows.append(measured_row("tokens from which a hybrid's chunk is smaller", even, part=part))
-    return [*rows, *size_rows(result["prefills"], result["compositions"])]
+    return rows
 
 
 def loop_rows(loop: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
@@ -155,25 +142,4 @@ def counted_rows(loop: Mapping[str, Any], window: int = LOOP.window) -> list[Row
     return rows
 
 
-def size_rows(prefills: Sequence[Mapping[str, int]], compositions: Sequence[Mapping[str, int]]) -> list[Row]:
-    """Makes the rows of programs that were compiled at the large shape."""
-    rows = []
-    for each in prefills:
-        part = f"{MODEL}, {each['tokens']} tokens behind {each['keys']}"
-        rows.append(measured_row("prefill: temporaries, GiB", [each["temporaries"] / 2**30], part=part))
-        share = each["temporaries"] / each["scores"]
-        rows.append(measured_row("prefill: temporaries over one layer's scores", [share], part=part))
-        rows.append(measured_row("prefill: TFLOPs", [each["flops"] / 1e12], part=part))
-    if len(prefills) > 1:
-        first, last = prefills[0], prefills[-1]
-        further = (last["temporaries"] - first["temporaries"]) / (last["tokens"] - first["tokens"])
-        over = further / decoder_of(MODEL).layout.bytes_per_token()
-        rows.append(measured_row(FURTHER, [over], at_most=FURTHER_BAR, part=MODEL))
-    for each in compositions:
-        part = f"{MODEL}, {each['transitions']} transitions"
-        rows.append(measured_row("composing: GFLOPs", [each["flops"] / 1e9], part=part))
-        rows.append(measured_row("composing: temporaries, GiB", [each["temporaries"] / 2**30], part=part))
-    return rows
-
-
-BENCHMARK = Benchmark("hybrid", run, ("part",), draw=lambda result, path: draw_bytes(result["bytes"], path))
+BENCHMARK = Benchmark("hybrid", run, ("part",))

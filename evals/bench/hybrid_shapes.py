@@ -1,4 +1,4 @@
-"""Shapes of Qwen3.5 at its released sizes, and of the full-attention models of like size beside them.
+"""Shapes of Qwen3.5 at its released sizes.
 
 Fields are what is publicly known of the releases; no file was read from their own repositories. Those of 9B and 35B-A3B
 are the defaults of transformers' classes. Towers are not described: nothing here runs one.
@@ -8,8 +8,6 @@ from typing import Any
 
 from models import FAMILIES
 from models.decoder.config import DecoderConfig
-
-from .released_configs import RELEASED
 
 TOWER = {
     "depth": 1,
@@ -83,13 +81,6 @@ HYBRIDS = {
     "Qwen3.5-9B": hybrid_config(4096, 12288, 32, (16, 4), 32),
     "Qwen3.5-35B-A3B": hybrid_config(2048, None, 40, (16, 2), 32),
 }
-BESIDE = {
-    "Qwen3.5-2B": "Qwen/Qwen3-VL-2B-Instruct",
-    "Qwen3.5-4B": "Qwen/Qwen3-VL-4B-Instruct",
-    "Qwen3.5-9B": "Qwen/Qwen3-VL-8B-Instruct",
-    "Qwen3.5-35B-A3B": "Qwen/Qwen3-VL-30B-A3B-Instruct",
-}
-"""The full-attention model of like size, where there is one."""
 
 
 def config_of(raw: dict[str, Any]) -> Any:
@@ -98,5 +89,5 @@ def config_of(raw: dict[str, Any]) -> Any:
 
 
 def decoder_of(name: str) -> DecoderConfig:
-    """Reads the decoder of a hybrid, or of a released checkpoint."""
-    return config_of(HYBRIDS[name] if name in HYBRIDS else RELEASED[name].config).text
+    """Reads the decoder of a hybrid."""
+    return config_of(HYBRIDS[name]).text

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.bench import hybrid, hybrid_bytes, hybrid_page, hybrid_sizes
+from evals.bench import hybrid
 from evals.bench.checkpoints import GOLDENS
 from evals.bench.hybrid_loop import (
     VARIANTS,
@@ -81,59 +81,6 @@ def test_snapshots_serve_what_stands_in_front_of_the_change():
     assert [list(window_of(number, 2)) for number in range(3)] == [[0], [0, 1], [1, 2]]
 
 
-def test_bytes_of_a_chunk_are_rows_and_a_constant():
-    rows = {row["model"]: row for row in hybrid_bytes.describe_bytes((100, 200))}
-    nine = rows["Qwen3.5-9B"]
-    # 8 full layers of 4 heads of 256, keys and values; 24 linear layers of 32 heads of 128 × 128.
-    row_bytes, matrix, tail = 2 * 2 * 8 * 4 * 256, 24 * 32 * 128 * 128, 24 * 3 * (2 * 16 + 32) * 128
-    assert nine["row_bytes"] == row_bytes == 32 * 1024
-    expected = {
-        "float32": 4 * (2 * matrix + tail),
-        "bfloat16": 2 * (2 * matrix + tail),
-        "bfloat16, map of rank 8": 2 * (matrix + tail + 24 * 32 * 8 * 256),
-        "bfloat16, no map": 2 * (matrix + tail),
-    }
-    assert nine["transition_bytes"] == expected
-    for form, own in expected.items():
-        assert nine["chunk_bytes"][form] == [own + 100 * row_bytes, own + 200 * row_bytes]
-        even, beside = nine["even_length"][form], nine["beside_row_bytes"]
-        assert own + even * row_bytes <= even * beside
-        assert own + (even - 1) * row_bytes > (even - 1) * beside
-    assert nine["beside_row_bytes"] == 2 * 2 * 36 * 8 * 128
-
-
-@pytest.mark.slow
-def test_prefills_behind_a_composed_context_are_described():
-    short, long = hybrid_sizes.describe_prefills(RAW, (16, 32), keys=48, chunk=8)
-    assert short["flops"] < long["flops"] < 2.5 * short["flops"]
-    assert 0 < short["temporaries"] <= long["temporaries"]
-    assert long["scores"] == 4 * 4 * 32 * 80
-
-
-def test_compositions_are_counted_product_by_product():
-    layout = decoder_of("Qwen3.5-0.8B").layout
-    one, two = hybrid_sizes.describe_compositions(layout, (2, 3))
-    assert one["flops"] == 18 * 16 * 2 * 128**2 * 256
-    assert two["flops"] == 2 * one["flops"]
-    # Of full chunks the last tail alone is read.
-    matrices, tail = 4 * 18 * 16 * 2 * 128**2, 4 * 18 * 3 * 3 * 16 * 128
-    assert two["arguments"] == 3 * matrices + tail
-    assert two["results"] >= matrices + tail
-
-
-def test_the_page_shows_the_run_that_is_kept_and_what_follows_from_layouts():
-    root = hybrid_page.ROOT
-    kept = json.loads((root / hybrid_page.KEPT).read_text(encoding="utf-8"))
-    page = (root / hybrid_page.PAGE).read_text(encoding="utf-8")
-    for mark, text in hybrid_page.sections(kept).items():
-        assert f"<!-- {mark} -->\n\n{text}\n\n<!-- /{mark} -->" in page, mark
-    # What needs no run is as the code has it now.
-    assert kept["bytes"] == hybrid_bytes.describe_bytes()
-    assert kept["counted"] == hybrid.counted_loops()
-    assert kept["rows"] == json.loads(json.dumps(hybrid.rows_of(kept)))
-    assert all(row["passed"] for row in kept["rows"] if "passed" in row)
-
-
 def test_rows_judge_the_whole_loop(tmp_path):
     way = lambda seconds, flops: {"seconds": seconds, "flops": flops}
     step = lambda factor: {
@@ -149,9 +96,8 @@ def test_rows_judge_the_whole_loop(tmp_path):
     assert (whole["value"], whole["passed"], whole["low"], whole["high"]) == (4.0, True, 1.0, 7.0)
     assert rows["sliding: time of re-prefill over ours"]["value"] == 5.5
     assert rows["reordered: FLOPs over running what is new"]["value"] == pytest.approx(1.25)
-    result = {"config": {"window": 1, "backbone": "tiny"}, "loop": loop, "prefills": [], "compositions": []}
-    result |= {"counted": hybrid.counted_loops(), "bytes": hybrid_bytes.describe_bytes()}
+    result = {"config": {"window": 1, "backbone": "tiny"}, "loop": loop, "counted": hybrid.counted_loops()}
     result["rows"] = hybrid.rows_of(result)
     hybrid.BENCHMARK.write(result, tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
     assert np.isfinite([row["value"] for row in result["rows"]]).all()
