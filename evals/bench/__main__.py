@@ -5,20 +5,17 @@ Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where
 
   calls              one warm call of the public face: CPU time, and functions and files of ours that it enters
   kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
-  encoded            placing chunks in few bits over the same in 16 bits: CPU time, memory
   patch              the factorisation alone, with the energy captured of real deficits
   store              put, get and patches, beside raw files, safetensors and Orbax; and evicting, listing and
                      deleting among ever more small objects, beside diskcache and LMDB too
   costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
   window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
-  sessions           many agents at once: adding an image and asking, tokens per second
   hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states
   backbones          prefill and decode of every family, beside transformers with --torch-python
 
 Of answers, and of what follows from configurations alone:
 
   window_pretrained  the sliding window on SmolLM2-135M, in parts
-  needs              what Session.needs reports of a chunk, beside prefilling the window without it
 """
 
 from .. import extra as extra  # isort: split
@@ -34,11 +31,8 @@ from . import (
     backbones,
     calls,
     costs,
-    encoded,
     hybrid,
     kernels,
-    needs,
-    sessions,
     store,
     window,
     window_pretrained,
@@ -48,14 +42,11 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         backbones.BENCHMARK,
-        encoded.BENCHMARK,
         calls.BENCHMARK,
         costs.BENCHMARK,
         hybrid.BENCHMARK,
         kernels.BENCHMARK,
-        needs.BENCHMARK,
         kernels.FACTORISATION,
-        sessions.BENCHMARK,
         store.BENCHMARK,
         window.BENCHMARK,
         window_pretrained.BENCHMARK,
