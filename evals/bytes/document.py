@@ -179,7 +179,7 @@ def sections(kept: Mapping[str, Any]) -> dict[str, str]:
     items = Rows(kept, model).get(probe, "base.canonical.16", "eta").n
     about = f"{model}, {items} {'passages' if probe == TEXT else 'questions'}, fewest bytes at η ≥ {ENOUGH:g}:"
     fronts = []
-    for count in COUNTS:
+    for count in (1, 4):
         fronts.append(f"N = {count}:\n\n{markdown_table(*front_table(kept, probe, model, count))}")
     return {
         "winners": "\n\n".join([*notes, about, "\n".join(said), markdown_table(*winners_table(kept, probe, model))]),

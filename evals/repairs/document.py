@@ -67,12 +67,12 @@ def costs_table(results: Mapping[str, Any], share: float = 0.15) -> Table:
     return ["method", "FLOPs of one reuse", "bytes stored", "bytes moved"], lines
 
 
-def backbones_table(results: Mapping[str, Any], probe: str, share: float = 0.15) -> Table:
+def backbones_table(results: Mapping[str, Any], share: float = 0.15) -> Table:
     """Makes the table of η at one budget on every backbone."""
     models, lines = models_of(results), []
     for method, label in LABELS.items():
         cells = [
-            _bare(Rows(results, model).get(probe, f"{method}.budget={share:g}", f"eta.{KIND}")) for model in models
+            _bare(Rows(results, model).get(VISIBLE, f"{method}.budget={share:g}", f"eta.{KIND}")) for model in models
         ]
         lines.append([label, *cells])
     return ["method", *models], lines
@@ -97,40 +97,20 @@ def versus_table(results: Mapping[str, Any]) -> Table:
     return ["against", *(f"{share:.0%}" for share in SHARES)], lines
 
 
-def papers_tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
-    """Makes one table per paper: what it compares, with our figures on the first backbone and over all."""
+def infoflow_table(results: Mapping[str, Any]) -> Table:
+    """Makes the table of InfoFlow KV's geometries and scores: the first backbone, and the range over all."""
     models = models_of(results)
-
-    def line(label: str, arm: str, probe: str = VISIBLE) -> list[str]:
-        own = [Rows(results, model).get(probe, arm, f"eta.{KIND}") for model in models]
-        first = Rows(results, models[0]).get(probe, arm, f"accuracy.{KIND}")
+    named = [("GLOBAL, attention mass", "infoflow"), *((name.partition(".")[2], name) for name in VARIANTS)]
+    named += [(LABELS[method], method) for method in ("cacheblend", "first_k")]
+    lines = []
+    for label, method in named:
+        arm = f"{method}.budget={GEOMETRY_SHARE:g}"
+        own = [Rows(results, model).get(VISIBLE, arm, f"eta.{KIND}") for model in models]
+        first = Rows(results, models[0]).get(VISIBLE, arm, f"accuracy.{KIND}")
         defined = [found.value for found in own if found.n and found.value == found.value]
         spread = f"{min(defined):.2f} to {max(defined):.2f}" if defined else "–"
-        return [label, _with_interval(own[0]), f"{first.value:.0%}" if first.n else "–", spread]
-
-    head = ["method", f"η, {models[0]}", "accuracy", "η over backbones"]
-    kamera = [[*line("feature patch", f"patched.budget={share:g}"), f"{share:.0%}"] for share in (0.05, 0.25)]
-    for method in ("quest", "infoflow", "first_k", "low_rank", "oracle_delta"):
-        kamera += [[*line(LABELS[method], f"{method}.budget={share:g}"), f"{share:.0%}"] for share in (0.05, 0.25)]
-    vlcache = []
-    for share in (0.10, 0.15, 0.25):
-        for method in ("vlcache", "first_k", "cacheblend", "kvshare"):
-            vlcache.append(line(f"{LABELS[method]}, {share:.0%}", f"{method}.budget={share:g}"))
-    infoflow = [line("GLOBAL, attention mass", f"infoflow.budget={GEOMETRY_SHARE:g}")]
-    infoflow += [line(name.partition(".")[2], f"{name}.budget={GEOMETRY_SHARE:g}") for name in VARIANTS]
-    for method in ("cacheblend", "first_k"):
-        infoflow.append(line(LABELS[method], f"{method}.budget={GEOMETRY_SHARE:g}"))
-    mpic = [line("full reuse", "blind"), line("attention sink, 4 tokens", "attention_sink")]
-    for share in (0.05, 0.10, 0.25):
-        mpic.append(line(f"MPIC-k, {share:.0%} of the page", f"first_k.budget={share:g}"))
-    mpic.append(line("CacheBlend-15", "cacheblend.budget=0.15"))
-    mpic.append(line("prefix caching", "prefix_caching"))
-    return [
-        ("kamera", ([*head, "bytes"], kamera)),
-        ("vlcache", (head, vlcache)),
-        ("infoflow", (head, infoflow)),
-        ("mpic", (head, mpic)),
-    ]
+        lines.append([label, _with_interval(own[0]), f"{first.value:.0%}" if first.n else "–", spread])
+    return ["method", f"η, {models[0]}", "accuracy", "η over backbones"], lines
 
 
 def sections(kept: Mapping[str, Any]) -> dict[str, str]:
@@ -138,10 +118,9 @@ def sections(kept: Mapping[str, Any]) -> dict[str, str]:
     return {
         "shares": markdown_table(*shares_table(kept)),
         "costs": markdown_table(*costs_table(kept)),
-        "backbones": markdown_table(*backbones_table(kept, VISIBLE)),
-        "evicted": markdown_table(*backbones_table(kept, EVICTED)),
+        "backbones": markdown_table(*backbones_table(kept)),
         "versus": markdown_table(*versus_table(kept)),
-        **{name: markdown_table(*table) for name, table in papers_tables(kept)},
+        "infoflow": markdown_table(*infoflow_table(kept)),
     }
 
 

@@ -64,6 +64,7 @@ def test_blocks_behind_the_last_are_not_looked_at():
     rounded_once(found[:ROWS], exact(x[:ROWS], stack, [2]))
 
 
+@pytest.mark.slow
 def test_has_the_references_derivatives():
     x, stack = drawn()
     which, used = placed([1, 3, 1], jnp.int32), jnp.int32(BLOCKS)

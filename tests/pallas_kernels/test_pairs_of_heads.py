@@ -26,15 +26,9 @@ SLOW = pytest.mark.slow
 """For cases that others stand in for by default: layouts, ranks and heads are looked at together, then once each."""
 CASES = [
     (4, "pairs", 128, 17, True),
-    pytest.param(4, "half", 128, 0, True, marks=SLOW),
     pytest.param(8, "half", 64, 3, True, marks=SLOW),
     pytest.param(1, "pairs", 64, 3, True, marks=SLOW),
-    pytest.param(2, "pairs", 32, 3, INTERPRET, marks=SLOW),
-    pytest.param(4, "half", 64, 3, True, marks=SLOW),
-    *(pytest.param(2, *case, True, marks=SLOW) for case in (("half", 128, 0), ("half", 64, 3), ("pairs", 128, 17))),
-    *(pytest.param(8, *case, True, marks=SLOW) for case in (("half", 128, 0), ("pairs", 128, 17))),
     pytest.param(4, "half", 0, 5, True, marks=SLOW),
-    pytest.param(4, "half", 128, 0, INTERPRET, marks=SLOW),
     pytest.param(8, "half", 128, 3, INTERPRET, marks=SLOW),
 ]
 
@@ -62,7 +56,7 @@ def test_rotation_and_patch_agree_with_float64(heads: int, layout: str, rotary: 
 
 @pytest.mark.parametrize(
     "stored",
-    ["bfloat16", "int8", *(pytest.param(each, marks=SLOW) for each in ("float32", "float8_e4m3fn", "float8_e5m2"))],
+    ["bfloat16", *(pytest.param(each, marks=SLOW) for each in ("float32", "int8", "float8_e5m2"))],
 )
 def test_any_dtype_into_any_other(stored: str):
     shape = RotateShape("pairs", (1,), 21, 4, 128, 128, 5, "half")
@@ -76,17 +70,8 @@ def test_any_dtype_into_any_other(stored: str):
     assert_rounded_once(turned(shape, given, jnp.bfloat16, True, 19)[0], exact[:, :length])
 
 
-def test_dense_corrections_are_added_in_either_dtype():
-    shape = RotateShape("pairs", (1,), 11, 4, 128, 128, 0, "half")
-    given = arrays(shape, dtype=jnp.bfloat16)
-    dense = jax.random.normal(jax.random.key(1), (11, 4, 128))
-    for more in (dense, dense.astype(jnp.bfloat16)):
-        summed = given | {"x": np.asarray(given["x"], np.float64) + np.asarray(more, np.float64)}
-        found, length = turned(shape, given | {"dense": more}, jnp.float32, True, 11)
-        np.testing.assert_allclose(found, expected(shape, summed)[:, :length], atol=5e-5)
-
-
-@pytest.mark.parametrize("heads", [pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [2, 8])
 def test_both_interpreters_give_the_same_bits(heads: int):
     shape = RotateShape("pairs", (1,), 40, heads, 128, 128, 3, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
@@ -100,9 +85,7 @@ def test_both_interpreters_give_the_same_bits(heads: int):
     ("heads", "dtype", "rank", "layout", "length"),
     [
         (2, "bfloat16", 3, "pairs", 50),
-        pytest.param(4, "bfloat16", 0, "half", 63, marks=SLOW),
         pytest.param(4, "float32", 5, "half", 41, marks=SLOW),
-        pytest.param(8, "bfloat16", 0, "pairs", 33, marks=SLOW),
         pytest.param(4, "int8", 3, "half", 60, marks=SLOW),
     ],
 )

@@ -42,7 +42,7 @@ def repeated(implementation: str, **strategies) -> Callable[[Callable[..., None]
 
 @pytest.mark.parametrize(
     ("implementation", "layout"),
-    [("xla", "half"), ("xla", "pairs"), ("tpu", "pairs"), pytest.param("tpu", "half", marks=pytest.mark.slow)],
+    [("xla", "half"), ("xla", "pairs"), pytest.param("tpu", "pairs", marks=pytest.mark.slow)],
 )
 def test_turning_twice_is_turning_by_the_sum_and_by_nothing_is_nothing(implementation: str, layout: str):
     @repeated(implementation, a=ANGLES, b=ANGLES, seed=st.integers(0, 2**16))

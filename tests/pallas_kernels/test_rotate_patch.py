@@ -32,30 +32,30 @@ def run(implementation: str, **arguments) -> jax.Array:
 
 SLOW = pytest.mark.slow
 """For cases of the Hopper kernel that others stand in for by default: interpreting one takes seconds."""
-SHAPES = {"xla": SMALL, "tpu": SMALL, "gpu": (ALIGNED_PAIRS[0],)}
 BLOCKED = ("mla", "pairs", "ragged")
 """Shapes that the kernel for TPUs is interpreted in by default (the first in bfloat16); XLA takes all."""
 CASES = [
+    *(("xla", shape) for shape in SMALL),
     *(
-        pytest.param(name, shape, marks=SLOW if name == "tpu" and shape.name not in BLOCKED else ())
-        for name, shapes in SHAPES.items()
-        for shape in shapes
+        pytest.param("tpu", shape, marks=SLOW if shape.name == "mla" else ())
+        for shape in SMALL
+        if shape.name in BLOCKED
     ),
-    *(pytest.param("gpu", shape, marks=SLOW) for shape in (*ALIGNED, *ALIGNED_PAIRS[1:])),
+    ("gpu", ALIGNED_PAIRS[0]),
+    *(pytest.param("gpu", shape, marks=SLOW) for shape in ALIGNED),
 ]
 # Of the Hopper kernel by default in its own file, over several blocks.
-CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0])]
-CASES_BFLOAT16 += [pytest.param("gpu", shape, marks=SLOW) for shape in (ALIGNED[0], *ALIGNED_PAIRS)]
+CASES_BFLOAT16 = [
+    ("xla", SMALL[0]),
+    pytest.param("tpu", SMALL[0], marks=SLOW),
+    pytest.param("gpu", ALIGNED[0], marks=SLOW),
+]
 CASES_NARROW = [
     *(("xla", SMALL[2], dtype) for dtype in LARGEST),
-    ("tpu", SMALL[2], "int8"),
-    *(pytest.param("tpu", SMALL[2], dtype, marks=SLOW) for dtype in ("float8_e4m3fn", "float8_e5m2")),
-    *(pytest.param("gpu", NARROW, dtype, marks=SLOW) for dtype in LARGEST),  # int8 with several layers in its own file
+    pytest.param("tpu", SMALL[2], "int8", marks=SLOW),
+    pytest.param("gpu", NARROW, "float8_e5m2", marks=SLOW),  # int8 with several layers in its own file
 ]
-CASES_NARROW_PAIRS = [
-    *(("xla", dtype) for dtype in LARGEST),
-    *(pytest.param("gpu", dtype, marks=SLOW) for dtype in LARGEST),
-]
+CASES_NARROW_PAIRS = [("xla", "float8_e4m3fn"), pytest.param("gpu", "int8", marks=SLOW)]
 NAMES = lambda value: value if isinstance(value, str) else value.name
 
 
@@ -97,8 +97,7 @@ def test_xla_for_cpus_makes_one_pass_of_a_rotation(layout: str, rotary: int):
     assert memory.temp_size_in_bytes < given["x"].nbytes
 
 
-@pytest.mark.parametrize("tile", [8, pytest.param(16, marks=SLOW)])
-@pytest.mark.parametrize("length", [0, 1, 8, 17, 37])
+@pytest.mark.parametrize(("tile", "length"), [(8, 17), (8, 37), pytest.param(16, 0, marks=SLOW)])
 def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
     shape = RotateShape("blocks", (2,), 37, 2, 16, 8, 3, "pairs")
     given = arrays(shape)
@@ -109,6 +108,7 @@ def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
     np.testing.assert_allclose(found, exact, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_tpu_kernel_shares_what_has_fewer_leading_dimensions():
     shape = RotateShape("batch", (2, 3), 7, 1, 16, 16, 4, "half")
     given = arrays(shape)
@@ -118,6 +118,7 @@ def test_tpu_kernel_shares_what_has_fewer_leading_dimensions():
     np.testing.assert_allclose(run("tpu", **given), run("xla", **given), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_tpu_kernel_has_the_references_derivatives():
     given = arrays(SMALL[0])
     loss = lambda implementation, x, u, v: jnp.sum(jnp.sin(run(implementation, **(given | {"x": x, "u": u, "v": v}))))
@@ -167,7 +168,8 @@ def test_eight_bit_factors_of_a_wide_canonical():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "shape"), [("xla", SMALL[1]), ("tpu", SMALL[1]), pytest.param("gpu", ALIGNED[0], marks=SLOW)]
+    ("implementation", "shape"),
+    [("xla", SMALL[1]), pytest.param("tpu", SMALL[1], marks=SLOW), pytest.param("gpu", ALIGNED[0], marks=SLOW)],
 )
 def test_float8_factors_without_scales_are_taken_as_they_are(shape: RotateShape, implementation: str):
     given = arrays(shape)

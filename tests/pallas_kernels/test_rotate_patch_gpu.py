@@ -22,9 +22,8 @@ def run(**arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation="gpu")
 
 
-@pytest.mark.parametrize(
-    "plan", [launch.LaunchPlan(2, 2, 1), pytest.param(launch.LaunchPlan(1, 3, 3), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [launch.LaunchPlan(2, 2, 1), launch.LaunchPlan(1, 3, 3)])
 def test_blocks_stages_and_lengths(plan: launch.LaunchPlan):
     shape = RotateShape("lengths", (3,), 131, 2, 32, 32, 16, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
@@ -38,6 +37,7 @@ def test_blocks_stages_and_lengths(plan: launch.LaunchPlan):
         assert_rounded_once(found, exact)
 
 
+@pytest.mark.slow
 def test_padding_that_is_not_finite_comes_back_as_zeros():
     shape = ALIGNED[0]
     given = arrays(shape)
@@ -69,10 +69,8 @@ def test_the_result_has_the_dtype_that_is_asked_for():
     np.testing.assert_allclose(found, expected(shape, {n: given[n] for n in ("x", "u", "v")}) + 1, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "dtype", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "float8_e5m2")), "float8_e4m3fn"]
-)
-@pytest.mark.parametrize("layout", ["pairs", pytest.param("half", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "layout"), [("float8_e4m3fn", "pairs"), ("int8", "half"), ("float8_e5m2", "half")])
 def test_every_number_of_eight_bits_is_widened_exactly(dtype: str, layout: str):
     """Subnormal numbers too; as one channel and as half a word. What is not a number stays none."""
     x = jnp.asarray(np.arange(256, dtype=np.uint8).reshape(2, 2, 64).view(jnp.dtype(dtype)))
@@ -82,6 +80,7 @@ def test_every_number_of_eight_bits_is_widened_exactly(dtype: str, layout: str):
     np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
     shape = NARROW._replace(leading=(3,), tokens=70)
     given, wide = narrow_arrays(shape, "int8")
@@ -98,7 +97,8 @@ def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
         assert_rounded_once(call(Operands(**given), jnp.int32(length)), exact)
 
 
-@pytest.mark.parametrize("side", ["u", pytest.param("v", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["u", "v"])
 def test_scales_of_factors_lie_on_the_side_that_is_float32(side: str):
     shape = ALIGNED[3]
     given, wide = narrow_arrays(shape, "int8")
@@ -133,6 +133,7 @@ def test_pieces_multiply_out(pieces: int):
         assert error < (1e-4 if pieces == 2 else 2e-6)
 
 
+@pytest.mark.slow
 def test_has_the_references_derivatives():
     given = arrays(ALIGNED[3])
     loss = lambda call, x, u, v: jnp.sum(jnp.sin(call(**(given | {"x": x, "u": u, "v": v}))))

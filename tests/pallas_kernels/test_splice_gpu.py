@@ -12,7 +12,7 @@ from kernel_cases import INTERPRETED, arrays, narrow_arrays
 from pallas_kernels import KernelUnavailableError, splice, targeting
 from pallas_kernels._operands import Operands
 from pallas_kernels.hopper.launch import LaunchPlan
-from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, PRODUCTION, RotateShape
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, PRODUCTION, RotateShape
 from pallas_kernels.splice import gpu
 from pallas_kernels.splice.shapes import SpliceShape
 from tests.arrays import placed
@@ -49,14 +49,10 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
     ("chunk", "kind", "dtype"),
     [
         pytest.param(GQA, "scattered", jnp.float32, marks=pytest.mark.slow),
-        pytest.param(WIDE, "piece", jnp.bfloat16, marks=pytest.mark.slow),
         (ALIGNED_PAIRS[0], "pieces", jnp.bfloat16),
         pytest.param(ALIGNED[3], "piece", jnp.float32, marks=pytest.mark.slow),
-        pytest.param(ALIGNED_PAIRS[1], "scattered", jnp.float32, marks=pytest.mark.slow),
         pytest.param(KPE, "pieces", jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param(KPE, "scattered", "int8", marks=pytest.mark.slow),
-        pytest.param(NARROW, "pieces", "float8_e4m3fn", marks=pytest.mark.slow),
-        pytest.param(ALIGNED_PAIRS[0], "scattered", "float8_e5m2", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -77,6 +73,7 @@ def test_equals_the_reference_everywhere(chunk: RotateShape, kind: str, dtype):
     np.testing.assert_allclose(found, wanted, rtol=relative, atol=absolute)
 
 
+@pytest.mark.slow
 def test_lengths_bad_slots_and_several_blocks():
     """Tokens past the length and slots out of range are written nowhere; eights and single tokens in one warpgroup."""
     chunk = RotateShape("blocks", (2,), 133, 1, 64, 64, 0, "half")
@@ -98,7 +95,8 @@ def test_lengths_bad_slots_and_several_blocks():
         assert (flat(found)[:, kept] == flat(before)[:, kept]).all()
 
 
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
 def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
     """Two pieces that meet inside a warpgroup, and an end that is no eight; padding beside whole warpgroups."""
     chunk = RotateShape("pieces", (1,), 197, 1, 64, 64, 0, "half")

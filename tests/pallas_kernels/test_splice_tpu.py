@@ -52,7 +52,7 @@ SLOW = pytest.mark.slow
 """For cases that others stand in for by default: interpreting one takes seconds."""
 
 
-@pytest.mark.parametrize(("tile", "length"), [(8, 30), pytest.param(16, None, marks=SLOW)])
+@pytest.mark.parametrize(("tile", "length"), [(8, 30)])
 def test_rows_of_heads_at_scattered_slots(tile: int, length: int | None):
     compare(HEADS, scattered(HEADS), arrays(HEADS.chunk), Tile(tile), length)
 
@@ -62,6 +62,7 @@ def test_rows_of_heads_at_a_run_from_mid_page():
     compare(HEADS, np.arange(7, 44), arrays(HEADS.chunk), None, 35)
 
 
+@pytest.mark.slow
 def test_tiles_of_one_head_at_scattered_slots():
     compare(ONE_HEAD, scattered(ONE_HEAD), arrays(ONE_HEAD.chunk), Tile(32), 38)
 
@@ -72,11 +73,13 @@ def test_tiles_of_one_head_at_a_run_from_mid_tile(start: int, dtype):
     compare(ONE_HEAD, np.arange(start, start + ONE_HEAD.chunk.tokens), given, Tile(32), 37, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8"])
 def test_eight_bit_canonicals_into_a_wide_pool(dtype: str):
     compare(LATENT, np.arange(9, 28), narrow_arrays(LATENT.chunk, dtype)[0], None, None, jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_dispatch_takes_the_kernel_and_slots_out_of_range_are_written_nowhere():
     slots = np.arange(60, 60 + HEADS.chunk.tokens, dtype=np.int32)
     run = lambda pool, slots, **given: splice(pool, slots, **given)

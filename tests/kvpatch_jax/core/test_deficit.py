@@ -25,15 +25,6 @@ def test_depth_rank_and_spread_of_a_known_deficit():
     np.testing.assert_allclose(deficit.relative_norm(delta, reference)["k"], [0, np.sqrt(12 / 64)], atol=1e-6)
 
 
-def test_length_masks_padding():
-    delta = known()
-    assert deficit.e90(delta, 2)["k"].tolist() == [0, 2]
-    np.testing.assert_allclose(deficit.token_spread(delta, 4)["k"], [0, 3 / 4], atol=1e-6)
-    np.testing.assert_allclose(
-        deficit.relative_norm(delta, {"k": jnp.ones((2, 8, 2, 4))}, 4)["k"], [0, np.sqrt(12 / 32)], atol=1e-6
-    )
-
-
 def test_the_energy_ratio_is_1_for_the_leading_directions_alone():
     matrix = placed(np.random.default_rng(0).standard_normal((12, 8)), jnp.float32)
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)

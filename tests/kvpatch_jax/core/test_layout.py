@@ -89,15 +89,6 @@ def test_attention_scaling_is_in_the_engine_frame_and_not_in_relocation():
     np.testing.assert_allclose(norm(kvp.relocate(layout, engine, 7, 40)), norm(engine), rtol=1e-5)
 
 
-def test_batches_broadcast():
-    layout = LAYOUTS["gqa"]
-    kv, local = kv_of(layout, 6, batch=(2,)), local_of(layout, 6)
-    both = kvp.to_engine(layout, kv, np.stack([local, local]), np.array([5, 50], np.int32))
-    for index, start in enumerate((5, 50)):
-        one = kvp.to_engine(layout, {name: value[:, index] for name, value in kv.items()}, local, start)
-        np.testing.assert_array_equal(both["k"][:, index], one["k"])
-
-
 def test_bfloat16_moves_within_one_unit_of_recompute():
     """Storing phase-free in bf16 and turning once exceeds recompute's error by at most one ulp of the row's top."""
     layout = LAYOUTS["gqa"]

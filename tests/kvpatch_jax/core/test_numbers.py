@@ -23,10 +23,8 @@ def large(size: float):
     return chunk, conditioned, kvp.form_patch(chunk, conditioned, 4, ("A",))
 
 
-@pytest.mark.parametrize(
-    "dtype", [FLOAT8[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in FLOAT8[1:]), jnp.int8]
-)
-@pytest.mark.parametrize("size", [1e-6, 0.3, 1e4, 1e9])
+@pytest.mark.parametrize("dtype", [FLOAT8[0], jnp.int8])
+@pytest.mark.parametrize("size", [1e-6, 1e9])
 def test_eight_bits_are_scaled_whatever_the_range(size: float, dtype):
     chunk, conditioned, patch = large(size)
     formed = kvp.form_patch(chunk, conditioned, 4, ("A",), dtype=dtype)
@@ -60,8 +58,7 @@ Q, K, V = (placed(RNG.standard_normal(s), jnp.float32) for s in ((2, 5, 4, 8), (
 GRADIENTS = jax.jit(jax.grad(lambda q, k, v, mask: kvp.attention_with_lse(q, k, v, mask)[0].sum(), argnums=(0, 1, 2)))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where", ["k", "v", "both"])
+@pytest.mark.parametrize(("where", "bad"), [("k", np.nan), ("v", np.inf), ("both", -np.inf)])
 def test_what_is_masked_does_not_reach_a_readout(where: str, bad: float):
     mask = jnp.arange(12) < 7
     k = K.at[:, 9].set(bad) if where != "v" else K
@@ -94,8 +91,7 @@ def test_masks_broadcast(shape: tuple[int, ...]):
         np.testing.assert_array_equal(own, other)
 
 
-@pytest.mark.parametrize("lse", [np.inf, -np.inf])
-@pytest.mark.parametrize("o", [0.0, np.nan, np.inf])
+@pytest.mark.parametrize(("lse", "o"), [(np.inf, np.nan), (-np.inf, 0.0)])
 def test_empty_readouts_of_other_engines_add_nothing(lse: float, o: float):
     own = kvp.attention_with_lse(Q, K, V)
     empty = jnp.full(own[0].shape, o), jnp.full(own[1].shape, lse)

@@ -27,6 +27,7 @@ def stacked(lengths=(24, 17)) -> tuple[dict, dict, list]:
     )
 
 
+@pytest.mark.slow
 def test_vmap_over_chunks_of_unequal_length():
     kv, conditioned, chunks = stacked()
     lengths, starts = jnp.array([24, 17]), jnp.array([5, 900_000], jnp.int32)
@@ -62,6 +63,7 @@ def test_batches_between_layers_and_tokens():
     np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_reach_keys_and_factors():
     chunk = chunk_of("gqa")
     factors = ops.form(

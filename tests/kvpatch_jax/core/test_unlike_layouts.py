@@ -18,8 +18,6 @@ from kvpatch_jax.core import (
     Rope,
     Scaling,
     check_uniform,
-    encode_kv,
-    ops,
     relocate,
     to_engine,
     to_phase_free,
@@ -127,6 +125,7 @@ def test_every_channel_turns_by_its_own_rope():
         to_engine(LAYOUT, kv | {"k": np.zeros((5, TOKENS, 1, 8), np.float32)}, local, 0)
 
 
+@pytest.mark.slow
 def test_a_pool_takes_turns_and_gives_back_each_channel():
     chunk, slots = chunk_of(), np.array([9, 2, 3, 17, 4, 1], np.int32)
     pool = make_pool(LAYOUT, 5, 4, "float32")
@@ -155,6 +154,7 @@ def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(layers):
     assert left[-1] <= 1e-9 * left[0]
 
 
+@pytest.mark.slow
 def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
     chunk, target = chunk_of(), drawn(1)
     patch = form_patch(chunk, target, 2, (), method="exact", dense=False)
@@ -169,15 +169,6 @@ def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
     )
     with pytest.raises(ShapeError, match=r"expected \[2, any, any\]"):
         Patch({"k": (jnp.zeros((5, TOKENS, 2)), jnp.zeros((5, 2, 8)))}, patch.metadata)
-
-
-def test_packed_channels_are_decoded_by_the_layers_that_keep_them():
-    chunk = chunk_of()
-    packed = encode_kv(LAYOUT, chunk.kv, KVEncoding.of("k8v8"), TOKENS)
-    factors = dict(form_patch(chunk, drawn(1), 2, (), method="exact", dense=False).factors)
-    plain = {name: jnp.asarray(value) for name, value in packed.items()}
-    whole = [ops.apply(LAYOUT, kv, factors, chunk.local, jnp.int32(START)) for kv in (packed, plain)]
-    each_close({name: whole[0][name] for name in LAYOUT.names}, {n: np.asarray(whole[1][n]) for n in LAYOUT.names})
 
 
 class StandIn:

@@ -70,6 +70,7 @@ def test_a_patch_of_one_base_is_refused_on_another():
                     kvp.Placed(other, patch, 9, BEHIND[0])
 
 
+@pytest.mark.slow
 def test_a_base_is_encoded_and_patched_within_a_budget():
     base = kvp.encode_chunk(mean_base(CHUNK, KVS[1:], BEHIND[1:]), "k6v6")
     patch = kvp.form_patch(base, KVS[0], kvp.ByteBudget(3000), BEHIND[0], dtype="int4")

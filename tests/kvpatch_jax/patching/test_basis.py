@@ -128,6 +128,7 @@ def test_what_makes_no_basis_is_refused(basis, unchecked: None):
 # ------------------------------------------------------------------------------------------------------------ store
 
 
+@pytest.mark.slow
 def test_a_basis_is_stored_once(basis, tmp_path):
     patches = [kvp.form_patch(CHUNK, behind(seed), 4, [id], basis=basis) for seed, id in ((17, "A"), (18, "C"))]
     small = kvp.quantise(kvp.keep_layers(kvp.truncate(patches[0], 2), (1, 2)), jnp.int8)

@@ -54,6 +54,7 @@ def best_error(delta: np.ndarray, rank: int) -> float:
     return float(np.sqrt((np.linalg.svd(flat, compute_uv=False)[:, rank:] ** 2).sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int6", "int6gall"])
 def test_an_updated_patch_corrects_the_decoded_base_in_its_own_dtype(dtype):
     chunk, conditioned = encoded(), conditioned_of(encoded(), rank=6)
@@ -82,6 +83,7 @@ def test_an_updated_patch_corrects_the_decoded_base_in_its_own_dtype(dtype):
         kvp.Placed(chunk_of("gqa"), updated, 3, CHANGED)
 
 
+@pytest.mark.slow
 def test_an_update_keeps_the_rank_of_each_layer():
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk, 6), 6, A, method="exact", dense=False)

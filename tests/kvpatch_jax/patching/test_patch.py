@@ -98,6 +98,7 @@ def test_channels_ranks_and_dense():
     assert error(full, kvp.to_engine(chunk.layout, conditioned, chunk.local, 5)) < 2e-5
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     chunk = chunk_of("gqa", tokens=20)
     conditioned = conditioned_of(chunk)

@@ -238,6 +238,7 @@ def test_a_correction_is_folded_into_the_patch_it_corrects_and_no_other():
         kvp.update_patch(patch, legacy)
 
 
+@pytest.mark.slow
 def test_corrections_are_formed_of_what_an_update_takes():
     chunk = chunk_of("gqa")
     patch = form(chunk)

@@ -59,9 +59,12 @@ def check_twins(place, chunk, plain, patches, **options):
             assert bits(one).any()
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LAYOUTS)])
 @pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (jnp.float32, jnp.float16))]
+    ("kind", "dtype"),
+    [
+        ("gqa", jnp.bfloat16),
+        *(pytest.param(kind, jnp.float32, marks=pytest.mark.slow) for kind in ("mla", "interleaved")),
+    ],
 )
 def test_operators_and_pools_write_the_twins_bits(kind, dtype):
     chunk, plain = twins(kind, dtype)
@@ -80,7 +83,7 @@ def test_operators_and_pools_write_the_twins_bits(kind, dtype):
     [
         ("gqa", pool.RAGGED, kvp.engines.to_ragged_paged_attention, {"packing": 2}),
         pytest.param("gqa", pool.JOINED, kvp.engines.to_joined_heads, {}, marks=pytest.mark.slow),
-        ("mla", pool.LATENT, kvp.engines.to_latent_rows, {"packing": 2}),
+        pytest.param("mla", pool.LATENT, kvp.engines.to_latent_rows, {"packing": 2}, marks=pytest.mark.slow),
     ],
     ids=["ragged", "joined", "latent"],
 )
@@ -114,6 +117,7 @@ def test_a_windows_pool_holds_the_twins_bits():
         check_twins(written, chunk, plain, patches_of(chunk))
 
 
+@pytest.mark.slow
 def test_no_more_than_a_layer_is_unpacked_into_a_windows_pool():
     rng = np.random.default_rng(0)
     layout = kvp.KVLayout.gqa(16, 4, 64, kvp.Rope(1e4, 64))
@@ -129,6 +133,7 @@ def test_no_more_than_a_layer_is_unpacked_into_a_windows_pool():
     assert memory.temp_size_in_bytes <= 6 * 128 * 4 * 64 * 4, "a few layers in float32; all would be sixteen"
 
 
+@pytest.mark.slow
 def test_split_pages_take_packed_kv_whole():
     """Codes of several heads share a byte, so that packed KV is not divided by heads."""
     chunk, _ = twins("gqa", jnp.bfloat16)

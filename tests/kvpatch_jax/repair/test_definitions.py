@@ -8,6 +8,7 @@ from kvpatch_jax.repair import REPAIRS, RepairBudget, infoflow, infoflow_layers,
 from tests.kvpatch_jax.repair.slow_decoder import SlowDecoder
 from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, SPARE, make_splice, tiny_backbone
 
+QUICK = ("infoflow", "prophetkv")
 METHODS = ("first_k", "cacheblend", "cacheblend_gradual", "kvshare", "infoflow", "norm", "prophetkv", "quest")
 FEW, MANY = 2, 24
 """Random splices by default and among the slow tests; of each every row and several budgets are a case."""
@@ -177,13 +178,17 @@ def check(method, seeds, counts):
     return cases
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK), *QUICK]
+)
 def test_the_chosen_tokens_are_the_papers(method):
     assert check(method, range(FEW), (2, 5)) == 2 * FEW * ROWS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK), *QUICK]
+)
 def test_the_chosen_tokens_are_the_papers_in_two_hundred_cases(method):
     assert check(method, range(MANY), (1, 2, 3, 5, 7)) >= 200
 

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from splices import make_prompt, tiny_backbone
 
 from kvpatch_jax.backbone import Tokens
@@ -23,6 +24,7 @@ def test_texts_among_images_with_deepstack_features_have_zeros():
     assert joined_tokens(tokens(0, 2, False), tokens(5, 1, False)).deepstack is None
 
 
+@pytest.mark.slow
 def test_two_step_reuse_computes_logits_once():
     """It costs what one step does, and one token more through the layers, but not its logits."""
     backbone = tiny_backbone()

@@ -13,7 +13,6 @@ from kvpatch_jax.repair import (
     first_k,
     full_reprefill,
     layer_reprefill,
-    padded_count,
     prefix_caching,
     rank_of_bytes,
     vlcache,
@@ -27,6 +26,7 @@ def spliced():
     return make_splice(tiny_backbone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first_k", "cacheblend", "infoflow", "patched"])
 def test_counted_flops_are_those_of_the_compiled_program(spliced, name):
     splice, _ = spliced
@@ -45,6 +45,7 @@ def test_counted_flops_are_those_of_the_compiled_program(spliced, name):
     assert executed <= counted <= executed + unread
 
 
+@pytest.mark.slow
 def test_first_k_costs_its_share_of_a_reprefill(spliced):
     splice, _ = spliced
     backbone = tiny_backbone()
@@ -55,6 +56,7 @@ def test_first_k_costs_its_share_of_a_reprefill(spliced):
     assert blind(backbone, splice).flops == 0
 
 
+@pytest.mark.slow
 def test_reprefills_count_what_is_kept_of_nothing(spliced):
     splice, expected = spliced
     backbone = tiny_backbone()
@@ -74,6 +76,7 @@ def test_reprefills_count_what_is_kept_of_nothing(spliced):
             prefix_caching(backbone, splice, budget)
 
 
+@pytest.mark.slow
 def test_bytes_are_of_what_is_read_and_kept(spliced):
     splice, _ = spliced
     backbone = tiny_backbone()
@@ -87,6 +90,7 @@ def test_bytes_are_of_what_is_read_and_kept(spliced):
     assert blind(backbone, splice).bytes.moved == token * CHUNK * LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
 def test_layers_from_the_residual_equal_a_prefill_over_what_is_below(spliced, share):
     splice, expected = spliced
@@ -105,14 +109,6 @@ def test_layers_from_the_residual_equal_a_prefill_over_what_is_below(spliced, sh
             layer_reprefill(backbone, splice.replace(hidden={}), share)
     with pytest.raises(InputError, match="share of the layers"):
         layer_reprefill(backbone, splice, RepairBudget(tokens=2))
-
-
-def test_few_sizes_are_compiled_and_little_is_padded():
-    for tokens in (8, 127, 128, 480, 2048, 16384):
-        sizes = {padded_count(count, tokens) for count in range(1, tokens + 1)}
-        assert len(sizes) <= max(256, tokens // 16)
-        for count in range(1, tokens + 1):
-            assert count <= padded_count(count, tokens) <= min(tokens, count + max(0, tokens // 128))
 
 
 def test_ranks_of_bytes_fit_and_are_the_largest():

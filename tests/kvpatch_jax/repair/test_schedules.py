@@ -48,6 +48,7 @@ def spliced(backbone):
         return make_splice(backbone)
 
 
+@pytest.mark.slow
 def test_vlcache_takes_what_layers_need(backbone, spliced):
     splice, expected = spliced
     far = lambda cache: float(sum(np.abs(in_chunk(cache)[name] - in_chunk(expected)[name]).sum() for name in expected))
@@ -77,6 +78,7 @@ def test_vlcache_takes_what_layers_need(backbone, spliced):
     assert layer_counts(np.ones((3, 2)) * [1, 2], (2, 50), 150, spend=True) == (50, 50, 50)
 
 
+@pytest.mark.slow
 def test_sensitivity_by_blocks_is_of_caches_that_vlcache_serves(backbone, spliced):
     splice, _ = spliced
     probe = np.random.default_rng(3).normal(size=next(iter(splice.cache.values())).shape)
@@ -93,19 +95,6 @@ def test_sensitivity_by_blocks_is_of_caches_that_vlcache_serves(backbone, splice
             splice.cache
         )
         np.testing.assert_allclose([lost[0, column], lost[:, column].sum()], [half, whole], rtol=1e-3, atol=1e-3)
-
-
-def test_vlcaches_own_grid_over_many_layers_is_shared_out():
-    """VLCache's 150 ratios of 1 024 tokens, 36 layers: more states than a search one by one gets through."""
-    counts = [2 * step for step in range(1, 151)]
-    needs = -np.sqrt(counts) * np.linspace(2.0, 1.0, 36)[:, None]
-    found, budget = layer_counts(needs, counts, 5530), 5530
-    assert list(found) == sorted(found, reverse=True)
-    assert budget - 2 < sum(found) <= budget
-    gain = lambda layer, count: float(needs[layer, counts.index(count)])
-    for lower in range(35):  # concave and separable: no two steps moved between layers are worth more
-        more = gain(lower, found[lower]) + gain(lower + 1, found[lower + 1])
-        assert more <= gain(lower, found[lower] + 2) + gain(lower + 1, found[lower + 1] - 2) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -125,6 +114,7 @@ def test_counts_by_layer_that_cannot_be(backbone, spliced, call, words):
         call(backbone, spliced[0])
 
 
+@pytest.mark.slow
 def test_one_layer_alone_is_recomputed_as_it_would_be_while_serving(backbone, spliced):
     """The tokens run through the layers below as served, and only their KV at the one layer is new."""
     splice, _ = spliced
@@ -142,6 +132,7 @@ def test_one_layer_alone_is_recomputed_as_it_would_be_while_serving(backbone, sp
         assert error(in_chunk(seen[2])[name][1, :, :1], in_chunk(served.cache)[name][1, :, :1]) <= 1e-5
 
 
+@pytest.mark.slow
 def test_sensitivities_are_means_over_proxies_and_errors_are_squared(backbone, spliced):
     splice, _ = spliced
     other, _ = make_splice(backbone, seed=5)
@@ -157,6 +148,7 @@ def test_sensitivities_are_means_over_proxies_and_errors_are_squared(backbone, s
         recomputed_sensitivity(backbone, [splice], [1.5], lambda *_: 0.0)
 
 
+@pytest.mark.slow
 def test_kv_behind_a_substitute_is_a_prefill_there(backbone):
     ids = np.random.default_rng(4).integers(0, 300, (ROWS, 9))
     whole = text_tokens(backbone, ids)
@@ -178,6 +170,7 @@ def exact(sensitivity, ratios, target):
     return best
 
 
+@pytest.mark.slow
 def test_the_greedy_allocation_keeps_its_rules_and_is_near_the_least():
     rng, ratios = np.random.default_rng(0), (0.0, 0.02, 0.06, 0.1, 0.2, 0.3)
     worst = []

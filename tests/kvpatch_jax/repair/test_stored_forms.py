@@ -24,6 +24,7 @@ def of_chunk(cache):
     return {name: np.asarray(value)[:, :, BEFORE : BEFORE + TOKENS] for name, value in cache.items()}
 
 
+@pytest.mark.slow
 def test_full_rank_is_the_recorded_kv(case):
     backbone, splice, expected = case
     highest = max(min(TOKENS, channel.features) for channel in backbone.layout.channels)
@@ -37,6 +38,7 @@ def test_full_rank_is_the_recorded_kv(case):
         assert error(found[name], value) <= 2e-5
 
 
+@pytest.mark.slow
 def test_a_patch_is_the_librarys(case):
     backbone, splice, _ = case
     found = of_chunk(patched(backbone, splice, 1.0, rank=4).cache)
@@ -56,7 +58,8 @@ def test_a_patch_is_the_librarys(case):
             assert error(found[name][:, row], value) <= 1e-4
 
 
-@pytest.mark.parametrize("name", STORED_FORMS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["patched", "shadowkv", "encoded_patch", "cachegen", "gear"])
 def test_what_is_stored_fits_the_budget_and_more_is_nearer(case, name):
     backbone, splice, expected = case
     whole = TOKENS * backbone.layout.bytes_per_token(np.float32)
@@ -80,7 +83,8 @@ def test_what_is_stored_fits_the_budget_and_more_is_nearer(case, name):
     assert len(distances) >= 1
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [1, 4])
 def test_few_bits_are_off_by_half_a_step_at_most(case, bits):
     backbone, splice, _ = case
     repaired = quantised(backbone, splice, 1.0, bits=bits, group=8)
@@ -107,6 +111,7 @@ def test_few_bits_are_off_by_half_a_step_at_most(case, bits):
     assert repaired.bytes.stored == backbone.layout.layers * (bits * numbers // 8 + 4 * groups)
 
 
+@pytest.mark.slow
 def test_outliers_keep_their_keys(case):
     backbone, splice, expected = case
     repaired = shadowkv(backbone, splice, 1.0, rank=1)
@@ -120,6 +125,7 @@ def test_outliers_keep_their_keys(case):
             assert same.all()
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_read_and_no_truth(case):
     backbone, splice, _ = case
     for name, form in STORED_FORMS.items():
