@@ -62,7 +62,7 @@ def qwen3_5(
     """Makes Qwen3.5's configuration of Qwen3-VL's sizes here: three layers of linear attention to one full one.
 
     The released models' full layer is the last of four; here it is the third, and all of a head rotates, not a quarter
-    (docs/experiments/hybrids.md has what other forms learnt). Its tower is Qwen3-VL's, without deepstack.
+    (docs/experiments/hybrids.md). Its tower is Qwen3-VL's, without deepstack.
 
     Args:
       kinds: of layers, in their order.
