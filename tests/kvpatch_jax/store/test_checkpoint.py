@@ -1,9 +1,7 @@
 """The store in Orbax checkpoints, and its objects as Orbax arrays: bit for bit, verified, over a mesh too."""
 
-import dataclasses
 import json
 import subprocess
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from store_cases import BACKBONE, MLA, PYTHON, child_environment, chunk_of, file
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreFullError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey, StoreItem, make_durable
-from kvpatch_jax.store.format.objects import blob_of
 from kvpatch_jax.store.snapshots import arrays as orbax_arrays
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
@@ -117,35 +114,6 @@ def test_export_and_import_are_bit_equal(tmp_path: Path, monkeypatch: pytest.Mon
         import_arrays(tmp_path / "export", other)
         assert same_chunk(other.get("bf16", BACKBONE), chunk_of("bf16", 3, layout=MLA, dtype=jnp.bfloat16))
         assert len(other.get_patches(SERVED)) == 1
-
-
-@pytest.mark.parametrize("arrays", [False, True], ids=["snapshot", "arrays"])
-@pytest.mark.parametrize("tenant", ["one", "two"], ids=["same names", "other names"])
-def test_an_object_keeps_its_revision(tmp_path: Path, arrays: bool, tenant: str):
-    revision = time.time_ns() + 10**16 + 7  # after the one that it is put with
-    with opened(tmp_path / "store") as store, opened(tmp_path / "other", tenant) as other:
-        store.put(chunk_of())
-        name = store.names.canonical(BACKBONE, "B")
-        found = store.disk.get(name)
-        assert found is not None
-        store.disk.put(name, dataclasses.replace(blob_of(found.header, found.arrays), revision=revision))
-        ocp.save_checkpointables(str(tmp_path / "step"), {"chunk_store": StoreItem(store, arrays=arrays)})
-        import_arrays(tmp_path / "step", other)
-        restored = other.disk.get(other.names.canonical(BACKBONE, "B"))
-        assert restored is not None
-        assert restored.header.revision == revision
-
-
-def test_plain_orbax_reads_the_arrays(tmp_path: Path):
-    """Without this library: kv of all layers in one array."""
-    chunk = chunk_of()
-    with opened(tmp_path / "store") as store:
-        store.put(chunk)
-        export_arrays(store, tmp_path / "export")
-    part = tmp_path / "export" / "chunk_store" / "part-00000" / "arrays"
-    (found,) = ocp.load(str(part), checkpointable_name=None).values()  # pyright: ignore
-    for name, value in chunk.kv.items():
-        assert same(np.asarray(found[f"layers.{name}"]), np.asarray(value))
 
 
 def flip(folder: Path, needle: bytes) -> bool:

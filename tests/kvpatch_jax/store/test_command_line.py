@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorstore
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of
 
-from kvpatch_jax.store import ChunkStore, DynamicLibrary, KeyValueStore, StaticLibrary
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, StaticLibrary
 from kvpatch_jax.store.cli.commands import COMMANDS
 from kvpatch_jax.store.cli.main import main
 
@@ -121,21 +120,6 @@ def test_rm_tenant_asks_and_keeps_other_tenants(root: Path, call, monkeypatch, c
     assert call("rm-tenant", "--tenant=one", "--yes")[1]["objects"] == 0
 
 
-def test_rm_tenant_reaches_the_remote_store(tmp_path: Path, capsys):
-    spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
-    (tmp_path / "secret").write_bytes(b"shared by the machines")
-    remote = KeyValueStore(spec, context=tensorstore.Context())
-    with ChunkStore(
-        tmp_path / "root", remote=remote, write_behind=False, secret=b"shared by the machines", tenant="one"
-    ) as store:
-        store.put(chunk_of())
-    flags = [f"--root={tmp_path}/root", "--tenant=one", f"--secret-file={tmp_path}/secret", "--yes", "--json"]
-    assert main(["rm-tenant", *flags, f"--remote={json.dumps(spec)}"]) == 0
-    assert json.loads(capsys.readouterr().out)["remote"] == 1
-    assert remote.paths("obj/") == []
-    assert not (tmp_path / "root" / "STORE.json").exists()  # a secret from outside is not in the root
-
-
 def test_invalid_command_lines_say_why(root: Path, capsys, tmp_path: Path):
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"w" * 32)
@@ -173,15 +157,6 @@ def test_the_program_exits_with_1_for_damage_and_draws_no_bar_unseen(root: Path)
     assert done.stderr == ""  # no bar where nobody looks
 
 
-def test_looking_does_not_count_as_use(root: Path, call):
-    """The disk is LRU by the files' times of last use, which reading a file may change."""
-    used = lambda: [each["used"] for each in call("ls")[1]["objects"] if each["expires"] is None]
-    before = used()
-    for command in ("ls", "stat", "verify", "gc"):
-        call(command)
-    assert used() == before
-
-
 @pytest.mark.parametrize("flags", [[], ["--tenant=one"], ["--tenant=one", "--copy"]], ids=["all", "tenant", "copy"])
 def test_export_and_import_move_objects_to_another_root(root: Path, call, tmp_path: Path, flags: list[str], capsys):
     directory, other = tmp_path / "snapshot", tmp_path / "other"
@@ -194,17 +169,6 @@ def test_export_and_import_move_objects_to_another_root(root: Path, call, tmp_pa
     assert found is not None
     assert np.array_equal(found.kv["k"], chunk_of().kv["k"])
     assert call("export", f"--directory={directory}", *flags)[0] == 2  # it is there
-
-
-def test_export_and_import_of_arrays(root: Path, call, tmp_path: Path, capsys):
-    key = f"--key-file={tmp_path / 'key'}"
-    status, exported = call("export", f"--directory={tmp_path / 'arrays'}", "--arrays", "--tenant=two", key)
-    assert (status, exported["objects"]) == (0, 3)
-    flags = [f"--root={tmp_path / 'other'}", f"--directory={tmp_path / 'arrays'}", "--arrays", "--tenant=three"]
-    assert main(["import", "--json", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["objects"] == 3
-    with ChunkStore(tmp_path / "other", tenant="three") as store:
-        assert store.get(chunk_of().id, BACKBONE) is not None
 
 
 def test_a_damaged_snapshot_is_refused(root: Path, call, tmp_path: Path, capsys):
@@ -260,18 +224,3 @@ def test_ls_stat_and_verify_take_libraries(shelves: Path, call):
     assert (status, found["bad"]) == (1, [str(path.relative_to(shelves))])
     assert call("verify")[0] == 0
     assert call("stat", "--tenant=one")[1]["quarantined"] == 1
-
-
-def test_gc_deletes_expired_entries_and_unheld_old_versions(shelves: Path, call):
-    with ChunkStore(shelves, tenant="one") as store:
-        held = DynamicLibrary(store).open("TEXT", "R", 1)
-        assert held is not None
-        status, found = call("gc", "--tenant=one")
-        assert (status, found["entries_before"], found["entries"], found["old_versions"]) == (0, 5, 4, 0)
-        del held
-        found = call("gc")[1]
-        assert (found["entries_before"], found["entries"], found["old_versions"], found["objects"]) == (9, 6, 2, 6)
-        found = call("gc", "--budget=0")[1]
-        assert (found["entries"], found["objects"]) == (6, 0)  # libraries are outside budgets
-        assert DynamicLibrary(store).versions("TEXT", "R") == [2]
-        assert [str(entry.reference) for entry in StaticLibrary(store, quota=1).entries()] == ["TEXT#A", "TEXT#B"]

@@ -110,16 +110,6 @@ def test_a_good_object_is_not_quarantined_for_the_bad_one_before_it(store: Chunk
     assert same_chunk(store.get("B", BACKBONE), chunk)
 
 
-def test_links_are_not_followed(store: ChunkStore):
-    chunk = chunk_of()
-    store.put(chunk)
-    path = file_of(store, chunk)
-    elsewhere = path.with_name("elsewhere")
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-    assert store.get("B", BACKBONE) is None
-
-
 # ----------------------------------------------------------------------------------------------- a failing system
 
 
@@ -223,52 +213,6 @@ def test_a_read_only_directory_serves_and_refuses(store: ChunkStore):
 
 
 # ------------------------------------------------------------------------------------------------ grouped puts
-
-
-@pytest.mark.parametrize("encoding", [None, "bfloat16"])
-def test_many_chunks_are_put_in_one_commit(store: ChunkStore, monkeypatch, encoding):
-    sizes: list[int] = []
-    put_group = store.disk.put_group
-    monkeypatch.setattr(
-        store.disk, "put_group", lambda items, *more: sizes.append(len(items)) or put_group(items, *more)
-    )
-    output = np.arange(12, dtype=np.float32).reshape(3, 4)
-    chunks = [chunk_of("with", 1, encoder=output), *(chunk_of(f"B{number}", number) for number in range(20))]
-    store.put_many(chunks, encoding=encoding)
-    assert sizes == [len(chunks) + 1]
-    for chunk in chunks:
-        found = store.get(chunk.id, BACKBONE, encoding=encoding)
-        assert found is not None
-        if encoding is None:
-            assert same_chunk(found, chunk_of(chunk.id, kv=chunk.kv))
-        else:
-            assert not same(found.kv["k"], chunk.kv["k"])
-            assert np.allclose(found.kv["k"], chunk.kv["k"], atol=0.02)
-    assert same(store.get_encoder("with", BACKBONE), output)
-    store.put_many([])
-
-
-def test_other_types_than_chunks_and_patches_are_refused_and_nothing_is_stored(unchecked, store: ChunkStore):
-    good, patch = chunk_of("good"), patch_of(chunk_of("good"))
-    for given in (None, "good", patch):
-        with pytest.raises(InputError, match="expected a Chunk"):
-            store.put(given)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(InputError, match="expected a Chunk"):
-            store.put_async(given)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(InputError, match="expected a Chunk"):
-            store.put_many([good, given])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="expected a Patch"):
-        store.put_patch_async(good)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="expected a Patch"):
-        store.put_patches([patch, None])  # pyright: ignore[reportArgumentType]
-    for one in (store.put_many, store.put_patches):
-        with pytest.raises(InputError, match="expected a sequence, each a"):
-            one(good if one == store.put_many else patch)  # pyright: ignore[reportArgumentType]
-    assert not store.contains("good", BACKBONE)
-    assert store.get_patches(patch.metadata) == []
-    store.put_many(chunk_of(id) for id in ("first", "second"))  # pyright: ignore[reportArgumentType]
-    assert store.contains("first", BACKBONE)
-    assert store.contains("second", BACKBONE)
 
 
 # ------------------------------------------------------------------------------------------- asynchronous puts

@@ -1,8 +1,6 @@
 """Chunks and patches in few bits in snapshots, exports and checkpoints: codes and scales, bit for bit."""
 
 import dataclasses
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 from array_cases import import_arrays, load_arrays, save_arrays
 from packed_cases import few_bit_patch, ragged_patch, same_leaves, same_packed
-from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same_chunk
+from store_cases import BACKBONE, chunk_of, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import PackedArray
@@ -101,13 +99,3 @@ def test_a_forged_export_is_refused_and_nothing_is_added(tmp_path: Path, monkeyp
                 import_arrays(tmp_path / "export", store)
             assert not list((tmp_path / "store").rglob("*.safetensors"))
         assert store.get("B", BACKBONE, encoding="k4v4") is None
-
-
-@pytest.mark.slow
-def test_planes_are_resharded_over_eight_devices(tmp_path: Path):
-    program = Path(__file__).with_name("packed_sharding.py")
-    done = subprocess.run(
-        [PYTHON, str(program), str(tmp_path)], env=child_environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"devices": 8, "placed": 4}

@@ -1,6 +1,5 @@
 """Encryption at rest: the store's promises hold, nothing is told without the key, a wrong key harms nothing."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,16 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore
-from safetensors.numpy import load_file
 from store_cases import AXES, BACKBONE, LAYOUT, MLA, chunk_of, file_of, name_of, patch_of, same, same_chunk
 
 # The same tests, over an encrypted store (the fixtures below).
 from test_damage import find_damages
 
-from kvpatch_jax.errors import InputError, StoreCorruptError, StoreKeyError
+from kvpatch_jax.errors import StoreCorruptError, StoreKeyError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
 from kvpatch_jax.store.format.codec import chunk_blob
-from kvpatch_jax.store.format.header import make_header
 from kvpatch_jax.store.format.objects import blob_bytes, read_header
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -77,18 +74,6 @@ def test_an_encrypted_root_reveals_nothing_of_its_content(tmp_path: Path, key):
         everything = b"".join(str(path).encode() + path.read_bytes() for path in files)
         found = [secret in everything for secret in secrets_of(chunk, patch)]
         assert not any(found) if key else all(found[:-2])  # the search finds them where they are
-
-
-def test_plain_safetensors_reads_the_container(store: ChunkStore):
-    chunk = chunk_of("cat.png")
-    store.put(chunk)
-    leaves = load_file(file_of(store, chunk))
-    sealed = {name: leaf for name, leaf in leaves.items() if not name.startswith("pad.")}
-    assert set(sealed) == {"sealed.header", *(f"sealed.{number}" for number in range(1, 8))}
-    assert all(leaf.dtype == np.uint8 for leaf in sealed.values())
-    assert len(sealed["sealed.2"]) == np.asarray(chunk.kv["k"])[0].nbytes + 16
-    with file_of(store, chunk).open("rb") as file:
-        assert set(read_header(file.fileno()).body) == {"sealed", "check", "salt"}
 
 
 def test_no_key_and_nonce_come_twice(store: ChunkStore, monkeypatch):
@@ -243,19 +228,6 @@ def test_a_wrong_key_is_refused_and_destroys_nothing(store: ChunkStore, key):
     assert same_chunk(store.get("B", BACKBONE), chunk)
 
 
-def test_the_first_key_that_puts_is_the_tenants(tmp_path: Path):
-    with ChunkStore(tmp_path, key=KEY) as first, ChunkStore(tmp_path, key=OTHER) as second:
-        first.put(chunk_of())
-        with pytest.raises(StoreKeyError):
-            second.put(chunk_of())
-        assert isinstance(second.put_async(chunk_of()).exception(), StoreKeyError)
-        with pytest.raises(StoreKeyError):
-            second.flush()
-        assert same_chunk(first.get("B", BACKBONE), chunk_of())
-    with pytest.raises(InputError, match="a key of 5 bytes; expected 32"):
-        ChunkStore(tmp_path, key=b"short")
-
-
 # -------------------------------------------------------------------------------------------------------------- beyond
 
 
@@ -286,15 +258,3 @@ def test_the_remote_store_holds_the_same_encrypted_bytes(tmp_path: Path):
         service.write(path, blob_bytes(chunk_blob(chunk), Path(path).name)).result()
         assert two.get("B", BACKBONE) is None  # not encrypted: not believed
         assert two.counters["unsealed"] == 1
-
-
-def test_the_plain_header_of_an_encrypted_object_is_small_and_padded(store: ChunkStore):
-    """However many antecedents there are, up to a kilobyte, the file looks the same from outside."""
-    chunk = chunk_of()
-    sizes = set()
-    for antecedent in ((), ("A",), ("A" * 64,)):
-        store.put_patches([patch_of(chunk, antecedent)])
-        sizes |= {entry.size for entry in store.disk.scan()}
-    assert len(sizes) == 1
-    raw, _ = make_header("a.kv.safetensors", "kv", None, {"sealed": 1}, {"sealed.header": (np.dtype(np.uint8), (16,))})
-    assert json.loads(raw[8:])["__metadata__"]["kind"] == "kv"

@@ -105,33 +105,6 @@ def test_loading_and_computing_overlap(store, monkeypatch):
     check(fetch(store, REQUESTS[:2], compute), IDS[:2])
 
 
-def test_computed_chunks_are_stored_after_the_loads(store, monkeypatch):
-    for id in IDS[:2]:
-        store.put(made(id))
-    order: list[str] = []
-    get, put, computed = store.disk.get, store.put_async, threading.Event()
-
-    def late(name):
-        assert computed.wait(300)
-        found = get(name)
-        order.append("load")
-        return found
-
-    def compute(misses):
-        if misses[-1].request == REQUESTS[3]:
-            computed.set()
-        return Computing()(misses)
-
-    monkeypatch.setattr(store.disk, "get", late)
-    monkeypatch.setattr(store, "put_async", lambda chunk, **more: order.append("put") or put(chunk, **more))
-    got = fetch(store, REQUESTS[:4], compute)
-    assert order == ["load"] * 2 + ["put"] * 2
-    for fetched in got[2:]:
-        assert fetched.ack is not None
-        fetched.ack.result(10)
-    assert all(store.contains(id, BACKBONE) for id in IDS[:4])
-
-
 @pytest.mark.parametrize("layers", [False, True])
 def test_chunks_that_fail_to_load_are_computed(store, monkeypatch, layers):
     for id in IDS[:4]:
@@ -222,19 +195,6 @@ def test_errors_of_computing_are_typed_and_leave_nothing(store):
     assert store.contains("c0", BACKBONE)  # what was computed before is not lost
     assert not store.contains("c2", BACKBONE)
     check(fetch(store, REQUESTS, Computing()), IDS)
-
-
-def test_a_put_that_fails_does_not_cost_the_chunk(store, monkeypatch):
-    def refuse(*_, **__):
-        raise StoreIOError("store: put: EIO")
-
-    monkeypatch.setattr(store.disk, "put_group", refuse)
-    (fetched,) = fetch(store, REQUESTS[:1], Computing())
-    assert same_chunk(fetched.chunk, made("c0"))
-    assert fetched.ack is not None
-    assert isinstance(fetched.ack.exception(60), StoreIOError)
-    with pytest.raises(StoreIOError):
-        store.flush()
 
 
 def test_a_canonical_dropped_for_its_encoder_output(store):

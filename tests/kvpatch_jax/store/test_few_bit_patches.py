@@ -1,6 +1,5 @@
 """Patches in few bits, and with a rank for each layer, as objects; and patches of encoded bases."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from packed_cases import arranged_leaves, few_bit_patch, numbers_in, ragged_patch, raw_leaves, same_leaves
-from store_cases import BACKBONE, LAYOUT, chunk_of, patch_of
+from store_cases import BACKBONE, chunk_of, patch_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import PackedArray, RaggedFactors
+from kvpatch_jax.core import RaggedFactors
 from kvpatch_jax.errors import StoreCorruptError
-from kvpatch_jax.patching import Basis, coefficients, with_basis
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey
 from kvpatch_jax.store.format.naming import ObjectNames
 from kvpatch_jax.store.format.objects import blob_bytes
@@ -92,24 +90,6 @@ def test_another_reader_decodes_the_same_factors(dtype):
                 # A product of a bfloat16 and a small whole number, rounded to the dtype of the factors.
                 wanted = numbers.astype(np.float32).astype(ours.dtype).astype(np.float64)
                 assert (wanted == ours[layer].astype(np.float64)).all()
-
-
-def test_patches_in_a_shared_basis_are_packed_too(store: ChunkStore):
-    rng = np.random.default_rng(5)
-    directions = {}
-    for name in LAYOUT.names:
-        rows = np.linalg.qr(rng.standard_normal((3, 32, 4)))[0].swapaxes(-1, -2)
-        directions[name] = jnp.asarray(rows, jnp.float32)
-    basis = Basis(directions, LAYOUT, BACKBONE)
-    patch = patch_of(CHUNK, rank=4)
-    us = {name: own[0] for name, own in kvp.quantise(patch, "int4").factors.items()}  # pyright: ignore
-    patch = with_basis(us, dataclasses.replace(patch.metadata, basis=basis.digest), basis)
-    store.put_basis(basis)
-    store.put_patches([patch])
-    (found,) = store.get_patches(patch.metadata)
-    assert all(isinstance(leaf, PackedArray) for leaf in coefficients(found).values())
-    assert same_leaves(coefficients(found), us)
-    assert same_leaves(found.factors, patch.factors)
 
 
 # -------------------------------------------------------------------------------------------- names and lookup

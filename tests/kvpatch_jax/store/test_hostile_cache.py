@@ -192,17 +192,6 @@ def test_an_index_that_others_wrote_costs_nothing_but_time(tmp_path: Path, root:
         assert len(store.get_patches(PATCH.metadata)) == 1
 
 
-def test_objects_that_the_index_hides_are_read_and_deleted(root: Path):
-    """Their folders' times say that the rows are current."""
-    sql("DELETE FROM objects")(root)
-    with ChunkStore(root, budget=Budget(host=0)) as store:
-        assert same_chunk(store.get("first", BACKBONE), CHUNKS["first"])
-        assert store.delete("first", BACKBONE)
-        assert store.get("first", BACKBONE) is None
-        kept = {store.names.canonical(BACKBONE, name).path for name in ("second", "third")}
-    assert set(objects(root)) == kept
-
-
 # ------------------------------------------------------------------------------------------------------ tombstones
 
 

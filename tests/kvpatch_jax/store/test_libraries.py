@@ -1,15 +1,11 @@
 """Libraries: what is put comes back, quotas, expiry, deletion; versions while they are read; other processes."""
 
 import io
-import itertools
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from PIL import Image
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same, same_chunk
 
@@ -241,75 +237,6 @@ def test_a_damaged_version_is_replaced_by_the_previous_one(store):
     with opened(library, "TEXT", "A") as found:
         assert found.content == "one"
     held.close()
-
-
-class Refreshing(RuleBasedStateMachine):
-    """Any order of publishing, withdrawing, opening, closing: readers see what a dictionary of versions says."""
-
-    root: Path
-    numbers = itertools.count()
-
-    def __init__(self) -> None:
-        super().__init__()
-        # A number is never given again; the id of a machine that is gone is, and its tenant's versions are still there.
-        self.store = ChunkStore(self.root, tenant=f"t{next(self.numbers)}", budget=Budget(host=0))
-        self.libraries = [DynamicLibrary(self.store), DynamicLibrary(self.store)]
-        self.newest: dict[str, tuple[int, str | None]] = {}
-        self.held: list[tuple] = []
-
-    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"), content=st.text("ab \n0", min_size=1, max_size=5))
-    def publish(self, which, name, content):
-        reference = self.libraries[which].publish(name, content)
-        version = self.newest.get(name, (0, None))[0] + 1
-        assert reference.version == version
-        self.newest[name] = (version, content)
-
-    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"))
-    def withdraw(self, which, name):
-        version, content = self.newest.get(name, (0, None))
-        assert self.libraries[which].withdraw("TEXT", name) == (content is not None)
-        if content is not None:
-            self.newest[name] = (version + 1, None)
-
-    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"))
-    def open(self, which, name):
-        held = self.libraries[which].open("TEXT", name)
-        version, content = self.newest.get(name, (0, None))
-        assert (held is None) == (content is None)
-        if held is not None:
-            assert (held.resource.reference.version, held.resource.content) == (version, content)
-            self.held.append((held, name, version, content))
-
-    @rule(which=st.integers(0, 20))
-    def close(self, which):
-        if which < len(self.held):
-            self.held.pop(which)[0].close()
-
-    @rule(which=st.integers(0, 20), where=st.integers(0, 1))
-    def open_again(self, which, where):
-        if which < len(self.held):
-            _, name, version, content = self.held[which]
-            with opened(self.libraries[where], "TEXT", name, version) as resource:
-                assert resource.content == content
-
-    @invariant()
-    def nothing_else_is_there(self):
-        for name in "AB":
-            wanted = {version for _, other, version, _ in self.held if other == name}
-            if name in self.newest:
-                wanted.add(self.newest[name][0])
-            assert self.libraries[0].versions("TEXT", name) == sorted(wanted)
-
-    def teardown(self):
-        for held, *_ in self.held:
-            held.close()
-        self.store.close()
-
-
-def test_refreshing_in_any_order(tmp_path: Path):
-    Refreshing.root = tmp_path
-    few = settings(max_examples=8, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    run_state_machine_as_test(Refreshing, settings=few)
 
 
 CHILD = """

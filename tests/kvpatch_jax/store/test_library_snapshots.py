@@ -1,6 +1,5 @@
 """Libraries in snapshots, exports and checkpoints: under the rules of objects, and what is there stays by reference."""
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from library_cases import KEY, PIXELS, fill, libraries, opened, shown, travel
 from store_cases import BACKBONE, chunk_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, LibraryFullError, StoreKeyError
-from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
 
 
 @pytest.mark.parametrize("way", ["link", "arrays"])
@@ -140,30 +139,3 @@ def test_an_expired_entry_stays_out_and_makes_room(tmp_path: Path):
         found = StaticLibrary(store, quota=1 << 20).get("TEXT", "brief")
     assert found is not None
     assert found.content == "fresh"
-
-
-def test_a_snapshot_sees_a_library_at_one_moment(tmp_path: Path):
-    """While versions are published and dropped, every snapshot has a current one of every reference."""
-    stop = threading.Event()
-    with opened(tmp_path / "store") as store:
-        references = DynamicLibrary(store)
-        names = [f"R{number}" for number in range(4)]
-        for name in names:
-            references.publish(name, "first")
-
-        def publish() -> None:
-            while not stop.is_set():
-                for name in names:
-                    references.publish(name, "next")
-
-        thread = threading.Thread(target=publish)
-        thread.start()
-        try:
-            for number in range(10):
-                save_snapshot(tmp_path / "store", tmp_path / f"snapshot-{number}", tenant="one")
-                load_snapshot(tmp_path / f"snapshot-{number}", tmp_path / f"other-{number}", tenant="one")
-                with opened(tmp_path / f"other-{number}") as other:
-                    assert len(DynamicLibrary(other).entries()) == len(names)
-        finally:
-            stop.set()
-            thread.join()

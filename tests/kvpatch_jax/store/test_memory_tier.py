@@ -124,26 +124,3 @@ def test_every_call_does_what_a_naive_tier_does(pins: set[str], steps: list[tupl
     assert counts.get("host_refused", 0) == refused
     assert sum(count for name, count in counts.items() if name.startswith("host_evicted")) == gone
     assert puts == gone + len(tier)
-
-
-def test_a_put_examines_few_entries_however_many_there_are():
-    """Counted, not timed: the entries whose pins are asked for are those that a put examines."""
-    examined = list[str]()
-
-    def pinned(chunk: str) -> bool:
-        examined.append(chunk)
-        return False
-
-    clock = ManualClock()
-    tier: MemoryTier[Any] = MemoryTier(10_000, pinned, clock=clock)
-    for number in range(12_000):
-        tier.get(f"{number}")
-        tier.put(f"{number}", CacheEntry(None, 1, CANONICAL, f"{number}", clock.now + number))
-        if number % 3 == 0:
-            tier.get(f"{number}")
-    assert (len(tier), tier.nbytes) == (10_000, 10_000)
-    assert len(examined) <= 2 * 2_000
-    examined.clear()
-    clock.now += 20_000
-    tier.put("new", CacheEntry(None, 5, CANONICAL, "new", None))
-    assert len(examined) <= 5

@@ -2,7 +2,6 @@
 # pyright: reportArgumentType=false
 
 import json
-import os
 import resource
 import tracemalloc
 import zlib
@@ -19,8 +18,6 @@ from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
 from kvpatch_jax.core import Quantised, ops
 from kvpatch_jax.errors import StoreCorruptError
-from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.format import objects
 from kvpatch_jax.store.format.buffers import Buffers
 from kvpatch_jax.store.format.codec import chunk_blob, decode, encode
 from kvpatch_jax.store.format.codec import chunk_of as decoded
@@ -28,7 +25,6 @@ from kvpatch_jax.store.format.header import PAGE, header_length, make_header, pa
 from kvpatch_jax.store.format.objects import blob_bytes, file_size, take_leaves
 from kvpatch_jax.store.format.patch_codec import patch_blob, patch_parts
 from kvpatch_jax.store.format.patch_codec import patch_of as patch_back
-from kvpatch_jax.store.io.thread_pool import ThreadPool
 
 NAME = "a.kv.safetensors"
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -236,35 +232,3 @@ def _refused(raw: bytes, size: int) -> bool:
     except StoreCorruptError:
         return True
     return False
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_large_objects_are_read_back_by_any_number_of_threads(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(objects, "_WORKERS", workers)
-    monkeypatch.setattr(objects, "_SPLIT", 1 << 10)
-    monkeypatch.setattr(objects, "_RUN", 1 << 11)
-    monkeypatch.setattr(objects, "_helpers", ThreadPool(workers, "kvpatch-crc"))
-    chunk = chunk_of(tokens=64)
-    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
-        store.put(chunk)
-        assert same_chunk(store.get(chunk.id, chunk.backbone), chunk)
-        path = tmp_path / store.names.canonical(chunk.backbone, chunk.id).path
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        assert store.get(chunk.id, chunk.backbone) is None
-
-
-def test_a_header_read_before_is_not_believed_when_its_bytes_changed(tmp_path):
-    chunk = chunk_of()
-    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
-        store.put(chunk)
-        assert store.get(chunk.id, chunk.backbone) is not None
-        path = tmp_path / store.names.canonical(chunk.backbone, chunk.id).path
-        status, raw = path.stat(), bytearray(path.read_bytes())
-        raw[100] ^= 1
-        with path.open("r+b") as file:
-            file.write(raw)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert store.get(chunk.id, chunk.backbone) is None
-        assert store.statistics().counts["quarantined"] == 1

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 
-from kvpatch_jax.errors import StoreError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, Request, fetch
 
 REQUESTS = [Request(f"c{number}", BACKBONE) for number in range(3)]
@@ -89,36 +88,3 @@ def test_a_reduced_chunk_reads_the_same_before_and_after(held, encoding):
     ack.result(60)
     assert same_chunk(held.store.get("c1", BACKBONE, encoding=encoding), before)
     assert held.store.get("c1", BACKBONE) is None
-
-
-def test_an_object_that_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
-    with ChunkStore(tmp_path / "store") as store:
-        go = threading.Event()
-
-        def broken(items, *more):
-            assert go.wait(300)
-            raise StoreIOError("no disk; expected one")
-
-        monkeypatch.setattr(store.disk, "put_group", broken)
-        ack = store.put_async(chunk_of("c1", 1))
-        threading.Timer(1, go.set).start()
-        assert store.get("c1", BACKBONE) is not None
-        with pytest.raises(StoreIOError):
-            ack.result(60)
-        assert store.get("c1", BACKBONE) is None
-        assert not store.contains("c1", BACKBONE)
-        with pytest.raises(StoreError):
-            store.flush()
-
-
-def test_an_object_that_expired_in_the_queue_is_a_miss(tmp_path, monkeypatch):
-    now = [100.0]
-    held = Held(tmp_path / "store", monkeypatch, clock=lambda: now[0])
-    try:
-        held.store.put_async(chunk_of("c1", 1), ttl=5)
-        assert held.store.get("c1", BACKBONE) is not None
-        now[0] = 105.0
-        assert held.store.get("c1", BACKBONE) is None
-    finally:
-        held.go.set()
-        held.store.close()

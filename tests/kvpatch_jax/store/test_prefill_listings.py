@@ -1,7 +1,5 @@
 """Listings of stored prefills: what a look costs, and what writers at once, other machines and hostile bytes do."""
 
-import multiprocessing
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,30 +153,6 @@ def test_a_service_that_does_not_answer_leaves_what_is_here(machines: list[Machi
 def listed(store: ChunkStore, **more: Any) -> set[str]:
     name = StoredPrefills(store, BACKBONE, "float32").name("B")
     return {record.front for record in unpack_listing(store.get_encoder(name, BACKBONE, **more))}
-
-
-def _add(folder: Path, first: int, count: int) -> None:
-    """Adds prefills of a chunk, in a process or thread of its own."""
-    with ChunkStore(folder) as store:
-        prefills = StoredPrefills(store, BACKBONE, "float32")
-        for number in range(first, first + count):
-            front = front_of(number)
-            prefills.put(chunk_of("B", number, lead=prefills.lead(front)), front, keys_of(f"near {number}"))
-
-
-def test_processes_of_one_root_lose_nothing_of_each_other(tmp_path: Path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_add, args=(tmp_path, 8 * place, 8)) for place in range(3)]
-    for process in processes:
-        process.start()
-    threads = [threading.Thread(target=_add, args=(tmp_path, 100 + 8 * place, 8)) for place in range(2)]
-    for thread in threads:
-        thread.start()
-    for one in (*threads, *processes):
-        one.join(300)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    with ChunkStore(tmp_path) as store:
-        assert listed(store) == {front_of(number) for number in (*range(24), *range(100, 116))}
 
 
 def test_machines_that_write_in_turn_lose_nothing(machines: list[Machine]):

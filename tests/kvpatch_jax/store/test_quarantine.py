@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of
 
-from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary
+from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.cli.main import main
-
-MARK = b"a text that nobody else has written"
 
 
 def opened(root: Path, tenant: str = "one", **more) -> ChunkStore:
@@ -42,10 +40,6 @@ def nbytes(root: Path) -> int:
     return sum(path.stat().st_size for path in files(root))
 
 
-def holding(root: Path, text: bytes) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file() and text in path.read_bytes()]
-
-
 # ----------------------------------------------------------------------------------------------------- quarantine
 
 
@@ -62,29 +56,6 @@ def test_deletion_includes_the_quarantine(tmp_path: Path):
         (left,) = files(tmp_path)
         assert file_of(store, chunk_of("kept")).name in left.name
         assert len(list((tmp_path / "quarantine").iterdir())) == 2  # with its reason
-
-
-@pytest.mark.parametrize("way", ["delete", "put_and_delete", "withdraw"])
-def test_an_entry_that_is_deleted_does_not_stay_in_quarantine(tmp_path: Path, way: str):
-    with opened(tmp_path) as store:
-        static, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
-        static.put("name", MARK)
-        dynamic.publish("name", MARK)
-        for path in (tmp_path / "lib").rglob("*.safetensors"):
-            damage(path)
-        assert static.get("FILE", "name") is None
-        assert dynamic.open("FILE", "name") is None
-        assert len(holding(tmp_path, MARK)) == 2
-        if way == "withdraw":
-            dynamic.publish("name", b"another")
-            assert dynamic.withdraw("FILE", "name")
-        elif way == "put_and_delete":
-            static.put("name", b"another")
-            assert static.delete("FILE", "name")
-        else:
-            assert not static.delete("FILE", "name")  # there is none to delete, and none is left
-        (left,) = holding(tmp_path, MARK)
-        assert (".entry." in left.name) == (way == "withdraw")
 
 
 def test_a_quarantine_keeps_within_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

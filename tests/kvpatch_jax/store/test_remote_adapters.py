@@ -1,6 +1,5 @@
 """Adapters of remote services: all keep the promises of the interface, and the conformance kit sees who does not."""
 
-import os
 import random
 import subprocess
 import sys
@@ -90,13 +89,6 @@ class Unconditional(MemoryAdapter):
         return super().write(path, data)
 
 
-class Overwriting(MemoryAdapter):
-    """Compares generations, but takes absence for granted."""
-
-    def write(self, path: str, data: bytes, expected: Any = ANY) -> bytes | None:
-        return super().write(path, data, ANY if expected is ABSENT else expected)
-
-
 class Racing(MemoryAdapter):
     """Compares, and then writes."""
 
@@ -105,13 +97,6 @@ class Racing(MemoryAdapter):
             return None
         time.sleep(1e-3)
         return super().write(path, data)
-
-
-class Deleting(MemoryAdapter):
-    """Deletes whatever is expected."""
-
-    def delete(self, path: str, expected: Any = ANY) -> bool:
-        return super().delete(path)
 
 
 class Torn(MemoryAdapter):
@@ -125,31 +110,6 @@ class Torn(MemoryAdapter):
             return second
         half = len(second.data) // 2
         return RemoteValue(first.data[:half] + second.data[half:], second.generation)
-
-
-class Growing(MemoryAdapter):
-    """Writes in two steps."""
-
-    def write(self, path: str, data: bytes, expected: Any = ANY) -> bytes | None:
-        if super().write(path, data[: len(data) // 2], expected) is None:
-            return None
-        time.sleep(1e-3)
-        return super().write(path, data)
-
-
-class Inclusive(MemoryAdapter):
-    """Takes the end of a range for its last byte."""
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> RemoteValue | None:
-        return super().read(path, start, None if stop is None else stop + 1)
-
-
-class Refusing(MemoryAdapter):
-    """Has no value where a range ends behind it."""
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> RemoteValue | None:
-        found = super().read(path, start, stop)
-        return None if found is not None and stop is not None and len(found.data) < stop - start else found
 
 
 class Stale(MemoryAdapter):
@@ -173,20 +133,6 @@ class Stale(MemoryAdapter):
         return super().delete(path, expected)
 
 
-class OnePage(MemoryAdapter):
-    """Lists the first page alone."""
-
-    def paths(self, prefix: str) -> list[str]:
-        return sorted(super().paths(prefix))[:1000]
-
-
-class ByFolder(MemoryAdapter):
-    """Lists by whole words."""
-
-    def paths(self, prefix: str) -> list[str]:
-        return [path for path in super().paths("") if not prefix or f"{path}/".startswith(f"{prefix.rstrip('/')}/")]
-
-
 class LateList(MemoryAdapter):
     """Lists what was there at the last listing."""
 
@@ -196,50 +142,12 @@ class LateList(MemoryAdapter):
         return [path for path in before if path.startswith(prefix)]
 
 
-class Counting(MemoryAdapter):
-    """Counts generations anew after a deletion."""
-
-    def write(self, path: str, data: bytes, expected: Any = ANY) -> bytes | None:
-        with self.service.lock:
-            if not self._holds(path, expected):
-                return None
-            number = int(self.service.values.get(path, (b"", b"0"))[1]) + 1
-            self.service.values[path] = bytes(data), b"%d" % number
-            return b"%d" % number
-
-
-class Forgetful(MemoryAdapter):
-    """Reports no generation."""
-
-    def write(self, path: str, data: bytes, expected: Any = ANY) -> bytes | None:
-        return b"written" if super().write(path, data, expected) else None
-
-
-class Impatient(MemoryAdapter):
-    """Raises for what is not there."""
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> RemoteValue | None:
-        if path not in self.service.values:
-            raise KeyError(path)
-        return super().read(path, start, stop)
-
-
 BROKEN: dict[type[MemoryAdapter], set[str]] = {
     Unconditional: {"conditions", "no lost update", "one winner"},
-    Overwriting: {"conditions", "one winner"},
     Racing: {"no lost update"},
-    Deleting: {"conditions"},
     Torn: {"untorn values"},
-    Growing: {"untorn values"},
-    Inclusive: {"ranges"},
-    Refusing: {"ranges"},
     Stale: {"fresh reads"},
-    OnePage: {"lists"},
-    ByFolder: {"lists"},
     LateList: {"fresh reads", "lists"},
-    Counting: {"generations"},
-    Forgetful: {"whole values", "generations", "conditions"},
-    Impatient: {"absence"},
 }
 """What is broken, beside what follows from it."""
 
@@ -265,18 +173,6 @@ def test_a_directory_has_no_paths_outside(path: str, tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["root"]
 
 
-def test_a_directory_follows_no_links_and_reads_no_pipes(tmp_path: Path):
-    adapter = LocalAdapter(tmp_path / "root")
-    (tmp_path / "secret").write_bytes(b"secret")
-    (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
-    os.mkfifo(tmp_path / "root" / "pipe")
-    for path in ("link", "pipe"):
-        with pytest.raises(StoreIOError):
-            adapter.read(path)
-    assert adapter.write("link", b"own")
-    assert (tmp_path / "secret").read_bytes() == b"secret"
-
-
 COUNT = """
 import sys
 from kvpatch_jax.store import LocalAdapter, ValkeyAdapter
@@ -288,22 +184,6 @@ for _ in range(int(rounds)):
         if adapter.write("counter", b"%d" % (int(found.data) + 1), found.generation) is not None:
             break
 """
-
-
-def counted(kind: str, where: str, processes: int, rounds: int) -> None:
-    """Several processes add to one counter."""
-    command = [sys.executable, "-c", COUNT, kind, where, str(rounds)]
-    running = [subprocess.Popen(command, env=child_environment()) for _ in range(processes)]
-    assert [process.wait(300) for process in running] == [0] * processes
-
-
-def test_processes_lose_no_update_of_a_directory(tmp_path: Path):
-    adapter = LocalAdapter(tmp_path)
-    adapter.write("counter", b"0")
-    counted("local", str(tmp_path), 3, 50)
-    value = adapter.read("counter")
-    assert value is not None
-    assert value.data == b"150"
 
 
 ALTERNATE = """

@@ -12,7 +12,6 @@ from store_cases import BACKBONE, chunk_of, file_of, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.disk import mapping as mapping_module
-from kvpatch_jax.store.format import buffers
 from kvpatch_jax.store.format.buffers import Buffers
 
 
@@ -91,27 +90,3 @@ def used(pool: Buffers, count: int, size: int) -> None:
     """Leases buffers at the same time, and returns them."""
     leases = [pool.lease(size) for _ in range(count)]
     leases.clear()
-
-
-def test_all_pools_of_a_process_have_one_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(buffers, "IDLE_BYTES", 1 << 20)
-    pools = [Buffers() for _ in range(40)]
-    for pool in pools:
-        used(pool, 5, 64 << 10)
-    total = sum(pool.idle_bytes for pool in pools)
-    assert 0 < total <= 1 << 20
-    assert pools[-1].idle_bytes > 0  # a new pool is not shut out by those that were first
-
-
-def test_idle_buffers_take_what_the_host_tier_leaves(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(buffers, "SPARE_BYTES", 20_000)
-    left, pool = [100_000], Buffers()
-    pool.bound_by(lambda: left[0])
-    used(pool, 50, 4096)
-    assert pool.idle_bytes == 24 * 4096
-    left[0] = 50_000
-    pool.trim()
-    assert pool.idle_bytes == 12 * 4096
-    left[0] = -1
-    pool.trim()
-    assert pool.idle_bytes == 4 * 4096

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_cases import BACKBONE, chunk_of, file_of, patch_of, same, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreFullError, StoreIOError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey, load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshots.save import save_objects
 
 SERVED = PatchKey("B", BACKBONE, ("A",))
 KEY = b"one key of the store, 32 bytes at least"
@@ -183,29 +182,6 @@ def test_any_damage_is_refused_and_nothing_is_added(
     shutil.rmtree(folder)
 
 
-def test_a_restore_that_fails_halfway_removes_added_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    filled(tmp_path / "store").close()
-    save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
-    with ChunkStore(tmp_path / "other", tenant="one") as other:
-        other.put(chunk_of())
-    before = objects_below(tmp_path / "other")
-    link, calls = os.link, []
-
-    def full(source: str, target: str, **more: bool) -> None:
-        calls.append(target)
-        if len(calls) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        link(source, target, **more)
-
-    monkeypatch.setattr(os, "link", full)
-    with pytest.raises(StoreFullError):
-        load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one")
-    assert objects_below(tmp_path / "other") == before
-    monkeypatch.undo()
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one").objects == 3
-    assert serves_all(tmp_path / "other")
-
-
 def test_damaged_and_expired_objects_stay_out_of_a_snapshot(tmp_path: Path):
     with filled(tmp_path / "store", clock=lambda: 1e9) as store:
         store.put(chunk_of("brief"), ttl=1)  # has been expired for long by the clock of the day
@@ -245,15 +221,3 @@ def test_a_manifest_cannot_refer_to_files_outside(tmp_path: Path):
         write_list(str(target), {"version": 1, "scope": "tenant", "objects": [[path, 1, "00000000"]]})
         with pytest.raises(StoreSnapshotError):
             load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one")
-
-
-def test_queued_puts_are_in_an_open_stores_snapshot(tmp_path: Path):
-    (tmp_path / "snapshot").mkdir()
-    with ChunkStore(tmp_path / "store", tenant="one") as store:
-        store.put_async(chunk_of())
-        assert save_objects(store, str(tmp_path / "snapshot")).objects == 1
-    load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one")
-    with ChunkStore(tmp_path / "other", tenant="one") as other:
-        found = other.get("B", BACKBONE)
-        assert found is not None
-        assert same(found.kv["k"], chunk_of().kv["k"])

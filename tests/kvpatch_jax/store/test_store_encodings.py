@@ -1,6 +1,5 @@
 """Canonicals in few bits in every tier: objects of their own, under the word of their encoding."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from kvpatch_jax.core import KVEncoding, PackedArray
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Request, fetch
 from kvpatch_jax.store.format.codec import chunk_blob
-from kvpatch_jax.store.format.objects import Blob, blob_bytes, file_size
+from kvpatch_jax.store.format.objects import file_size
 
 CHUNK = chunk_of(tokens=70)
 PACKED = kvp.encode_chunk(CHUNK, "k4v4")
@@ -27,13 +26,6 @@ KEY = b"k" * 32
 def store(tmp_path: Path):
     with ChunkStore(tmp_path / "root", budget=Budget(host=0)) as store:
         yield store
-
-
-def rewrite(path: Path, change: Any) -> None:
-    """A file of the same name whose body and leaves were changed, with the right checksums."""
-    blob = chunk_blob(PACKED)
-    body, arrays = change(dict(blob.body), dict(blob.arrays))
-    path.write_bytes(blob_bytes(Blob("kv", body, arrays), path.name))
 
 
 # ------------------------------------------------------------------------------------------------- put and get
@@ -54,21 +46,6 @@ def test_a_packed_chunk_is_the_same_from_the_queue_the_disk_and_memory(tmp_path:
         assert store.get("B", BACKBONE, encoding="k4v4", lead="another") is None
 
 
-def test_a_packed_chunk_is_stored_under_its_own_word(store: ChunkStore):
-    lead = dataclasses.replace(CHUNK, lead="a lead")
-    for chunk in (PACKED, kvp.encode_chunk(CHUNK, "k6v2g16"), kvp.encode_chunk(lead, "k4v4")):
-        store.put(chunk)
-    store.put(PACKED, encoding="k4v4")
-    store.put_many([CHUNK, lead])
-    names = sorted(path.name.partition(".")[2] for path in Path(store.disk.root).rglob("*.safetensors"))
-    behind = names[0].split(".")[1]
-    words = [f"kv.{behind}.k4v4g32", f"kv.{behind}", "kv.k4v4g32", "kv.k6v2g16", "kv"]
-    assert names == [f"{word}.safetensors" for word in words]
-    assert same_packed(store.get("B", BACKBONE, encoding="k6v2g16"), kvp.encode_chunk(CHUNK, "k6v2g16"))
-    assert same_packed(store.get("B", BACKBONE, encoding="k4v4", lead="a lead"), kvp.encode_chunk(lead, "k4v4"))
-    assert same_chunk(store.get("B", BACKBONE), CHUNK)
-
-
 def test_another_encoding_than_the_chunks_is_refused_before_anything_is_written(store: ChunkStore):
     for encoding in ("k8v8", "k4v4g64", "int8", "unreduced"):
         for put in (store.put, store.put_async):
@@ -80,21 +57,6 @@ def test_another_encoding_than_the_chunks_is_refused_before_anything_is_written(
     with pytest.raises(InputError, match="k4v4g32"):
         store.put_many([CHUNK, PACKED], encoding="k8v8")
     assert not list(Path(store.disk.root).rglob("*.safetensors"))
-
-
-def test_contains_may_have_and_delete_know_encoded_objects(store: ChunkStore):
-    store.put(PACKED)
-    assert store.contains("B", BACKBONE, encoding="k4v4")
-    assert store.may_have("B", BACKBONE, encoding="k4v4")
-    assert not store.contains("B", BACKBONE)
-    assert not store.may_have("B", BACKBONE, encoding="k4v4g64")
-    store.put_async(CHUNK, encoding="k2v2")
-    assert store.contains("B", BACKBONE, encoding="k2v2")
-    store.put_patches([few_bit_patch(PACKED)])
-    assert store.delete("B", BACKBONE)
-    assert not list(Path(store.disk.root).rglob("obj/**/*.safetensors"))
-    assert store.get("B", BACKBONE, encoding="k4v4") is None
-    assert store.get("B", BACKBONE, encoding="k2v2") is None
 
 
 # ------------------------------------------------------------------------------------------- a store's default
@@ -220,40 +182,6 @@ def test_an_encoded_canonical_goes_first_only_where_the_unreduced_one_is_stored(
 
 
 # --------------------------------------------------------------------------------- damage, remote tier, programs
-
-
-def test_damaged_and_forged_objects_are_misses_and_go_to_quarantine(store: ChunkStore):
-    path = name_of(store, CHUNK, "k4v4")
-    file = Path(store.disk.root) / path.path
-    for count, change in enumerate(
-        (
-            lambda body, arrays: (body, arrays | {"layer.1.k.scale": arrays["layer.1.k.scale"][:1, :1]}),
-            lambda body, arrays: (body | {"encoding": "k4v4g16", "groups": {"k": 16, "v": 16}}, arrays),
-            lambda body, arrays: (body | {"groups": {"k": 70, "v": 32}}, arrays),
-        ),
-        1,
-    ):
-        store.put(PACKED)
-        rewrite(file, change)
-        stream = store.stream("B", BACKBONE, encoding="k4v4")
-        if stream is not None:
-            with pytest.raises(Exception, match="valid"):
-                list(stream)
-        assert store.get("B", BACKBONE, encoding="k4v4") is None
-        assert store.counters["quarantined"] == count
-    store.put(PACKED)
-    raw = bytearray(file.read_bytes())
-    raw[-70] ^= 4  # in the last leaf, the least values of the last layer
-    file.write_bytes(raw)
-    assert store.get("B", BACKBONE, encoding="k4v4") is None
-    assert store.counters["quarantined"] == 4
-    file.write_bytes(file_bytes_of("k8v8", file.name))
-    assert store.stream("B", BACKBONE, encoding="k4v4") is None
-    assert store.get("B", BACKBONE, encoding="k4v4") is None
-
-
-def file_bytes_of(word: str, name: str) -> bytes:
-    return blob_bytes(chunk_blob(kvp.encode_chunk(CHUNK, word)), name)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])

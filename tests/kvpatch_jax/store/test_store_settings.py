@@ -49,20 +49,6 @@ def damages(raw: bytes, seed: int) -> bytes:
     return kinds[seed % len(kinds)]()
 
 
-def test_every_flip_of_one_file_is_mended_from_the_other(tmp_path: Path):
-    root = filled(tmp_path / "store")
-    good = {name: (root / name).read_bytes() for name in (FIRST, SECOND)}
-    for name, raw in good.items():
-        for bit in range(0, 8 * len(raw), 19):
-            changed = bytearray(raw)
-            changed[bit // 8] ^= 1 << bit % 8
-            (root / name).write_bytes(changed)
-            with opened(root) as store:
-                assert store.contains("B0", BACKBONE), (name, bit)
-            assert (root / name).read_bytes() == raw
-    assert serves(root)
-
-
 @pytest.mark.parametrize("both", [False, True])
 def test_no_damage_is_silent(tmp_path: Path, both: bool):
     """Mended, or refused; never a store in which everything is a miss."""
@@ -106,16 +92,6 @@ def test_no_secret_is_made_up_over_objects(tmp_path: Path, lost: list[str], hold
         assert store.contains("B", BACKBONE) == (holds == "chunk")
 
 
-def test_a_root_without_objects_gets_a_secret(tmp_path: Path):
-    with opened(tmp_path) as store:
-        store.put(chunk_of("B0"))
-        store.delete_tenant()
-    for name in (FIRST, SECOND):
-        (tmp_path / name).unlink()
-    filled(tmp_path)
-    assert serves(tmp_path)
-
-
 def test_two_files_of_two_secrets_are_refused(tmp_path: Path):
     one, other = filled(tmp_path / "one"), filled(tmp_path / "other")
     shutil.copy(one / SECOND, other / SECOND)
@@ -124,14 +100,6 @@ def test_two_files_of_two_secrets_are_refused(tmp_path: Path):
 
 
 # ------------------------------------------------------------------------------------------------- whole snapshots
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_whole_snapshot_brings_the_secret_along(tmp_path: Path, copy: bool):
-    root = filled(tmp_path / "store", 3)
-    save_snapshot(root, tmp_path / "snapshot", copy=copy)
-    assert load_snapshot(tmp_path / "snapshot", tmp_path / "new").objects == 3
-    assert serves(tmp_path / "new", 3)
 
 
 def test_a_snapshot_without_its_secret_is_refused(tmp_path: Path):
@@ -156,16 +124,3 @@ def test_another_secret_in_a_snapshot_is_refused(tmp_path: Path):
     with pytest.raises(StoreSnapshotError, match=r"STORE\.json.*expected"):
         load_snapshot(tmp_path / "snapshot", tmp_path / "new")
     assert not list(tmp_path.glob("new/obj/*"))
-
-
-def test_a_root_that_lost_its_secret_gets_it_back_from_its_snapshot(tmp_path: Path):
-    root = filled(tmp_path / "store", 3)
-    save_snapshot(root, tmp_path / "snapshot")
-    for name in (FIRST, SECOND):
-        (root / name).unlink(missing_ok=True)
-    assert load_snapshot(tmp_path / "snapshot", root).skipped == 3
-    assert serves(root, 3)
-    for name in (FIRST, SECOND):
-        (root / name).write_bytes(b"damaged")
-    assert load_snapshot(tmp_path / "snapshot", root).skipped == 3
-    assert serves(root, 3)

@@ -1,7 +1,6 @@
 """What surrounds a store: forks, other processes' deletions, permissions, folders that somebody removed, odd texts."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +10,7 @@ import pytest
 from array_cases import export_arrays, load_arrays, save_arrays
 from orbax.checkpoint import v1 as ocp
 from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
-from store_processes import processes, wait_until
 
-from kvpatch_jax.errors import StoreKeyError
 from kvpatch_jax.store import (
     Budget,
     ChunkStore,
@@ -31,30 +28,7 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 # ------------------------------------------------------------------------------------------------------------- forks
 
 
-def test_a_forked_process_puts_asynchronously_too(tmp_path: Path):
-    """Threads do not follow into it: what was queued is its parent's to write, and it begins with an empty queue."""
-    process = processes().start("fork_queue", tmp_path / "store")
-    wait_until(lambda: len(process.spoken.split("\n")) > 2 or bool(process.error), 120)
-    assert process.error == ""
-    said = dict(line.split(" ", 1) for line in process.spoken.split("\n") if line)
-    assert said == {"child": "True True StoreClosedError", "parent": "True True"}
-
-
 # --------------------------------------------------------------------------------------------------------- deletions
-
-
-def test_a_tenant_deleted_by_another_process_keeps_its_key_check(tmp_path: Path):
-    """Another process's deletion takes KEY away; whoever puts next brings it back before its object can be seen."""
-    with ChunkStore(tmp_path, key=KEY) as mine, ChunkStore(tmp_path, key=KEY) as another:
-        mine.put(chunk_of())
-        another.delete_tenant()
-        mine.put(chunk_of())
-        assert (tmp_path / mine.names.space / "KEY").exists()
-        another.delete_tenant()
-        StaticLibrary(mine, quota=1 << 20).put("A", "text")
-        assert (tmp_path / mine.names.space / "KEY").exists()
-    with pytest.raises(StoreKeyError, match="another key"):
-        ChunkStore(tmp_path, key=OTHER_KEY)
 
 
 # ------------------------------------------------------------------------------------------------------- permissions
@@ -139,25 +113,6 @@ def test_pieces_of_a_leaf_cannot_be_exchanged(tmp_path: Path, monkeypatch, chang
 
 
 # ----------------------------------------------------------------------------------------- folders that were removed
-
-
-@pytest.mark.parametrize("folder", ["tmp", "quarantine", "obj", "lib"])
-def test_a_removed_folder_is_created_again(tmp_path: Path, folder: str):
-    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
-        store.put(chunk_of())
-        StaticLibrary(store, quota=1 << 20).put("A", "text")
-        shutil.rmtree(tmp_path / folder)
-        store.put(chunk_of())
-        store.put_patches([patch_of(chunk_of()), patch_of(chunk_of(), rank=1)])
-        assert same_chunk(store.get("B", BACKBONE), chunk_of())
-        shutil.rmtree(tmp_path / "tmp")
-        StaticLibrary(store, quota=1 << 20).put("B", "text")
-        path = file_of(store, chunk_of())
-        path.write_bytes(path.read_bytes()[:-1])
-        assert store.get("B", BACKBONE) is None
-        assert len(list((tmp_path / "quarantine").glob("*.kv.safetensors"))) == 1
-        shutil.rmtree(tmp_path / "tmp")
-        store.collect()
 
 
 # ---------------------------------------------------------------------------------------------------------- odd texts

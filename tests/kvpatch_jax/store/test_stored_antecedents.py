@@ -1,7 +1,5 @@
 """Patches of one chunk behind one id: other contents and other ways of serving it are other patches."""
 
-import json
-
 import pytest
 from store_cases import BACKBONE, chunk_of, patch_of
 from store_child import BEHIND
@@ -10,12 +8,8 @@ from store_processes import processes, wait_until
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, AntecedentLike, Member, patch_digest
 from kvpatch_jax.errors import StalePatchError
-from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot, save_snapshot
-from kvpatch_jax.store.cli.audit import verify
-from kvpatch_jax.store.format import patch_codec as codec
+from kvpatch_jax.store import ChunkStore, PatchKey
 from kvpatch_jax.store.format.naming import ObjectNames
-from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, entry_of
-from kvpatch_jax.store.snapshots.import_rules import name_of
 
 NAMES = ObjectNames("one", b"s" * 32)
 BLIND = "bare:" + "0" * 32
@@ -119,17 +113,3 @@ def test_two_processes_share_a_store_and_no_patch(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- headers
-
-
-def test_imports_give_every_patch_its_name_again(filled, tmp_path):
-    for each in BEHIND:
-        patch = patch_of(chunk_of("page"), each)
-        blob = blob_of_entry(entry_of(codec.patch_blob(patch), "p.a.b"))
-        body = json.loads(json.dumps(blob.body))
-        assert name_of(NAMES, "patch", "p.a.b", body, blob.arrays) == NAMES.patch(patch)
-    save_snapshot(filled.disk.root, tmp_path / "snapshot")
-    load_snapshot(tmp_path / "snapshot", tmp_path / "other")
-    with ChunkStore(tmp_path / "other") as other:
-        assert seeds(other, BLIND_ONE) == {3}
-        assert seeds(other, EXACT_TWO) == {0, 2}
-        assert len(verify(other.disk).bad) == 0

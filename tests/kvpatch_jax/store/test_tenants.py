@@ -96,27 +96,6 @@ def test_deleting_a_tenant_removes_everything_of_it_and_nothing_of_others(tmp_pa
         assert same_chunk(one.get("B0", BACKBONE), chunk_of("B0"))
 
 
-def test_nothing_of_a_deleted_tenant_is_sent_afterwards(tmp_path: Path):
-    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
-    with ChunkStore(tmp_path, tenant="one", remote=remote) as store:
-        for number in range(20):
-            store.put(chunk_of(f"B{number}", number))
-        store.delete_tenant()  # in the middle of sending
-        store.flush()
-        assert remote.paths("obj/") == []
-        assert store.statistics().gauges["outbox_objects"] == 0
-
-
-def test_another_store_object_serves_nothing_of_a_deleted_tenant(tmp_path: Path):
-    with ChunkStore(tmp_path) as one, ChunkStore(tmp_path) as other:
-        one.put(chunk_of())
-        assert other.get("B", BACKBONE) is not None
-        one.delete_tenant()
-        assert other.get("B", BACKBONE) is None
-        other.put(chunk_of())
-        assert same_chunk(one.get("B", BACKBONE), chunk_of())
-
-
 CALLS = ("os.rename", "os.fsync", "os.unlink", "os.listdir", "shutil.rmtree", "os.mkdir")
 
 

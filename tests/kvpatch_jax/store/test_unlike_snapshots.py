@@ -15,7 +15,6 @@ from transition_cases import LAYOUTS
 from transition_cases import drawn as drawn_hybrid
 
 from kvpatch_jax.cache import Chunk, encode_chunk
-from kvpatch_jax.errors import StoreCorruptError
 from kvpatch_jax.patching import form_patch
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format.codec import chunk_blob
@@ -112,27 +111,3 @@ def test_chunks_go_through_a_checkpoint_with_and_without_a_store(tmp_path: Path,
     ((word, own),) = load_arrays(tmp_path / "export").reduced
     assert word == "int8"
     assert same_chunk(own, reduced)
-
-
-def forged(change: Any) -> Any:
-    """Makes a change of a description's leaves."""
-    return lambda about: {**about, "leaves": change(list(about["leaves"]))}
-
-
-FORGED: dict[str, Any] = {
-    "a layer twice": forged(lambda leaves: [leaf.replace("layer.3.", "layer.1.") for leaf in leaves]),
-    "layers in another order": forged(lambda leaves: leaves[::-1]),
-    "another way of writing a layer": forged(lambda leaves: [leaf.replace("layer.1.", "layer.01.") for leaf in leaves]),
-    "a layer too few": forged(lambda leaves: [leaf for leaf in leaves if leaf != "layer.3.state"]),
-    "a layer too many": forged(lambda leaves: [*leaves, "layer.4.state"]),
-    "an array twice": forged(lambda leaves: [*leaves, "local"]),
-    "no number": forged(lambda leaves: [leaf.replace("layer.1.", "layer.one.") for leaf in leaves]),
-}
-
-
-@pytest.mark.parametrize("case", FORGED)
-def test_leaves_that_no_stack_holds_are_refused(case: str):
-    about = entry_of_chunk(made("matrix, tail", "k4v4")).about
-    check_about(about)
-    with pytest.raises(StoreCorruptError, match="description of no object"):
-        check_about(FORGED[case](dict(about)))

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
+from store_cases import BACKBONE, chunk_of, name_of, patch_of, same_chunk
 from store_gates import PATIENCE, GatedRemote, GatedStore, WriteGate, in_a_thread, soon
 
 import kvpatch_jax as kvp
@@ -52,37 +51,6 @@ def test_a_put_follows_earlier_queued_puts(gated: GatedStore, tmp_path: Path, ho
     assert ack.exception(PATIENCE) is None
     assert same_chunk(gated.get("c", BACKBONE), NEW)
     assert same_chunk(on_disk(tmp_path), NEW)
-
-
-def test_a_shorter_ttl_is_not_lost_to_a_queued_put(tmp_path: Path):
-    now = [100.0]
-    with GatedStore(tmp_path, budget=Budget(host=0), clock=lambda: now[0]) as store:
-        store.put_async(chunk_of("busy"))
-        assert store.gate.reached.wait(PATIENCE)
-        store.put_async(OLD)
-        store.put(OLD, ttl=5)
-        store.gate.go.set()
-        store.flush()
-        assert store.get("c", BACKBONE) is not None
-        now[0] = 105.0
-        assert store.get("c", BACKBONE) is None
-
-
-def test_puts_of_encoder_outputs_and_patches_follow_earlier_queued_puts(gated: GatedStore):
-    first, second = np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)
-    old, new = patch_of(OLD, seed=1), patch_of(OLD, seed=2)
-    gated.put_async(chunk_of("c", 1, encoder=first))
-    gated.put_patch_async(old)
-    gated.put_encoder("c", BACKBONE, second)
-    gated.put_patches([new])
-    for _ in range(2):
-        found = gated.get_encoder("c", BACKBONE)
-        assert found is not None
-        assert same(found, second)
-        (patch,) = gated.get_patches(new.metadata)
-        assert same(patch.factors["k"][0], new.factors["k"][0])  # pyright: ignore
-        gated.gate.go.set()
-        gated.flush()
 
 
 def test_a_put_that_failed_leaves_the_queued_one(gated: GatedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
