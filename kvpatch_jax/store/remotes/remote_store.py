@@ -300,14 +300,6 @@ class RemoteStore:
         """
         return self._remote.write(name.path, blob_bytes(blob, name.file), generation) is not None
 
-    def put_if_absent(self, path: str, data: bytes) -> bool:
-        """Writes a value if there is none. Returns whether this call wrote it, if `data` is unique to the caller.
-
-        Raises:
-          StoreIOError: the service failed.
-        """
-        return self._remote.write(path, data, ABSENT) is not None
-
     def delete(self, path: str) -> None:
         """Deletes an object if it exists. Raises StoreIOError."""
         self._remote.delete(path)

@@ -205,35 +205,6 @@ def rotate(root: str, at: int, **more: object) -> None:
     say(kill.count)
 
 
-def operate(root: str, worker: int, steps: int, versions: int, **more: object) -> None:
-    """Random puts, gets and deletes of a few names; says every call, with its times on one clock.
-
-    Several versions of a name, told apart when they are read, show more than the store promises of names that stand for
-    one content each; they need a store without memory, which would not see that another process replaced one.
-    """
-    rng = random.Random(worker)
-    store = ChunkStore(root, budget=Budget(host=1 << 20 if versions == 1 else 0))
-    chunks = [[host_chunk(f"K{key}", 100 * key + version) for version in range(versions)] for key in range(4)]
-    for _ in range(steps):
-        key, version = rng.randrange(len(chunks)), rng.randrange(versions)
-        what = rng.choices(["get", "put", "delete"], [5, 2, 2])[0]
-        value: int | None = version
-        found = None
-        begin = time.monotonic_ns()
-        if what == "put":
-            store.put(chunks[key][version])
-        elif what == "delete":
-            value = int(store.delete(f"K{key}", BACKBONE))
-        else:
-            found = store.get(f"K{key}", BACKBONE)
-        end = time.monotonic_ns()
-        if what == "get":
-            right = [number for number, chunk in enumerate(chunks[key]) if same_chunk(found, chunk)]
-            value = None if found is None else right[0]  # none of them: a bad read
-        print(json.dumps([what, key, value, begin, end]))
-    assert store.counters["quarantined"] == 0
-
-
 def stress(root: str, worker: int, steps: int, output: str, **more: object) -> None:
     """Everything at once, on three threads, for `steps` seconds; each thread shows in a file that it goes on."""
     store = ChunkStore(root, budget=Budget(host=40_000, disk=200_000), queue=50_000)
@@ -413,7 +384,6 @@ WORK = {
             evict,
             restore,
             shelve,
-            operate,
             stress,
             fork,
             fork_queue,

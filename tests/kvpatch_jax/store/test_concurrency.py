@@ -1,11 +1,8 @@
-"""Several processes over one store: one order of events, no deadlock, and forks."""
+"""Several processes over one store: no deadlock, and forks."""
 
-import json
 import time
 from pathlib import Path
 
-import pytest
-from histories import Call, linearizable
 from store_processes import Process, processes, wait_until
 
 from kvpatch_jax.store import Budget, ChunkStore
@@ -22,21 +19,6 @@ def ended(started: list[Process]) -> None:
         for process in started:
             process.kill()
     assert [process.error for process in started if process.error] == []
-
-
-def run_histories(root: Path, workers: int, steps: int, versions: int) -> None:
-    ChunkStore(root).close()
-    started = [processes().start("operate", root, worker, steps=steps, versions=versions) for worker in range(workers)]
-    ended(started)
-    calls = [Call(*json.loads(line)) for process in started for line in process.spoken.splitlines()]
-    assert len(calls) == workers * steps
-    assert {call.what for call in calls} == {"get", "put", "delete"}
-    assert linearizable(calls), "no order explains what the processes were told"
-
-
-@pytest.mark.parametrize("versions", [1, 3], ids=["with memory", "told apart"])
-def test_processes_see_one_order_of_events(tmp_path: Path, versions: int):
-    run_histories(tmp_path / "store", 4, 60, versions)
 
 
 def under_stress(root: Path, workers: int, seconds: int) -> None:

@@ -70,13 +70,6 @@ def link_outside(path: Path) -> None:
     path.symlink_to(path.parent.parent / "outside" / "aa" / "precious.safetensors")
 
 
-def link_to_an_index(path: Path) -> None:
-    """Of SQLite, in due form, outside."""
-    target = path.parent.parent / "outside" / "index"
-    other_schema(target)
-    path.symlink_to(target)
-
-
 def other_schema(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE objects(x); INSERT INTO objects VALUES(1); CREATE TABLE folders(y)")
@@ -122,43 +115,18 @@ def absent_rows(root: Path) -> None:
 
 NOISE = np.random.default_rng(1).bytes(1 << 16)
 INDEXES: dict[str, Callable[[Path], None]] = {
-    "absent": replaced(lambda path: None),
-    "empty": replaced(lambda path: path.write_bytes(b"")),
     "random bytes": replaced(lambda path: path.write_bytes(NOISE)),
-    "cut short": cut,
     "torn": torn,
     "other tables": replaced(other_schema),
     "a trigger": sql("CREATE TRIGGER t AFTER INSERT ON objects BEGIN DELETE FROM objects; END"),
-    "a view": sql("CREATE VIEW v AS SELECT * FROM objects"),
-    "another form of a table": sql("ALTER TABLE folders ADD COLUMN more TEXT"),
     "a link": replaced(link_outside),
-    "a link to SQLite": replaced(link_to_an_index),
-    "a FIFO": replaced(fifo),
-    "a socket": replaced(listening),
-    "a directory": replaced(directory),
-    "a link as log": replaced(link_outside, "-wal"),
     "a FIFO as log": replaced(fifo, "-wal"),
-    "a directory as log": replaced(directory, "-wal"),
-    "noise as log": replaced(lambda path: path.write_bytes(NOISE), "-wal"),
-    "a link as shared memory": replaced(link_outside, "-shm"),
-    "a FIFO as shared memory": replaced(fifo, "-shm"),
-    "noise as shared memory": replaced(lambda path: path.write_bytes(NOISE[: 1 << 15]), "-shm"),
     "files outside": outside_rows,
     "absent objects": absent_rows,
-    "sizes as text": sql("UPDATE objects SET size = 'large'"),
-    "sizes below zero": sql("UPDATE objects SET size = -1"),
     "sizes beyond all disks": sql("UPDATE objects SET size = ?", 1 << 55),
-    "sums beyond all disks": sql("UPDATE usage SET bytes = ?", 1 << 60),
-    "sums as text": sql("UPDATE usage SET bytes = 'many'"),
-    "sums below zero": sql("UPDATE usage SET bytes = -5, objects = -1"),
     "names as bytes": sql("UPDATE objects SET file = CAST(file AS BLOB)"),
-    "folders as bytes": sql("UPDATE folders SET path = CAST(path AS BLOB)"),
-    "long names": sql("UPDATE objects SET file = file || ?", "x" * (1 << 20)),
     "no names": sql("UPDATE objects SET file = '../../../../outside/aa/precious.safetensors' || file"),
     "other tenants": sql("UPDATE objects SET tenant = 'x'"),
-    "expired all": sql("UPDATE objects SET expires = 1.0"),
-    "never used": sql("UPDATE objects SET used = -1e308, turn = 1"),
-    "infinite revisions": sql("UPDATE objects SET revision = 9223372036854775807"),
 }
 
 

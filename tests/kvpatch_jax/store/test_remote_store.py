@@ -319,8 +319,6 @@ def test_an_answer_that_was_lost_changes_no_result(service: MemoryService, remot
     lose({"write"})
     assert remote.put(NAME, blob_at(1, 1))
     lose({"write"}, 2)
-    assert remote.put_if_absent("once", b"token of mine")
-    assert not remote.put_if_absent("once", b"token of another")
     lose({"write"})
     lease = taken(remote.lease("chunk", 60))
     lose({"write"})
