@@ -127,15 +127,10 @@ def failing(call: Callable, code: int, after: int = 0) -> Callable:
 
 CASES = [
     ("posix_fallocate", errno.ENOSPC, StoreFullError),
-    ("pwritev", errno.ENOSPC, StoreFullError),
-    ("pwritev", errno.EDQUOT, StoreFullError),
     ("pwritev", errno.EIO, StoreIOError),
     ("fsync", errno.EIO, StoreIOError),
     ("rename", errno.EROFS, StoreReadOnlyError),
-    ("rename", errno.EIO, StoreIOError),
     ("open", errno.EROFS, StoreReadOnlyError),
-    ("open", errno.EACCES, StoreReadOnlyError),
-    ("open", errno.EMFILE, StoreIOError),
 ]
 
 

