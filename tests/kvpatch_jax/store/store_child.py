@@ -335,7 +335,6 @@ def fork_remote(root: str, **more: object) -> None:
                 call()
             except StoreUnreachableError as error:
                 say("child", "forked" in str(error))
-        say("child has", store.counters["remote_errors"], other.counters["remote_errors"])
 
 
 def fork_fetch(root: str, **more: object) -> None:
