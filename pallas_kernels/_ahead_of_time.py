@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from ._target import targeting
 from .rotate_patch.shapes import RotateShape
@@ -48,13 +47,6 @@ def compile_on(
     mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh), targeting(platform):
         return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments)).compile()
-
-
-def tpu_mesh(topology: str, axis: str) -> Mesh:
-    """Returns all chips of a topology such as "v5e:2x4" on one axis of Auto type, for compiling alone."""
-    os.environ.update(ENVIRONMENT)
-    chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    return Mesh(np.array(chips), (axis,), axis_types=(AxisType.Auto,))
 
 
 def compile_for_tpu(
