@@ -1,7 +1,6 @@
 """Releases whose files the tests have, and what becomes of each: read, with or without a warning, or refused and why.
 
-`corpus/` has configurations as released (see its README), `released/` a few more, and
-`evals/bench/released_configs.json` of 32 releases the fields that readers need.
+`corpus/` has configurations as released (see its README), `released/` a few more.
 """
 
 import dataclasses
@@ -9,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from evals.bench.released_configs import RELEASED
 from models.families.architectures import ALIASES
 from models.families.registry import FAMILIES
 
@@ -76,11 +74,6 @@ def _corpus() -> list[Release]:
     return found
 
 
-def _fields() -> list[Release]:
-    source = "evals/bench/released_configs.json"
-    return [Release(name, source, released.config, partial=True) for name, released in RELEASED.items()]
-
-
 def _files() -> list[Release]:
     found = []
     for path in sorted((HERE / "released").glob("*.json")):
@@ -134,7 +127,7 @@ WARNED = {
 
 RELEASES = {
     (release.name, release.source): release
-    for release in (*_corpus(), *_files(), *_fields())
+    for release in (*_corpus(), *_files())
     if not (release.bare and release.known)
 }
 """By name and source: some are there as released and as fields."""

@@ -33,7 +33,8 @@ def drawn(heads: int, kv_heads: int, width: int, value_width: int, dtype: str = 
     return one(ROWS, QUERIES, heads, width), one(ROWS, KEYS, kv_heads, width), one(ROWS, KEYS, kv_heads, value_width)
 
 
-@pytest.mark.parametrize("name", [*MASKS][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*MASKS][1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS)
 def test_splash_interpreted_equals_the_dense_form(name, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)
     arrays, mask = drawn(4, 2, 72, 40), MASKS[name]

@@ -110,14 +110,7 @@ def test_recompute_of_all_tokens_equals_prefill(backbone, prefilled):
         close(step.cache[name], value, what=name)
 
 
-def test_recompute_of_no_token_leaves_the_cache_bit_equal(backbone, prefilled):
-    tokens, _, engine = prefilled
-    T = tokens.embeddings.shape[1]
-    spoilt = {name: value + 1 for name, value in engine.items()}
-    keep = np.zeros((backbone.layout.layers, 1, T), bool)
-    assert same_bits(backbone.recompute(tokens, spoilt, np.arange(T)[None], keep).cache, spoilt)
-
-
+@pytest.mark.slow
 def test_recompute_writes_each_layers_own_set(backbone, prefilled):
     tokens, _, engine = prefilled
     T = tokens.embeddings.shape[1]
@@ -141,7 +134,7 @@ def test_recompute_refuses_sets_that_are_not_nested(backbone, prefilled):
         backbone.recompute(tokens, engine, np.arange(T)[None], np.ones((2, 1, T), bool))
 
 
-@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("layer", [2])
 def test_resuming_at_a_layer_equals_prefill(backbone, prefilled, layer):
     tokens, out, engine = prefilled
     cut = 22  # behind the first image
@@ -161,6 +154,7 @@ def test_layers_that_are_not_there(backbone, prefilled):
         backbone.prefill(tokens, hidden_at=(5,))
 
 
+@pytest.mark.slow
 def test_masked_prefill_equals_transformers(backbone, prefilled):
     tokens, _, _ = prefilled
     gold = golden_arrays(FAMILY, "masked")
@@ -175,6 +169,7 @@ def test_masked_prefill_equals_transformers(backbone, prefilled):
     close(out.logits[0], gold["logits"], GOLDEN, "logits")
 
 
+@pytest.mark.slow
 def test_a_chunk_behind_a_blocking_mask_equals_it_alone_and_moved(backbone, prefilled):
     tokens, unmasked, _ = prefilled
     first, last = (int(place) for place in golden_arrays(FAMILY, "masked")["second"])
@@ -211,6 +206,7 @@ def test_relocation_through_the_model(backbone, prefilled, delta):
         close(rotated[name], forward[name], what=f"relocate {name}")
 
 
+@pytest.mark.slow
 def test_generate_equals_the_argmax_of_the_whole_forward(backbone):
     gold = golden_arrays(FAMILY, "text")
     ids = np.stack([gold["input_ids"], gold["input_ids"][::-1]])
@@ -326,19 +322,6 @@ def test_the_fingerprint_follows_a_weight(backbone):
     values["decoder"]["norm"]["weight"] = values["decoder"]["norm"]["weight"].at[3].multiply(1.0001)
     assert backbone.replaced(values).fingerprint != backbone.fingerprint
     assert backbone.replaced(backbone.parameters).fingerprint == backbone.fingerprint
-
-
-def test_bfloat16_stays_near_float32_and_logits_are_float32(qwen2_5_vl_directory, gold, tmp_path):
-    half = load(qwen2_5_vl_directory, dtype="bfloat16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(half.parameters)} == {jnp.dtype("bfloat16")}
-    out = half.prefill(tokens_of(half, gold), logits="all")
-    assert {value.dtype for value in out.kv.values()} == {jnp.dtype("bfloat16")}
-    assert out.logits.dtype == jnp.float32
-    # Of all logits together: how far the worst single one is off differs from processor to processor.
-    error = np.linalg.norm(np.asarray(out.logits[0]) - gold["logits"]) / np.linalg.norm(gold["logits"])
-    assert error <= 0.03, error
-    again = load(save(half, tmp_path / "copy", dtype="bfloat16"))
-    assert same_bits(flatten_params(again.parameters), flatten_params(half.parameters))
 
 
 def missing(tensors, name):

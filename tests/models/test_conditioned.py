@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, ShapeError
+from kvpatch_jax.errors import InputError
 from models import load
 from tests.goldens.load import write_checkpoint
 
@@ -47,25 +47,7 @@ def test_each_unit_has_its_part_of_the_whole_prompt(backbone):
     assert_close(found[0], kvp.make_chunk(backbone, units[0]).kv)
 
 
-def test_tokens_of_several_rows_give_kv_of_several_rows(backbone, unchecked):
-    ids = np.array([[3, 1, 4], [1, 5, 9]])
-    places = np.broadcast_to(np.arange(3)[None, :, None], (2, 3, 3))
-    rows = backbone.embed(ids, places)
-    first, second = kvp.conditioned(backbone, [rows, rows])
-    assert [value.shape[1:3] for value in (first["k"], second["k"])] == [(2, 3), (2, 3)]
-    for row in range(2):
-        own = kvp.conditioned(backbone, [[ids[row]], [ids[row]]])
-        assert_close({name: value[:, row] for name, value in second.items()}, own[1])
-    with pytest.raises(ShapeError, match="1 rows; expected 2"):
-        kvp.conditioned(backbone, [rows, [ids[0]]])
-    with pytest.raises(InputError, match="unit 1 with positions from 3; expected"):
-        kvp.conditioned(backbone, [rows, rows.shift(3)])
-    with pytest.raises(InputError, match="no units"):
-        kvp.conditioned(backbone, [])
-    with pytest.raises(InputError, match="expected a sequence of items"):
-        kvp.conditioned(backbone, [image(1)])  # pyright: ignore[reportArgumentType]
-
-
+@pytest.mark.slow
 def test_a_chunk_is_made_from_a_towers_kept_output(backbone, tmp_path):
     chunk = kvp.make_chunk(backbone, [image(3)])
     assert chunk.encoder is None

@@ -106,7 +106,8 @@ def test_latent_attention_in_absorbed_form_equals_expanded_heads():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("dense_layers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("dense_layers", [0, 2])
 def test_deepstack_is_added_behind_the_first_layers(dense_layers):
     experts = dataclasses.replace(EXPERTS, dense_layers=dense_layers) if dense_layers else None
     decoder = drawn(lambda: Decoder(dataclasses.replace(CONFIG, experts=experts), nnx.Rngs(0)))

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import shutil
-import string
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from PIL import Image, ImageOps
 from safetensors.numpy import load_file, save_file
 
@@ -61,13 +59,10 @@ def pixels_of(backbone: models.ModelBackbone, gold: dict[str, np.ndarray]) -> di
     return vision.process(images, backbone.image_config) if images and vision else {}
 
 
-CASES = [(FULL, "one_image"), (TINY, "one_image")]
-SLOW = [(FULL, "text"), (FULL, "two_images"), (TINY, "text")]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case"),
-    [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    [(FULL, "one_image"), (FULL, "two_images"), (TINY, "one_image")],
     indirect=["family"],
     scope="module",
 )
@@ -111,6 +106,7 @@ def test_encoded_features_are_those_of_embedding(backbone, family):
     assert np.array_equal(tokens.embeddings, backbone.embed(**prompt).embeddings)
 
 
+@pytest.mark.slow
 def test_smalls_decoder_has_latent_attention_and_softmax_routing(tmp_path):
     """Its decoder alone is DeepSeek-V2's, which `test_text_families.py` holds against transformers: the same tensors
     give the same logits.
@@ -263,55 +259,6 @@ def test_prompts_are_the_authors():
     ]
     expected = "<s>Be brief.<|User|>: One: <image>\nWhat is it?\n\n<|Assistant|>:A cat.</s>"
     assert chat.render(messages) == f"{expected}<|User|>: Sure?\n\n<|Assistant|>:"
-
-
-def build_tokenizer() -> Any:
-    """One token per character, and the authors' special ones; `<image>` where the goldens have it."""
-    characters = sorted({*string.printable, "Ġ", "Ċ"})
-    specials = {"<s>": 0, "</s>": 1, "<image>": 301, "<|User|>": 302, "<|Assistant|>": 303}
-    vocabulary = {**specials, **{character: 3 + n for n, character in enumerate(characters)}}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(list(specials))
-    return tokenizer
-
-
-def authors_ids(tokenizer: Any, grids: list[list[int]], side: int) -> list[int]:
-    """`format_messages_v2` of the conversation, each text tokenized apart, an image's placeholders between."""
-    counts = iter(side * (side + 1) + 1 + rows * side * (columns * side + 1) for rows, columns in grids)
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
-    first, second = "One: <image>\nEh?", "<image>\nAnd this?"
-    ids = [0]
-    for question, answer in ((first, "A cat."), (second, None)):
-        parts = f"<|User|>: {question}\n\n<|Assistant|>:".split("<image>")
-        ids += [*encode(parts[0]), *[301] * next(counts), *encode(parts[1])]
-        ids += [*encode(answer), 1] if answer else []
-    return ids
-
-
-def test_conversations_are_tokenized_as_the_authors_do(tmp_path):
-    directory, tokenizer = write_checkpoint(FULL, tmp_path), build_tokenizer()
-    raw = json.loads((directory / "config.json").read_text())
-    del raw["image_token_id"]
-    (directory / "config.json").write_text(json.dumps(raw))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    backbone = models.load(directory)
-    first, second = np.full((61, 37, 3), 90, np.uint8), np.full((20, 27, 3), 9, np.uint8)
-    texts = [{"type": "text", "text": text} for text in ("One: ", "Eh?", "And this?")]
-    messages = [
-        {"role": "user", "content": [texts[0], {"type": "image", "image": first}, texts[1]]},
-        {"role": "assistant", "content": "A cat."},
-        {"role": "user", "content": [{"type": "image", "image": second}, texts[2]]},
-    ]
-    prompt = backbone.chat(messages)
-    grids = prompt["tile_grids"].tolist()
-    assert grids == [[2, 2], [1, 1]]
-    assert prompt["input_ids"][0].tolist() == authors_ids(tokenizer, grids, 4)
-    assert backbone.embed(**prompt).embeddings.shape[1] == prompt["input_ids"].shape[1]
-    frame = backbone.chat_frame()
-    assert frame.before == "\n"
-    assert frame.behind == "\n\n<|Assistant|>:"
 
 
 # ------------------------------------------------------------------------------------------- configurations

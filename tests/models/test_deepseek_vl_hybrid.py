@@ -19,7 +19,6 @@ from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
 FAMILY = "deepseek_vl_hybrid"
-WEIGHTS = "model.safetensors"
 close = functools.partial(assert_close_to_largest, bar=2e-4)
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -35,6 +34,7 @@ def backbone(checkpoint: Path) -> models.ModelBackbone:
     return models.load(checkpoint)
 
 
+@pytest.mark.slow
 def test_sams_layers_equal_transformers(backbone):
     """Windows that padding fills, relative positions of both lengths, global layers: each layer's residual."""
     gold = golden_arrays(FAMILY, "one_image")

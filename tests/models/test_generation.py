@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.bench.checkpoints import LARGE, random_backbone
-from kvpatch_jax.core import Channel, KVLayout, Paged, Rope, to_engine
+from kvpatch_jax.core import Channel, KVLayout, Paged, Rope
 from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeError
 from models import Sampling, TextPiece, load, pad_rows
 from models.decoder import stacks
@@ -42,6 +42,7 @@ def drawn(backbone, tokens):
     return backbone.generate(tokens, STEPS, stop=(), **WARM)
 
 
+@pytest.mark.slow
 def test_a_stream_makes_the_tokens_of_generate(backbone, tokens, drawn):
     """Whatever the block of tokens per program, and without compiling anything for another way of drawing."""
     with compilations() as streamed:
@@ -97,32 +98,6 @@ def test_a_closed_stream_runs_nothing_more(backbone, tokens, monkeypatch):
     assert len(calls) == asked
 
 
-def test_padding_behind_a_row_is_not_read(backbone, tokens):
-    shorter = tokens.take(0, 5)
-    row = lambda part, index: part._replace(
-        embeddings=part.embeddings[index : index + 1], positions=part.positions[index : index + 1]
-    )
-    joined, lengths = pad_rows([row(shorter, 0), row(tokens, 1)])
-    assert lengths.tolist() == [5, T]
-    found = backbone.generate(joined, 6, lengths=lengths, stop=())
-    junk = joined._replace(embeddings=joined.embeddings.at[0, 5:].set(99.0), positions=joined.positions + 0)
-    junk.positions[0, 5:] = 700
-    assert np.array_equal(backbone.generate(junk, 6, lengths=lengths, stop=()), found)
-    assert np.array_equal(found[1], backbone.generate(tokens, 6, stop=())[1])
-    # The short row, by decoding one token after the other behind its own five.
-    kv, cache = backbone.prefill(shorter).kv, {}
-    for name, value in to_engine(backbone.layout, kv, shorter.positions, 0).items():
-        cache[name] = jnp.pad(value, ((0, 0), (0, 0), (0, 6), (0, 0), (0, 0)))
-    for place in range(5, 5 + 5):
-        step = backbone.decode(
-            backbone.embed(np.repeat(found[:1, place - 5 : place - 4], 2, 0), np.full((2, 1), place, np.int32)),
-            cache,
-            np.full((2, 1), place),
-        )
-        cache = step.cache
-        assert int(np.argmax(np.asarray(step.logits)[0, -1])) == found[0, place - 4]
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_continued_is_refused(backbone, tokens):
     with pytest.raises(NotFiniteError, match=r"row 1: got logits of token 0 .*expected"):
@@ -154,7 +129,8 @@ def test_what_cannot_be_continued_is_refused(backbone, tokens):
         backbone.embed(np.zeros((0, 4), np.int32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_on_a_cpu_copies_no_weights(dtype):
     """Its temporaries are far below the weights, it reads each of them once, and gives what a scan over stacks does."""
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_hidden_layers": 4}

@@ -76,6 +76,7 @@ def test_prompt_says_the_times_as_transformers_does(backbone, kind):
     assert expected in backbone.text(backbone.chat(messages)["input_ids"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["old"], indirect=True)
 def test_images_and_videos_keep_the_prompts_order(backbone):
     """Each kind's features are those of its own prompt, whichever comes first: they share one placeholder."""

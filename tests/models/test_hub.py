@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +10,13 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import filter_repo_objects
 
-from kvpatch_jax.errors import ConfigError, HubError, MissingExtraError, WeightsError
+from kvpatch_jax.errors import ConfigError, HubError, MissingExtraError
 from models import load
-from models.hub import UNWANTED, WANTED, snapshot
+from models.hub import snapshot
 from tests.goldens.load import write_checkpoint
 from tests.models.fake_hub import COMMIT, FakeHub, serving
 
-ROOT = Path(__file__).parents[2]
 NAME = "someone/tiny-model"
 
 
@@ -55,12 +51,6 @@ def repository(root: Path) -> Path:
 
 def cached_files(path: Path) -> set[str]:
     return {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
-
-
-def fetched(hub: FakeHub) -> list[tuple[str, int]]:
-    """Files that were sent, and from which byte on."""
-    asked = [request.split() for request in hub.requests if request.startswith("GET") and " from " in request]
-    return [(path.split("/")[-1], int(start)) for _, path, _, start in asked]
 
 
 WHOLE = {"config.json", "model.safetensors", "preprocessor_config.json", "chat_template.jinja"}
@@ -104,36 +94,6 @@ def test_without_a_network_the_cache_answers(pinned, hub, monkeypatch, capsys):
     assert "cannot be reached (OfflineModeIsEnabled: " in capsys.readouterr().err
 
 
-def test_a_hub_that_is_down_is_no_answer(hub, monkeypatch, capsys):
-    first = snapshot(NAME)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert snapshot(NAME) == first
-    assert f"the hub cannot be reached (ConnectError: [Errno 111] Connection refused); {COMMIT} is used" in (
-        capsys.readouterr().err
-    )
-    with pytest.raises(HubError, match=r"nothing whole in the hub's cache \(.*\), and no answer from http://127"):
-        snapshot("someone/other")
-
-
-def test_a_cache_as_huggingface_hub_lays_it_is_read(hub, monkeypatch, tmp_path):
-    """Written by hand: blobs, links to them in a snapshot, and the commit that a branch is."""
-    store = tmp_path / "cache" / "models--someone--by-hand"
-    folder = store / "snapshots" / COMMIT
-    for part in (store / "blobs", store / "refs", folder):
-        part.mkdir(parents=True)
-    (store / "refs" / "main").write_text(COMMIT)
-    for number, file in enumerate(sorted(WHOLE)):
-        (store / "blobs" / str(number)).write_bytes((hub.repositories[NAME] / file).read_bytes())
-        os.symlink(store / "blobs" / str(number), folder / file)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert load("someone/by-hand", revision=COMMIT).fingerprint == load(hub.repositories[NAME]).fingerprint
-    assert snapshot("someone/by-hand") == folder
-
-    (folder / "model.safetensors").unlink()  # as a program leaves it that wanted the configuration alone
-    with pytest.raises(HubError, match="nothing whole in the hub's cache"):
-        snapshot("someone/by-hand", COMMIT)
-
-
 def test_a_shard_that_is_missing_from_the_cache_is_downloaded(hub):
     root = hub.repositories[NAME]
     weights = (root / "model.safetensors").read_bytes()
@@ -162,20 +122,6 @@ def test_a_download_that_is_cut_off_goes_on_where_it_stopped(hub, monkeypatch):
     ]
     assert starts[0] == 0
     assert 1_000_000 <= starts[-1] <= 2_000_000
-
-
-def test_of_a_download_that_ended_the_whole_files_are_kept(hub, capsys):
-    """As when the process is killed: the other files are not fetched again, and only the rest is announced."""
-    path = snapshot(NAME)
-    (path / "model.safetensors").unlink()
-    for blob in (path.parents[1] / "blobs").iterdir():
-        if blob.stat().st_size == (hub.repositories[NAME] / "model.safetensors").stat().st_size:
-            blob.unlink()
-    hub.requests.clear()
-    capsys.readouterr()
-    assert (snapshot(NAME) / "model.safetensors").is_file()
-    assert [file for file, _ in fetched(hub)] == ["model.safetensors"]
-    assert ", 1 files, to " in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -211,28 +157,6 @@ def test_a_repository_without_safetensors_names_what_it_has(hub):
     assert not [asked for asked in hub.requests if "resolve" in asked]
 
 
-@pytest.mark.parametrize("name", ["no/such..name", "no/such--name", "no/name.git"])
-def test_a_name_that_no_repository_can_have(name, hub):
-    with pytest.raises(HubError, match="got neither a directory on this machine"):
-        load(name)
-
-
-@pytest.mark.parametrize("given", [Path("owner/name"), "/owner/name", "./owner/name", "a/b/c", "gpt2", "a/model.gguf"])
-def test_what_is_no_name_of_the_hub_is_a_path(given, hub):
-    with pytest.raises((ConfigError, WeightsError), match=r"got no such file|a file that cannot be opened"):
-        load(given)
-    with pytest.raises(ConfigError, match=r"got revision 'main' with .*; expected it with owner/name"):
-        load(given, revision="main")
-    assert hub.requests == []
-
-
-def test_a_directory_here_comes_before_a_repository(hub, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(hub.repositories[NAME], tmp_path / NAME)
-    assert load(NAME).config.text.layers == 3
-    assert hub.requests == []
-
-
 def test_an_adapter_may_be_a_name(hub, tmp_path):
     root = tmp_path / "adapter"
     root.mkdir()
@@ -248,31 +172,3 @@ def test_without_its_package_the_extra_is_named(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match=r"huggingface_hub: .*pip install 'kvpatch_jax\[models\]'"):
         load(NAME)
-
-
-def test_only_a_process_that_loads_by_name_imports_the_package(hub, tmp_path):
-    """And in a process of its own the addresses come from the environment."""
-    code = f"""
-import sys
-from models import load
-load({str(hub.repositories[NAME])!r})
-assert "huggingface_hub" not in sys.modules
-print(load({NAME!r}).config.text.layers)
-"""
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_CACHE": str(tmp_path / "other"),
-        "PYTHONPATH": str(ROOT),
-    }
-    environment |= {"HF_HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "3"
-    assert f"{NAME}: downloads" in done.stderr
-    assert cached_files(tmp_path / "other") > set()
-
-
-def test_patterns_are_told_from_one_another():
-    names = ["model-00001-of-00002.safetensors", "consolidated.safetensors", "a/model.safetensors", "tokenizer.model"]
-    kept = filter_repo_objects(names, allow_patterns=WANTED, ignore_patterns=UNWANTED)
-    assert list(kept) == [names[0], names[3]]

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "rule"), CASES)
 def test_a_session_lays_videos_out_as_the_whole_prompt_does(loaded, family, rule, tmp_path):
     """A video and an image, one after the other and then a question: the places of all are those of one prompt; the
@@ -95,6 +96,7 @@ def test_what_a_backbone_does_not_take_leaves_the_session_as_it_was(loaded):
     assert len(session.ids) == 0
 
 
+@pytest.mark.slow
 def test_a_batch_names_videos_in_json(loaded, tmp_path):
     """A folder of frames with their rate, beside an image; the answer is that of the whole prompt."""
     from PIL import Image

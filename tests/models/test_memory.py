@@ -18,6 +18,7 @@ from tests.models.compiled_memory import (
 )
 
 
+@pytest.mark.slow
 def test_a_prefill_of_16k_tokens():
     """Temporaries do not depend on the number of layers: two compile as 28 do."""
     assert temporaries_here(prefill_program(16384, layers=2)) < 3

@@ -146,6 +146,7 @@ def test_repeated_kv_heads_give_one_devices_result(facts):
     assert parameters["decoder.layers.attention.query.kernel"]["shard"] == [3, 64, 16]
 
 
+@pytest.mark.slow
 def test_a_step_exchanges_two_sums_per_layer_and_nothing_of_a_pool(facts):
     """The scan's body is in the program once: a sum behind attention and one behind the MLP, of one token's width."""
     assert facts["collectives"] == [["all-reduce", 64], ["all-reduce", 64]]

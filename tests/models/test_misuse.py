@@ -10,9 +10,8 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import FrameError, InputError, KVPatchError, LayoutError, ShapeError
+from kvpatch_jax.errors import FrameError, InputError, KVPatchError, ShapeError
 from models import load
-from tests.compilations import compilations
 
 T = 10
 """Also twice a chunk's tokens, so that contexts of either make run the same programs."""
@@ -52,6 +51,7 @@ def chunk_of(backbone) -> kvp.Chunk:
 # ------------------------------------------------------------------------------------------------------------ frames
 
 
+@pytest.mark.slow
 def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
     tokens, out, engine = prefilled
     rest = tokens.shift(T)
@@ -116,43 +116,6 @@ def test_kv_keeps_its_frame_through_a_checkpoint(backbone, prefilled, tmp_path):
     assert all(np.array_equal(again[name], engine[name]) for name in engine)
 
 
-@pytest.mark.slow
-def test_a_known_frame_does_not_compile_again(backbone, prefilled):
-    """KV as it comes and the same as a plain dictionary run one program."""
-    tokens, _, engine = prefilled
-    rest = tokens.shift(T)
-
-    def use(kv):
-        backbone.prefill(rest, kv)
-        backbone.generate(rest, 2, context=kv)
-        backbone.decode(rest.take(0, 1), kv, np.array([[2]]))
-
-    use(engine)
-    with compilations() as compiled:
-        use(dict(engine))
-    assert not compiled
-
-
-def test_chunks_join_to_a_context(backbone):
-    chunk = chunk_of(backbone)
-    first, second = (kvp.apply_patch(kvp.Placed(chunk, None, start)) for start in (0, chunk.span))
-    context = kvp.joined(first, second)
-    for name, value in context.items():
-        expected = np.concatenate([first[name], second[name]], axis=1)[:, None]
-        assert np.array_equal(value, expected)
-    question = tokens_of(backbone).shift(2 * chunk.span)
-    assert backbone.generate(question, 2, context=context).shape == (1, 2)
-    for parts, error in (
-        ((first, chunk.kv), FrameError),
-        ((), InputError),
-        ((first, chunk), InputError),
-        ((first, {"k": first["k"]}), LayoutError),
-        ((first, {name: value[:1] for name, value in first.items()}), ShapeError),
-    ):
-        with pytest.raises(error, match=r"joined.*expected"):
-            kvp.joined(*parts)
-
-
 # ------------------------------------------------------------------------------------------------ questions not moved
 
 
@@ -190,54 +153,6 @@ def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
         backbone.prefill(beside, two, swapped)
     one_axis = rows._replace(positions=rows.positions * np.array([1, 0, 1]))  # 0 on one axis is no beginning
     backbone.prefill(one_axis, two)
-
-
-@pytest.mark.slow
-def test_what_stands_at_position_0_is_taken_by_other_calls_and_contexts(backbone, prefilled):
-    """Each a program of its own."""
-    tokens, _, engine = prefilled
-    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), engine)
-    rows = tokens_of(backbone, 2, T)
-    backbone.prefill(tokens)  # no context at all
-    backbone.prefill(tokens, {name: value[:, :, :0] for name, value in engine.items()})  # nor here
-    mask = np.concatenate([np.ones((2, 1, T, T), bool), np.tri(T, dtype=bool)[None, None].repeat(2, 0)], axis=3)
-    mask[0, ..., :T] = False
-    beside = rows._replace(positions=np.stack([rows.positions[0] - T, rows.positions[1]]))
-    for given in (mask, jnp.asarray(mask)):
-        backbone.generate(beside, 2, two, given)
-    jax.jit(lambda kv, places: backbone.prefill(tokens._replace(positions=places), kv).logits)(engine, tokens.positions)
-
-
-def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
-    rows = tokens_of(backbone, 2)
-    was = np.asarray(rows.positions)
-    per_row = np.array([[1, 2, 3], [4, 5, 6]])
-    for start, expected in (
-        (7, was + 7),
-        (np.int64(7), was + 7),
-        (jnp.int32(7), was + 7),
-        (np.array([1, 2, 3]), was + np.array([1, 2, 3])),
-        (per_row, was + per_row[:, None]),
-    ):
-        found = rows.shift(start).positions
-        assert found.dtype == np.int32
-        assert np.array_equal(found, expected)
-    flat = Tokens(rows.embeddings, was[..., 0])
-    assert np.array_equal(flat.shift(np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
-    for tokens, start in (
-        (rows, np.nan),
-        (rows, np.array([1, 2])),
-        (flat, np.arange(T)),
-        (flat, np.array([[1, 2, 3]])),
-    ):
-        with pytest.raises(InputError, match=r"shift: got start.*expected"):
-            tokens.shift(start)
-
-
-def test_positions_of_the_host_stay_there(backbone):
-    """So that looking at them before a call waits for nothing that a device is at."""
-    prompt = backbone.prepare([[1, 2, 3]])
-    assert isinstance(backbone.embed(**prompt).shift(5).positions, np.ndarray)
 
 
 # ---------------------------------------------------------------------------------------------- not tokens, not a cache

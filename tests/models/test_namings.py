@@ -97,7 +97,7 @@ def assert_same_model(one: models.ModelBackbone, directory: Path) -> None:
     assert one.fingerprint == other.fingerprint  # chunks of the one are served to the other
 
 
-@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("family", [name for name in WRITTEN if name != "glm4v_moe"])
 def test_what_transformers_writes_is_the_same_model(family, checkpoint, loaded, tmp_path):
     directory = checkpoint(family)
     tensors = as_written(load_file(directory / WEIGHTS), WRITTEN[family]["names"])
@@ -121,16 +121,13 @@ def as_modules(family: str) -> Callable[[Tensors], Tensors]:
             as_modules("llava_next")(tensors)
         )),
         ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
-        ("deepseek_vl_hybrid", swap("model.vision_model.", "model.vision_model.vision_model.")),
-        ("kimi_vl", unfused),
         ("qwen3_vl_moe", unfused),
         ("qwen3_vl_moe", lambda tensors: {
             name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
             for name, value in tensors.items()
         }),
     ],
-    ids=["llava 4", "llava-next 4", "deepseek-vl 4", "deepseek-vl-hybrid 4", "kimi unfused", "qwen3-vl-moe unfused",
-         "qwen3-vl-moe released"],
+    ids=["llava 4", "llava-next 4", "deepseek-vl 4", "qwen3-vl-moe unfused", "qwen3-vl-moe released"],
 )  # fmt: skip
 def test_other_names_are_the_same_model(family, rename, checkpoint, loaded, tmp_path):
     directory = checkpoint(family)

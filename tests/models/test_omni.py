@@ -33,8 +33,8 @@ INPUTS = (
 )
 BOTH = pytest.mark.parametrize("family", CASES)
 SLOW = pytest.mark.slow
-ASKED = pytest.mark.parametrize("family", [pytest.param("qwen2_5_omni", marks=SLOW), "qwen3_omni"])
-"""The family with fractional positions by default."""
+ASKED = pytest.mark.parametrize("family", ["qwen3_omni"])
+"""The family with fractional positions."""
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -94,14 +94,8 @@ def check_forward(backbone, gold):
     close(out.logits[0, rows], gold["logits"], "logits")
 
 
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [
-        pytest.param(family, case, marks=() if case == "video_with_audio" else SLOW)
-        for family, cases in CASES.items()
-        for case in cases
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases])
 def test_forward_equals_transformers(backbones, family, case):
     check_forward(backbones(family), arrays_of(family, case))
 
@@ -124,6 +118,7 @@ def test_padding_to_buckets_changes_nothing(family, backbones, tmp_path):
     close(padded.prefill(found).logits, plain.prefill(expected).logits, "logits")
 
 
+@pytest.mark.slow
 @ASKED
 def test_kept_features_are_the_same(family, backbones):
     """What `encode` gives stands for pixels and sounds, deepstack features and all."""
@@ -138,6 +133,7 @@ def test_kept_features_are_the_same(family, backbones):
         assert np.asarray(once.deepstack)[0, gold["input_ids"] == 302].all()
 
 
+@pytest.mark.slow
 @ASKED
 def test_a_sound_is_heard_as_if_it_were_alone(family, backbones):
     """Beside a longer one too: transformers pads both to one length, which shows in the last token of Qwen3-Omni's."""
@@ -166,6 +162,7 @@ def released(family, directory, prefix="thinker.", config="config_release.json")
     return directory
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_full_release_is_its_thinker(family, backbones, tmp_path):
     """Nested configuration, `thinker.` before the names, a talker beside it: the same model, written as a thinker."""
@@ -250,6 +247,7 @@ def tone(seconds, name=0):
     return (0.3 * np.sin(2 * np.pi * (300 + 50 * name) * times)).astype(np.float32)
 
 
+@pytest.mark.slow
 @ASKED
 def test_sounds_and_videos_in_prompts(family, backbones):
     """A prompt of items is the prompt of the arrays that they become, one placeholder a feature."""
@@ -279,6 +277,7 @@ def test_sounds_and_videos_in_prompts(family, backbones):
 # --------------------------------------------------------------------------------------------------- relocation
 
 
+@pytest.mark.slow
 @ASKED
 def test_relocation_of_videos_and_sounds(family, backbones):
     """Forwards at p and p + δ on all axes have the same phase-free KV, also where p and δ are no whole numbers."""
@@ -297,6 +296,7 @@ def test_relocation_of_videos_and_sounds(family, backbones):
         close(moved["k"], forward["k"], f"moved to {offset}")
 
 
+@pytest.mark.slow
 @ASKED
 def test_chunks_placed_one_behind_the_other_have_the_positions_of_the_whole(family, backbones):
     """A prompt cut into chunks: each behind the last position of the one before, which may be no whole number."""
@@ -380,6 +380,7 @@ def conversation(family, tmp_path, **options):
     return load(directory, angles="float32"), messages, gold, said
 
 
+@pytest.mark.slow
 @ASKED
 def test_a_conversation_with_everything_is_transformers(family, tmp_path):
     """The rendered text, the ids with sound among frames, pixels and positions equal; log-mel features within 2e-5."""

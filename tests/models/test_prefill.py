@@ -35,6 +35,7 @@ def close(found, expected):
         np.testing.assert_allclose(one, other, atol=OWN * np.abs(other).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_chunks_give_what_the_whole_gives(backbone, tokens):
     """14 tokens, 4 at a time: the last chunk begins inside the one before; logits of some tokens, in any order."""
     whole = backbone.prefill(tokens, hidden_at=(1,), logits="all")

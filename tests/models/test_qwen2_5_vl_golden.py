@@ -30,14 +30,10 @@ def tokens_of(backbone, gold, position_ids="position_ids"):
 CASES = ("text", "one_image", "two_images", "video")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backbone", "case"),
-    [
-        *(("config.json", case) for case in CASES[2:]),
-        *(pytest.param("config.json", case, marks=pytest.mark.slow) for case in CASES[:2]),
-        ("config_release.json", "text"),
-        *(pytest.param("config_release.json", case, marks=pytest.mark.slow) for case in CASES[1:]),
-    ],
+    [*(("config.json", case) for case in CASES), ("config_release.json", "two_images")],
     indirect=["backbone"],
 )
 def test_forward_equals_transformers(backbone, case):

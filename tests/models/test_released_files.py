@@ -13,13 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 from models import FAMILIES, load, save
-from models.checkpoints import flatten_params
-from models.checkpoints.planning import plan
 from models.families.family import abstract, parameters
 from models.files import open_files
 from models.inputs.qwen_images import CONFIG_FILE
@@ -28,7 +25,6 @@ from tests.goldens.redraw import standard_values
 from tests.models.test_image_families import check_forward, close, kimi_released
 
 FILES = Path(__file__).parent / "released"
-NAMES = sorted(path.stem for path in FILES.glob("*.json"))
 
 
 def released(name: str) -> dict[str, Any]:
@@ -156,34 +152,6 @@ def test_a_switch_that_is_on_is_refused_by_name(name, part, key, tmp_path):
 # --------------------------------------------------------------------------------------------- Kimi-K2.5 and 2.6
 
 
-def listed_tensors() -> dict[str, tuple[int, ...]]:
-    """Every tensor of the release, by name: its shape."""
-    found: dict[str, tuple[int, ...]] = {}
-    for line in (FILES / "kimi_k25_tensors.txt").read_text().splitlines():
-        if line.startswith("#"):
-            continue
-        name, *shape = line.split()
-        names = [name]
-        while ranges := re.search(r"(\d+)-(\d+)", names[0]):
-            numbers = range(int(ranges[1]), int(ranges[2]) + 1)
-            names = [re.sub(r"\d+-\d+", str(number), name, count=1) for name in names for number in numbers]
-        found |= dict.fromkeys(names, tuple(map(int, shape)))
-    return found
-
-
-def test_kimi_k25_asks_for_the_tensors_of_the_release_and_no_others(tmp_path):
-    config = configuration(written(tmp_path, released("kimi_k25_complete")))
-    listed = listed_tensors()
-    entries = config.family.entries(config, listed)
-    planned = plan(entries, flatten_params(parameters(abstract(config))))
-    assert {tensor.name: tensor.file_shape for tensor in planned} == listed
-
-
-def test_two_files_of_one_release_are_one_model(tmp_path):
-    one, other = (configuration(written(tmp_path / name, released(name))) for name in NAMES if name.startswith("kimi"))
-    assert (one.text, one.vision, one.image_token) == (other.text, other.vision, other.image_token)
-
-
 def tiny_kimi_k25(root: Path) -> Path:
     """The tiny model of the goldens under the names of Kimi-K2.5's release."""
     directory = write_checkpoint("kimi_vl", root)
@@ -260,35 +228,3 @@ def test_what_kimi_k25_has_not_built_is_refused_by_name(change, message, tmp_pat
     raw["vision_config"] |= change
     with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, raw))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "settings", "patches"),
-    [
-        ("KimiVLForConditionalGeneration", {}, 4096),
-        ("KimiVLForConditionalGeneration", {"in_token_limit": 1024}, 1024),
-        ("KimiK25ForConditionalGeneration", {"media_proc_cfg": {}}, 16384),
-        ("KimiK25ForConditionalGeneration", {"media_proc_cfg": {"in_patch_limit": 1024}}, 1024),
-        ("Kimi_K25ForConditionalGeneration", {}, 16384),
-        ("Kimi_K25ForConditionalGeneration", {"max_patches": 1024, "merge_size": 2}, 1024),
-    ],
-)
-def test_an_image_has_at_most_the_patches_that_the_files_say(architecture, settings, patches, tmp_path):
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(settings))
-    vision = FAMILIES[architecture].vision
-    assert vision is not None
-    image = Image.new("RGB", (14 * 200, 14 * 100))
-    _, height, width = vision.process([image], vision.settings(tmp_path))["image_grid_thw"][0].tolist()
-    assert 0.9 * patches <= height * width <= 1.1 * patches
-    assert height % 2 == width % 2 == 0
-
-
-@pytest.mark.parametrize(
-    "settings", [{"patch_limit_on_one_side": 256}, {"fixed_output_tokens": 64}], ids=["sides", "fixed tokens"]
-)
-def test_image_settings_that_are_not_built_are_refused(settings, tmp_path):
-    (tmp_path / CONFIG_FILE).write_text(json.dumps({"media_proc_cfg": settings}))
-    vision = FAMILIES["KimiK25ForConditionalGeneration"].vision
-    assert vision is not None
-    with pytest.raises(ConfigError, match=f"{next(iter(settings))} .* is not built"):
-        vision.settings(tmp_path)

@@ -66,7 +66,10 @@ def specs_of(family: str, count: int, **changes: Any) -> dict[str, P]:
 # ------------------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.parametrize("family", [family for family in (*TEXT, *IMAGE_FAMILIES) if not family.startswith("gemma")])
+PLACED = ("qwen3_moe", "deepseek_v3", "ernie4_5_moe", "qwen2_5_vl", "kimi_vl", "internvl", "deepseek_ocr2")
+
+
+@pytest.mark.parametrize("family", PLACED)
 def test_every_parameter_of_every_family_has_a_place(family):
     config = config_of(family)
     shapes = flatten_params(parameters(abstract(config)))

@@ -12,8 +12,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import DtypeError, InputError, WeightsError
 from models import load, save
-from models.inputs.positions import PositionConfig, get_rope_positions
-from tests.goldens.load import golden_arrays, write_checkpoint
+from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 
 
@@ -89,18 +88,10 @@ def test_ids_outside_the_vocabulary_are_refused(backbone, wrong, unchecked):
         backbone.embed(np.array([[1, 2, wrong]], np.int64))
 
 
-def test_ids_that_are_no_whole_numbers_are_refused(backbone, unchecked):
-    with pytest.raises(InputError, match="input_ids: got float32"):
-        backbone.embed(np.array([[1.5]], np.float32))
-    with pytest.raises(InputError, match=r"input_ids: got int\d+ \[3\]; expected whole numbers \[rows, tokens\]"):
-        backbone.embed(np.array([1, 2, 3]))
-
-
 # --------------------------------------------------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("value", "kind"), [(np.nan, np.float32), (-np.inf, ml_dtypes.bfloat16)])
 def test_weights_that_are_not_finite_are_refused(tmp_path, value, kind):
     name = "model.layers.1.mlp.up_proj.weight"
 
@@ -114,16 +105,6 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value, kind):
         load(directory, dtype="float32")
 
 
-def test_the_largest_finite_weights_are_read(tmp_path):
-    name = "model.layers.1.mlp.up_proj.weight"
-
-    def fill(held):
-        held[name][0, :2] = np.finfo(np.float32).max, -np.finfo(np.float32).tiny
-        return held
-
-    load(rewritten(write_text_checkpoint("llama2", tmp_path), fill))
-
-
 # -------------------------------------------------------------------------------------- Qwen2.5-VL reads what others do
 
 
@@ -135,46 +116,9 @@ def qwen(directory, text, **more):
     return directory
 
 
-def test_video_seconds_move_the_positions(tmp_path):
-    backbone, gold = load(qwen(tmp_path, {})), golden_arrays("qwen2_5_vl", "video")
-    ids, grid = gold["input_ids"], gold["video_grid_thw"]
-    rule = PositionConfig(
-        backbone.config.image_token, backbone.config.video_token, 2, backbone.config.tokens_per_second
-    )
-    given = {"pixel_values": gold["pixel_values"], "video_grid_thw": grid}
-    for seconds in (0.5, 1.0, 3.25):
-        tokens = backbone.embed(ids[None], second_per_grid_ts=np.array([seconds], np.float32), **given)
-        expected = get_rope_positions(ids, None, grid, np.array([seconds], np.float32), rule)[0]
-        np.testing.assert_array_equal(tokens.positions[0], expected)
-    tokens = backbone.embed(ids[None], second_per_grid_ts=gold["second_per_grid_ts"], **given)
-    np.testing.assert_array_equal(tokens.positions[0], gold["position_ids"])
-
-
 def test_video_seconds_without_a_video_are_refused(tmp_path, backbone):
     vision = load(qwen(tmp_path, {}))
     with pytest.raises(InputError, match=r"second_per_grid_ts: got 1 values; expected one per video \(0\)"):
         vision.prepare([[1, 2]], second_per_grid_ts=[1.0])
     with pytest.raises(InputError, match="second_per_grid_ts: got some for LlamaForCausalLM"):
         backbone.prepare([[1, 2]], second_per_grid_ts=[1.0])
-
-
-def test_a_scaled_rope_of_qwen2_5_vl_is_saved_and_read_again(tmp_path):
-    rope = json.loads((write_checkpoint("qwen2_5_vl", tmp_path / "x") / "config.json").read_text())["text_config"][
-        "rope_parameters"
-    ]
-    for number, more in enumerate(
-        (
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
-            {"rope_type": "dynamic", "factor": 2.0},
-            {"rope_type": "linear", "factor": 3.0},
-        )
-    ):
-        backbone = load(qwen(tmp_path / f"a{number}", {"rope_parameters": rope | more}))
-        scaling = backbone.config.text.rope.scaling
-        assert scaling is not None
-        assert scaling.kind == more["rope_type"]
-        again = load(save(backbone, tmp_path / f"b{number}"))
-        assert again.config.text == backbone.config.text
-    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None}
-    backbone = load(qwen(tmp_path / "c", window))
-    assert backbone.config.text.window == load(save(backbone, tmp_path / "d")).config.text.window == 64

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvpatch_jax import Video
-from kvpatch_jax.errors import InputError
 from models import ModelBackbone, load
 from models.inputs.chat import ChatTemplate
 from tests.goldens.load import GOLDENS, write_checkpoint
@@ -170,45 +169,6 @@ def test_tools_their_calls_and_their_answers():
     assert CHAT.render([*later[1:], {"role": "user", "content": "Well?"}], False) == f"{before}{again}"
 
 
-ASKED = {"role": "user", "content": "a"}
-
-
-def calling(**call: Any) -> list[dict[str, Any]]:
-    """A question, and a tool that the assistant calls."""
-    return [ASKED, {"role": "assistant", "tool_calls": [call]}]
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "that it refuses .nothing was said"),
-        ([{"role": "system", "content": "a"}], "that it refuses .nothing was asked"),
-        ([ASKED, {"role": "system", "content": "b"}], "that it refuses .a system who may not speak here"),
-        ([{"role": "system", "content": [{"type": "image"}]}, ASKED], "that it refuses .no image may stand here"),
-        ([ASKED, {"role": "critic", "content": "b"}], "that it refuses .a critic who may not speak here"),
-        ([{"role": "user", "content": {"text": "a"}}], "that it refuses .words of no kind"),
-        # Servers give the arguments of a call as JSON; templates expect the table that it stands for.
-        (
-            calling(name="f", arguments='{"b": 1}'),
-            "with which it fails .TypeError: Can only get item pairs from a mapping",
-        ),
-        (calling(name=3), "with which it fails .TypeError"),
-    ],
-)
-def test_messages_that_do_not_fit_are_refused(messages, message):
-    with pytest.raises(InputError, match=rf"chat template chat_template\.jinja: got messages {message}"):
-        CHAT.render(messages)
-
-
-def test_json_is_written_as_transformers_filter_writes_it():
-    """Arguments by their places: escapes of other letters, indent, separators, order of keys."""
-    table = {"b": "é", "a": [1]}
-    render = lambda call: ChatTemplate("{{ table | tojson(" + call + ") }}").render([], table=table)
-    assert render("true") == '{"b": "\\u00e9", "a": [1]}'
-    assert render("false, 1") == '{\n "b": "é",\n "a": [\n  1\n ]\n}'
-    assert render("separators=(',', ':'), sort_keys=true") == '{"a":[1],"b":"é"}'
-
-
 # ------------------------------------------------------------------------------------------------ prompts of a model
 
 
@@ -236,15 +196,3 @@ def test_a_prompt_has_a_token_for_each_piece_of_an_image_and_of_a_frame(backbone
     expected += "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert backbone.text(prompt["input_ids"][0]) == expected
     assert prompt["position_ids"].shape == (1, prompt["input_ids"].shape[1], 3)
-
-
-@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
-def test_a_frame_around_images_knows_the_templates_names(backbone, variables):
-    frame = backbone.chat_frame("Be short.", **variables)
-    image = {"type": "image", "image": PAGE}
-    content = [image, image, {"type": "text", "text": "Why?"}]
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]
-    own = backbone.prepare([PAGE])["input_ids"][0].tolist()
-    laid = [*frame.front, *own, *own, *backbone.ids(f"{frame.before}Why?{frame.behind}")]
-    assert frame.between == ()
-    assert laid == backbone.chat(messages, **variables)["input_ids"][0].tolist()

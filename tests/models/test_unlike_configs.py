@@ -2,20 +2,17 @@
 # pyright: reportArgumentType=false
 
 import dataclasses
-import json
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvpatch_jax.core import Rope, to_engine
-from kvpatch_jax.errors import ConfigError, LayoutError, ShapeError
-from models import FAMILIES, load
+from kvpatch_jax.core import Rope
+from kvpatch_jax.errors import ConfigError, LayoutError
+from models import FAMILIES
 from models.decoder.config import DecoderConfig, LayerKind
 from models.decoder.costs import forward_costs
 from models.decoder.sharding import cache_specs, partition_specs
-from tests.goldens.load import GOLDENS
-from tests.goldens.load_text import text_config, write_text_checkpoint
+from tests.goldens.load_text import text_config
 
 FULL, LOCAL = LayerKind("", Rope(1e6, 16), 16, 2), LayerKind("local", Rope(1e4, 16), 16, 2, 6)
 SIZES: dict[str, Any] = {
@@ -36,15 +33,6 @@ def test_kinds_say_channels_windows_and_edges():
     }
     assert forward_costs(config).window == (6, 0, 6)
     assert dataclasses.replace(config, dtype="bfloat16").layout == config.layout
-
-
-def test_one_kind_is_an_ordinary_layout():
-    alone = dataclasses.replace(FULL, window=6)
-    config = DecoderConfig(**SIZES | {"kinds": (alone,), "kind_of": (0, 0, 0)})
-    plain = DecoderConfig(**{name: value for name, value in SIZES.items() if "kind" not in name}, window=6)
-    assert config.layout == plain.layout
-    assert config.layout.uniform
-    assert config.layer_kinds == plain.layer_kinds
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -149,23 +137,3 @@ def test_released_keys_of_gemma_4_mean_the_same():
 def test_what_is_not_built_of_gemma_4_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         read(text_config("gemma4_text") | change)
-
-
-def test_a_forward_above_the_layer_that_it_reads_is_refused(tmp_path):
-    """From a residual alone nobody knows the KV of the layer below; a cache that holds it will do."""
-    backbone = load(write_text_checkpoint("gemma4_text", tmp_path))
-    tokens = backbone.embed(np.arange(3, 12)[None])
-    out = backbone.prefill(tokens, hidden_at=(2, 3), logits="all")
-    with pytest.raises(ShapeError, match="start_layer: got a layer above 2, whose KV layer 3 reads"):
-        backbone.prefill(tokens._replace(embeddings=out.hidden[3]), start_layer=3)
-    cache = to_engine(backbone.layout, out.kv, tokens.positions, 0)
-    entering, slots = tokens._replace(embeddings=out.hidden[3]), np.arange(9)[None]
-    found = backbone.recompute(entering, cache, slots, start_layer=3, logits="all").logits
-    assert np.abs(np.asarray(found - out.logits)).max() <= 1e-5 * np.abs(np.asarray(out.logits)).max()
-
-
-@pytest.mark.parametrize(("count", "message"), [(8, "got 8; expected the square"), (16, "the patches of a side")])
-def test_features_of_an_image_are_a_square(count, message):
-    raw = json.loads((GOLDENS / "gemma3" / "config.json").read_text()) | {"mm_tokens_per_image": count}
-    with pytest.raises(ConfigError, match=message):
-        read(raw)

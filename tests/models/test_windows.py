@@ -35,6 +35,7 @@ def close(found, expected, bar, what=""):
     np.testing.assert_allclose(np.asarray(found), expected, atol=bar * scale, rtol=0, err_msg=what)
 
 
+@pytest.mark.slow
 def test_windows_equal_transformers(windowed):
     name, _, backbone, gold = windowed
     config = backbone.config.text
