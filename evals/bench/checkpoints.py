@@ -52,7 +52,6 @@ TINY = {
 _KIMI_K25 = "transformers has no such class; Kimi_K25 is the same function of images"
 UNTIMED = {
     "KimiVLForConditionalGeneration": _KIMI_K25,
-    "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Phi3VForCausalLM": "transformers has no such class",
     "Ernie4_5_VLMoeForConditionalGeneration": "the timed forwards do not say which tokens are images'",
     "DeepseekVLV2ForCausalLM": "transformers has no such class",

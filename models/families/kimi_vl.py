@@ -1,13 +1,13 @@
-"""Kimi-VL, Kimi-K2.5 and 2.6: MoonViT, a normed 2×2 projector, DeepSeek-V3's decoder (latent attention, experts).
+"""Kimi-VL and Kimi-K2.5: MoonViT, a normed 2×2 projector, DeepSeek-V3's decoder (latent attention, experts).
 
-Three forms of the same function of images: the released files of Kimi-VL and of Kimi-K2.5, and transformers' Kimi_K25.
-The latter two take videos, a few frames at a time behind their time as a text. Sources: the released configurations,
-tensor names and processors of Kimi-VL and Kimi-K2.5; transformers' Kimi_K25ForConditionalGeneration.
+Two forms of the same function of images: the released files of Kimi-VL, and transformers' Kimi_K25, which takes videos,
+a few frames at a time behind their time as a text. Sources: the released configuration, tensor names and processor of
+Kimi-VL; transformers' Kimi_K25ForConditionalGeneration.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need, read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.family_videos import kimi_time, process_kimi_videos
-from ..inputs.images import HALVES, KIMI_SIDE, PictureConfig, process_kimi
+from ..inputs.images import HALVES, PictureConfig, process_kimi
 from ..inputs.video_frames import VideoConfig
 from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
 from ..towers.weights import moonvit_entries
-from .family import Family, Medium, Run, Shapes, Vision, joined_arrays, pixels_of, placeholders
+from .family import Family, Medium, Run, Shapes, Vision, pixels_of, placeholders
 from .image_family import (
     TowerModel,
     check_placeholders,
@@ -38,7 +38,6 @@ from .image_family import (
 from .text_families import read_deepseek
 
 RELEASED = "KimiVLForConditionalGeneration"
-RELEASED_K25 = "KimiK25ForConditionalGeneration"
 TRANSFORMERS = "Kimi_K25ForConditionalGeneration"
 
 
@@ -48,7 +47,7 @@ class FileForm:
 
     Attributes:
       model: what `known_keys` calls the top level, and the `model_type` of a file that names no architecture.
-      towers: what `known_keys` calls the tower, and further names that it has in `model_type`.
+      tower: what `known_keys` calls the tower.
       released: whether tensors have the authors' names and packing, or transformers'.
       projector: what the projector, its inner and its outer map are called.
       patches: how many patches an image has at most where the image settings do not say it.
@@ -56,20 +55,17 @@ class FileForm:
     """
 
     model: str
-    towers: tuple[str, ...]
+    tower: str
     released: bool
     projector: tuple[str, str, str]
     patches: int
-    video: bool = True
+    video: bool
 
 
 FORMS = {
-    RELEASED: FileForm("kimi_vl", ("moonvit",), True, ("multi_modal_projector", "linear_1", "linear_2"), 4096, False),
-    RELEASED_K25: FileForm(
-        "kimi_k25_release", ("kimi_k25_release_vision", ""), True, ("mm_projector", "proj.0", "proj.2"), 16384
-    ),
+    RELEASED: FileForm("kimi_vl", "moonvit", True, ("multi_modal_projector", "linear_1", "linear_2"), 4096, False),
     TRANSFORMERS: FileForm(
-        "kimi_k25", ("kimi_k25_vision",), False, ("model.mm_projector", "in_proj", "out_proj"), 16384
+        "kimi_k25", "kimi_k25_vision", False, ("model.mm_projector", "in_proj", "out_proj"), 16384, True
     ),
 }
 _NO_DEFAULT = (
@@ -81,9 +77,8 @@ _NO_DEFAULT = (
 
 @dataclasses.dataclass(frozen=True)
 class KimiVLConfig:
-    """The whole backbone. Start and end ids stand around an image where the configuration names them.
-
-    `video_token` is None where videos have the placeholder of images.
+    """The whole backbone. Start and end ids stand around an image where the configuration names them; `video_token` is
+    None where no videos are taken.
     """
 
     architecture: str
@@ -106,7 +101,7 @@ class KimiVLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> KimiVLConfig:
-    """Reads `config.json` of any of the three forms."""
+    """Reads `config.json` of either form."""
     form = FORMS[architecture]
     model = whole(raw, form.model, {"ignore_index"})
     part = text_part(model, raw, ("deepseek_v3", "kimi_k2"))
@@ -114,19 +109,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         need(part, name)
 
     text = read_deepseek(part, angles, regime)
-    vision = vision_part(model, *form.towers)
-    if architecture == RELEASED_K25:
-        # Kimi-K2.5's tower and projector are one table; the keys of the tower get the names of Kimi-VL's.
-        width = vision["vt_hidden_size"]
-        if vision["mm_hidden_size"] not in (None, width):
-            raise ConfigError(f"mm_hidden_size: got {vision['mm_hidden_size']}; expected the tower's width {width}")
-        if vision["text_hidden_size"] not in (None, text.width):
-            raise ConfigError(
-                f"text_hidden_size: got {vision['text_hidden_size']}; expected the text width {text.width}"
-            )
-        fixed = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4}
-        vision = fixed | {key.removeprefix("vt_"): value for key, value in vision.items()}
-
+    vision = vision_part(model, form.tower)
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
         raise ConfigError(f"learned positions: got {side} rows; expected a square")
@@ -140,10 +123,10 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         patch=one_size(vision, "patch_size"),
         merge=one_size(vision, "merge_kernel_size"),
         positions=side,
-        frames=need(vision, "init_pos_emb_time", "pos_emb_time") if form.video else 1,
+        frames=need(vision, "pos_emb_time") if form.video else 1,
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
-        projector_epsilon=model.get("projection_layer_norm_eps", vision.get("projector_ln_eps", 1e-5)),
+        projector_epsilon=model.get("projection_layer_norm_eps", 1e-5),
         # Released files keep query, key and value in one matrix, transformers' in three.
         fused=form.released,
         dtype=text.dtype,
@@ -166,10 +149,8 @@ def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
 
 
 def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Returns `<|media_start|>image<|media_content|>` pads `<|media_end|>` where the tokenizer has them, else start
-    and end.
-
-    Kimi-K2.5 calls the first `<|media_begin|>`.
+    """Returns `<|media_start|>image<|media_content|>` pads `<|media_end|>` (Kimi-K2.5: `<|media_begin|>`) where the
+    tokenizer has them, else start and end.
     """
     # A square of patches becomes one token.
     pads = [config.image_token] * (int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2)
@@ -187,58 +168,15 @@ def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokeniz
 def _video_tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
     """Returns the parts of a video, each a few frames' placeholders behind the time of the first."""
     count, first = int(arrays["num_chunks_per_video"][index]), int(np.sum(arrays["num_chunks_per_video"][:index]))
-    pad = config.image_token if config.video_token is None else config.video_token
     run: list[int | str] = []
     for part in range(first, first + count):
         pads = int(np.prod(arrays["video_grid_thw"][part][1:])) // config.vision.merge**2
         text = f"{kimi_time(float(arrays['video_timestamps'][part]))}<|media_begin|>video<|media_content|>"
-        run += [text, *[pad] * pads, "<|media_end|>"]
+        run += [text, *[config.video_token] * pads, "<|media_end|>"]
     return run
 
 
-def _join(config: KimiVLConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Returns a prompt's arrays; where videos have the placeholder of images, patches and grids in the prompt's order,
-    under the names of images.
-    """
-    joined = joined_arrays(config, arrays, order)
-    if "video" not in arrays or config.video_token is not None:
-        return joined
-    grids: list[np.ndarray] = []
-    pixels: list[np.ndarray] = []
-    places = {"image": [0, 0], "video": [0, 0]}
-    names = {"image": ("image_grid_thw", "pixel_values"), "video": ("video_grid_thw", "pixel_values_videos")}
-    numbers = iter(arrays["video"]["num_chunks_per_video"].tolist())
-    for sort in order:
-        (grid, patch), (grid_name, pixel_name) = places[sort], names[sort]
-        own = arrays[sort][grid_name][grid : grid + (1 if sort == "image" else next(numbers))]
-        size = int(np.prod(own, axis=1).sum())
-        grids.append(own)
-        pixels.append(arrays[sort][pixel_name][patch : patch + size])
-        places[sort] = [grid + len(own), patch + size]
-    for name in names["video"]:
-        del joined[name]
-    return joined | {"image_grid_thw": np.concatenate(grids), "pixel_values": np.concatenate(pixels)}
-
-
-def _video_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns a file's options by transformers' names; a released file has them in a table, by its own."""
-    table = options.get("media_proc_cfg")
-    own = {**options, **(table if isinstance(table, Mapping) else {})}
-    names = {
-        "in_patch_limit_each_frame": "max_patches",
-        "merge_kernel_size": "merge_size",
-        "temporal_merge_kernel_size": "temporal_patch_size",
-        "sample_fps": "fps",
-    }
-    own |= {ours: own[name] for name, ours in names.items() if own.get(name) is not None}
-    if isinstance(own.get("merge_size"), list | tuple):
-        own["merge_size"] = one_size(own, "merge_size")
-    return own
-
-
 _VIDEO_SETTINGS = VideoConfig.reader(
-    only={"patch_limit_on_one_side": KIMI_SIDE, "max_num_frames_each_video": None, "in_patch_limit_video": None},
-    adjust=_video_options,
     image_mean=HALVES,
     image_std=HALVES,
     resample=3,
@@ -269,9 +207,8 @@ def _entries(config: KimiVLConfig, shapes: Shapes) -> list[TensorEntry]:
 def _family(architecture: str) -> Family:
     form = FORMS[architecture]
     settings = PictureConfig.reader(
-        only={"do_resize": True, "patch_limit_on_one_side": KIMI_SIDE, "fixed_output_tokens": None},
-        names={"in_patch_limit": "in_token_limit", "max_patches": "in_token_limit", "merge_size": "merge_kernel_size"},
-        table="media_proc_cfg",
+        only={"do_resize": True},
+        names={"max_patches": "in_token_limit", "merge_size": "merge_kernel_size"},
         image_mean=HALVES,
         image_std=HALVES,
         resample=3,
@@ -286,7 +223,6 @@ def _family(architecture: str) -> Family:
         entries=_entries,
         vision=Vision(settings, process_kimi, _tokens, _plan, fills=lambda config: {"images": 1}),
         video=_VIDEO if form.video else None,
-        join=_join,
         ignore=(r".*\.rotary_emb\.inv_freq",),
         model_type=form.model,
     )

@@ -95,7 +95,6 @@ class PictureConfig:
         cls,
         only: Mapping[str, Any] | None = None,
         names: Mapping[str, str] | None = None,
-        table: str | None = None,
         **defaults: Any,
     ) -> Callable[[str | os.PathLike[str]], "PictureConfig"]:
         """Returns a function that reads a directory's `preprocessor_config.json`.
@@ -104,17 +103,11 @@ class PictureConfig:
 
         Args:
           only: options of which one value is built. names: what further options are called here.
-          table: an option that is a table of options, which hold instead of those around it.
           defaults: what absent options mean.
         """
 
         def read(directory: str | os.PathLike[str]) -> "PictureConfig":
-            options = read_settings(directory)
-            inner = options.get(table, {}) if table else {}
-            if not isinstance(inner, Mapping):
-                raise ConfigError(f"{CONFIG_FILE}: got {table} {inner!r}; expected a table")
-
-            options = {**options, **inner}
+            options = dict(read_settings(directory))
             options |= {ours: options[name] for name, ours in (names or {}).items() if options.get(name) is not None}
             for name, value in (only or {}).items():
                 if options.get(name) not in (None, value):

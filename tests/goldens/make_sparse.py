@@ -500,7 +500,7 @@ def make_gemma4(name: str) -> None:
 KEPT = (
     *("deepseek_v3", "deepseek_vl_hybrid_bare", "ernie4_5_vl", "gemma3_text", "gemma4", "glm4v_moe", "internvl"),
     *("kimi_vl_base", "llava_mistral", "llava_next", "mistral", "mistral3", "phi3", "qwen2_5_omni", "qwen2_5_vl"),
-    *("qwen3_5", "qwen3_vl"),
+    "qwen3_vl",
 )
 """One of each kind; others are made where they are named."""
 

@@ -86,8 +86,6 @@ def _files() -> list[Release]:
 
 NAMES = {
     "internvl3_5_hf_finetune": "a fine-tune of OpenGVLab/InternVL3_5-1B-HF",
-    "kimi_k25_complete": "moonshotai/Kimi-K2.5 as transformers 5.7 writes it",
-    "kimi_k25_release": "moonshotai/Kimi-K2.5",
     "qwen25vl_4_53_finetune": "a fine-tune of Qwen2.5-VL-7B saved by transformers 4.53",
     "qwen25vl_model_name": "a fine-tune of Qwen2.5-VL-7B that names its model",
     "qwen25vl_trainer_keys": "a fine-tune of Qwen2.5-VL-7B with keys of a trainer",
@@ -96,7 +94,7 @@ NAMES = {
     "qwen3_omni_5_7": "Qwen/Qwen3-Omni-30B-A3B-Instruct as transformers 5.7 writes it",
 }
 """What the files of `released/` are of; by the name of the file where that says it."""
-CUT = {"kimi_k25_release", "qwen3_omni_5_7"}
+CUT = {"qwen3_omni_5_7"}
 
 NOT_BUILT = {
     "LlavaLlamaForCausalLM": "LLaVA's own format",

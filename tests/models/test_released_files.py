@@ -4,35 +4,26 @@ That each is read, or refused and why, is in `test_corpus.py`.
 """
 
 import json
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvpatch_jax.errors import ConfigError, ShapeError
-from models import FAMILIES, load, save
+from kvpatch_jax.errors import ConfigError
+from models import FAMILIES, load
 from models.families.family import abstract, parameters
 from models.files import open_files
 from models.inputs.qwen_images import CONFIG_FILE
-from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
-from tests.goldens.redraw import standard_values
-from tests.models.test_image_families import check_forward, close, kimi_released
+from tests.goldens.load import GOLDENS, write_checkpoint
 
 FILES = Path(__file__).parent / "released"
 
 
 def released(name: str) -> dict[str, Any]:
-    """The file's configuration, of a release with packed weights as if they were plain."""
-    raw = json.loads((FILES / f"{name}.json").read_text())
-    for table in (raw, raw.get("text_config", {})):
-        table.pop("quantization_config", None)
-    return raw
+    return json.loads((FILES / f"{name}.json").read_text())
 
 
 def written(root: Path, raw: dict[str, Any]) -> Path:
@@ -59,8 +50,6 @@ def total(config: Any) -> tuple[int, int]:
     ("name", "billions", "bytes_per_token"),
     [
         ("internvl3_5_hf_finetune", 0.905, 114_688),  # without a head of its own, of which it says nothing
-        ("kimi_k25_release", 1026.879, 70_272),
-        ("kimi_k25_complete", 1026.879, 70_272),
         ("qwen25vl_4_53_finetune", 8.292, 57_344),
         ("qwen2_5_7b", 7.616, 57_344),
         ("qwen3_omni_5_7", 31.719, 98_304),  # the thinker alone
@@ -147,84 +136,3 @@ def test_a_switch_that_is_on_is_refused_by_name(name, part, key, tmp_path):
     table[key] = True
     with pytest.raises(ConfigError, match=f"got '{key}': True, which this library does not know"):
         load(written(tmp_path / name, raw))
-
-
-# --------------------------------------------------------------------------------------------- Kimi-K2.5 and 2.6
-
-
-def tiny_kimi_k25(root: Path) -> Path:
-    """The tiny model of the goldens under the names of Kimi-K2.5's release."""
-    directory = write_checkpoint("kimi_vl", root)
-    path = directory / "model.safetensors"
-    names = {"multi_modal_projector": "mm_projector", "linear_1": "proj.0", "linear_2": "proj.2"}
-    rename = lambda name: ".".join(names.get(part) or part for part in str(name).split("."))
-    save_file({rename(name): value for name, value in kimi_released(load_file(path)).items()}, path)
-
-    raw = json.loads((GOLDENS / "kimi_vl" / "config_release.json").read_text())
-    tower, complete = raw["vision_config"], released("kimi_k25_complete")
-    renamed = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size")
-    vision = {f"vt_{key}": tower[key] for key in renamed} | {
-        key: tower[key] for key in ("patch_size", "merge_kernel_size", "init_pos_emb_height", "init_pos_emb_width")
-    }
-    vision |= {"mm_hidden_size": tower["hidden_size"], "text_hidden_size": raw["text_config"]["hidden_size"]}
-    given = {key: value for key, value in complete.items() if key != "dtype"}
-    given |= {"torch_dtype": "float32", "media_placeholder_token_id": raw["media_placeholder_token_id"]}
-    given |= {"text_config": raw["text_config"], "vision_config": complete["vision_config"] | vision}
-    (directory / "config.json").write_text(json.dumps(given))
-    media = {"in_patch_limit": 64, "patch_size": 4, "merge_kernel_size": 2, "patch_limit_on_one_side": 512}
-    media |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "fixed_output_tokens": None, "sample_fps": 2.0}
-    (directory / CONFIG_FILE).write_text(json.dumps({"media_proc_cfg": media, "auto_map": {}}))
-    return directory
-
-
-@pytest.mark.usefixtures("highest_precision")
-@pytest.mark.slow
-def test_kimi_k25_released_files_are_transformers_model(tmp_path):
-    directory = tiny_kimi_k25(tmp_path)
-    backbone = load(directory, angles="float32")
-    check_forward(backbone, golden_arrays("kimi_vl", "one_image"))
-    with pytest.raises(ShapeError, match=r"grid: got \(5, 2, 2\); expected 1 to 4 frames"):
-        backbone.embed(np.array([[3, 4]]), video_grid_thw=np.array([[5, 2, 2]]))
-
-    # Frames of a video have the placeholder of images here, and the features of transformers' form.
-    theirs = load(write_checkpoint("kimi_vl", tmp_path / "transformers"), angles="float32")
-    pixels, grid = standard_values("frames", 3 * 24 * 48).reshape(-1, 3, 4, 4).astype(np.float32), np.array([[3, 4, 6]])
-    ids = np.array([[5, *[backbone.config.image_token] * 6, 7]])
-    ours = backbone.embed(ids, pixel_values=pixels, image_grid_thw=grid).embeddings
-    ids[ids == backbone.config.image_token] = theirs.config.video_token
-    close(ours, theirs.embed(ids, pixel_values_videos=pixels, video_grid_thw=grid).embeddings, "features of frames")
-
-    again = load(save(backbone, tmp_path / "saved"), angles="float32")
-    assert again.config.text == backbone.config.text
-    assert again.image_config == backbone.image_config
-    saved, read = (set(load_file(path / "model.safetensors")) for path in (tmp_path / "saved", directory))
-    assert saved == read
-
-
-def test_kimi_k25_images_stand_between_its_own_marks(tmp_path):
-    config = configuration(written(tmp_path, released("kimi_k25_complete")))
-    ids = {"<|media_begin|>": 5, "image": 6, "<|media_content|>": 7, "<|media_end|>": 8}
-    words = lambda text: re.findall(r"<.*?>|\w+", text)
-    encode = lambda text, add_special_tokens: SimpleNamespace(ids=[ids[word] for word in words(text)])
-    tokenizer = SimpleNamespace(token_to_id=ids.get, encode=encode)
-    grids = {"image_grid_thw": np.array([[1, 4, 6]])}
-    assert config.family.vision.tokens(config, grids, 0, tokenizer) == [5, 6, 7, *[163605] * 6, 8]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pos_emb_type": "learned"}, "pos_emb_type 'learned', which is not built"),
-        ({"merge_type": "sd4"}, "merge_type 'sd4', which is not built"),
-        ({"video_attn_type": "temporal"}, "video_attn_type 'temporal', which is not built"),
-        ({"mm_projector_type": "patchmergerv2"}, "mm_projector_type 'patchmergerv2', which is not built"),
-        ({"text_hidden_size": 4096}, "text_hidden_size: got 4096; expected the text width 7168"),
-        ({"mm_hidden_size": 1024}, "mm_hidden_size: got 1024; expected the tower's width 1152"),
-        ({"vt_layer_scale": 0.5}, "got 'vt_layer_scale': 0.5"),
-    ],
-)
-def test_what_kimi_k25_has_not_built_is_refused_by_name(change, message, tmp_path):
-    raw = released("kimi_k25_complete")
-    raw["vision_config"] |= change
-    with pytest.raises(ConfigError, match=message):
-        load(written(tmp_path, raw))

@@ -5,7 +5,6 @@ the start and end that Qwen3-VL's template writes around a video's frames, which
 transformers before 5) takes out, as ours does; so these two are taken out of the golden's tokens.
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -18,7 +17,6 @@ from kvpatch_jax import Video
 from kvpatch_jax.core import Buckets, relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError
 from models import load
-from models.families.kimi_vl import RELEASED_K25
 from models.families.registry import FAMILIES
 from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from models.inputs.family_videos import kimi_time, number_words, sample_evenly, sample_internvl, sample_smolvlm
@@ -191,23 +189,6 @@ def test_images_and_videos_may_stand_in_any_order(checkpoint, family):
         return embeddings[np.isin(prompt["input_ids"][0], [pad for pad in pads if pad is not None])]
 
     close(features([items[0], [7, 8], *items[1:]]), np.concatenate([features([item]) for item in items]), family)
-
-
-def test_released_kimi_k2_5_has_one_placeholder_and_the_same_features(checkpoint):
-    """Pixels and grids lie in the prompt's order under the names of images, as its one placeholder needs it."""
-    backbone = load(checkpoint("kimi_vl"))
-    video, parts = videos_of("kimi_vl")[0], {}
-    for sort, medium in (("image", FAMILIES[RELEASED_K25].vision), ("video", FAMILIES[RELEASED_K25].video)):
-        assert medium is not None
-        settings = backbone.image_config if sort == "image" else backbone.video_config
-        parts[sort] = medium.process([image()] * 2 if sort == "image" else [video], settings)
-    config = dataclasses.replace(backbone.config, video_token=None)
-    joined = FAMILIES[RELEASED_K25].join(config, parts, ["image", "video", "image"])
-    assert joined["image_grid_thw"].tolist() == [[1, 6, 12], [4, 6, 12], [1, 6, 12], [1, 6, 12]]
-    assert "pixel_values_videos" not in joined
-    size = 6 * 12
-    assert np.array_equal(joined["pixel_values"][:size], parts["image"]["pixel_values"][:size])
-    assert np.array_equal(joined["pixel_values"][size : 6 * size], parts["video"]["pixel_values_videos"])
 
 
 def test_smolvlms_released_settings_are_read(tmp_path):

@@ -37,38 +37,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vision_start_token_id": None,
         "vision_end_token_id": None,
     },
-    "kimi_k25_release": PARTS
-    | {"media_placeholder_token_id": 163605, "use_unified_vision_chunk": None, "video_placeholder": None},
     "kimi_k25_vision": _MOONVIT,
-    "kimi_k25_release_vision": {
-        "patch_size": 14,
-        "init_pos_emb_height": 64,
-        "init_pos_emb_width": 64,
-        "init_pos_emb_time": 4,
-        "merge_kernel_size": (2, 2),
-        "vt_num_attention_heads": 16,
-        "vt_num_hidden_layers": 27,
-        "vt_hidden_size": 1152,
-        "vt_intermediate_size": 4304,
-        "mm_hidden_size": None,
-        "text_hidden_size": None,
-        "projector_ln_eps": 1e-5,
-    },
     "moonvit": {
         **{key: value for key, value in _MOONVIT.items() if not key.startswith("pos_emb")},
         "init_pos_emb_height": None,
         "init_pos_emb_width": None,
     },
 }
-
-ONLY: dict[str, dict[str, Any]] = {
-    "kimi_k25_release_vision": {
-        "pos_emb_type": "divided_fixed",
-        "video_attn_type": "spatial_temporal",
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmerger",
-        "projector_hidden_act": "gelu",
-    },
-}
-
-AUTHORS = {"kimi_vl", "moonvit", "kimi_k25_release", "kimi_k25_release_vision"}
+ONLY: dict[str, dict[str, Any]] = {}
+AUTHORS = {"kimi_vl", "moonvit"}
