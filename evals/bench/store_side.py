@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -167,7 +167,3 @@ def _ignore(done: int, total: int) -> None:
 
 def _refuse(question: str) -> str:
     return f"no: {question}"
-
-
-Timed = Callable[[], float]
-"""A call that returns its seconds."""

@@ -83,13 +83,11 @@ def read_packed(
     questions: SheetsQuestions,
     positions: Int[np.ndarray, "B M"] | Int[np.ndarray, "B M 3"],
     cache: KV,
-    seen: slice | None = None,
 ) -> PackedAnswers:
     """Asks all questions over an engine-frame cache; each sees the cache and its own tokens.
 
     Args:
       positions: of the questions' tokens.
-      seen: which of the cache's tokens are looked at, all when None; of no use to a hybrid model.
     """
     if backbone.layout.parts:
         groups = groups_of(questions)
@@ -100,8 +98,7 @@ def read_packed(
     tokens = backbone.embed(questions.ids, positions)
     own = np.broadcast_to(within_own(questions.own), (len(questions.ids), *[questions.ids.shape[1]] * 2))
     held = next(iter(cache.values())).shape[2]
-    prefix = np.zeros((*questions.ids.shape, held), bool)
-    prefix[..., slice(None) if seen is None else seen] = True
+    prefix = np.ones((*questions.ids.shape, held), bool)
     mask = np.concatenate([prefix, own], axis=2)[:, None]
     return PackedAnswers(log_probabilities(backbone.prefill(tokens, cache, mask, logits="all").logits), questions)
 

@@ -16,7 +16,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax import deficit
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import flatten_heads, fold, transition_of
-from kvpatch_jax.errors import LayoutError
 from kvpatch_jax.repair import SplicedCache, repair_everywhere
 from models import ModelBackbone
 
@@ -117,18 +116,6 @@ class PackedReader:
     def read(self, cache: KV, probe: str = "") -> PackedAnswers:
         """Asks all questions over a cache of the prefix."""
         return read_packed(self.backbone, self.questions, self.behind, cache)
-
-    def read_alone(self, cache: KV) -> PackedAnswers:
-        """Asks all questions over the page's part of a cache: what is in front of it is not looked at.
-
-        Raises:
-          LayoutError: a hybrid model, whose cache has one transition of all that it holds.
-        """
-        if self.backbone.layout.parts:
-            raise LayoutError(
-                f"page alone: got a cache of {self.backbone.layout.names}; expected one with a row per token alone"
-            )
-        return read_packed(self.backbone, self.questions, self.behind, cache, self.form.page)
 
     def asked(self, probe: str) -> QuestionItems:
         """Returns the questions as items."""

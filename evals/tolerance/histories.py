@@ -45,8 +45,6 @@ SUM = "sum of each alone"
 """The canonical behind the lead, and the deficits of the single pieces, as if they added up."""
 
 APPROXIMATE = ("nearest canonical", "nearest patched", "all canonical", "all patched")
-NEAREST_KEPT = ("far differ", "farthest differs", "far missing", "farthest missing", "far moved", "mean, same nearest")
-NEAREST_LOST = ("nearest differs", "nearest missing", "all differ", "ends exchanged", "mean, other nearest")
 
 
 class HistoryPiece(NamedTuple):

@@ -24,7 +24,7 @@ from evals.small_task.training import image_plan, make_tokenizer, run_branches
 from evals.train import Trainer
 from evals.trained import SHEETS as TRAINED
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import ConfigError, LayoutError
+from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, load
 
 SMALLEST = dataclasses.replace(SHEETS, backbones={"qwen3_5": functools.partial(qwen3_5, intermediate=64)})
@@ -195,10 +195,7 @@ def test_arms_that_choose_tokens_to_run_again_are_left_out():
 
 
 @pytest.mark.slow
-def test_a_page_alone_is_refused(reader: PackedReader, page: ReusedPage):
-    """One transition of all that a cache holds cannot be taken apart; what parts of it there are is measured."""
-    with pytest.raises(LayoutError, match="page alone"):
-        reader.read_alone(page.reference)
+def test_shares_and_energies_are_of_rows_and_transitions(page: ReusedPage):
     assert set(next(iter(class_shares(page, SMALLEST).values()))) == {"k", "v"}
     assert {name: ranks.shape for name, ranks in energy_ranks(page).items()}["map"] == (2, 3)
 
