@@ -75,7 +75,7 @@ def matrices(draw):
     st.sampled_from([-1, -2]),
     st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_decoded_numbers_are_within_half_a_step(value, bits, group, axis, symmetric):
     bits = max(bits, 2) if symmetric else bits
     packed = pack(value, bits, group, axis, symmetric=symmetric)
