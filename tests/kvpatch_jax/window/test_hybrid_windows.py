@@ -34,17 +34,11 @@ def drill_of(*ids: str, **options: Any) -> Drill:
     return drill
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"host": False},
-        pytest.param({"host": True}, marks=SLOW),
-        pytest.param({"host": True, "aligned": False}, marks=SLOW),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("options", [{}, {"aligned": False}])
 def test_every_edit_equals_a_prefill_over_contiguous_contexts(options: dict[str, Any]):
     """Rows and composed transitions of both executors; bytes and FLOPs of the edits are what was executed."""
-    drill = drill_of("c0", "c1", "c2", **options)
+    drill = drill_of("c0", "c1", "c2", host=True, **options)
     assert [piece.fidelity for piece in drill.window.pieces] == ["exact"] * 3
     drill.ask()
     drill.reorder(["c2", "c1"])
@@ -199,7 +193,8 @@ def test_a_failed_run_leaves_rows_and_transitions(monkeypatch: pytest.MonkeyPatc
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("parts", [(1, 1), pytest.param((4, 3), marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("parts", [(1, 1), (4, 3)])
 def test_a_decoded_answer_becomes_a_piece_without_a_forward(parts: tuple[int, int]):
     """Its transition is that of its own tokens: fewer than the convolution reads, and more."""
     drill, count = drill_of("c0", "c1"), sum(parts)

@@ -12,7 +12,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.errors import FetchError, InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.patching.orbit import prefilled_orders
 from kvpatch_jax.store import Budget, ChunkStore, PatchKey, Request, fetch, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import totals, verify
 from kvpatch_jax.store.cli.main import main
@@ -51,6 +50,7 @@ def test_a_canonical_behind_a_lead_is_what_one_prompt_of_both_holds(backbone):
     assert (chunk.span, chunk.length, alone.lead) == (alone.span, alone.length, None)
 
 
+@pytest.mark.slow
 def test_conditioned_kv_includes_the_lead(backbone):
     tokens = [backbone.embed(**backbone.prepare([ids])) for ids in (LEAD[0], [21, 22], UNIT[0])]
     behind = backbone.prefill(backbone.embed(**backbone.prepare([LEAD[0] + [21, 22] + UNIT[0]]))).kv
@@ -64,13 +64,7 @@ def test_conditioned_kv_includes_the_lead(backbone):
         assert near({name: value[:, row] for name, value in found.items()}, {n: v[:, 0, 6:] for n, v in behind.items()})
 
 
-def test_orders_are_prefilled_behind_the_lead(backbone):
-    behind = prefilled_orders(backbone, [[[21, 23]], [[22]]], UNIT, lead=LEAD)
-    for order, between in (((0, 1), [21, 23, 22]), ((1, 0), [22, 21, 23])):
-        whole = backbone.prefill(backbone.embed(**backbone.prepare([LEAD[0] + between + UNIT[0]]))).kv
-        assert near(behind(order), {name: value[:, 0, 7:] for name, value in whole.items()})
-
-
+@pytest.mark.slow
 def test_the_lead_is_part_of_a_chunks_identity(backbone):
     alone, behind, other = (kvp.make_chunk(backbone, UNIT, lead=lead) for lead in (None, LEAD, OTHER))
     assert len({chunk.id for chunk in (alone, behind, other)}) == 3

@@ -191,6 +191,7 @@ def test_a_removal_patch_needs_the_base_that_the_window_holds():
         left.append(chunk("N"), patch=dataclasses.replace(removal, chunk="N"))
 
 
+@pytest.mark.slow
 def test_notes_describe_real_patches():
     layout = kvp.KVLayout.gqa(2, 2, 4, kvp.Rope(1e4, 4))
     rng = np.random.default_rng(0)

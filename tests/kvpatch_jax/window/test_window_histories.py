@@ -297,6 +297,7 @@ def check_sequence(steps, lead, promise):
         assert len(set(everything)) == len(everything)
 
 
+@pytest.mark.slow
 def test_no_piece_is_called_more_faithful_than_it_is():
     """Hundreds of programs in which things come in front of others, are prefilled behind, and leave again."""
     rng, claims, wrong, unlike = random.Random(26), collections.Counter(), collections.Counter(), 0

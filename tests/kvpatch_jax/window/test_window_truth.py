@@ -31,6 +31,7 @@ def check(drill: Drill, expected: str) -> None:
     assert first == len(expected) or found[first] > 30 * BAR, found
 
 
+@pytest.mark.slow
 def test_kv_prefilled_behind_an_approximate_piece_stays_approximate():
     """Two windows of the same pieces: in one of them those that had not seen c4 were run again before c3 came."""
     served, true = (Drill("gqa", host=False) for _ in range(2))
