@@ -129,7 +129,7 @@ class StoreCorruptError(StoreError):
 
 
 class StoreVersionError(StoreError):
-    """Data of a later version of the library that this version cannot read. It is kept; an object is a miss."""
+    """An object of another version of the format. It is kept, and a miss."""
 
 
 class StoreFullError(StoreError):

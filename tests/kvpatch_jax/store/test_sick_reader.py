@@ -175,6 +175,3 @@ def test_verify_deletes_damaged_remote_objects_when_that_is_confirmed(tmp_path: 
     assert bad not in remote.paths("obj/")
     assert main(call) == 0
     capsys.readouterr()
-
-
-# ------------------------------------------------------------------------------------------------ quarantine restore
