@@ -55,6 +55,7 @@ def test_xla_is_right_and_a_missing_kernel_is_skipped_with_its_reason():
     assert judged == ["numerics: rotate_patch xla: FAIL", "numerics: b: ValueError: c"]
 
 
+@pytest.mark.slow
 def test_a_misplaced_row_is_named(monkeypatch):
     made = [accelerator_tasks.make_row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
     assert [row["verdict"] for row in made] == ["pass", "pass"]
@@ -66,6 +67,7 @@ def test_a_misplaced_row_is_named(monkeypatch):
     assert made[0]["first wrong"] == "token 3 column 8: 5.0; 8 in all"
 
 
+@pytest.mark.slow
 def test_products_of_blocks_are_held_against_float64(monkeypatch):
     made = lambda which: [
         accelerator_tasks.make_row(task)
@@ -209,6 +211,7 @@ def test_errors_are_units_in_the_last_place_and_nan_is_wrong():
     assert accelerator_numerics.units(exact * np.nan, exact) == np.inf
 
 
+@pytest.mark.slow
 def test_float64_answers_agree_with_the_xla_path_and_bytes_are_counted():
     case = accelerator_tasks.cases(True)[1]
     given = accelerator_tasks.draw(case, jax.random.key(0), "float32")

@@ -31,6 +31,7 @@ def holds(side: StoreSide, key: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIDES)
 def test_a_side_puts_lists_evicts_and_deletes(name: str, tmp_path: Path):
     side = side_of(name, tmp_path / "side")

@@ -324,6 +324,7 @@ def shipped_certificate() -> Certificate:
     return Certificate.read(shipped(MAIN) / "certificate.json", backbone=None)
 
 
+@pytest.mark.slow
 def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
     path = shipped(MAIN) / "certificate.json"
     backbone = load(shipped(MAIN), dtype="float32")

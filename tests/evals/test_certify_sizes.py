@@ -13,7 +13,6 @@ import kvpatch_jax as kvp
 from evals.certify import (
     certification,
     journal,
-    own_images,
     plans,
     scores,
     serving_modes,
@@ -23,7 +22,6 @@ from evals.certify import (
 from evals.certify.certification_run import CertificationRun
 from evals.certify.packed_questions import packed
 from evals.certify.window_sizes import CertifiedSizes
-from evals.console import in_words
 from evals.probes.window.probe_images import of_ids
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import InputError
@@ -132,6 +130,7 @@ def expected_kv(histories: Histories, likeness: str) -> dict[int, dict[str, np.n
     return {place: histories.last_of([lead, *history]) for place, history in near.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likeness", ["mean", pytest.param("near", marks=pytest.mark.slow)])
 def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(histories, measured, likeness: str):
     other, promised = expected_kv(histories, likeness), histories.promised()
@@ -145,6 +144,7 @@ def test_stored_prefills_lose_what_prefills_of_the_other_histories_lose(historie
         )
 
 
+@pytest.mark.slow
 def test_survivors_lose_what_a_window_loses_that_slid_so_often(histories: Histories, measured):
     """A window that is filled with older pieces and slides, piece by piece, each prefilled behind what is there."""
     assert sorted(key[1] for key in measured if key[0] == "survivor") == [1, 2, 4, 5]
@@ -163,6 +163,7 @@ def test_survivors_lose_what_a_window_loses_that_slid_so_often(histories: Histor
         )
 
 
+@pytest.mark.slow
 def test_the_last_pieces_are_served_as_many_as_smaller_windows_have(histories: Histories, measured):
     canonical = [histories.last_of([ids]) for ids in [histories.lead, *histories.pieces]]
     promised = histories.promised()
@@ -225,6 +226,7 @@ def test_a_recommended_rank_suffices_at_every_size():
 # ------------------------------------------------------------------------------------------------------------ sizes
 
 
+@pytest.mark.slow
 def test_sizes_share_documents_and_never_across_the_halves(backbone: ModelBackbone, tmp_path: Path):
     """A document that calibrates one size is held out of none, and every window ends where its text goes on."""
     rng = np.random.default_rng(0)
@@ -263,17 +265,6 @@ def test_invalid_sizes_are_refused(chunks, counts, flag):
         CertifiedSizes(chunks, counts)
 
 
-def test_drawn_windows_end_with_the_contexts_that_are_asked_about(backbone: ModelBackbone, tmp_path: Path):
-    source = window_sources.DrawnImageSource.of(CertifiedSizes((4, 6), (2, 2), 2), 7)
-    small, large = (source.load(backbone, source.specs[index], tmp_path) for index in (0, 2))
-    assert [(len(own.pieces), len(own.older)) for own in (small, large)] == [(4, 6), (6, 6)]
-    for own, spec in ((small, source.specs[0]), (large, source.specs[2])):
-        assert source.size(backbone, spec) == sum(piece.size for piece in own.pieces)
-        assert len({image.chunk.id for image in (*own.older, *own.pieces)}) == len(own.older) + len(own.pieces)
-    with pytest.raises(InputError, match="expected 4 or more of drawn images"):
-        window_sources.DrawnImageSource.of(CertifiedSizes((3,), (2,), 2), 7)
-
-
 def test_modes_are_counted_by_size():
     modes = serving_modes.ModeSet((8, 16), (4, 8, 16))
     assert modes.slides == (1, 2, 4, 8, 16)
@@ -292,24 +283,6 @@ def test_a_run_that_measured_nothing_leaves_no_configuration_behind(tmp_path: Pa
     assert "windows 0" in journal.Journal(file, {"model": "a", "ranks": [16]})
     with pytest.raises(InputError, match="parts of another ranks"):
         journal.Journal(file, {"model": "a", "ranks": [8]})
-
-
-def test_questions_without_a_known_word_are_refused_before_images_are_read(backbone: ModelBackbone, tmp_path: Path):
-    with pytest.raises(InputError, match="--questions=FILE"):
-        own_images.OwnImageSource.of(backbone, tmp_path / "missing", CertifiedSizes(), 0, ("What is shown?",))
-
-
-def test_the_announcement_says_how_long_it_takes(backbone: ModelBackbone, tmp_path: Path):
-    source = window_sources.DrawnImageSource.of(CertifiedSizes((4, 6), (64, 40), 32), 7)
-    run = CertificationRun(backbone, source, tmp_path, (8,), skip=frozenset({"orbit"}))
-    pace = time_estimate.measured_pace(run)
-    assert all(number >= 0 for number in pace)
-    seconds = sum(time_estimate.expected_steps(run, pace))
-    said = time_estimate.announcement(run, seconds)
-    assert said.startswith(f"about {in_words(seconds)}: windows 64 of 4, 40 of 6 chunks, in 4 batches; ")
-    assert f"{run.modes.number(4)} to {run.modes.number(6)} modes" in said
-    fewer = CertificationRun(backbone, source, tmp_path, (8,), skip=frozenset(serving_modes.OPTIONAL_POINTS))
-    assert sum(time_estimate.expected_steps(fewer, pace)) < seconds
 
 
 # ---------------------------------------------------------------------------------------------------------- one run

@@ -95,6 +95,7 @@ def test_questions_that_differ_by_window_are_read_at_their_own_last_token():
     assert seen == [[0], [4, 5], [8, 9]]
 
 
+@pytest.mark.slow
 def test_earlier_windows_calibrate_and_what_left_is_what_was_there_before(backbone: ModelBackbone, tmp_path: Path):
     names = images_in(tmp_path / "images", 12, np.random.default_rng(3))
     shown = [names[:3], names[3:6], names[6:9], names[9:12]]
@@ -122,6 +123,7 @@ def test_earlier_windows_calibrate_and_what_left_is_what_was_there_before(backbo
     assert batch.questions.tail.ids[0, : len(ids[0])].tolist() == ids[0]
 
 
+@pytest.mark.slow
 def test_recorded_windows_are_certified(backbone: ModelBackbone, tmp_path: Path):
     names = images_in(tmp_path / "images", 12, np.random.default_rng(5))
     rng, windows = np.random.default_rng(6), list[RecordedWindow]()

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from evals.results.tables import markdown_table
-from evals.revisits import document, suite
+from evals.revisits import document
 from evals.revisits.baselines import PLACEHOLDER_TOKENS, baselines
 from evals.revisits.contents import small_contents
-from evals.revisits.figures import draw
 from evals.revisits.plan import FULL, QUICK, RevisitModel, models, parts
 from evals.revisits.rows import OTHER, RevisitRows, rows_of
 from evals.revisits.served_visit import POINTS
@@ -114,6 +113,7 @@ def backbone() -> Any:
     return load_backbone(MAIN)
 
 
+@pytest.mark.slow
 def test_questions_are_of_what_stands_together_at_the_end(backbone):
     contents, rng = small_contents(backbone, 2, 0), np.random.default_rng(0)
     words = {number: contents.question(rng, shown) for number, shown in enumerate([(4, 0, 1, 3), (0, 4, 3), (0, 1)])}
@@ -165,6 +165,7 @@ def test_a_quick_run_loses_nothing_where_nothing_is_approximate(found):
     assert truth["accuracy"] == again["accuracy"]
 
 
+@pytest.mark.slow
 def test_what_is_run_agrees_with_what_is_counted(found):
     rows = RevisitRows(found)
     for visit in (FIRST, SHUFFLED):
@@ -182,6 +183,7 @@ def test_what_is_run_agrees_with_what_is_counted(found):
         assert (one["counted"], known["counted"]) == (False, True)
 
 
+@pytest.mark.slow
 def test_hits_are_told_apart_and_add_up(found):
     for row in found["rows"]:
         if row["way"] in STORED_WAYS:
@@ -190,29 +192,12 @@ def test_hits_are_told_apart_and_add_up(found):
             assert row["other"] == 0
 
 
-def test_a_run_resumes_after_what_it_has(found, folder, monkeypatch):
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(suite, "records_of", refuse)
-    assert run(folder, [MAIN], plan=QUICK)["rows"] == found["rows"]
-
-
 def test_models_and_windows_that_there_are_not_are_refused(tmp_path):
     with pytest.raises(InputError, match="--models: got \\['nope'\\]; expected all, or some of qwen2_5_vl"):
         run(tmp_path / "out", ["nope"], plan=QUICK)
     with pytest.raises(InputError, match="--windows: got \\[3\\]; expected some of \\[2\\]"):
         run(tmp_path / "out", [MAIN], (3,), QUICK)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_page_and_its_figure_are_made_of_rows(found, tmp_path):
-    kept = document.summary(found)
-    text = document.section(json.loads(json.dumps(kept)))
-    assert text == document.section(kept)
-    assert [title for title, _ in document.tables(kept)] == [title for title, _ in document.tables(found)]
-    assert "100%, exact" in text
-    assert draw(RevisitRows(kept), tmp_path / "figure.png").stat().st_size > 10_000
 
 
 # -------------------------------------------------------------------------------------------------------- rows
@@ -245,6 +230,7 @@ def test_rows_sum_counts_and_average_answers_over_traces():
 # -------------------------------------------------------------------------------------------------------- page
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_published_rows():
     kept = json.loads((document.ROOT / document.KEPT).read_text())
     page = (document.ROOT / document.PAGE).read_text()

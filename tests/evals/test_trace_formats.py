@@ -55,6 +55,7 @@ def test_a_block_that_comes_back_is_recalled(tmp_path):
     assert [entry.id for entry in asked(trace)[-1].pieces] == ["block 0", "block 1"]
 
 
+@pytest.mark.slow
 def test_mooncake_200_steps_come_back_as_they_were(tmp_path):
     path = draw_mooncake(tmp_path / "drawn.jsonl", 200, 0)
     trace = read_mooncake(path)
@@ -120,6 +121,7 @@ def test_hostile_mooncake_files_are_refused(tmp_path):
         read_mooncake(tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_computer_use_200_steps_come_back_as_they_were(tmp_path):
     path = draw_computer_use(tmp_path / "h_cua.jsonl", 200, 0)
     found = formats.read_episodes(path)

@@ -177,6 +177,7 @@ def test_an_unknown_backbone_is_refused():
     assert all(name in str(found.value) for name in INSTANCES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in INSTANCES],

@@ -37,6 +37,7 @@ def asked(tmp_path_factory):
     return folder, windows
 
 
+@pytest.mark.slow
 def test_contexts_of_a_data_set_are_the_windows_that_a_recording_of_them_is(asked):
     folder, recorded = asked
     backbone, data = load(shipped(MAIN), dtype="float32", buckets=Buckets()), formats.read(folder / "data.jsonl")
@@ -69,6 +70,7 @@ def test_data_without_enough_contexts_of_images_is_refused(asked, tmp_path):
         windows_of_items(dataclasses.replace(formats.read(path), items=[]))
 
 
+@pytest.mark.slow
 def test_texts_are_chunks_among_images_and_what_cannot_be_read_is_a_line(asked, tmp_path, capsys):
     """Windows of an image, a text and an image; of seven one has a word that nobody knows, and one a broken image."""
     folder, _ = asked

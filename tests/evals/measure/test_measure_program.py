@@ -1,11 +1,8 @@
 """A measurement as users run it: the same files whatever kills and shards there were, and what is refused in a line."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +46,7 @@ def planned(backbone, data, patterns=("patch.rank=8", "prefix_cache"), most=None
     return measurement, contexts, dataset(measurement, read, contexts, expected, {"model": "tiny"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highest_precision")
 def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(loaded, data, tmp_path):
     """Also after a part's line was cut off in the middle; and a broken image is one record, the rest goes on."""
@@ -88,6 +86,7 @@ def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(loaded, data,
     assert "load" not in results["environment"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("highest_precision")
 def test_an_item_that_the_model_is_too_short_for_is_left_out(loaded, data, capsys):
     """A context that fits is asked; one whose question and answer do not fit any more is not."""
@@ -99,6 +98,7 @@ def test_an_item_that_the_model_is_too_short_for_is_left_out(loaded, data, capsy
     assert capsys.readouterr().out.count("left out: questions.jsonl:1: ") == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_asked_is_refused_with_what_can_be_run(loaded, checkpoint, data, tmp_path):
     (tmp_path / "bare").mkdir()
     for file in checkpoint("qwen2_5_vl").iterdir():
@@ -114,21 +114,6 @@ def test_a_model_that_cannot_be_asked_is_refused_with_what_can_be_run(loaded, ch
     assert frame_of(backbone, "plain", "the-command").front == ()
 
 
-def test_a_text_model_is_refused_a_data_set_of_images(checkpoint, data, tmp_path):
-    """The message names what does not fit and the command with another model."""
-    from evals.bench.checkpoints import random_backbone, tiny_config
-
-    backbone = random_backbone(tiny_config("Qwen2ForCausalLM"))
-    backbone.tokenizer = load(checkpoint("qwen2_5_vl")).tokenizer
-    frame = frame_of(backbone, "plain", "again")
-    with pytest.raises(
-        InputError,
-        match=r"10 items this model can be asked none \(10 for want of images; .* is an image, and Qwen2ForCausalLM "
-        r"sees none\); expected a vision-language model: python -m evals\.measure --model=VLM_DIRECTORY --data=",
-    ):
-        speakable(backbone, frame, formats.read(data))
-
-
 def test_words_that_a_vocabulary_lacks_are_refused(loaded, data):
     """A small model that was trained on a task's own words has no others."""
     from evals.trained import SHEETS
@@ -137,47 +122,6 @@ def test_words_that_a_vocabulary_lacks_are_refused(loaded, data):
     frame = frame_of(backbone, "plain", "again")
     with pytest.raises(InputError, match=r"10 for want of words; .*expected a model whose vocabulary has the words"):
         speakable(backbone, frame, formats.read(data))
-
-
-@pytest.mark.slow
-def test_ten_kills_and_one_two_and_five_shards_leave_the_same_files(checkpoint, data, tmp_path):
-    """SIGKILL as soon as the file of parts has one line more, ten times; another model changes nothing."""
-    model = checkpoint("qwen2_5_vl")
-    code, said, error = ran(model, data, tmp_path / "one")
-    assert code == 0, error
-    assert "10 items behind 6 contexts of 15 pieces" in said
-    assert "forwards, " in said.split("1/6")[0]
-
-    killed = tmp_path / "killed" / "parts.jsonl"
-    for kill in range(10):
-        process = subprocess.Popen(program(model, data, tmp_path / "killed"), cwd=ROOT, stdout=subprocess.DEVNULL)
-        # The sixth line and later ones are waited for in vain once all is measured.
-        deadline, wanted = time.monotonic() + 60, 1 + kill // 2
-        while process.poll() is None and time.monotonic() < deadline:
-            if killed.exists() and killed.read_bytes().count(b"\n") > wanted:
-                break
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if kill % 3 == 0:
-            os.truncate(killed, killed.stat().st_size - 5)
-    assert ran(model, data, tmp_path / "killed")[0] == 0
-
-    for count in (2, 5):
-        for index in range(count):
-            code, said, error = ran(model, data, tmp_path / f"{count}", f"--shard={index}/{count}")
-            assert code == 0, error
-            assert ("the last shard to finish writes the report" in said) == (index < count - 1)
-    for name in WRITTEN:
-        written = {(tmp_path / out / name).read_bytes() for out in ("one", "killed", "2", "5")}
-        assert len(written) == 1, name
-
-    before = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir() if path.is_file()}
-    code, _, error = ran(checkpoint("llava"), data, tmp_path / "one")
-    assert code == 1
-    assert "parts.jsonl, which holds parts of another model, fingerprint" in error
-    assert len(error.strip().splitlines()) == 1
-    assert {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir() if path.is_file()} == before
 
 
 @pytest.mark.slow

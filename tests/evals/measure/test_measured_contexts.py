@@ -43,9 +43,8 @@ def whole_prompt(backbone, count):
     return backbone.chat([{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}])
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava", "glm4v", "smolvlm"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "glm4v", "smolvlm"])
 def test_the_reference_is_what_the_chat_template_makes_of_the_whole_message(loaded, family):
     """Tokens, positions and greedy answer of one message with both images, though its pieces were formed alone."""
     backbone = loaded(family)
@@ -63,6 +62,7 @@ def test_the_reference_is_what_the_chat_template_makes_of_the_whole_message(load
     assert list(reader.answer) == expected[: len(reader.answer)]
 
 
+@pytest.mark.slow
 def test_blind_reuse_of_a_first_piece_is_exact_and_of_a_second_is_not(loaded):
     """Without a front, nothing stands before the first piece; a patch of all directions mends every other."""
     context, reader = asked(loaded("qwen2_5_vl"), [encoded(0)], "plain")
@@ -76,6 +76,7 @@ def test_blind_reuse_of_a_first_piece_is_exact_and_of_a_second_is_not(loaded):
     assert whole.kl < 1e-6 < 1e-4 < blind.kl
 
 
+@pytest.mark.slow
 def test_arms_that_compute_every_token_again_are_re_prefill(loaded):
     """MPIC-32 of pieces with fewer tokens computes all of them; InfoFlow's 15 % is between blind reuse and that."""
     context, reader = asked(loaded("qwen2_5_vl"), [encoded(0), encoded(1)])
@@ -89,6 +90,7 @@ def test_arms_that_compute_every_token_again_are_re_prefill(loaded):
         assert 1e-7 < found.kl < blind.kl, name
 
 
+@pytest.mark.slow
 def test_costs_are_those_counted_by_hand(loaded):
     """Two pieces of one length: shares of their KV at 16 bits and of re-prefilling them."""
     backbone = loaded("qwen2_5_vl")
@@ -115,6 +117,7 @@ def test_costs_are_those_counted_by_hand(loaded):
     assert shares["first_k.tokens=32"]["serving_flops"] == pytest.approx(1 + shares["blind"]["serving_flops"])
 
 
+@pytest.mark.slow
 def test_an_unlike_layer_leaves_out_the_arms_that_need_like_ones(loaded):
     kept, left_out = chosen_arms(["*"], loaded("gemma3").layout)
     assert [arm.name for arm in kept][:3] == ["re-prefill", "blind", "patch.rank=8"]

@@ -58,6 +58,7 @@ def whole(backbone, messages) -> tuple[int, ...]:
     return tuple(int(token) for token in backbone.generate(tokens, STEPS)[0])
 
 
+@pytest.mark.slow
 def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     chat = ReusedChat(backbone, approximate=False)
     first, second = picture(1), picture(2)
@@ -69,6 +70,7 @@ def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     chat.close()
 
 
+@pytest.mark.slow
 def test_what_is_served_without_a_forward(backbone, tmp_path):
     first, second, third = picture(1), picture(2), picture(3)
     orders, prefilled = [(first, second, third), (third, first, second)] * 2, {}
@@ -89,15 +91,6 @@ def test_what_is_served_without_a_forward(backbone, tmp_path):
         assert counts[0] > 0.5
         assert counts[2:] == [0, 0]
     assert prefilled[True][1] < prefilled[False][1]
-
-
-def test_a_stop_text_ends_an_answer_and_is_left_out(backbone):
-    chat = ReusedChat(backbone, approximate=False)
-    messages = asked(picture(1), "hello")
-    text = chat.answer(messages, steps=STEPS).text
-    found = chat.answer(messages, steps=STEPS, stop=["never", text[2:4]])
-    assert found.text == text[: text.find(text[2:4])]
-    chat.close()
 
 
 def test_the_call_that_transformers_code_makes(backbone):
@@ -195,6 +188,7 @@ class Request:
         self.args = context, options, doc_to_visual, doc_id, "pages", "test"
 
 
+@pytest.mark.slow
 def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, directory, backbone, tmp_path):
     image_module = pytest.importorskip("PIL.Image")
     arguments = f"pretrained={directory},store={tmp_path / 'chunks'},dtype=float32,approximate=False"
