@@ -73,7 +73,7 @@ class PoolLostError(PoolError):
 class WindowError(KVPatchError):
     """An invalid change of a window: an unknown or repeated chunk, the pinned lead, ….
 
-    Also a saved window of another backbone or store, or an invalid one. The window is unchanged.
+    Also a saved window of another backbone, or an invalid one. The window is unchanged.
     """
 
 

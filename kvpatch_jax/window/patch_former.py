@@ -3,10 +3,9 @@
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -14,7 +13,7 @@ from ..backbone import Backbone, Tokens
 from ..cache import Antecedent, Chunk, Patch, brief, patch_digest
 from ..core import PARTS, AnyArray
 from ..errors import InputError, PatchMismatchError
-from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens, rank_by_channel
+from ..patching import Rank, conditioned, form_patch, lead_digest, lead_tokens, rank_by_channel
 from ..utils.background import JobQueue
 from .canonical_encoding import AUTO, CanonicalEncoding
 from .costs import Ledger
@@ -27,8 +26,9 @@ from .sources import Lead, PatchStore, PieceSources, asked_behind, stored, store
 from .stored_prefill import Likeness, StoredPrefills, likeness_keys
 from .window import Window
 
-PENDING_BYTES = 512 << 20
-"""Bytes of KV that may wait to be stored or formed of: it lies on the device until then."""
+PENDING, PENDING_BYTES = 64, 512 << 20
+"""Prefills that may wait to be stored or formed of, and bytes of their KV, which lies on the device until then; those
+beyond are dropped and counted."""
 KEPT_ERRORS = 16
 """How many errors a former remembers, the last ones."""
 
@@ -139,38 +139,27 @@ class PatchFormer:
         store: PatchStore,
         rank: Rank | None,
         *,
-        method: Method = "randomised",
-        dtype: jax.typing.DTypeLike | None = None,
         lead: Lead = None,
         encoding: CanonicalEncoding | None = None,
-        pending: int = 64,
-        pending_bytes: int = PENDING_BYTES,
         prefill_bytes: int = 0,
-        on_error: Callable[[Exception], None] | None = None,
     ):
         """Starts no thread before there is something to form.
 
         Args:
-          rank, method, dtype: of the patches, as `form_patch` takes them. A rank of 0 forms none, and None none until
+          rank: of the patches, as `form_patch` takes it. A rank of 0 forms none, and None none until
             `form_patches` sets one; until then only prefills behind nothing are stored, which are canonicals.
           lead: what canonicals are prefilled behind, as `make_chunk` takes it; they are stored with its digest. The
             window's lead is another matter: patches are stamped with everything in front, pinned pieces included.
           encoding: chooses what canonicals are kept in; patches are formed on them as they are decoded. A prefill at
             the front of a window is stored as it is, so that it serves there bit for bit. None: nothing is encoded.
-          pending, pending_bytes: prefills that may wait, and bytes of their KV; those beyond are dropped and counted.
           prefill_bytes: how many bytes of prefills behind other pieces are stored as they are (`StoredPrefills`), the
             first ones; 0 stores none. Means over them are, too, once `form_means` was called.
-          on_error: called with each error, on the former's thread.
 
         Raises:
-          InputError: `pending` is below 1, or an invalid lead.
+          InputError: an invalid lead.
         """
-        if pending < 1:
-            raise InputError(f"former.pending: got {pending}; expected an integer >= 1")
-
         # The lead runs in front of every canonical, so its tokens are made once.
         self.backbone, self.store, self.rank = backbone, store, rank
-        self._form_options: dict[str, Any] = {"method": method, "dtype": dtype}
         self.encoding = CanonicalEncoding() if encoding is None else encoding
         self._lead_tokens = None if lead is None else lead_tokens(backbone, lead)
         self.lead = None if self._lead_tokens is None else lead_digest(backbone.fingerprint, self._lead_tokens)
@@ -183,9 +172,8 @@ class PatchFormer:
         self._sighted: set[str] = set()
 
         # Counters are written on both threads, what was formed only on the former's.
-        self._on_error = on_error
-        self._queue = JobQueue(self._run, pending, "former")
-        self._waiting_bytes, self._pending_bytes = 0, pending_bytes
+        self._queue = JobQueue(self._run, PENDING, "former")
+        self._waiting_bytes = 0
         self._formed: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -268,7 +256,7 @@ class PatchFormer:
             chunk = self._chunk_of(kv, sample, length, Entry("warm-up", None, length, span), self.lead)
             rows = {name: value[:, 0] for name, value in kv.items()}
             if self.rank:
-                patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._form_options))
+                patch_digest(form_patch(chunk, rows, self.rank, ("before",)))
 
     def flush(self) -> None:
         """Waits until everything queued so far was stored, or failed with an error in `errors`."""
@@ -286,7 +274,7 @@ class PatchFormer:
 
     def _enqueue(self, job: PrefillRecord | EncoderOutput) -> None:
         with self._lock:
-            fits = self._waiting_bytes + job.nbytes <= self._pending_bytes
+            fits = self._waiting_bytes + job.nbytes <= PENDING_BYTES
             self._waiting_bytes += job.nbytes if fits else 0
         if not fits or not self._queue.add(job):
             with self._lock:
@@ -301,12 +289,6 @@ class PatchFormer:
     def _report(self, error: Exception) -> None:
         self._count("failed")
         self.errors.append(error)
-        if self._on_error is not None:
-            # Whoever is notified must not end this thread.
-            try:
-                self._on_error(error)
-            except Exception as another:
-                self.errors.append(another)
 
     # ------------------------------------------------------------------------------------------ the former's thread
 
@@ -352,7 +334,7 @@ class PatchFormer:
             for name, value in job.kv.items():
                 kv[name] = value[:, 0] if name in PARTS else zero_padded(value[:, 0], 1, chunk.tokens)
             assert self.rank is not None
-            self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._form_options)])
+            self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent)])
             self._count("patches")
 
         self._formed.add(key)

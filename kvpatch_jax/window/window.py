@@ -52,7 +52,6 @@ class Window(WindowState):
         *,
         lead: int | None = None,
         promise: Promise = "remember",
-        store: str | None = None,
         branch: str = "",
     ) -> "Window":
         """Makes a window without pieces.
@@ -61,7 +60,7 @@ class Window(WindowState):
           costs: of the backbone that reads it, or that backbone (then of KV in bfloat16).
           lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or without texts
             that chunk. Without a lead (0) the first tokens, which serve as attention sinks, may leave: `sink_left`.
-          promise, store: see the attributes.
+          promise: see the attributes.
           branch: its name, if several windows that are no forks of one another share one pool; without a slash.
 
         Raises:
@@ -75,26 +74,25 @@ class Window(WindowState):
             raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0, or None")
         if promise not in ("remember", "forget"):
             raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
-        window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, store=store)
+        window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise)
         return window.renamed(branch)
 
     def to_json(self) -> str:
-        """Writes the window as JSON, with its backbone and store."""
+        """Writes the window as JSON, with its backbone."""
         return window_json.write(self)
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, backbone: str | Backbone, store: str | None = None) -> "Window":
+    def from_json(cls, text: str | bytes, *, backbone: str | Backbone) -> "Window":
         """Reads what `to_json` wrote. The contents are checked, but not who wrote them.
 
         Args:
           backbone: the one that will read the window, or its fingerprint.
-          store: name of the store that its chunks are in, as the window had it.
 
         Raises:
-          WindowError: another backbone, store or version; damage; or JSON that is no window.
+          WindowError: another backbone or version; damage; or JSON that is no window.
         """
         fingerprint = backbone if isinstance(backbone, str) else backbone.fingerprint
-        return cls(**window_json.read(text, fingerprint, store))
+        return cls(**window_json.read(text, fingerprint))
 
     # ------------------------------------------------------------------------------------------- enter and leave
 

@@ -29,7 +29,7 @@ FORMAT = "kvpatch window"
 VERSION = 4
 
 _HEX = re.compile("[0-9a-f]{32}")
-_PLAIN = ("lead", "lead_settled", "promise", "store", "branch", "clock")
+_PLAIN = ("lead", "lead_settled", "promise", "branch", "clock")
 
 
 def body_of(window: Any) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def write(window: Any) -> str:
     return json.dumps({**saved, "window": body_of(window)})
 
 
-def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
+def read(text: str | bytes, backbone: str) -> dict[str, Any]:
     """Returns the fields of a window that `write` wrote.
 
     Raises:
-      WindowError: no such JSON, another version, backbone or store, damage, or pieces that form no window.
+      WindowError: no such JSON, another version or backbone, damage, or pieces that form no window.
     """
-    # The frame: format, version, backbone, store, digest.
+    # The frame: format, version, backbone, digest.
     saved = _parsed(text)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise WindowError(f"window: got JSON of {_kind_of(saved)}; expected what Window.to_json returns")
@@ -78,9 +78,8 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     _table(saved, "window", ("format", "version", "digest", "window"))
     body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
     costs = _costs(body["costs"])
-    for word, found, expected in (("backbone", costs.backbone, backbone), ("store", body["store"], store)):
-        if found != expected:
-            raise WindowError(f"window: got one saved for {word} {found!r:.80}; expected {expected!r}")
+    if costs.backbone != backbone:
+        raise WindowError(f"window: got one saved for backbone {costs.backbone!r:.80}; expected {backbone!r}")
 
     digest = digest_of_body(body)
     if digest != saved["digest"]:

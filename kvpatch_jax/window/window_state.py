@@ -43,7 +43,6 @@ class WindowState:
       lead_settled: whether the lead is final; until then texts in front of the first chunk join it.
       promise: what the window is measured against: "remember" (the model if no token sees a chunk that had left by
         then) or "forget" (a prefill of the window as it is).
-      store: which store its chunks are in, or None.
       branch: "", or the name that it began under; a fork's is its parent's, a slash and its own name.
       clock: how many placements there were.
     """
@@ -54,7 +53,6 @@ class WindowState:
     lead: int = 0
     lead_settled: bool = False
     promise: Promise = "remember"
-    store: str | None = None
     branch: str = ""
     clock: int = 0
 

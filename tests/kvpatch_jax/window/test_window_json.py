@@ -1,7 +1,6 @@
 """Windows as JSON: read back as they were, refused if damaged or hostile."""
 
 import copy
-import dataclasses
 import hashlib
 import json
 
@@ -34,17 +33,13 @@ def read(text: str | bytes, backbone: str = "fingerprint", **options) -> Window:
     return Window.from_json(text, backbone=backbone, **options)
 
 
-def test_a_window_is_read_back_for_its_own_backbone_and_store(document):
+def test_a_window_is_read_back_for_its_own_backbone(document):
     text = saved_again(document)
     window = read(text)
     assert json.loads(window.to_json()) == document
     assert read(text.encode()) == window
     with pytest.raises(WindowError, match="for backbone 'fingerprint'; expected 'other'"):
         read(text, "other")
-    with pytest.raises(WindowError, match="for store None; expected 'mine'"):
-        read(text, store="mine")
-    mine = dataclasses.replace(window, store="mine")
-    assert read(mine.to_json(), store="mine") == mine
 
 
 @pytest.mark.parametrize(

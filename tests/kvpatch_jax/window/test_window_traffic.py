@@ -12,7 +12,7 @@ from window_oracle import counting_of, rows_of, tokens_of
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window
+from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window, patch_former
 
 
 class PausableStore:
@@ -163,14 +163,14 @@ def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
         executor.provide("c0", chunk=canonical(counting, "c0", tokens_of(counting, 0, 5)))
 
 
-def test_errors_are_kept_and_the_queue_is_bounded():
-    shelf, told = PausableStore(), []
-    drill, former, _ = loop_of(shelf, pending=1, on_error=told.append)
+def test_errors_are_kept_and_the_queue_is_bounded(monkeypatch):
+    monkeypatch.setattr(patch_former, "PENDING", 1)
+    shelf = PausableStore()
+    drill, former, _ = loop_of(shelf)
     shelf.broken = True
     drill.append("c0")
     former.flush()
     assert [type(error) for error in former.errors] == [OSError]
-    assert told == list(former.errors)
     shelf.broken = False
     shelf.open.clear()
     for id in ("c1", "c2", "c3", "c4"):
@@ -201,8 +201,6 @@ def test_texts_and_mismatched_chunks_are_skipped():
     assert former.done.skipped == 1
     assert "c1" in str(former.errors[0])
     assert counting.forwards == 0
-    with pytest.raises(InputError, match="pending"):
-        PatchFormer(counting, shelf, 4, pending=0)
     with pytest.raises(InputError, match="the former's"):
         PatchFormer(backbone_of("mla"), shelf, 4).watch(drill.paged)
 
