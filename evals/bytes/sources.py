@@ -197,4 +197,5 @@ def fisher_weights(chunks: MetChunks, samples: int = 2) -> dict[str, Float[np.nd
                 total[name] = total[name] + square.reshape(len(square), -1)
             count += 1
     information = {name: np.asarray(value) / count for name, value in total.items()}
-    return dict(InformationWeights.of_information(information, layout, chunks.backbone.fingerprint).weights)
+    weights = InformationWeights.of_information(information, layout, chunks.backbone.fingerprint).weights
+    return {name: np.asarray(value) for name, value in weights.items()}

@@ -155,12 +155,12 @@ def test_takes_the_production_shapes(dtype: str):
         pool = jax.ShapeDtypeStruct((*chunk.leading, 4, 64, chunk.heads, chunk.width), pool_dtype)
         cos: Any = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
         for layout in ("half", "pairs"):
-            assert gpu.unsupported(pool, Operands(x, cos), False, layout) is None
+            assert gpu.unsupported(pool, Operands(x, cos), layout) is None
 
 
 def test_a_dense_correction_wider_than_the_pool_is_refused():
     x: Any = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
     dense: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     given = Operands(x, dense=dense)
-    reason = gpu.unsupported(x, given, False, "half")
+    reason = gpu.unsupported(x, given, "half")
     assert reason == "a dense correction of float32; expected the pool's bfloat16"
