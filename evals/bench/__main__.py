@@ -65,9 +65,8 @@ flags.DEFINE_integer("threads", 0, "backbones: cores and threads of each side; 0
 flags.DEFINE_bool(
     "large",
     False,
-    "backbones: also a random Qwen2.5-VL of 3 GB over a 3-megapixel image and 4k tokens, and one of Qwen2-0.5B's shape "
-    "(half an hour, 10 GB of memory, 5 GB in TMPDIR); --architectures= leaves the tiny ones out. window: a loop on a "
-    "random model of Qwen2-0.5B's shape too (a quarter of an hour, 6 GB). costs: on one of Qwen2-0.5B's shape.",
+    "backbones, costs: also a random model of Qwen2-0.5B's shape; --architectures= leaves the tiny ones out. window: a "
+    "loop on such a model too (a quarter of an hour, 6 GB).",
 )
 flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
 flags.DEFINE_string(

@@ -8,14 +8,12 @@ What is timed:
 * `step`: the same tokens one call each, with the host in between, without the prompt. new tokens/s.
 * `embed`: an image family's tower and projector over one small image. Ours also embeds the prompt and puts the features
   in place. images/s.
-* with `large`, what `large_model` describes.
 
 A ratio is ours over theirs in rates; above 1 ours is faster. Compilation is in no timing.
 """
 
 import contextlib
 import dataclasses
-import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +31,6 @@ from kvpatch_jax.core import to_engine
 from models import ModelBackbone, save
 
 from ..results.environment import environment
-from . import large_model
 from .benchmark import Benchmark, Row, comparison_row
 from .checkpoints import LARGE, TINY, UNTIMED, pad_cache, prompt, random_backbone, tiny_config, tiny_pictures
 from .timing import LEAST_SECONDS, interleave, mean_seconds, stopwatch
@@ -69,30 +66,25 @@ def run(
     large: bool = False,
     architectures: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Times the tiny model of every architecture; with `large` that of `large_model` and one of Qwen2-0.5B's shape too.
+    """Times the tiny model of every architecture; with `large` one of Qwen2-0.5B's shape too.
 
     Args:
       repeats: turns of each side.
       seed: of the weights.
       torch_python: an interpreter with torch and transformers; None times ours alone.
       threads: of each side, on as many cores; 0 for all that this process may use.
-      large: also a Qwen2.5-VL of 0.8 and a Qwen2 of 0.5 billion float32 parameters, which are drawn and written to a
-        temporary directory.
+      large: also a Qwen2 of 0.5 billion float32 parameters, which are drawn and written to a temporary directory.
       architectures: names in `config.json`; all that are timed when None.
 
     Raises:
       InputError: `torch_python` cannot be run or lacks the packages. ConfigError: an unknown architecture.
-      WorkerError, LargeRunError: the other side, or our own process of the large model, fails.
+      WorkerError: the other side fails.
     """
     names = list(TINY) if architectures is None else [name for name in architectures if name]
     configs = {name: tiny_config(name) for name in names}
 
     with pinned(threads) as count, contextlib.ExitStack() as stack:
         rows: list[Row] = []
-        if large:  # first, while no other model is in memory
-            start = functools.partial(TransformersSide, torch_python, count) if torch_python else None
-            rows += large_model.compare(start, repeats, seed)
-
         theirs = None if torch_python is None else stack.enter_context(TransformersSide(torch_python, count))
         for name, raw in configs.items():
             rows += compare(raw, tiny_pictures(name), TINY_SIZE, theirs, repeats, seed)

@@ -1,6 +1,6 @@
 """Timing of calls in turns: what is compared is interleaved, so that a busy spell of the machine hits all alike.
 
-`mean_seconds`, `stopwatch` and `peak_bytes` are of `transformers_worker`, which another interpreter runs without this
+`mean_seconds` and `stopwatch` are of `transformers_worker`, which another interpreter runs without this
 project, so that both sides are timed by the same rule.
 """
 
@@ -11,7 +11,6 @@ import jax
 
 from .transformers_worker import LEAST_SECONDS as LEAST_SECONDS
 from .transformers_worker import mean_seconds as mean_seconds
-from .transformers_worker import peak_bytes as peak_bytes
 from .transformers_worker import stopwatch as stopwatch
 
 Samples = dict[str, list[float]]

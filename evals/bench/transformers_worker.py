@@ -8,7 +8,6 @@ by the same rule; torch is imported only where a model is run.
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -107,63 +106,6 @@ class Worker:
         """Times the tower and its projector."""
         return stopwatch(self._features)
 
-    def large(self, folder: str) -> dict[str, Any]:
-        """Does what `large_worker.measure` does: load, tower, prefill, steps; seconds, peaks of memory, outputs."""
-        import numpy
-        import torch
-        import transformers
-
-        kind = transformers.Qwen2_5_VLForConditionalGeneration
-        seconds: dict[str, float] = {}
-        peaks = {"start": peak_bytes()}
-
-        for name in ("bfloat16", "float32"):
-            self.model = None
-            begin = time.perf_counter()
-            self.model = kind.from_pretrained(os.path.join(folder, name), dtype=torch.float32)
-            for parameter in self.model.parameters():
-                parameter.detach().reshape(-1)[::1024].sum()  # of each page one number: what is mapped is read now
-            seconds[f"load {name}"] = time.perf_counter() - begin
-            peaks[f"load {name}"] = peak_bytes()
-
-        self.model.eval()
-
-        with numpy.load(os.path.join(folder, "arrays.npz")) as file:
-            tensors = {key: torch.from_numpy(file[key]) for key in file.files}
-        ids, new_ids, positions = (tensors.pop(key).long() for key in ("input_ids", "new_ids", "position_ids"))
-        self.pictures = tensors
-
-        def timed(name: str, call: Callable[[], Any]) -> Any:
-            call()
-            begin = time.perf_counter()
-            value = call()
-            seconds[name] = time.perf_counter() - begin
-            peaks[name] = peak_bytes()
-            return value
-
-        features = _flat(timed("tower", self._features))
-        embedded = self.model.get_input_embeddings()(ids)
-        embedded[ids == self.model.config.image_token_id] = features
-        last = {"logits_to_keep": 1, "use_cache": True}
-        out = timed("prefill", lambda: self.model(inputs_embeds=embedded, position_ids=positions, **last))
-
-        logits, step_seconds, place = [out.logits], [], int(positions.max()) + 1
-
-        for index, token in enumerate(new_ids):
-            begin = time.perf_counter()
-            inputs = {"input_ids": token.view(1, 1), "position_ids": torch.full((3, 1, 1), place + index)}
-            out = self.model(**inputs, past_key_values=out.past_key_values, **last)
-            logits.append(out.logits)
-            step_seconds.append(time.perf_counter() - begin)
-
-        seconds["step"], peaks["step"] = float(numpy.median(step_seconds[1:])), peak_bytes()
-        outputs = {"logits": torch.cat(logits, 1), "features": features}
-        numpy.savez(os.path.join(folder, "theirs.npz"), **{name: value.numpy() for name, value in outputs.items()})
-
-        square = torch.ones(2048, 2048)
-        seconds["matmul"] = min(stopwatch(lambda: square @ square) for _ in range(6))
-        return {"seconds": seconds, "peaks": peaks, "attention": self.model.config._attn_implementation}
-
     def _forward(self, ids: Any, **more: Any) -> Any:
         return self.model(input_ids=ids, use_cache=True, **more)
 
@@ -179,11 +121,6 @@ class Worker:
         whole = self.model if hasattr(self.model, "get_image_features") else self.model.model
         features = whole.get_image_features(**self.pictures)
         return getattr(features, "pooler_output", features)
-
-
-def peak_bytes() -> int:
-    """Reads the largest memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _flat(features: Any) -> Any:

@@ -1,7 +1,5 @@
 """The benchmark of backbones: its rows, its table, its errors. How fast anything is, is never tested."""
 
-import dataclasses
-import functools
 import math
 import os
 import stat
@@ -11,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.bench import backbones, checkpoints, large_model
+from evals.bench import backbones, checkpoints
 from evals.bench.timing import interleave
 from evals.bench.transformers_side import TransformersSide, WorkerError, agreement_row
 from evals.bench.transformers_worker import mean_seconds
 from kvpatch_jax.errors import ConfigError, InputError
 from models import FAMILIES
-from models.checkpoints import flatten_params
-from models.families.family import abstract, parameters
 
 PYTHON = os.environ.get("KVPATCH_TORCH_PYTHON")
 METRICS = ["prefill", "generate", "step"]
@@ -77,9 +73,6 @@ def test_every_architecture_is_timed_or_said_not_to_be():
         checkpoints.tiny_config("GPT2LMHeadModel")
 
 
-# ------------------------------------------------------------------------------------------------------- the large one
-
-
 def test_sides_that_compute_another_function_do_not_agree():
     ours, theirs = ({"logits": np.ones((1, 2)) * scale, "tokens": np.array([1, 2])} for scale in (1.0, 1.0001))
     row = agreement_row(ours, theirs, size="tiny")
@@ -87,62 +80,6 @@ def test_sides_that_compute_another_function_do_not_agree():
     assert row["value"] == pytest.approx(1e-4, rel=1e-3)
     assert not agreement_row(ours, theirs | {"logits": np.ones((1, 2)) * 1.001})["passed"]
     assert agreement_row(ours, {"logits": np.ones((1, 3))})["value"] == math.inf
-
-
-def large_turn(seconds: float, rest: float = 1.0) -> dict:
-    names = [*large_model.BARS, "matmul", "plain copy"]
-    return {
-        "seconds": dict.fromkeys(names, rest) | {"load float32": seconds},
-        "peaks": {"prefill": 3e9},
-    }
-
-
-def test_large_rows_are_judged_by_neighbouring_turns_and_the_profile_is_not():
-    row = {"size": "3 GB", "architecture": "Qwen2_5_VLForConditionalGeneration"}
-    ours, theirs = [large_turn(1.0), large_turn(2.0)], [large_turn(1.5), large_turn(4.0)]
-    timed = large_model.timed_rows(ours, theirs, [{"passed": True}], row)
-    assert [timed_row["metric"] for timed_row in timed] == list(large_model.BARS)
-    assert (timed[0]["low"], timed[0]["value"], timed[0]["high"]) == (1.5, 1.75, 2.0)
-    assert all(timed_row["passed"] for timed_row in timed)
-    assert not any(row["passed"] for row in large_model.timed_rows(ours, theirs, [{"passed": False}], row))
-    assert not large_model.timed_rows(theirs, ours, [{"passed": True}], row)[0]["passed"]
-
-    profile = large_model.profile_rows(ours, theirs, row)
-    assert all("passed" not in profile_row for profile_row in profile)
-    found = {row["metric"]: row["ours"] for row in profile}
-    assert (found["peak GB: prefill"], found["load float32 / plain copy"]) == (3.0, 1.5)
-    lines = backbones.BENCHMARK.format({"rows": [*timed, *profile]}).splitlines()
-    assert lines[-1] == "5 of 5 rows within their bars"
-
-
-def test_large_model_is_of_about_3_gb_and_its_prompt_of_4k_tokens_with_3_megapixels():
-    size = large_model.LARGE
-    family = FAMILIES["Qwen2_5_VLForConditionalGeneration"]
-    shapes = flatten_params(parameters(abstract(family.config(size.config(), "exact", None))))
-    assert 2.9e9 < sum(4 * math.prod(leaf.shape) for leaf in shapes.values()) < 3.3e9
-    assert (size.side * 14) ** 2 > 3e6
-    arrays = large_model.prompt_arrays(dataclasses.replace(size, vocabulary=600), 0)
-    assert arrays["input_ids"].shape == (1, 4096)
-    assert (arrays["input_ids"] == large_model.IMAGE).sum() == 62**2
-    assert arrays["pixel_values"].shape == (124**2, 1176)
-
-
-@pytest.mark.slow
-def test_large_run_at_a_small_size():
-    other = functools.partial(TransformersSide, PYTHON, 1) if PYTHON else None
-    rows = large_model.compare(other, 1, 0, large_model.SMALL)
-    found = {row["metric"]: row for row in rows}
-    assert set(found) >= {*large_model.BARS, "matmul: GFLOP/s", "peak GB: prefill"}
-    assert all(math.isfinite(row["ours"]) and row["ours"] > 0 for row in rows if "ours" in row)
-    if PYTHON:
-        assert found["agreement"]["passed"]
-
-
-@pytest.mark.slow
-def test_large_run_that_fails_says_why(tmp_path):
-    size = dataclasses.replace(large_model.SMALL, heads=3)
-    with pytest.raises(large_model.LargeRunError, match="make of the small model: got status 1"):
-        large_model.run_ours("make", size, tmp_path, 0)
 
 
 # ------------------------------------------------------------------------------------------------- the other side
