@@ -46,9 +46,6 @@ LONG = (
     "test_backbone.py",
 )
 
-SLOW_CASES = Path(__file__).parent / "tests" / "slow_cases.txt"
-"""Cases marked slow by their ids, a line each: those of parametrised tests above all, of which a cheaper one stays."""
-
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 40_000
 """Every compiled program maps memory of its own. Linux gives a process 65 530 maps; XLA crashes at the next."""
@@ -60,14 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow cases, before `-m` is read, and puts the files that take longest first."""
-    listed = set(SLOW_CASES.read_text("utf-8").splitlines())
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow)
-
+    """Puts the files that take longest first."""
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONG)))
 

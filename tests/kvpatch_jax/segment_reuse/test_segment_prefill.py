@@ -115,13 +115,14 @@ def test_rejected_runs_leave_a_prefill_and_cost_their_test(backbone, segments):
     assert result.flops.saved == -result.flops.test < 0
 
 
+@pytest.mark.slow
 def test_halos_that_cover_a_run_leave_a_prefill(backbone, segments):
     result = segment_prefill(backbone, prompt(MOVED), segments, dataclasses.replace(ALL, halo=40), tenant="a")
     assert result.decisions == ()
     assert worst(backbone, MOVED, result) <= 1e-5
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_accepted_segment_in_its_own_context_equals_a_prefill(backbone, segments, known):
     thresholds = dataclasses.replace(ALL, equal_prefix=known, epsilon=1e-6)
     result = segment_prefill(backbone, prompt(FIRST), segments, thresholds, tenant="a")
@@ -164,6 +165,7 @@ def in_one_pass(backbone, segments, text: str, interior: tuple[int, int]) -> tup
     return np.asarray(upper.logits[:, 0]), {name: np.asarray(value) for name, value in upper.cache.items()}
 
 
+@pytest.mark.slow
 def test_reuse_from_left_to_right_equals_reuse_in_one_pass(backbone, segments):
     result = segment_prefill(backbone, prompt(MOVED), segments, ALL, tenant="a")
     (decision,) = result.decisions
@@ -197,6 +199,7 @@ class RecomputeLedger:
         self.backbone.recompute = recompute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thresholds", [ALL, NONE, dataclasses.replace(ALL, test=False)], ids=["all", "none", "blind"])
 def test_flops_are_those_of_every_forward(backbone, segments, thresholds):
     ledger = RecomputeLedger(backbone)
@@ -208,6 +211,7 @@ def test_flops_are_those_of_every_forward(backbone, segments, thresholds):
     assert ledger.calls >= 2
 
 
+@pytest.mark.slow
 def test_a_rejection_at_the_right_border_is_undone_and_counted(backbone):
     segments = stored(backbone, FIRST)
     (span,) = [span for span in segments.index.spans.values() if len(span.ids) > 40]
@@ -235,6 +239,7 @@ def test_a_rejection_at_the_right_border_is_undone_and_counted(backbone):
     assert segment_prefill(backbone, prompt(MOVED), other, lenient, tenant="a").decisions[0].accepted
 
 
+@pytest.mark.slow
 def test_a_cached_prefix_is_neither_computed_nor_tested(backbone, segments):
     _, cache = truth(backbone, MOVED)
     prefix = {name: jnp.asarray(value[:, :, :12]) for name, value in cache.items()}
@@ -244,6 +249,7 @@ def test_a_cached_prefix_is_neither_computed_nor_tested(backbone, segments):
     assert result.flops.full == costs.flops(T) - costs.flops(12) + costs.logit
 
 
+@pytest.mark.slow
 def test_int8_serves_nearly_what_full_precision_serves(backbone):
     narrow = stored(backbone, FIRST, options=dataclasses.replace(OPTIONS, storage="int8"))
     wide = stored(backbone, FIRST)
@@ -253,6 +259,7 @@ def test_int8_serves_nearly_what_full_precision_serves(backbone):
     assert 1e-6 < worst(backbone, FIRST, first) < 0.05
 
 
+@pytest.mark.slow
 def test_spans_behind_an_approximation_are_of_a_later_generation(backbone):
     text = MOVED + f"\nObservation: {words(3, 40)}\nThought: so"
     for generations, kept in ((1, True), (0, False)):
@@ -269,6 +276,7 @@ def test_spans_behind_an_approximation_are_of_a_later_generation(backbone):
         assert not any(result.reused[0, span.start : span.start + len(span.ids)].any() for span in added)
 
 
+@pytest.mark.slow
 def test_an_exact_span_replaces_an_approximate_one(backbone, segments):
     other = SegmentStore(backbone, OPTIONS).tenant("a")
     (span, *_) = segments.index.spans.values()
@@ -314,6 +322,7 @@ def test_segments_of_another_model_are_refused(backbone, segments):
     assert (segments.counters, set(segments.index.spans), segments.bytes) == before
 
 
+@pytest.mark.slow
 def test_a_prompt_over_the_regime_of_a_pinned_rope_is_refused(tmp_path):
     short = load(write_text_checkpoint("phi3_short", tmp_path / "phi3"))
     segments = SegmentStore(short, SegmentIndexOptions(reuse_layers=1)).tenant("a")
@@ -322,6 +331,7 @@ def test_a_prompt_over_the_regime_of_a_pinned_rope_is_refused(tmp_path):
     assert len(segments.index) == 0
 
 
+@pytest.mark.slow
 def test_eviction_erases_and_forgets(backbone):
     size = stored(backbone, FIRST).bytes
     segments = stored(backbone, FIRST, options=dataclasses.replace(OPTIONS, budget=size))
