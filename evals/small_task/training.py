@@ -86,7 +86,7 @@ class TrainingTask:
     instance: Callable[[str], Instance]
     initialise: Callable[[Any], Any]
     draw: Callable[[Any, int], TrainingBatch]
-    loss: Callable[[Any, dict[str, Any], dict[str, Array] | None, Any], tuple[Array, dict[str, Array]]]
+    loss: Callable[[Any, dict[str, Any], dict[str, Array], Any], tuple[Array, dict[str, Array]]]
 
 
 def image_plan(drawn: TrainingBatch, config: Any) -> dict[str, Array]:
