@@ -157,6 +157,7 @@ def test_what_is_not_run_cannot_be():
         "checkpoint": 4,
         "data-formats": 1,
         "harnesses": 1,
+        "traces": 1,
         "vllm": 1,
     }
     assert not blocks_of(README, "py")
