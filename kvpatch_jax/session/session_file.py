@@ -25,7 +25,7 @@ from .runtime import Runtime
 from .session_config import Keep, SessionConfig, check_keep
 from .session_input import SessionInput
 
-FORMAT, VERSION = "kvpatch session", 1
+FORMAT, VERSION = "kvpatch session", 2
 SAVED_OPTIONS = ("around", "chat", "placeholder", "uncertified", "largest_image", "memory", "encoding", "canonicals")
 """Options in the file."""
 GIVEN_OPTIONS = ("certificate", "goal", "costs", "linker", "retriever", "rank", "pages")

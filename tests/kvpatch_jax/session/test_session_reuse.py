@@ -13,7 +13,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
 from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, RankChoice, Rates
-from kvpatch_jax.session import RetrievalQuery
+from kvpatch_jax.session import RetrievalQuery, session_file
 from kvpatch_jax.store import ExactRetriever, Linker, StaticLibrary
 from tests.compilations import compilations
 
@@ -214,6 +214,7 @@ def test_damaged_and_foreign_files_of_sessions_are_refused(backbone, saved, tmp_
         content[:-1],
         content[: len(content) // 2],
         content.replace(b"shot 1", b"shot 7"),
+        content.replace(f'"version":"{session_file.VERSION}"'.encode(), b'"version":"1"'),
         bytes([*content[:-3], content[-3] ^ 1, *content[-2:]]),
         (2**60).to_bytes(8, "little") + content[8:],
     ):
