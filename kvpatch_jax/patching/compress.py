@@ -133,6 +133,24 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
 
 
+def storable_dtype(dtype: jax.typing.DTypeLike, what: str) -> Any:
+    """Returns a dtype that factors may have: a word of few bits as it is, any other as a NumPy dtype.
+
+    Raises:
+      InputError: another one, such as int32, to which factors would be rounded.
+    """
+    if ops.factor_bits(dtype) is not None:
+        return dtype
+    # None is float64 to NumPy.
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not (jnp.issubdtype(found, jnp.floating) or found == jnp.int8):
+        raise InputError(f"{what}: got dtype {dtype!r:.80}; expected a floating dtype, int8, or 'int2' to 'int7'")
+    return found
+
+
 def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
     """Converts a patch to a smaller dtype: 8 bits with one float32 scale per direction, fewer in groups, wider ones by
     rounding.
@@ -145,14 +163,7 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
       InputError: another dtype. NotFiniteError: factors beyond the dtype's range.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
-    few = ops.factor_bits(dtype)
-    # None is float64 to NumPy.
-    try:
-        target: Any = dtype if few is not None else None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        target = None
-    if few is None and (target is None or not (jnp.issubdtype(target, jnp.floating) or target == jnp.int8)):
-        raise InputError(f"quantise: got dtype {dtype!r:.80}; expected a floating dtype, int8, or 'int2' to 'int7'")
+    target = storable_dtype(dtype, "quantise")
 
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():

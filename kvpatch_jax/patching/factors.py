@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Key
 
 from ..cache import Antecedent, Base, Chunk, KVArray, Patch, PatchMetadata, check_finite, content_of
 from ..core import FormPlan, arrays_of, expect_frame, ops
-from ..core.ops import factor_bits
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind
 from .byte_budget import ByteBudget, form_ragged
-from .compress import Rank, finite_factors, rank_by_channel
+from .compress import Rank, finite_factors, rank_by_channel, storable_dtype
 from .information_weights import InformationWeights, check_weights
 
 Method = Literal["randomised", "exact"]
@@ -111,12 +110,14 @@ def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None, rank: Any = N
 
     None is that of the chunk's rows, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave
     less error.
+
+    Raises:
+      InputError: a dtype that `quantise` does not take either.
     """
-    if dtype is None and isinstance(rank, ByteBudget):
-        return "int4"
-    if factor_bits(dtype) is not None:
-        return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    return jnp.dtype(chunk.kv[chunk.layout.names[0]].dtype if dtype is None else dtype).name
+    if dtype is None:
+        return "int4" if isinstance(rank, ByteBudget) else jnp.dtype(chunk.kv[chunk.layout.names[0]].dtype).name
+    found = storable_dtype(dtype, "patch")
+    return found if isinstance(found, str) else jnp.dtype(found).name
 
 
 def metadata_of(

@@ -6,7 +6,7 @@ that one patch serves every position at a lower rank. ``frame="engine"`` keeps t
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +62,8 @@ class FormOptions:
       weights: of a `ByteBudget`, how much an error in each feature counts (`calibrate_sensitivity`).
 
     Raises:
-      InputError: an engine frame without a start, a start without it, a basis with another frame, or weights without a
-      `ByteBudget`.
+      InputError: an unknown frame, an engine frame without a start, a start without it, a basis with another frame,
+      or weights without a `ByteBudget`.
     """
 
     method: Method = "randomised"
@@ -80,6 +80,8 @@ class FormOptions:
     def __post_init__(self) -> None:
         if self.weights is not None:
             check_weights(self.weights)
+        if self.frame not in get_args(PatchFrame):
+            raise InputError(f"patch: got frame {self.frame!r:.80}; expected one of {get_args(PatchFrame)}")
         if self.basis is not None and self.frame != "phase_free":
             raise InputError(f"patch: got frame {self.frame!r} with a basis; expected 'phase_free'")
         if (self.frame == "engine") != (self.start is not None):
@@ -109,8 +111,8 @@ def form_patch(
 
     Raises:
       RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned` or the chunk do not
-      fit. InputError: layers out of range, or as `FormOptions`. PatchMismatchError: a basis or weights of another
-      backbone or layout.
+      fit. InputError: layers out of range, a dtype that factors cannot have, or as `FormOptions`. PatchMismatchError: a
+      basis or weights of another backbone or layout.
     """
     chosen = FormOptions(**options)
     if chosen.weights is not None and not isinstance(rank, ByteBudget):

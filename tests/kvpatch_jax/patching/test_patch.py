@@ -228,6 +228,13 @@ def test_refuses_bad_ranks_and_input(unchecked):
         form(layers=(3,))
     with pytest.raises(InputError, match="start"):
         form(frame="engine")
+    with pytest.raises(InputError, match="frame 'local'"):
+        form(frame="local")
+    for dtype in ("int32", "int1", "int9"):
+        with pytest.raises(InputError, match=dtype):
+            form(dtype=dtype)
+        with pytest.raises(InputError, match=dtype):
+            form(kvp.ByteBudget(4096), dtype=dtype)
     patch = form()
     with pytest.raises(RankError, match="rank 5"):
         kvp.truncate(patch, 5)
