@@ -72,7 +72,7 @@ def test_each_row_of_a_batch_may_have_lengths_of_its_own():
     rows = [
         {name: np.stack([row[name][0, 0] for row in piece])[None] for name in piece[0]} for piece in pieces
     ]  # [1, B, R, K, W]
-    got = compose(*rows, jnp.array([[1, 2, 5]]))
+    got = compose(rows[0], rows[1], jnp.array([[1, 2, 5]]))
     for index, length in enumerate((1, 2, 5)):
         first, second = ({name: value[:, index] for name, value in row.items()} for row in rows)
         apart = compose(first, second, length)

@@ -71,6 +71,7 @@ def one_by_one(
             if how == "prefill":
                 changed = window.recompute(each.id)
             elif how == "patch":
+                assert patch is not None
                 changed = window.condition(each.id, patch)
             elif how == "bare":
                 changed = window.bare(each.id)
