@@ -17,8 +17,8 @@ from kvpatch_jax.errors import InputError
 from models import ModelBackbone
 
 from .arms import KV, QuestionReader
-from .results.parts import PlannedPart
-from .results.rows import Row
+from .harness.frame import Row
+from .harness.parts import PlannedPart
 from .sheets_task.reader import PackedReader, move_page
 from .sheets_task.task_spec import TaskSpec
 

@@ -30,8 +30,8 @@ from models import load
 from .command_line import errors_as_one_line
 from .compilation import use_compilation_cache
 from .console import quiet_backends
-from .results.parts import make_out
-from .results.tables import aligned_table, markdown_table
+from .harness.parts import make_out
+from .harness.tables import aligned_table, markdown_table
 from .revisits.document import tables
 from .revisits.plan import FULL, QUICK
 from .revisits.suite import run as run_revisits

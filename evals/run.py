@@ -30,6 +30,9 @@ from . import small_task
 from .command_line import errors_as_one_line
 from .compilation import use_compilation_cache
 from .console import Progress, in_words, quiet_backends
+from .harness.environment import environment
+from .harness.frame import write_rows
+from .harness.parts import make_out
 from .pictured_context import read_example
 from .probes.results_table import ResultsTable
 from .probes.window import QUICK, ProbeParts
@@ -42,10 +45,7 @@ from .report.table import write_table
 from .report.verdict import shown_patch
 from .report.window import window_figures
 from .report.window_paper import write_windows
-from .results.environment import environment
 from .results.headline import headline_results
-from .results.parts import make_out
-from .results.rows import write_rows
 from .rules import RULES
 from .scene_jobs import SUITES, WINDOW, RunConfig, arms_of, measure, planned_ticks
 from .task_language import check_language

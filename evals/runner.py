@@ -22,15 +22,15 @@ from models import ModelBackbone, load
 
 from .arms import arm_makers, query_aware_names
 from .datasets import PackedDataset, RecordedDataset
+from .harness.environment import environment
+from .harness.frame import Row, without_nan, write_rows
+from .harness.parts import add_part, finished_parts, make_out, measure_parts
 from .probes.comparison import read_arms
 from .probes.results_table import ResultsTable
 from .report.summary import NO_WINDOW
 from .report.task_report import write_report
 from .results.costs import METRICS
-from .results.environment import environment
 from .results.headline import headline_rows
-from .results.parts import add_part, finished_parts, make_out, measure_parts
-from .results.rows import Row, without_nan, write_rows
 from .rules import RULES
 from .sheets_task.reader import class_shares, energy_ranks
 from .task_language import check_language

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import matplotlib
 
+from evals.harness.frame import Rows
 from evals.report.figures import arm_label
 from evals.results.headline import headline_results
-from evals.results.rows import Rows
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

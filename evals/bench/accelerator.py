@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.tables import markdown_table
+from ..harness.tables import markdown_table
 from . import accelerator_tasks
 from .accelerator_tasks import FILE, PARTS, Row
 

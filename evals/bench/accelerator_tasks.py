@@ -22,7 +22,7 @@ from jaxtyping import Array
 from pallas_kernels import KernelUnavailableError
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, RotateShape
 
-from ..results.environment import environment
+from ..harness.environment import environment
 
 FILE = "rows.jsonl"
 RANKS = (0, 16, 64)

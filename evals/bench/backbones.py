@@ -30,7 +30,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
 from models import ModelBackbone, save
 
-from ..results.environment import environment
+from ..harness.environment import environment
 from .benchmark import Benchmark, Row, comparison_row
 from .checkpoints import LARGE, TINY, UNTIMED, pad_cache, prompt, random_backbone, tiny_config, tiny_pictures
 from .timing import LEAST_SECONDS, interleave, mean_seconds, stopwatch

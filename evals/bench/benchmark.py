@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.tables import markdown_table
+from ..harness.tables import markdown_table
 from .timing import Samples, ratios
 
 Row = dict[str, Any]

@@ -19,7 +19,7 @@ import kvpatch_jax as kvp
 from models import Buckets, load
 
 from .. import small_task
-from ..results.environment import environment
+from ..harness.environment import environment
 from ..trained import MAIN, shipped
 from .benchmark import Benchmark, Row, measured_row
 from .timing import cpu_seconds

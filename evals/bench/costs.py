@@ -25,8 +25,8 @@ from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window
 from models import Buckets, ModelBackbone, load
 
-from ..results.environment import environment
-from ..results.tables import markdown_table
+from ..harness.environment import environment
+from ..harness.tables import markdown_table
 from . import costs_planning
 from .benchmark import Benchmark
 from .checkpoints import LARGE, random_backbone, tiny_config

@@ -14,7 +14,7 @@ from typing import Any
 from kvpatch_jax.window.costs import composing_flops
 from models.decoder.costs import forward_costs
 
-from ..results.environment import environment
+from ..harness.environment import environment
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import GOLDENS
 from .hybrid_loop import WAYS, HybridLoopSizes, counted_flops, hybrid_workload, measure_hybrid_loop, shape_of

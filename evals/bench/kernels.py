@@ -21,7 +21,7 @@ from kvpatch_jax import deficit
 from pallas_kernels import factorise, rotate_patch, splice
 from pallas_kernels.factorise.shapes import PRODUCTION, SMALL, FactoriseShape
 
-from ..results.environment import environment
+from ..harness.environment import environment
 from .benchmark import Benchmark, Row, comparison_row, measured_row
 from .operators import check_rows, placing_rows
 from .timing import Samples, interleave, interleave_calls, stopwatch

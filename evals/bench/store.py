@@ -25,7 +25,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore
 
-from ..results.environment import environment
+from ..harness.environment import environment
 from . import store_scale, store_tables
 from .benchmark import AT_MOST, Benchmark, Row, comparison_row
 from .store_rivals import installed

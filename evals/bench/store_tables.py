@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.tables import markdown_table
+from ..harness.tables import markdown_table
 from .benchmark import Row, rows_table
 from .store_scale import BARS, EVICTING, GET, GROUP, LISTED, PATCHES, PUT, STAT
 

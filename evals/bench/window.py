@@ -13,8 +13,8 @@ from typing import Any
 import kvpatch_jax as kvp
 from kvpatch_jax.window import Costs, Edits, Entry, PatchNote, Window
 
-from ..results.environment import environment
-from ..results.parts import add_part, finished_parts
+from ..harness.environment import environment
+from ..harness.parts import add_part, finished_parts
 from .benchmark import Benchmark, Row, measured_row
 from .checkpoints import LARGE, shape_costs, tiny_config
 from .loop_workload import LoopWorkload, largest_shipped, length_of, random_workload, shipped_workload

@@ -32,14 +32,14 @@ from kvpatch_jax.patching import one_behind_the_other
 from models import load
 
 from ..arms.reused_page import cut
+from ..harness import intervals
+from ..harness.environment import environment
+from ..harness.frame import measured_row as interval_row
+from ..harness.frame import without_nan
+from ..harness.parts import add_part, finished_parts
 from ..pretrained.passages import scores
 from ..pretrained.texts import LIBRARY, documentation, library_modules
 from ..real_weights import checkpoint as find_checkpoint
-from ..results import intervals
-from ..results.environment import environment
-from ..results.parts import add_part, finished_parts
-from ..results.rows import measured_row as interval_row
-from ..results.rows import without_nan
 from .banded_mask import banded_mask, history
 from .benchmark import Benchmark, Row, measured_row
 

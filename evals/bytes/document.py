@@ -13,11 +13,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from ..harness.frame import Rows, rounded_row
+from ..harness.intervals import Interval
+from ..harness.tables import aligned_table, markdown_table
 from ..report.documents import ROOT, block
 from ..report.figures import NARROW
-from ..results.intervals import Interval
-from ..results.rows import Rows, rounded_row
-from ..results.tables import aligned_table, markdown_table
 from .arms import BASE_LABELS, KEY_PLACES, KEYS, OURS, RIVAL_LABELS, RIVALS, SIMPLE, all_arms
 from .fronts import BARS, COUNTS, ENOUGH, Point, Winner, front, points_of, winners
 from .suite import COSTS, TEXT

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..results.intervals import Interval
-from ..results.rows import Rows
+from ..harness.frame import Rows
+from ..harness.intervals import Interval
 from .arms import BASES_ALONE, OURS, RIVALS, SIMPLE, BytesArm, all_arms
 
 COUNTS = (1, 2, 4, 16)

@@ -13,12 +13,12 @@ from kvpatch_jax.errors import InputError
 from models import ModelBackbone, load
 
 from ..datasets import RecordedDataset
+from ..harness import intervals
+from ..harness.frame import Row, measured_row
+from ..harness.parts import TOKENS_PER_SECOND, PlannedPart, make_out
 from ..pretrained import texts
 from ..real_weights import checkpoint
 from ..report.summary import NO_WINDOW
-from ..results import intervals
-from ..results.parts import TOKENS_PER_SECOND, PlannedPart, make_out
-from ..results.rows import Row, measured_row
 from ..runner import run_recorded
 from ..trained import MAIN, backbone_names, shipped
 from .arms import (

@@ -25,9 +25,9 @@ from models import Buckets, ModelBackbone, load
 from ..command_line import begin_program, errors_as_one_line
 from ..compilation import Compilations
 from ..console import Progress, in_words
+from ..harness.environment import environment
 from ..measure import formats
 from ..measure.items import ItemSet
-from ..results.environment import environment
 from ..trained import shipped
 from .certification import certify, table
 from .certification_run import CertificationRun

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvpatch_jax.plan import Certificate
 
+from ..harness.tables import aligned_table
 from ..probes.window.image_sequence import read_behind
-from ..results.tables import aligned_table
 from .certification_run import CertificationRun, Step, batch_name
 from .plans import measure_plans
 from .scores import Scores, recommend, rows_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..results.parts import add_part, finished_parts
+from ..harness.parts import add_part, finished_parts
 
 
 class Journal:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import CertifiedLoss, CertifiedPlan, RankChoice
 
-from ..results import intervals
+from ..harness import intervals
 
 Values = Float[np.ndarray, " answers"]
 Clusters = Int[np.ndarray, " answers"]

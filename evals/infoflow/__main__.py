@@ -14,8 +14,8 @@ from pathlib import Path
 from absl import app, flags
 
 from ..command_line import begin_program, errors_as_one_line
-from ..results.parts import make_out
-from ..results.tables import aligned_table
+from ..harness.parts import make_out
+from ..harness.tables import aligned_table
 from ..runner import run_recorded
 from . import suite
 from .document import image_table, methods_table

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..harness.frame import Rows, rounded_row
+from ..harness.intervals import Interval
+from ..harness.tables import markdown_table
 from ..report.documents import ROOT, block
-from ..results.intervals import Interval
-from ..results.rows import Rows, rounded_row
-from ..results.tables import markdown_table
 from ..tolerance.contexts import DECODER
 from .plan import GEOMETRIES, IMAGE_METHODS, METHODS, PASSAGES, REORDER, REORDERED_BASELINE, SPLITS, arm_name
 from .suite import ALL, IMAGE, OURS, TEXT

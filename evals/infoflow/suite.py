@@ -11,11 +11,11 @@ from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, load
 
 from ..datasets import RecordedDataset
+from ..harness import intervals
+from ..harness.frame import Row, measured_row
+from ..harness.parts import PlannedPart
 from ..probes.results_table import DAMAGE
 from ..real_weights import checkpoint
-from ..results import intervals
-from ..results.parts import PlannedPart
-from ..results.rows import Row, measured_row
 from ..tolerance.contexts import DECODER, interleaved
 from ..tolerance.suite import load_backbone
 from ..trained import shipped

@@ -7,7 +7,7 @@ from pathlib import Path
 from models import Buckets, ModelBackbone, load
 
 from ..datasets import RecordedDataset
-from ..results.parts import ExpectedPace
+from ..harness.parts import ExpectedPace
 from ..trained import ROOT
 from . import formats
 from .arms import MeasureArm, chosen_arms

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 from kvpatch_jax.utils.atomic_files import replace
 
 from ..datasets import RecordedDataset
+from ..harness.environment import environment
+from ..harness.frame import Rows, without_nan
+from ..harness.intervals import Interval
+from ..harness.tables import markdown_table
 from ..report.figures import NARROW
 from ..report.page import picture, template
 from ..results.dominance import pareto_front
-from ..results.environment import environment
-from ..results.intervals import Interval
-from ..results.rows import Rows, without_nan
-from ..results.tables import markdown_table
 from .arms import BLIND, REFERENCE
 from .items import Refusal
 from .rows import ALL, PROBE, arms_in, by_kind, records_in

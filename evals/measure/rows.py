@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from ..harness import intervals
+from ..harness.frame import Row, measured_row
+from ..harness.intervals import UNDEFINED, Interval
 from ..probes.results_table import DAMAGE
-from ..results import intervals
-from ..results.intervals import UNDEFINED, Interval
-from ..results.rows import Row, measured_row
 from .arms import BLIND, REFERENCE
 
 PROBE, ALL = "measure", "all"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..datasets import RecordedDataset
-from ..results.parts import ExpectedPace, alone, make_out, measure_parts, read_parts
+from ..harness.parts import ExpectedPace, alone, make_out, measure_parts, read_parts
 from .plan import WorkShard
 
 PATTERN = "parts*.jsonl"

@@ -13,7 +13,7 @@ from kvpatch_jax.errors import InputError, KVPatchError
 from models import ModelBackbone
 
 from ..datasets import RecordedDataset
-from ..results.parts import PlannedPart
+from ..harness.parts import PlannedPart
 from . import scoring
 from .answers import AnswerReader, ArmAnswer
 from .arms import MeasureArm, context_shares

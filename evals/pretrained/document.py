@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..harness.frame import Row, Rows
+from ..harness.tables import markdown_table
 from ..report.documents import filled
-from ..results.rows import Row, Rows
-from ..results.tables import markdown_table
 from .arms import COSTS
 from .plan import TASKS
 from .report import cells, counted, draw_figures, show, titles, verdict

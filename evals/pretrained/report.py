@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from ..harness.frame import Rows
+from ..harness.intervals import Interval
+from ..harness.tables import markdown_table
 from ..report.figures import NARROW
 from ..report.page import picture, template
-from ..results.intervals import Interval
-from ..results.rows import Rows
-from ..results.tables import markdown_table
 from .rows import EVERY_ARM
 
 Results = Mapping[str, Any]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..results import intervals
-from ..results.intervals import Interval
-from ..results.rows import Row, measured_rows
+from ..harness import intervals
+from ..harness.frame import Row, measured_rows
+from ..harness.intervals import Interval
 from .arms import COSTS
 from .plan import TASKS
 

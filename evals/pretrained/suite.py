@@ -15,8 +15,8 @@ from kvpatch_jax.errors import InputError
 from models import ModelBackbone, load
 
 from ..datasets import RecordedDataset
+from ..harness.parts import TOKENS_PER_SECOND, PlannedPart, make_out
 from ..real_weights import checkpoint
-from ..results.parts import TOKENS_PER_SECOND, PlannedPart, make_out
 from ..runner import run_recorded
 from . import behaviour, comparisons, texts
 from .arms import shares_by_layer

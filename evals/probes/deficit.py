@@ -10,7 +10,7 @@ from kvpatch_jax import deficit
 
 from ..arms.class_mean import class_means, explained
 from ..arms.reused_page import ReusedPage
-from ..results import intervals
+from ..harness import intervals
 from .results_table import ResultsTable
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..results import intervals
-from ..results.rows import Row, measured_row
+from ..harness import intervals
+from ..harness.frame import Row, measured_row
 from ..small_task import KINDS, VOCABULARY
 
 if TYPE_CHECKING:

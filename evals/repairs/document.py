@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..harness.frame import Rows, rounded_row
+from ..harness.intervals import Interval
+from ..harness.tables import aligned_table, markdown_table
 from ..report.documents import ROOT, block
-from ..results.intervals import Interval
-from ..results.rows import Rows, rounded_row
-from ..results.tables import aligned_table, markdown_table
 from ..small_task.reader import EVICTED, VISIBLE
 from .arms import GEOMETRY_SHARE, SHARES, VARIANTS
 

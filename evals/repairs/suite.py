@@ -22,10 +22,10 @@ from models import ModelBackbone, load
 
 from .. import small_task
 from ..datasets import RecordedDataset
+from ..harness import intervals
+from ..harness.frame import Row, measured_row
+from ..harness.parts import PlannedPart
 from ..probes.results_table import ProbeItems
-from ..results import intervals
-from ..results.parts import PlannedPart
-from ..results.rows import Row, measured_row
 from ..small_task import scenes
 from ..small_task.reader import EVICTED, VISIBLE, SceneReader
 from ..trained import shipped

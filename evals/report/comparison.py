@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..results.rows import VISIBLE, Rows
+from ..harness.frame import VISIBLE, Rows
 from ..rules import RULES
 from .figures import MULTI_HOP, Results, arm_label, deficit_table
 from .wording import above, number, show, within

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..harness.frame import VISIBLE, Rows, rounded_row
+from ..harness.tables import markdown_table
 from ..results.costs import ANTECEDENTS, TOGETHER
 from ..results.headline import headline_arms, headline_results, seeds_of
-from ..results.rows import VISIBLE, Rows, rounded_row
-from ..results.tables import markdown_table
 from ..rules import RULES
 from .comparison import DEEP
 from .figures import MULTI_HOP, Results

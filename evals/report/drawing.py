@@ -12,9 +12,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..harness.frame import VISIBLE, Rows
 from ..results.dominance import pareto_front
 from ..results.headline import headline_results, seeds_of
-from ..results.rows import VISIBLE, Rows
 from .figures import (
     COLOURS,
     KINDS,

@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..results.intervals import Interval
-from ..results.rows import VISIBLE, Rows
+from ..harness.frame import VISIBLE, Rows
+from ..harness.intervals import Interval
 
 Results = Mapping[str, Any]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from ..harness.frame import COLUMNS, VISIBLE, Rows
 from ..results.headline import headline_arms, headline_results
-from ..results.rows import COLUMNS, VISIBLE, Rows
 from .comparison import SINGLE_HOP, compare
 from .drawing import PARETO
 from .figures import DEFICIT_METRICS, MULTI_HOP, Results, arm_label

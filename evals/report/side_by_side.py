@@ -7,9 +7,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ..harness.frame import VISIBLE, Rows, without_nan
+from ..harness.tables import markdown_table
 from ..results.headline import headline_arms, headline_results, seeds_of
-from ..results.rows import VISIBLE, Rows, without_nan
-from ..results.tables import markdown_table
 from ..small_task import KINDS
 from .comparison import smallest_rank
 from .figures import MULTI_HOP, Results

@@ -5,8 +5,8 @@ import math
 import sys
 from pathlib import Path
 
+from ..harness.frame import VISIBLE, Rows
 from ..results.headline import headline_results, seeds_of
-from ..results.rows import VISIBLE, Rows
 from ..rules import RULES
 from .comparison import smallest_rank
 from .figures import KINDS, MULTI_HOP, Results, arm_label

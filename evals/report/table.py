@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..harness.frame import VISIBLE, Rows
+from ..harness.tables import markdown_table
 from ..results.headline import headline_arms, headline_results
-from ..results.rows import VISIBLE, Rows
-from ..results.tables import markdown_table
 from ..small_task import KINDS
 from .figures import Results, arm_label
 from .verdict import COSTS, cost, cost_columns, first_arms, shower

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..harness.frame import VISIBLE, Rows, rounded_row
+from ..harness.tables import markdown_table
 from ..results.costs import AMORTISED, AXES, TOGETHER
 from ..results.headline import seeds_of
-from ..results.rows import VISIBLE, Rows, rounded_row
-from ..results.tables import markdown_table
 from .comparison import smallest_rank
 from .documents import ROOT, filled, publish
 from .drawing import hero_figure, pareto_figures

@@ -4,11 +4,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from ..harness.frame import VISIBLE, Rows
+from ..harness.intervals import Interval
 from ..results.costs import ANTECEDENTS, AXES, BESIDE, TOGETHER
 from ..results.dominance import DominatingArm, dominating_arms, on_both
 from ..results.headline import seeds_of
-from ..results.intervals import Interval
-from ..results.rows import VISIBLE, Rows
 from ..rules import RULES
 from .comparison import smallest_rank
 from .figures import MULTI_HOP, Results, arm_label, family

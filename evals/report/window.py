@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 
-from ..results.rows import Rows
+from ..harness.frame import Rows
 from .figures import COLOURS, STYLE, Results, arm_label, family, save, stacked
 from .table import ProbeTable
 from .window_paper import beside_the_paper, enough

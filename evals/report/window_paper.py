@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..results.intervals import Interval
-from ..results.rows import Rows
-from ..results.tables import markdown_table
+from ..harness.frame import Rows
+from ..harness.intervals import Interval
+from ..harness.tables import markdown_table
 from .figures import Results
 from .wording import number, show, within
 

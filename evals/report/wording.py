@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from ..results.intervals import Interval
-from ..results.rows import Rows
+from ..harness.frame import Rows
+from ..harness.intervals import Interval
 
 
 def number(value: float) -> str:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..harness.frame import VISIBLE, Rows
 from ..rules import RULES, Rules
 from .costs import AXES
-from .rows import VISIBLE, Rows
 
 REFERENCES = ("re-prefill", "blind", "mask_4d")
 DIAGNOSTIC = ("oracle_delta", "class_mean")

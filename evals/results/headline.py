@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..harness.frame import VISIBLE, Row
 from ..rules import RULES, Rules
-from .rows import VISIBLE, Row
 
 MEAN = "mean"
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..harness.tables import markdown_table
 from ..report.documents import ROOT, block
-from ..results.tables import markdown_table
 from .figures import draw
 from .rows import COUNTS, OTHER, RevisitRows, Row
 from .served_visit import POINTS

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..results.intervals import mean
+from ..harness.intervals import mean
 from .served_visit import POINTS
 from .visits import OTHER_ORDERS, VISITS
 from .ways import COUNTED_WAYS, WAYS

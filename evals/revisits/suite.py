@@ -18,7 +18,7 @@ from kvpatch_jax.window import Costs
 from models import ModelBackbone
 
 from ..datasets import RecordedDataset
-from ..results.parts import PlannedPart
+from ..harness.parts import PlannedPart
 from ..runner import run_recorded
 from ..tolerance import suite as tolerance
 from .baselines import Prefixes, baselines

@@ -10,11 +10,11 @@ import numpy as np
 from models import ModelBackbone, load
 
 from ..datasets import RecordedDataset
+from ..harness.frame import Row
+from ..harness.parts import PlannedPart
 from ..probes.item_records import Record, answer_records, items_from
 from ..report.summary import NO_WINDOW
 from ..results.headline import headline_rows
-from ..results.parts import PlannedPart
-from ..results.rows import Row
 from ..sheets_task.dataset import SHEETS_DATASET
 from ..sheets_task.packed_answers import items_of
 from ..sheets_task.task import SIZES, sample_contexts

@@ -16,8 +16,8 @@ from absl import app, flags
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..command_line import begin_program, errors_as_one_line
-from ..results.parts import make_out
-from ..results.tables import aligned_table
+from ..harness.parts import make_out
+from ..harness.tables import aligned_table
 from ..runner import run_recorded
 from . import suite
 from .contexts import DECODER, FULL, QUICK, backbones

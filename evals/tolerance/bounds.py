@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from ..certify.scores import conformal_bound, covered, least_windows
-from ..results.intervals import Interval
-from ..results.rows import Row, measured_row
+from ..harness.frame import Row, measured_row
+from ..harness.intervals import Interval
 from .contexts import TASKS
 from .rows import Items, Record, arm_of, grouped, items_of
 

@@ -24,10 +24,10 @@ from ..certify.packed_questions import PackedQuestions, packed
 from ..certify.window_sizes import batches_of
 from ..certify.window_sources import SMALL_TASK_QUESTIONS, lead_of
 from ..documents_task.dataset import DOCUMENTS_DATASET
+from ..harness.parts import PlannedPart
 from ..pretrained import texts
 from ..probes.window.image_sequence import Image
 from ..probes.window.probe_images import load_probe_images, of_ids, of_tokens
-from ..results.parts import PlannedPart
 from ..sheets_task.dataset import SHEETS_DATASET
 from ..small_task import scenes, sequences
 from ..small_task.prefix import positions_behind, prefix_positions, within_own

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..harness.frame import Rows, rounded_row
+from ..harness.tables import markdown_table
 from ..report.documents import ROOT, block
-from ..results.rows import Rows, rounded_row
-from ..results.tables import markdown_table
 from .contexts import TASKS
 from .figures import draw
 from .histories import ALONE, KINDS, MEANS, SUM, TRUTH

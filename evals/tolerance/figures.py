@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ..results.rows import Rows
+from ..harness.frame import Rows
 from .contexts import TASKS
 from .histories import ALONE, LEAD
 from .rows import SMALL_LOSS, probe_of

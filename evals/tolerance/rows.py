@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..results import intervals
-from ..results.rows import Row, measured_row
+from ..harness import intervals
+from ..harness.frame import Row, measured_row
 from .contexts import TASKS
 from .histories import ALONE
 from .served import WHOLE

@@ -12,9 +12,9 @@ from models import ModelBackbone, load
 
 from ..certify.packed_questions import PackedQuestions
 from ..datasets import RecordedDataset
+from ..harness.frame import Row
+from ..harness.parts import PlannedPart
 from ..real_weights import checkpoint
-from ..results.parts import PlannedPart
-from ..results.rows import Row
 from ..small_task.scenes import Answers
 from ..trained import shipped
 from .bounds import bound_rows

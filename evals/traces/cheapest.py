@@ -16,9 +16,9 @@ from kvpatch_jax.plan import DeviceCosts
 from kvpatch_jax.traces import Event, Trace
 
 from ..bench.checkpoints import KIMI_VL, LARGE, SEVEN_BILLION, shape_costs
+from ..harness.environment import environment
+from ..harness.tables import markdown_table
 from ..measure import formats
-from ..results.environment import environment
-from ..results.tables import markdown_table
 from .computer_use import draw_computer_use, trace_of_episodes
 from .mooncake import draw_mooncake, read_mooncake
 from .step_prices import PROMPTS, WAYS, Unit, bounded, means, questions_of, shares, shown_pieces, step_prices

@@ -18,7 +18,7 @@ from kvpatch_jax.plan import DeviceCosts
 from kvpatch_jax.window import Costs, Entry
 from models import ModelBackbone
 
-from ..results.tables import markdown_table
+from ..harness.tables import markdown_table
 from . import step_prices as prices
 from .cheapest import DEVICE, ImportedTrace, imported
 from .replay_run import BATCHED, PLACEHOLDER, PREFILL, PREFIX, WINDOW, DrawnTrace, replay, table

@@ -18,8 +18,8 @@ from models import ModelBackbone
 from ..bench.loop_workload import with_buckets
 from ..bench.window_loop import divergence
 from ..compilation import Compilations
-from ..results import intervals
-from ..results.environment import environment
+from ..harness import intervals
+from ..harness.environment import environment
 from .held_prompts import HoldingRule
 from .replay_modes import (
     PAGE,

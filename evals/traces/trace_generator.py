@@ -23,7 +23,7 @@ from kvpatch_jax.traces import Event, Trace
 from models import ModelBackbone
 
 from .. import small_task
-from ..results.parts import make_out
+from ..harness.parts import make_out
 from ..small_task import sequences, task
 
 STEPS = 20

@@ -2,8 +2,8 @@
 
 import math
 
-from evals.results.intervals import Interval
-from evals.results.rows import Row, measured_row, without_nan
+from evals.harness.frame import Row, measured_row, without_nan
+from evals.harness.intervals import Interval
 
 
 def as_row(probe: str, model: str, arm: str, metric: str, interval: Interval | float) -> Row:

@@ -15,9 +15,9 @@ from evals.bytes.arms import base_arm, kv_arm, patch_arm
 from evals.bytes.forms import FormFactory
 from evals.bytes.sources import scene_chunks
 from evals.bytes.versions import MetChunks, ScoredItems
-from evals.results.intervals import Interval
-from evals.results.parts import PlannedPart
-from evals.results.rows import Rows, measured_row
+from evals.harness.frame import Rows, measured_row
+from evals.harness.intervals import Interval
+from evals.harness.parts import PlannedPart
 from evals.runner import run_recorded
 from evals.trained import MAIN, shipped
 from kvpatch_jax.core import ops

@@ -13,6 +13,7 @@ import pytest
 
 from evals import small_task
 from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.harness.frame import Rows
 from evals.infoflow import document, image_arms, suite, text_arms
 from evals.infoflow.contexts import CODES, PEOPLE, PROSE, TASKS, TextContext, draw_context
 from evals.infoflow.plan import (
@@ -29,7 +30,6 @@ from evals.infoflow.plan import (
     bands,
 )
 from evals.infoflow.splits import block_mask, fixed_parts, local_positions, passage_parts, row_parts
-from evals.results.rows import Rows
 from evals.small_task import scenes
 from evals.small_task.reader import SceneReader
 from evals.trained import MAIN, shipped

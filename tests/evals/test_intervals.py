@@ -7,9 +7,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from evals.results import intervals
-from evals.results.intervals import Interval
-from evals.results.rows import Rows
+from evals.harness import intervals
+from evals.harness.frame import Rows
+from evals.harness.intervals import Interval
 from tests.evals.made_rows import as_row
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.harness.frame import Rows
+from evals.harness.parts import finished_parts
 from evals.pretrained import behaviour, comparisons, plan, suite
 from evals.pretrained.arms import BUDGET, PassageArms, shares_by_layer
 from evals.pretrained.passages import Passages, placed
@@ -16,8 +18,6 @@ from evals.pretrained.rows import EVERY_ARM, rows_of
 from evals.pretrained.texts import LICENCES, Document, documents
 from evals.real_weights import checkpoint
 from evals.report import coverage
-from evals.results.parts import finished_parts
-from evals.results.rows import Rows
 from evals.runner import PARTS
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import cacheblend, fraction_to_count, question_scores

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from evals.harness.frame import Rows
 from evals.repairs import document, suite
 from evals.repairs.arms import QUESTION_METHODS, SHARES, STORED, TOKEN_METHODS, repair_arms
-from evals.results.rows import Rows
 from evals.small_task import KINDS
 from evals.small_task.reader import EVICTED, VISIBLE
 from evals.trained import MAIN, shipped

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from evals import small_task
+from evals.harness.frame import Rows
+from evals.harness.intervals import UNDEFINED, Interval
 from evals.report import comparison, drawing, example, figures, page, summary, verdict
-from evals.results.intervals import UNDEFINED, Interval
-from evals.results.rows import Rows
 from evals.rules import RULES
 from tests.evals.made_rows import as_row
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.results.tables import markdown_table
+from evals.harness.tables import markdown_table
 from evals.revisits import document
 from evals.revisits.baselines import PLACEHOLDER_TOKENS, baselines
 from evals.revisits.contents import small_contents

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
+from evals.harness.frame import Rows
 from evals.report.comparison import smallest_rank
 from evals.report.table import comparison_table
 from evals.results.dominance import dominating_arms, on_both, pareto_front
 from evals.results.headline import headline, headline_results, headline_rows
-from evals.results.rows import Rows
 from evals.rules import PATH, RULES, read_rules
 from tests.evals.made_rows import as_row
 

@@ -19,6 +19,8 @@ from absl import app
 
 from evals import pictured_context, probes, run, scene_jobs, small_task
 from evals.arms.recomputed_tokens import METHODS
+from evals.harness.environment import environment
+from evals.harness.frame import COLUMNS, Rows
 from evals.probes import ResultsTable
 from evals.report import coverage, side_by_side
 from evals.report.drawing import draw_all
@@ -27,9 +29,7 @@ from evals.report.page import write_report
 from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number
 from evals.results.costs import METRICS as COSTS
-from evals.results.environment import environment
 from evals.results.headline import headline_arms, headline_results
-from evals.results.rows import COLUMNS, Rows
 from evals.rules import RULES
 from evals.small_task import COLOURS, KINDS, VOCABULARY
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names

@@ -15,6 +15,8 @@ import pytest
 
 import kvpatch_jax as kvp
 from evals import run, small_task
+from evals.harness.frame import Rows
+from evals.harness.intervals import Interval
 from evals.probes import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
@@ -23,8 +25,6 @@ from evals.probes.window.image_sequence import AgentLoop, Image, ImageSequence, 
 from evals.probes.window.operations import SLIDE_KINDS, bands, slide_questions, without
 from evals.probes.window.probe_images import irrelevant, load_probe_images, with_foreign
 from evals.report import documents, window, window_paper
-from evals.results.intervals import Interval
-from evals.results.rows import Rows
 from evals.scene_jobs import planned_ticks
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
 from evals.small_task.scenes import Answers

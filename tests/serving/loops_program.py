@@ -31,8 +31,8 @@ from scipy.special import log_softmax
 from trained_task import FRAME
 
 from evals import sheets_task, small_task
+from evals.harness import intervals
 from evals.probes.window.probe_images import LEAD
-from evals.results import intervals
 from evals.sheets_task import SIZES, VOCABULARY
 from evals.trained import MAIN, SHEETS
 from kvpatch_jax.serving.vllm import ConnectorConfig

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from evals import small_task
-from evals.results import intervals
+from evals.harness import intervals
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
 
 QUESTION = (VOCABULARY.ask_glyph, VOCABULARY.cell)

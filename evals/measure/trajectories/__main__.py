@@ -20,7 +20,7 @@ from absl import app, flags
 from kvpatch_jax.errors import InputError
 
 from ...command_line import begin_program, errors_as_one_line
-from ...results.parts import alone, finished_parts, make_out, measure_parts
+from ...harness.parts import alone, finished_parts, make_out, measure_parts
 from .. import formats
 from ..episodes import EpisodeSet
 from ..frame import FRAMES, frame_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...results.parts import PlannedPart
+from ...harness.parts import PlannedPart
 from ..episodes import Episode, EpisodeSet, canonical, step_items
 from ..frame import speakable
 from ..items import ItemSet, Refusal

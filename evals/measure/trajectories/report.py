@@ -10,9 +10,9 @@ import numpy as np
 
 from kvpatch_jax.utils.atomic_files import replace
 
-from ...results import intervals
-from ...results.intervals import Interval
-from ...results.tables import aligned_table, markdown_table
+from ...harness import intervals
+from ...harness.intervals import Interval
+from ...harness.tables import aligned_table, markdown_table
 from ..rows import records_in
 from .replayed import REFERENCE, WAYS
 

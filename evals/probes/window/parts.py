@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpatch_jax.errors import InputError
 
-from ...results.parts import make_out
+from ...harness.parts import make_out
 from ..results_table import ProbeItems, ResultsTable
 
 VERSION = 2

@@ -12,7 +12,7 @@ import numpy as np
 from models import ModelBackbone
 
 from ... import small_task
-from ...results import intervals
+from ...harness import intervals
 from ..results_table import ProbeItems, ResultsTable
 from .common import setting
 from .drift import measure_drift

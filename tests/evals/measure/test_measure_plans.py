@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from evals.datasets import RecordedDataset
+from evals.harness.frame import Rows
+from evals.harness.parts import ExpectedPace, PlannedPart
 from evals.measure.items import Item, Piece
 from evals.measure.plan import QUESTIONS, WorkShard, contexts_of, longest_prompt, sampled
 from evals.measure.rows import records_in, rows_of
 from evals.measure.shards import run_shard
-from evals.results.parts import ExpectedPace, PlannedPart
-from evals.results.rows import Rows
 from kvpatch_jax import Text
 from kvpatch_jax.errors import InputError
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evals.harness.parts import ExpectedPace
 from evals.measure import formats
 from evals.measure.arms import chosen_arms
 from evals.measure.frame import frame_of, speakable
@@ -14,7 +15,6 @@ from evals.measure.plan import WorkShard, contexts_of, estimate
 from evals.measure.report import write_results
 from evals.measure.shards import run_shard
 from evals.measure.suite import MeasureSetup, dataset, records_of
-from evals.results.parts import ExpectedPace
 from kvpatch_jax.errors import InputError
 from models import Buckets, load
 

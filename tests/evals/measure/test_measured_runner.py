@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evals.harness.frame import Rows
 from evals.measure import formats
 from evals.measure.arms import chosen_arms
 from evals.measure.frame import frame_of, speakable
@@ -14,7 +15,6 @@ from evals.measure.rows import rows_of
 from evals.measure.suite import MeasureSetup, records_of
 from evals.probes.comparison import read_arms
 from evals.probes.results_table import ResultsTable
-from evals.results.rows import Rows
 from evals.sheets_task.dataset import SHEETS_DATASET
 from evals.sheets_task.task import KINDS, VOCABULARY
 from models import Buckets, load

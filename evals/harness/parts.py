@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import InputError
 
-from ..console import in_words
+from .program import in_words
 
 
 def make_out(folder: Path) -> None:

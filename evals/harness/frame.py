@@ -1,4 +1,4 @@
-"""The rows of results.json, long-form: probe, model, arm, metric, value, low, high, n."""
+"""The rows of every result, long-form: probe, model, arm, metric, value, low, high, n."""
 
 import itertools
 import json
