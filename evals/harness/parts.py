@@ -1,15 +1,130 @@
 """A file of finished parts, one JSON line each after a line with what they are parts of; runs resume from it."""
 
 import contextlib
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import InputError
 
-from .program import in_words
+from .program import Progress, in_words
+
+Record = dict[str, Any]
+"""What a part yields; JSON holds it."""
+
+
+class Part(NamedTuple):
+    """A part of a run.
+
+    Attributes:
+      key: its name in the files of parts.
+      measure: yields its records.
+      work: what it takes, in any unit that all parts share.
+    """
+
+    key: str
+    measure: Callable[[], Iterable[Record]]
+    work: float = 1.0
+
+
+class Shard(NamedTuple):
+    """Every `count`-th part, from `index` on; each shard writes a file of its own."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def file(self) -> str:
+        """Name of the file in the run's folder."""
+        return "parts.jsonl" if self.count == 1 else f"parts-{self.index}-of-{self.count}.jsonl"
+
+    @classmethod
+    def of(cls, text: str) -> "Shard":
+        """Reads "index/count". Raises InputError for anything else."""
+        index, slash, count = text.partition("/")
+        if slash and index.isdecimal() and count.isdecimal() and int(index) < int(count):
+            return cls(int(index), int(count))
+        raise InputError(f"--shard: got {text!r}; expected index/count with 0 <= index < count")
+
+
+WHOLE = Shard()
+
+
+def stored_records(out: Path, config: Mapping[str, Any]) -> dict[str, list[Record]]:
+    """Reads the records of finished parts by their keys, from the files of every shard; nothing is written.
+
+    Raises:
+      InputError: the folder is a file, or has parts of another configuration.
+    """
+    make_out(out)
+    config, records = json.loads(json.dumps(config)), {}
+    for file in sorted(out.glob("parts*.jsonl")):
+        for part in read_parts(file, config):
+            records.setdefault(part["part"], part["records"])
+    return records
+
+
+def run_parts(
+    out: Path,
+    config: Mapping[str, Any],
+    parts: Sequence[Part],
+    shard: Shard = WHOLE,
+    *,
+    limit: int = 0,
+    threads: int = 1,
+    seconds: float | None = None,
+    patience: float = 0.0,
+) -> dict[str, list[Record]]:
+    """Measures a shard's parts that no file in the folder has yet, and adds each to the shard's file when it is done.
+
+    A part is measured alike in whichever shard and after whichever kill, and callers read records in the order of the
+    plan, so results depend on neither.
+
+    Args:
+      out: folder of the run.
+      config: what the parts depend on, "model" among it, of JSON's types; a folder is of one configuration.
+      parts: of all shards.
+      limit: at most so many parts now; 0 for all. threads: parts measured at once.
+      seconds: that all parts take, about, for the first estimate of the time left.
+      patience: seconds to wait for another process that writes this shard.
+
+    Returns:
+      The records of finished parts of all shards, by key.
+
+    Raises:
+      InputError: the folder has parts of another configuration, or another process writes this shard.
+    """
+    finished, config = stored_records(out, config), json.loads(json.dumps(config))
+    with alone(out / shard.file, patience):
+        finished_parts(out / shard.file, config)
+        shares = itertools.islice(parts, shard.index, None, shard.count)
+        missing = [part for part in shares if part.key not in finished][: limit or None]
+        progress = Progress(sum(part.work for part in missing), seconds)
+        writing = threading.Lock()
+
+        def measure(part: Part) -> None:
+            started = time.process_time()
+            records = list(part.measure())
+            line = {"part": part.key, "cpu_seconds": round(time.process_time() - started, 2), "records": records}
+            with writing:
+                add_part(out / shard.file, line)
+            progress.advance(part.work, part.key)
+
+        with ThreadPoolExecutor(threads) as pool:
+            # The first failure ends the run; what is finished by then is on disk.
+            for done in [pool.submit(measure, part) for part in missing]:
+                try:
+                    done.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        progress.close()
+    return stored_records(out, config)
 
 
 def make_out(folder: Path) -> None:

@@ -7,6 +7,7 @@ They work on identical KV and say what they cost: token-layers, bytes stored and
 from .attention_scores import READINGS as READINGS
 from .attention_scores import Reading as Reading
 from .attention_scores import attention_scores as attention_scores
+from .catalogue import METHODS as METHODS
 from .catalogue import REPAIRS as REPAIRS
 from .catalogue import SHARED_FORMS as SHARED_FORMS
 from .catalogue import STORED_FORMS as STORED_FORMS

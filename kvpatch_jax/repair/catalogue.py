@@ -67,3 +67,5 @@ REPAIRS: dict[str, Repair] = {
     "full_reprefill": full_reprefill,
 }
 """Every published repair, all of one signature; oracles are named so."""
+
+METHODS = REPAIRS

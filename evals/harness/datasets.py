@@ -1,0 +1,159 @@
+"""Data sets: contexts, questions and a scorer. Every arm is measured alike on all of them.
+
+A data set whose chunk is reused behind others implements `Dataset`; the harness applies every method to its splice.
+What is no single splice (a window's operations, agents' loops) implements `RecordedDataset`: parts that yield records,
+and the rows made of them.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvpatch_jax.backbone import KV
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.repair import Repaired, SplicedCache
+
+from .frame import Row
+from .parts import Part, Record
+
+DATASETS = {
+    "documents": "evals.task.dataset:DOCUMENTS",
+    "plain": "evals.task.dataset:PLAIN",
+    "facts": "evals.texts.dataset:FACTS",
+    "two_hops": "evals.texts.dataset:TWO_HOPS",
+    "passages": "evals.texts.dataset:PASSAGES",
+    "infoflow": "evals.texts.infoflow:INFOFLOW",
+    "bytes": "evals.task.versions:VERSIONS",
+    "windows": "evals.windows.operations:WINDOWS",
+    "tolerance": "evals.windows.tolerance:TOLERANCE",
+    "revisits": "evals.windows.revisits:REVISITS",
+    "loops": "evals.loops.dataset:LOOPS",
+}
+"""Where each data set is, by the name that configurations use."""
+
+
+class Questions(NamedTuple):
+    """Questions of a batch of contexts: kind (index into the data set's kinds), whether it counts, and the right
+    answer, [B, Q] each.
+    """
+
+    kind: np.ndarray
+    valid: np.ndarray
+    answer: np.ndarray
+
+
+class Answers(Protocol):
+    """What was answered: predictions [B, Q], comparable with `Questions.answer`, and KL from a reference's answers."""
+
+    @property
+    def predicted(self) -> np.ndarray: ...
+
+    def divergence_from(self, reference: Any) -> np.ndarray:
+        """Computes KL(reference ‖ this) per question, [B, Q] in nats."""
+        ...
+
+
+class Batch(Protocol):
+    """A batch of contexts whose last chunk is reused.
+
+    Attributes:
+      splice: what methods start from, a row per context.
+      reference: the cache {channel: [L,B,S,K,H]} as re-prefill leaves it, in the engine frame.
+      clusters: number of each context [B]; intervals resample contexts.
+      questions: what is asked.
+    """
+
+    splice: SplicedCache
+    reference: KV
+    clusters: np.ndarray
+    questions: Questions
+
+    def read(self, cache: KV, visible: Any = None) -> Answers:
+        """Answers every question over one cache per context; `visible` [B,S] marks the keys that it may see."""
+        ...
+
+    def asked(self) -> SplicedCache:
+        """Returns a splice with a row per question, which has `question` and `seen`."""
+        ...
+
+    def read_asked(self, repaired: Repaired) -> Answers:
+        """Answers every question over its own row of a repaired cache."""
+        ...
+
+
+class Run(NamedTuple):
+    """What a data set is asked for.
+
+    Attributes:
+      models: paths of the models, by name.
+      probes: names of the data set's settings; empty: its first.
+      methods: names of arms, the reference and blind reuse first.
+      n, batch, seed: contexts, how many at once, and their seed.
+      settings: the data set's own, from the configuration.
+    """
+
+    models: Mapping[str, str]
+    probes: tuple[str, ...]
+    methods: tuple[str, ...]
+    n: int
+    batch: int
+    seed: int
+    settings: Mapping[str, Any]
+
+
+class Dataset(Protocol):
+    """Contexts of which one chunk is reused.
+
+    Attributes:
+      name: in rows, "<name>.<probe>".
+      kinds: names of the kinds of question. probes: its settings, the first by default.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    probes: tuple[str, ...]
+
+    def batch(self, backbone: Any, probe: str, number: int, size: int, seed: int) -> Batch:
+        """Draws one batch of contexts and prefills what is reused."""
+        ...
+
+    def prepare(self, backbone: Any, run: Run) -> dict[str, dict[str, Any]]:
+        """Fits what methods need ahead, on contexts that are not measured; settings by method."""
+        ...
+
+
+class RecordedDataset(Protocol):
+    """A data set that is measured part by part, in its own way."""
+
+    name: str
+
+    def parts(self, run: Run) -> Sequence[Part]:
+        """Lists all parts, in the order in which they are measured."""
+        ...
+
+    def rows(self, records: Mapping[str, Iterable[Record]]) -> list[Row]:
+        """Makes rows of the records of finished parts, by their keys."""
+        ...
+
+
+def find_dataset(name: str) -> Any:
+    """Imports a data set by its name in configurations, or by "module:attribute".
+
+    Raises:
+      InputError: it is not known.
+    """
+    where = DATASETS.get(name, name)
+    module, colon, attribute = where.partition(":")
+    if not colon:
+        raise InputError(f"dataset: got {name!r}; expected module:attribute, or one of {', '.join(DATASETS)}")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
+            raise
+        raise InputError(f"dataset: got {name!r}, which is not found ({error}); expected module:attribute") from error
+
+
+Make = Callable[[Any, str, int, int, int], Batch]

@@ -1,0 +1,111 @@
+"""Arms: a method of `kvpatch_jax.repair` with its budget and settings, by a name that rows carry."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvpatch_jax import KVLayout
+from kvpatch_jax.backbone import Backbone
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.repair import METHODS, RepairBudget, Repaired, SplicedCache
+
+REFERENCE, BLIND = "re-prefill", "blind"
+"""What every arm is measured against: the reference, and reuse without any repair."""
+QUESTION_METHODS = ("infoflow", "prophetkv", "quest", "prcr")
+"""Methods that choose tokens by the question, so that every question has a cache of its own."""
+SERVED_BYTES = 2
+"""Bytes of a number of KV as engines serve it, which every share of bytes is of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A method with its settings.
+
+    Attributes:
+      name: as rows have it, "cacheblend.budget=0.15".
+      method: its key in `METHODS`.
+      tokens: share of the tokens that may be recomputed: 0 where none, 1 where settings say how much is stored.
+      bytes: share of the chunk's KV bytes that may be stored, in place of tokens; None: no such limit.
+      settings: other keyword arguments of the method.
+    """
+
+    name: str
+    method: str
+    tokens: float = 0.0
+    bytes: float | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def by_question(self) -> bool:
+        """Whether the method chooses by the question."""
+        return self.method in QUESTION_METHODS
+
+    def repair(self, backbone: Backbone, splice: SplicedCache, **prepared: Any) -> Repaired:
+        """Calls the method on a splice.
+
+        Args:
+          prepared: settings that a data set fitted ahead, such as a pooled basis; used where the method takes them.
+
+        Raises:
+          KVPatchError: as the method; a budget that nothing fits in, say.
+        """
+        layout, tokens = backbone.layout, splice.slots.shape[1]
+        if self.bytes is None:
+            budget = RepairBudget(share=self.tokens)
+        else:
+            budget = RepairBudget(kv_bytes=int(self.bytes * kv_bytes(layout, tokens)))
+        return METHODS[self.method](backbone, splice, budget, **{**prepared, **self.settings})
+
+
+def parse(name: str) -> Arm:
+    """Reads an arm's name: a method, then settings as ".key=value".
+
+    `budget` is a share of the chunk's tokens, `bytes` a share of its KV's bytes; all others are the method's own.
+
+    Raises:
+      InputError: an unknown method, or a setting without a value.
+    """
+    method, *pairs = _split(name)
+    if method not in METHODS and method != REFERENCE:
+        raise InputError(f"method: got {name!r}; expected {REFERENCE} or one of {', '.join(METHODS)}, with settings")
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise InputError(f"method {name!r}: got the setting {pair!r}; expected key=value")
+        settings[key] = _value(value)
+    share = settings.pop("bytes", None)
+    tokens = settings.pop("budget", 1.0 if settings else 0.0)
+    return Arm(name, method, float(tokens), None if share is None else float(share), settings)
+
+
+def _split(name: str) -> list[str]:
+    """Splits at points that begin a setting, not at those of numbers."""
+    pieces = [""]
+    for index, letter in enumerate(name):
+        if letter == "." and index + 1 < len(name) and name[index + 1].isalpha():
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return pieces
+
+
+def _value(text: str) -> Any:
+    """Reads a number or a word; "true" and "false" are booleans."""
+    if text in ("true", "false"):
+        return text == "true"
+    readers: tuple[Callable[[str], Any], ...] = (int, float)
+    for read in readers:
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def kv_bytes(layout: KVLayout, tokens: int) -> int:
+    """Counts the bytes of a chunk's KV as it is served, a hybrid's transition included."""
+    numbers = 0
+    for channel in layout.channels:
+        numbers += layout.depth(channel.name) * channel.rows_for(tokens) * channel.features
+    return SERVED_BYTES * numbers

@@ -1,0 +1,155 @@
+"""What is measured of an arm's answers, and what an arm costs; both as rows."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.repair import Repaired
+
+from . import intervals
+from .frame import Row, measured_row
+from .intervals import Interval
+from .methods import BLIND, REFERENCE, kv_bytes
+from .parts import Record
+
+ANTECEDENTS = (1, 4, 16)
+PER_KIND = ("accuracy", "difference", "kl", "eta", "flip_recover", "worse")
+"""Metrics of every kind of question: rows "<metric>.<kind>".
+
+accuracy: share of right answers. difference: accuracy minus the reference's. kl: KL(re-prefill ‖ arm) in nats. eta:
+1 − Σ KL(arm) / Σ KL(blind). flip_recover: share brought back of the decisions that blind reuse flips. worse: share of
+contexts whose mean KL is above blind reuse's.
+"""
+DAMAGE = 1e-3
+"""Nats per question that blind reuse must lose for η to mean something: below, it would be a quotient of rounding."""
+DIGITS = 6
+
+
+def answer_record(arm: str, answers: Any, reference: Any, valid: np.ndarray) -> Record:
+    """Records what an arm answered to the questions that count, in the order of [B, Q]."""
+    kl = answers.divergence_from(reference)[valid]
+    return {
+        "arm": arm,
+        "predicted": answers.predicted[valid].tolist(),
+        "kl": [float(f"{value:.{DIGITS}g}") for value in kl],
+    }
+
+
+def cost_shares(repaired: Repaired, backbone: Any, tokens: int, behind: int) -> dict[str, float]:
+    """Computes what an arm costs, as shares of the chunk's served KV bytes and of its re-prefill's FLOPs.
+
+    Args:
+      tokens: of the chunk. behind: tokens in front of it where it is reused.
+
+    Returns:
+      stored_bytes (for one antecedent), canonical_bytes, input_bytes, shared_bytes, kept.antecedents=N (all that is
+      kept for each of N antecedents), moved_bytes (read for one reuse), serving_flops, forming_flops (forwards before
+      the first reuse).
+    """
+    forward, whole = backbone.forward_costs, kv_bytes(backbone.layout, tokens)
+    prefill, alone = forward.flops(tokens, behind), forward.flops(tokens)
+    size = repaired.bytes
+    shares = {
+        "stored_bytes": size.stored / whole,
+        "canonical_bytes": size.canonical / whole,
+        "input_bytes": size.inputs / whole,
+        "shared_bytes": size.shared / whole,
+        "moved_bytes": size.moved / whole,
+        "serving_flops": repaired.flops / prefill,
+        "forming_flops": (alone * bool(size.canonical) + prefill * bool(size.stored)) / prefill,
+    }
+    kept = {f"kept.antecedents={count}": size.per_antecedent(count) / whole for count in ANTECEDENTS}
+    return {**shares, **kept}
+
+
+class ProbeRecords:
+    """The records of one probe and model, joined over batches in the order of the contexts.
+
+    Args:
+      records: as `measured_records` yields them, those of a batch together, the reference's first.
+      kinds: names of the kinds of question.
+    """
+
+    def __init__(self, records: Iterable[Record], kinds: Sequence[str]):
+        self.kinds = kinds
+        asked: dict[str, list[np.ndarray]] = {"kind": [], "cluster": [], "answer": []}
+        predicted: dict[str, list[np.ndarray]] = {}
+        divergence: dict[str, list[np.ndarray]] = {}
+        self.costs: dict[str, dict[str, float]] = {}
+        batches = 0
+        for record in records:
+            arm = record["arm"]
+            if arm == REFERENCE:
+                batches += 1
+                for column, values in asked.items():
+                    values.append(np.asarray(record[column]))
+            if "predicted" in record:
+                predicted.setdefault(arm, []).append(np.asarray(record["predicted"]))
+                divergence.setdefault(arm, []).append(np.asarray(record["kl"], float))
+            self.costs.setdefault(arm, record.get("costs", {}))
+
+        # An arm that some batch lacks would be compared on other questions.
+        complete = [arm for arm, values in predicted.items() if len(values) == batches]
+        self.asked = {name: np.concatenate(values) for name, values in asked.items()}
+        self.predicted = {arm: np.concatenate(predicted[arm]) for arm in complete}
+        self.divergence = {arm: np.concatenate(divergence[arm]) for arm in complete}
+
+    def metrics(self, arm: str, kind: str, wanted: Collection[str] = PER_KIND) -> dict[str, Interval]:
+        """Estimates an arm's metrics over the questions of a kind; those that need blind reuse only where it is."""
+        here = self.asked["kind"] == self.kinds.index(kind)
+        cluster, answer = self.asked["cluster"][here], self.asked["answer"][here]
+        predicted, kl = self.predicted[arm][here], self.divergence[arm][here]
+        reference = self.predicted[REFERENCE][here]
+        right, expected = (predicted == answer).astype(float), (reference == answer).astype(float)
+        estimates = {
+            "accuracy": intervals.mean(right, cluster),
+            "difference": intervals.paired_difference(right, expected, cluster),
+            "kl": intervals.mean(kl, cluster),
+        }
+        if BLIND in self.predicted and set(wanted) - estimates.keys():
+            blind, blind_kl = self.predicted[BLIND][here], self.divergence[BLIND][here]
+            harmed = len(blind_kl) > 0 and blind_kl.mean() >= DAMAGE
+            eta = intervals.eta(kl, blind_kl, cluster) if harmed else intervals.UNDEFINED
+            estimates["eta"] = eta._replace(n=len(kl))
+            estimates["flip_recover"] = intervals.flip_recover(reference, blind, predicted, cluster)
+            estimates["worse"] = _worse(kl, blind_kl, cluster)
+        return {name: interval for name, interval in estimates.items() if name in wanted}
+
+    def rows(self, probe: str, model: str, wanted: Collection[str] = PER_KIND) -> Iterator[Row]:
+        """Yields a row per kind, arm and metric, then the costs."""
+        numbers = set(self.asked["kind"].tolist())
+        for number, kind in enumerate(self.kinds):
+            for arm in self.predicted if number in numbers else ():
+                for metric, interval in self.metrics(arm, kind, wanted).items():
+                    yield measured_row(probe, model, arm, f"{metric}.{kind}", interval)
+        for arm, shares in self.costs.items():
+            for metric, share in shares.items():
+                yield measured_row(probe, model, arm, metric, Interval(share, share, share, 1))
+
+
+def _worse(kl: np.ndarray, blind: np.ndarray, cluster: np.ndarray) -> Interval:
+    """Estimates the share of contexts in which an arm's mean KL is above blind reuse's."""
+    labels, where = np.unique(cluster, return_inverse=True)
+    difference = np.bincount(where, kl - blind, len(labels))
+    return intervals.mean(difference > 1e-9, labels)
+
+
+def mean_rows(rows: Iterable[Row], models: Sequence[str], name: str = "mean") -> list[Row]:
+    """Averages rows over training seeds: low and high are the least and the largest seed, n the number of seeds.
+
+    A statistic that a seed lacks, or that is undefined for one, has no mean.
+    """
+    values: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row["model"] in models and row["value"] is not None and np.isfinite(row["value"]):
+            values.setdefault((row["probe"], row["arm"], row["metric"]), []).append(float(row["value"]))
+    means = []
+    for (probe, arm, metric), seeds in values.items():
+        if len(seeds) == len(models):
+            spread = Interval(float(np.mean(seeds)), min(seeds), max(seeds), len(seeds))
+            means.append(measured_row(probe, name, arm, metric, spread))
+    return means
+
+
+Costs = Mapping[str, float]

@@ -1,0 +1,252 @@
+"""The runner of configurations: data sets × methods, part by part, and the rows made of the parts."""
+
+import functools
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvpatch_jax.errors import InputError, KVPatchError
+
+from . import frame, metrics
+from .config import DataConfig, RunConfig
+from .datasets import Dataset, Run, find_dataset
+from .environment import environment
+from .methods import REFERENCE, Arm, parse
+from .parts import WHOLE, Part, Record, Shard, run_parts, stored_records
+
+PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "pillow")
+
+
+@functools.lru_cache(maxsize=4)
+def loaded(path: str, dtype: str = "float32") -> Any:
+    """Loads a model from a directory or a GGUF file; the last four stay in memory."""
+    from models import load
+
+    return load(path, dtype=dtype)
+
+
+def model_path(name: str) -> Path:
+    """Finds a model: a shipped instance, real weights that are installed, or a path.
+
+    Raises:
+      InputError: it is none of these.
+    """
+    from ..real_weights import checkpoint
+    from ..trained import shipped
+
+    return checkpoint(None) if name == "smollm2" else shipped(name)
+
+
+def identity(path: Path) -> str:
+    """Computes a digest of a model's files, which parts of a run are bound to."""
+    digest = hashlib.blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def described(config: RunConfig) -> dict[str, Any]:
+    """Describes what the parts of a run depend on, the models' files among it, of JSON's types.
+
+    Raises:
+      InputError: a model is not found.
+    """
+    models = sorted({model for data in config.data for model in data.models or config.models})
+    data = [
+        {
+            "dataset": data.dataset,
+            "models": list(data.models or config.models),
+            "methods": list(data.methods or config.methods),
+            "probes": list(data.probes),
+            "n": data.n or config.n,
+            "batch": data.batch or config.batch,
+            "settings": dict(data.settings),
+        }
+        for data in config.data
+    ]
+    return {
+        "model": ", ".join(models),
+        "digests": {name: identity(model_path(name)) for name in models},
+        "data": data,
+        "seed": config.seed,
+        "dtype": config.dtype,
+    }
+
+
+def plan(config: RunConfig) -> list[tuple[DataConfig, Any, Run, list[Part]]]:
+    """Lists the parts of every data set of a run.
+
+    Raises:
+      InputError: an unknown data set, probe, method or model.
+    """
+    plans = []
+    for data in config.data:
+        dataset = find_dataset(data.dataset)
+        models = {name: str(model_path(name)) for name in data.models or config.models}
+        methods = data.methods or config.methods
+        run = Run(
+            models, data.probes, methods, data.n or config.n, data.batch or config.batch, config.seed, data.settings
+        )
+        if hasattr(dataset, "parts"):
+            parts = list(dataset.parts(run))
+        else:
+            parts = spliced_parts(dataset, run, config.dtype)
+        plans.append((data, dataset, run, parts))
+    return plans
+
+
+def spliced_parts(dataset: Dataset, run: Run, dtype: str) -> list[Part]:
+    """Lists the parts of a data set of splices: a batch of contexts of one probe, read by one model."""
+    arms = [parse(name) for name in run.methods]
+    probes = run.probes or dataset.probes[:1]
+    if unknown := [probe for probe in probes if probe not in dataset.probes]:
+        raise InputError(f"{dataset.name}.probes: got {unknown[0]!r}; expected some of {', '.join(dataset.probes)}")
+    if not run.methods or run.methods[0] != REFERENCE:
+        raise InputError(f"methods: got {list(run.methods)[:1]}; expected {REFERENCE} first, which others are held to")
+
+    parts = []
+    # Models alternate within a batch of contexts, so that its images are drawn once.
+    for probe in probes:
+        for number in range(-(-run.n // run.batch)):
+            size = min(run.batch, run.n - number * run.batch)
+            for model in run.models:
+                measure = functools.partial(measure_batch, dataset, run, arms, dtype, model, probe, number, size)
+                parts.append(Part(part_key(dataset, probe, model, number), measure, float(size * len(arms))))
+    return parts
+
+
+def part_key(dataset: Any, probe: str, model: str, number: int) -> str:
+    """Names a part."""
+    return f"{dataset.name}.{probe}, {model}, batch {number}"
+
+
+def measure_batch(
+    dataset: Dataset, run: Run, arms: list[Arm], dtype: str, model: str, probe: str, number: int, size: int
+) -> Iterator[Record]:
+    """Measures every arm on one batch of contexts: predictions and KL of all its questions, and what the arm costs."""
+    backbone = loaded(run.models[model], dtype)
+    batch = dataset.batch(backbone, probe, number, size, run.seed)
+    prepared = _prepared(dataset, run, run.models[model], dtype)
+    reference, questions = batch.read(batch.reference), batch.questions
+    valid, tokens = questions.valid, batch.splice.slots.shape[1]
+    clusters = batch.clusters[:, None] + 0 * valid
+    yield {
+        **metrics.answer_record(REFERENCE, reference, reference, valid),
+        "kind": questions.kind[valid].tolist(),
+        "cluster": clusters[valid].tolist(),
+        "answer": questions.answer[valid].tolist(),
+    }
+    behind = int(batch.splice.slots[0, 0])
+    for arm in arms[1:]:
+        splice = batch.asked() if arm.by_question else batch.splice
+        try:
+            repaired = arm.repair(backbone, splice, **prepared.get(arm.method, {}))
+        except KVPatchError as error:
+            # A form of which nothing fits so few bytes, or a method that does not serve this architecture.
+            yield {"arm": arm.name, "unserved": str(error)}
+            continue
+        answers = batch.read_asked(repaired) if arm.by_question else batch.read(repaired.cache, repaired.visible)
+        costs = metrics.cost_shares(repaired, backbone, tokens, behind)
+        yield {**metrics.answer_record(arm.name, answers, reference, valid), "costs": costs}
+
+
+_PREPARED: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+
+
+def _prepared(dataset: Dataset, run: Run, path: str, dtype: str) -> dict[str, dict[str, Any]]:
+    """Fits what methods need ahead, once per model."""
+    prepare = getattr(dataset, "prepare", None)
+    if prepare is None:
+        return {}
+    key = (dataset.name, path, dtype, str(run.seed), *run.methods)
+    if key not in _PREPARED:
+        _PREPARED[key] = prepare(loaded(path, dtype), run)
+    return _PREPARED[key]
+
+
+def rows_of(config: RunConfig, records: Mapping[str, list[Record]]) -> tuple[list[frame.Row], dict[str, str]]:
+    """Makes all rows of finished parts, and says which arms were not served and why.
+
+    Rows do not depend on the order in which parts were finished.
+    """
+    rows: list[frame.Row] = []
+    unserved: dict[str, str] = {}
+    for _, dataset, run, parts in plan(config):
+        keys = [part.key for part in parts if part.key in records]
+        if hasattr(dataset, "rows"):
+            rows += dataset.rows({key: records[key] for key in keys})
+            continue
+        for probe in run.probes or dataset.probes[:1]:
+            for model in run.models:
+                numbers = range(-(-run.n // run.batch))
+                batches = [records.get(part_key(dataset, probe, model, number), []) for number in numbers]
+                flat = [record for batch in batches for record in batch]
+                name = f"{dataset.name}.{probe}"
+                unserved |= {f"{name}, {model}, {line['arm']}": line["unserved"] for line in flat if "unserved" in line}
+                if flat:
+                    rows += metrics.ProbeRecords(flat, dataset.kinds).rows(name, model, config.metrics)
+    if config.seeds and set(config.seeds) <= {row["model"] for row in rows}:
+        rows = [*metrics.mean_rows(rows, config.seeds), *rows]
+    return rows, unserved
+
+
+def run(config: RunConfig, out: Path, shard: Shard = WHOLE, limit: int = 0) -> dict[str, Any] | None:
+    """Measures what a folder lacks of a run, and writes results.json once all parts of all shards are there.
+
+    Returns:
+      The results ({"config", "environment", "rows"}), or None while parts of other shards are missing.
+
+    Raises:
+      InputError: the configuration names what does not exist, or the folder has parts of another one.
+    """
+    plans = plan(config)
+    parts = [part for *_, part_list in plans for part in part_list]
+    seconds = config.seconds or None
+    records = run_parts(out, described(config), parts, shard, limit=limit, threads=config.threads, seconds=seconds)
+    return finish(config, out, records)
+
+
+def run_on_ray(config: RunConfig, out: Path, address: str, shards: int, resources: Mapping[str, Any]) -> Any:
+    """Measures a run as tasks of a Ray cluster, a shard each; every worker sees models and `out` under these paths.
+
+    Args:
+      address: as `ray.init` takes it, or "local": a cluster on this machine for the run.
+      resources: what a task occupies, as `ray.remote` takes it.
+    """
+    from kvpatch_jax.batch import run_shards
+
+    describe = described(config)
+    stored_records(out, describe)
+    task = functools.partial(_ray_shard, config, out.resolve())
+    run_shards(task, shards, address=None if address == "local" else address, resources=resources)
+    return finish(config, out, stored_records(out, describe))
+
+
+def _ray_shard(config: RunConfig, out: Path, index: int, count: int) -> None:
+    parts = [part for *_, part_list in plan(config) for part in part_list]
+    # The worker of a run that was killed may still be ending.
+    run_parts(out, described(config), parts, Shard(index, count), threads=config.threads, patience=60.0)
+
+
+def finish(config: RunConfig, out: Path, records: Mapping[str, list[Record]]) -> dict[str, Any] | None:
+    """Writes results.json where every part is finished; returns the results, or None."""
+    keys = [part.key for *_, parts in plan(config) for part in parts]
+    if set(keys) - set(records):
+        return None
+    rows, unserved = rows_of(config, records)
+    command = shlex.join(["python", "-m", "evals.run", *sys.argv[1:]])
+    told = {**described(config), "name": config.name, "title": config.title, "seeds": list(config.seeds)}
+    results = {
+        "config": {**told, "command": command, "unserved": unserved},
+        "environment": environment(PACKAGES),
+        "rows": rows,
+    }
+    return frame.write_rows(json.loads(json.dumps(results)), out)
