@@ -116,3 +116,39 @@ class Rows:
         """Lists (setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
         found = [(arm.removeprefix(prefix), arm) for arm in self.arms(probe, prefix)]
         return sorted((float(setting), arm) for setting, arm in found if setting.replace(".", "", 1).isdigit())
+
+
+class Lookup:
+    """Rows by (probe, model, arm, metric); what is missing reads as UNDEFINED."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]):
+        self.table: dict[tuple[str, str, str, str], Interval] = {}
+        for row in rows:
+            ends = [row["value"], row.get("low"), row.get("high")]
+            value, low, high = (math.nan if number is None else float(number) for number in ends)
+            key = (row["probe"], row["model"], row["arm"], row["metric"])
+            self.table[key] = Interval(value, low, high, int(row.get("n") or 0))
+
+    @classmethod
+    def read(cls, path: Path) -> "Lookup":
+        """Reads a file of results."""
+        return cls(json.loads(path.read_text())["rows"])
+
+    def get(self, probe: str, model: str, arm: str, metric: str) -> Interval:
+        """Reads a statistic, or UNDEFINED."""
+        return self.table.get((probe, model, arm, metric), UNDEFINED)
+
+    def values(self, column: str, where: Mapping[str, str]) -> list[str]:
+        """Lists the values of a column in rows that agree with `where`, in order of appearance."""
+        names = ("probe", "model", "arm", "metric")
+        place = names.index(column)
+        fixed = [(names.index(name), value) for name, value in where.items() if name in names and name != column]
+        keys = (key for key in self.table if all(key[index] == value for index, value in fixed))
+        return list(dict.fromkeys(key[place] for key in keys))
+
+
+def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """Makes a pandas frame of rows, the eight columns in their order."""
+    import pandas
+
+    return pandas.DataFrame(list(rows), columns=list(COLUMNS))

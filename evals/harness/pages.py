@@ -1,0 +1,233 @@
+"""Tables of pages and reports: one pivot of the rows by a declared spec, one template. Prose is written by people.
+
+`python -m evals.harness.pages` fills the blocks `<!-- name -->` … `<!-- /name -->` of the pages that configurations
+name, from committed rows; `--check` says which would change.
+"""
+
+import base64
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import program
+from .frame import Lookup
+from .tables import markdown_table
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {
+    "re-prefill": "re-prefill",
+    "blind": "blind reuse",
+    "patch": "patch",
+    "first_k": "first tokens (EPIC)",
+    "attention_sink": "attention sink (EPIC)",
+    "cacheblend": "CacheBlend",
+    "kvshare": "KVShare",
+    "vlcache": "VLCache",
+    "infoflow": "InfoFlow KV",
+    "prophetkv": "ProphetKV",
+    "prcr": "PRCR",
+    "quest": "Quest",
+    "quantised": "conditioned KV",
+    "low_rank": "conditioned KV truncated",
+    "shadowkv": "ShadowKV",
+    "layer_reprefill": "upper layers run again",
+    "pooled": "pooled basis",
+    "random_tokens": "random tokens",
+    "oracle_delta": "oracle Δ",
+}
+"""Methods in the words of tables."""
+
+
+def label(arm: str) -> str:
+    """Puts an arm's name in words: "cacheblend.budget=0.15" → "CacheBlend, 15 % of tokens"."""
+    method, *settings = re.split(r"\.(?=[A-Za-z])", arm)
+    words = [NAMES.get(method, method.replace("_", " "))]
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "budget":
+            words.append(f"{100 * float(value):g} % of tokens")
+        elif key == "bytes":
+            words.append(f"{100 * float(value):g} % of the KV's bytes")
+        elif key == "bits":
+            words.append(f"{value} bits")
+        else:
+            words.append(f"{key.replace('_', ' ')} {value}".strip())
+    return ", ".join(words)
+
+
+# -------------------------------------------------------------------------------------------------------- cells
+
+
+def share(value: float) -> str:
+    """Writes a share in per cent, two digits where it is small."""
+    percent = 100 * value
+    if percent == 0 or percent >= 10:
+        return f"{percent:.0f} %"
+    return f"{percent:.0f} %" if percent >= 2 else f"{percent:.1f} %"
+
+
+def _interval(number: Callable[[float], str], row: Any) -> str:
+    if not (math.isfinite(row.low) and math.isfinite(row.high)) or row.low == row.high:
+        return number(row.value)
+    return f"{number(row.value)} ({number(row.low)} to {number(row.high)})"
+
+
+def three(value: float) -> str:
+    """Writes three decimals."""
+    return f"{value:.3f}"
+
+
+def two(value: float) -> str:
+    """Writes two decimals."""
+    return f"{value:.2f}"
+
+
+def nats(value: float) -> str:
+    """Writes two significant digits, as KL and other numbers of several orders of magnitude need."""
+    return f"{value:.2g}"
+
+
+NUMBERS: dict[str, Callable[[float], str]] = {"share": share, "three": three, "two": two, "nats": nats}
+
+
+def cell(row: Any, form: str) -> str:
+    """Writes a statistic: "share", "three", "two" or "nats", with its interval where the form ends in "±"."""
+    number = NUMBERS[form.rstrip("±")]
+    if not math.isfinite(row.value):
+        return "–"
+    return _interval(number, row) if form.endswith("±") else number(row.value)
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Makes a table of rows by its spec.
+
+    Args:
+      lookup: the rows of a run.
+      table: down: "arm", "model", "probe" or "metric", what lines differ in. lines: their values, or [value, label]
+        pairs; left out: all that occur. columns: tables with `head`, and `metric`, `arm`, `probe`, `model` where they
+        differ from the spec's own; `form` as of `cell`. Other keys: the default of each coordinate.
+
+    Returns:
+      The head, and lines of cells; what was not measured is "–", and a line without any number is left out.
+    """
+    down, columns = table.get("down", "arm"), table["columns"]
+    default = {name: table[name] for name in ("probe", "model", "arm", "metric") if name in table}
+    lines = table.get("lines") or lookup.values(down, default)
+    body = []
+    for line in lines:
+        value, words = (line, label(line) if down == "arm" else line) if isinstance(line, str) else line
+        cells = []
+        for column in columns:
+            place = {**default, down: value, **{name: column[name] for name in column if name not in ("head", "form")}}
+            cells.append(cell(lookup.get(**place), column.get("form", table.get("form", "three"))))
+        if set(cells) != {"–"}:
+            body.append([words, *cells])
+    return [table.get("corner", down), *(column["head"] for column in columns)], body
+
+
+def markdown(lookup: Lookup, table: Mapping[str, Any]) -> str:
+    """Makes a table in Markdown."""
+    head, body = pivot(lookup, table)
+    return markdown_table(head, body)
+
+
+def sentence(lookup: Lookup, text: str) -> str:
+    """Fills numbers into a sentence: {{ value("three", arm="blind", metric="accuracy.chain", …) }}."""
+    import jinja2
+
+    def value(form: str, **place: str) -> str:
+        return cell(lookup.get(**place), form)
+
+    return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(value=value)
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Puts content into a page's block. Raises ValueError for a page without it."""
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"page: got no block {name!r}; expected <!-- {name} --> and <!-- /{name} -->")
+    return pattern.sub(lambda match: f"{match[1]}\n{content.strip()}\n\n{match[2]}", text)
+
+
+def filled_pages() -> dict[Path, str]:
+    """Fills every page that a configuration's tables name; returns the texts by path."""
+    from . import config
+
+    pages: dict[Path, str] = {}
+    lookups: dict[Path, Lookup] = {}
+    for name in config.names():
+        for table in config.read_config(name).tables:
+            if "page" not in table:
+                continue
+            source, page = ROOT / table["rows"], ROOT / table["page"]
+            lookup = lookups.setdefault(source, Lookup.read(source)) if source in lookups else Lookup.read(source)
+            lookups[source] = lookup
+            before = sentence(lookup, table["text"]) + "\n\n" if "text" in table else ""
+            text = pages.get(page) or page.read_text()
+            pages[page] = fill(text, table["name"], before + (markdown(lookup, table) if "columns" in table else ""))
+    return pages
+
+
+# ------------------------------------------------------------------------------------------------------ reports
+
+
+def write_report(
+    results: Mapping[str, Any], report: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], out: Path
+) -> Path:
+    """Writes report.html beside results.json: a sentence, pictures, the first table, links to all rows.
+
+    Args:
+      results: {"config", "environment", "rows"}.
+      report: sentence, notes, and `pictures`, the files in `out` that are shown in this order.
+      tables: the specs; the first stands open, the others are folded.
+    """
+    import jinja2
+
+    lookup = Lookup(results["rows"])
+    folder = Path(__file__).with_name("templates")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    pictures = []
+    for name, caption in report.get("pictures", ()):
+        if (out / name).exists():
+            pictures.append((base64.b64encode((out / name).read_bytes()).decode(), caption))
+    pivots = [(table.get("title", ""), *pivot(lookup, table)) for table in tables if "columns" in table]
+    text = environment.get_template("report.html.j2").render(
+        title=results["config"].get("title") or results["config"]["name"],
+        sentence=sentence(lookup, report.get("sentence", "")),
+        notes=report.get("notes", ()),
+        pictures=pictures,
+        tables=[(title, head, body) for title, head, body in pivots if body],
+        config=results["config"],
+        environment=results["environment"],
+        count=len(results["rows"]),
+    )
+    path = out / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def main() -> None:
+    """Fills the pages, or says which are not up to date."""
+    from absl import flags
+
+    stale = [path for path, text in filled_pages().items() if path.read_text() != text]
+    for path in stale:
+        print(path.relative_to(ROOT))
+        if not flags.FLAGS.check:
+            path.write_text(filled_pages()[path])
+    if flags.FLAGS.check and stale:
+        raise SystemExit("error: these pages differ from their rows; expected python -m evals.harness.pages to be run")
+
+
+if __name__ == "__main__":
+    from absl import flags
+
+    flags.DEFINE_boolean("check", False, "change nothing; status 1 where a page differs from its rows")
+    program.start(main)
