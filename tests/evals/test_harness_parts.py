@@ -1,0 +1,109 @@
+"""Runs resume from their parts: after kills, in shards, and never over another run's."""
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from evals.harness.parts import Part, Shard, run_parts, stored_records
+from kvpatch_jax.errors import InputError
+from tests.evals import kill_program
+
+CONFIG, PARTS = kill_program.CONFIG, kill_program.parts()
+EXPECTED = {part.key: list(part.measure()) for part in PARTS}
+
+
+def test_ten_kills_at_random_moments_leave_the_same_records(tmp_path):
+    """Each process is killed; together with a last one they measure every part, and lose or repeat none in a file."""
+    rng = random.Random(7)
+    for _ in range(10):
+        command = [sys.executable, "-m", "tests.evals.kill_program", str(tmp_path), "0", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # Until its first part is there at the latest: most of the time goes into imports.
+        before = len(stored_records(tmp_path, CONFIG))
+        deadline = time.monotonic() + 30
+        while len(stored_records(tmp_path, CONFIG)) == before and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        process.wait()
+    assert 0 < len(stored_records(tmp_path, CONFIG)) <= len(PARTS)
+    assert run_parts(tmp_path, CONFIG, PARTS) == EXPECTED
+
+
+def test_a_line_cut_off_by_a_kill_is_measured_again(tmp_path):
+    run_parts(tmp_path, CONFIG, PARTS, limit=3)
+    file = tmp_path / "parts.jsonl"
+    file.write_bytes(file.read_bytes()[:-7])
+    assert len(stored_records(tmp_path, CONFIG)) == 2
+    assert run_parts(tmp_path, CONFIG, PARTS) == EXPECTED
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_shards_measure_every_part_once(tmp_path, count):
+    measured = []
+
+    def counted(part):
+        def measure():
+            measured.append(part.key)
+            return part.measure()
+
+        return Part(part.key, measure)
+
+    for index in range(count):
+        records = run_parts(tmp_path, CONFIG, [counted(part) for part in PARTS], Shard(index, count))
+    assert {part.key: records[part.key] for part in PARTS} == EXPECTED
+    assert sorted(measured) == sorted(EXPECTED)
+
+
+def test_parts_measured_under_other_shards_are_not_measured_again(tmp_path):
+    run_parts(tmp_path, CONFIG, PARTS, Shard(1, 2))
+    missing = [part for number, part in enumerate(PARTS) if number % 2 == 0]
+    fail = [Part(part.key, pytest.fail) for number, part in enumerate(PARTS) if number % 2]
+    assert run_parts(tmp_path, CONFIG, [*missing, *fail]) == EXPECTED
+
+
+def test_threads_measure_what_one_measures(tmp_path):
+    assert run_parts(tmp_path, CONFIG, PARTS, threads=4) == EXPECTED
+
+
+def test_a_failing_part_keeps_the_finished_ones(tmp_path):
+    broken = Part("broken", lambda: iter([1 / 0]))
+    with pytest.raises(ZeroDivisionError):
+        run_parts(tmp_path, CONFIG, [*PARTS[:4], broken, *PARTS[4:]])
+    finished = set(stored_records(tmp_path, CONFIG))
+    assert {part.key for part in PARTS[:4]} <= finished < set(EXPECTED)
+
+
+@pytest.mark.parametrize("change", [{"model": "other"}, {"seed": 4}, {"n": 64}])
+def test_a_folder_of_another_run_is_refused_and_kept(tmp_path, change):
+    run_parts(tmp_path, CONFIG, PARTS[:2])
+    before = (tmp_path / "parts.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"another .*expected toy|another model"):
+        run_parts(tmp_path, {**CONFIG, **change}, PARTS)
+    assert (tmp_path / "parts.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content", [b"not JSON\n", b'{"config": 1}\n', b'{"config": {"model": "toy", "seed": 3}}\n[]\n']
+)
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path, content):
+    (tmp_path / "parts.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match="parts"):
+        run_parts(tmp_path, CONFIG, PARTS)
+    assert (tmp_path / "parts.jsonl").read_bytes() == content
+
+
+def test_out_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="expected a folder"):
+        run_parts(tmp_path / "file", CONFIG, PARTS)
+
+
+@pytest.mark.parametrize("text", ["2/2", "-1/3", "1", "a/b", "0/0"])
+def test_a_shard_is_an_index_below_its_count(text):
+    with pytest.raises(InputError, match="0 <= index < count"):
+        Shard.of(text)
