@@ -1,0 +1,172 @@
+"""The task as a data set of the harness: batches of contexts whose page is reused behind its sheets.
+
+Every image is prefilled alone from position 0 and served `MOVED` positions further on behind the others, so that sheets
+and page all stand where nothing of them was computed. Axis letters: B contexts, Q questions, T tokens of the page.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import KV
+from kvpatch_jax.core import AnyArray
+from kvpatch_jax.repair import Repaired, SplicedCache
+from models import ModelBackbone
+
+from ..harness import datasets
+from .contexts import SIZES, Contexts, sample
+from .layout import tower_inputs
+from .questions import KINDS, Questions, ask
+from .reading import Answers, image_tokens, place, read, read_rows
+
+MOVED = 37
+ASKED = {"page": 4, "sheet": 4, "chain": 8, "override": 2, "aggregate": 5, "list": 2}
+"""Questions of each context, by kind."""
+QUESTION_TOKENS = 2
+"""Tokens that methods choose by: a list question is the asking word and the first code."""
+
+
+class Probe(NamedTuple):
+    """Contexts of one kind: the name of their size, and whether their faces were never drawn in training."""
+
+    size: str
+    unseen: bool = False
+
+
+PROBES = {"4": Probe("4"), "8": Probe("8"), "16": Probe("16"), "unseen": Probe("4", unseen=True)}
+
+
+@functools.lru_cache(maxsize=4)
+def drawn(drawing: str, probe: Probe, number: int, count: int, seed: int) -> tuple[Contexts, Questions]:
+    """Draws a batch of contexts and what is asked of them."""
+    size = SIZES[probe.size]
+    rng = np.random.default_rng([seed, number, size.sheets])
+    contexts = sample(rng, count, size, unseen=probe.unseen, drawing=drawing)
+    return contexts, ask(contexts, rng, ASKED)
+
+
+@functools.lru_cache(maxsize=4)
+def _inputs(config: Any, settings: Any, *batch: Any) -> dict[str, np.ndarray]:
+    """Renders a batch for a tower, once for all instances of an architecture."""
+    return tower_inputs(config, settings, drawn(*batch)[0])
+
+
+class TaskBatch:
+    """One batch of contexts, prefilled; see `harness.datasets.Batch`.
+
+    Args:
+      arrays: the contexts rendered for the backbone's tower; None: they are rendered here.
+      clusters: numbers of the contexts.
+    """
+
+    def __init__(
+        self,
+        backbone: ModelBackbone,
+        contexts: Contexts,
+        asked: Questions,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        clusters: np.ndarray | None = None,
+    ):
+        self.backbone, self.contexts, self.packed = backbone, contexts, asked
+        self.clusters = np.arange(len(contexts)) if clusters is None else clusters
+        layout, count = backbone.layout, len(contexts)
+        self.prefix, tokens, images = image_tokens(backbone, contexts, arrays)
+
+        # Every image alone; of the page the residuals too, which some methods keep.
+        hidden_at = () if layout.parts else tuple(range(1, layout.layers))
+        alone = [backbone.prefill(image).kv for image in images[:-1]]
+        page = backbone.prefill(images[-1], hidden_at=hidden_at)
+        self.alone = (*alone, page.kv)
+
+        # All of them as one prompt. Of a hybrid a forward per image alone tells the image's own transition.
+        if layout.parts:
+            self.conditioned = tuple(kvp.patching.conditioned(backbone, images))
+        else:
+            kv = backbone.prefill(tokens).kv
+            self.conditioned = tuple(
+                {name: value[:, :, where] for name, value in kv.items()} for where in self.prefix.slices
+            )
+        self.reference = place(layout, self.prefix, self.conditioned, MOVED)
+
+        moved, behind = self.prefix.positions(np.ones((count, self.prefix.chunks), bool), np.full(count, MOVED))
+        self.positions = self.prefix.positions_behind(behind, asked.step)
+        served, where = tokens._replace(positions=jnp.asarray(moved)), self.prefix.page
+        self.splice = SplicedCache(
+            served.take(where.start, where.stop),
+            place(layout, self.prefix, self.alone, MOVED),
+            jnp.asarray(np.broadcast_to(np.arange(where.start, where.stop), (count, where.stop - where.start))),
+            front=served.take(0, where.start),
+            conditioned=self.conditioned[-1],
+            recorded=self.conditioned[-1],
+            hidden=page.hidden if hidden_at else None,
+        )
+
+        expected = asked.answer >= 0
+        valid = np.stack([expected[:, columns].any(axis=1) for columns in asked.columns()], axis=1)
+        kind = np.broadcast_to(asked.kind, valid.shape)
+        self.questions = datasets.Questions(kind, valid, np.ones(valid.shape, int))
+
+    def read(self, cache: KV, visible: Bool[AnyArray, "B S"] | None = None) -> Answers:
+        """Answers every question over one cache per context."""
+        return read(self.backbone, self.packed, self.positions, cache, visible)
+
+    def asked(self) -> SplicedCache:
+        """Returns a splice with a row per question, which sees all of the cache."""
+        first = np.stack([columns[:QUESTION_TOKENS] for columns in self.packed.columns()])
+        count, rows = len(first), len(self.contexts) * len(first)
+        ids, positions = (
+            value[:, first].reshape(rows, QUESTION_TOKENS, *value.shape[2:])
+            for value in (self.packed.ids, self.positions)
+        )
+
+        def repeated(value: Any, axis: int = 0) -> jax.Array:
+            return jnp.repeat(jnp.asarray(value), count, axis=axis)
+
+        cache = {name: repeated(value, 1) for name, value in self.splice.cache.items()}
+        keys = next(iter(cache.values())).shape[2]
+        return SplicedCache(
+            jax.tree.map(repeated, self.splice.tokens),
+            cache,
+            repeated(self.splice.slots),
+            question=self.backbone.embed(ids, positions),
+            seen=jnp.ones((rows, keys), bool),
+        )
+
+    def read_asked(self, repaired: Repaired) -> Answers:
+        """Answers every question over its own row of a repaired cache."""
+        return read_rows(self.backbone, self.packed, self.positions, repaired.cache, repaired.visible)
+
+
+class TaskDataset:
+    """The task in one drawing; see `harness.datasets.Dataset`.
+
+    Attributes:
+      name: of the drawing.
+      kinds: of questions. probes: names of the contexts measured.
+    """
+
+    kinds = KINDS
+
+    def __init__(self, name: str, probes: tuple[str, ...]):
+        self.name, self.probes = name, probes
+
+    def batch(self, backbone: ModelBackbone, probe: str, number: int, size: int, seed: int) -> TaskBatch:
+        """Draws one batch of contexts and prefills what is reused."""
+        batch = (self.name, PROBES[probe], number, size, seed)
+        contexts, questions = drawn(*batch)
+        arrays = _inputs(backbone.config, backbone.image_config, *batch)
+        # Batches are as large as the first, but for the last one: numbers of contexts need only be distinct.
+        clusters = number * 100_000 + np.arange(size)
+        return TaskBatch(backbone, contexts, questions, arrays, clusters)
+
+
+DOCUMENTS = TaskDataset("documents", tuple(PROBES))
+"""Bills, charts and screens set in real faces."""
+PLAIN = TaskDataset("plain", ("4", "8", "16"))
+"""The plain drawing, for instances that were trained on it."""
