@@ -38,8 +38,8 @@ from ..harness.frame import measured_row as interval_row
 from ..harness.frame import without_nan
 from ..harness.parts import add_part, finished_parts
 from ..pretrained.passages import scores
-from ..pretrained.texts import LIBRARY, documentation, library_modules
 from ..real_weights import checkpoint as find_checkpoint
+from ..texts.corpus import LIBRARY, documentation, library_modules
 from .banded_mask import banded_mask, history
 from .benchmark import Benchmark, Row, measured_row
 

@@ -21,7 +21,6 @@ from models import ModelBackbone
 from .. import small_task
 from ..arms.reused_page import KV
 from ..documents_task.dataset import DOCUMENTS_DATASET
-from ..pretrained import texts
 from ..pretrained.passages import Passages, placed
 from ..pretrained.plan import DOMAINS
 from ..sheets_task.dataset import SHEETS_DATASET
@@ -29,6 +28,7 @@ from ..sheets_task.reader import PackedReader, move_page
 from ..sheets_task.task import COLOURS
 from ..small_task import scenes
 from ..small_task.reader import SceneReader
+from ..texts import corpus as texts
 from .versions import MetChunks, PassageVersion, QuestionVersion, mean_embedding
 
 SMALL_QUESTIONS = {"chain": 4, "aggregate": 3}

@@ -16,10 +16,10 @@ from ..datasets import RecordedDataset
 from ..harness import intervals
 from ..harness.frame import Row, measured_row
 from ..harness.parts import TOKENS_PER_SECOND, PlannedPart, make_out
-from ..pretrained import texts
 from ..real_weights import checkpoint
 from ..report.summary import NO_WINDOW
 from ..runner import run_recorded
+from ..texts import corpus as texts
 from ..trained import MAIN, backbone_names, shipped
 from .arms import (
     BASES_ALONE,

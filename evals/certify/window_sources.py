@@ -19,10 +19,10 @@ from kvpatch_jax.errors import ImageError, InputError
 from models import ModelBackbone
 
 from .. import small_task
-from ..pretrained.texts import documentation, library_modules
 from ..probes.window.image_sequence import Image
 from ..probes.window.probe_images import lead_image, of_ids
 from ..small_task import VOCABULARY, scenes, sequences
+from ..texts.corpus import documentation, library_modules
 from .packed_questions import PackedQuestions, packed, questions_of
 from .window_sizes import CertifiedSizes, halves
 

@@ -35,10 +35,10 @@ def model_path(name: str) -> Path:
     Raises:
       InputError: it is none of these.
     """
-    from ..real_weights import checkpoint
+    from ..real_weights import REAL_WEIGHTS, weights_file
     from ..trained import shipped
 
-    return checkpoint(None) if name == "smollm2" else shipped(name)
+    return weights_file(name) if name in REAL_WEIGHTS else shipped(name)
 
 
 def identity(path: Path) -> str:

@@ -14,9 +14,9 @@ from jaxtyping import Int
 from kvpatch_jax.cache import Text
 from kvpatch_jax.errors import InputError
 
-from ..pretrained import texts
 from ..pretrained.behaviour import draw_question
 from ..pretrained.plan import TASKS as QUESTION_TASKS
+from ..texts import corpus as texts
 from .plan import InfoFlowPlan
 from .splits import Parts, fixed_parts, passage_parts
 

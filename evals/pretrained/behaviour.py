@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from kvpatch_jax.cache import Text
 from kvpatch_jax.core import AnyArray
 
+from ..texts.corpus import Document
 from .arms import PassageArms
 from .passages import Passages, placed
 from .plan import TASKS, SuitePlan
-from .texts import Document
 
 Record = dict[str, Any]
 WOMEN = ("Anna", "Maria", "Laura", "Emma", "Julia", "Sarah", "Alice", "Helen")

@@ -19,10 +19,10 @@ import kvpatch_jax as kvp
 from kvpatch_jax import deficit
 
 from ..arms.reused_page import KV, cut, joined
+from ..texts.corpus import Document
 from .arms import COSTS, PassageArms
 from .passages import Passages, placed
 from .plan import SuitePlan
-from .texts import Document
 
 Record = dict[str, Any]
 GREEDY_ARMS = (

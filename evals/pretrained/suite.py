@@ -18,7 +18,8 @@ from ..datasets import RecordedDataset
 from ..harness.parts import TOKENS_PER_SECOND, PlannedPart, make_out
 from ..real_weights import checkpoint
 from ..runner import run_recorded
-from . import behaviour, comparisons, texts
+from ..texts import corpus as texts
+from . import behaviour, comparisons
 from .arms import shares_by_layer
 from .plan import DOMAINS, FULL, QUICK, SuitePart, SuitePlan, parts
 from .report import write_report

@@ -14,10 +14,10 @@ from .. import small_task
 from ..certify.window_sources import LEAD
 from ..datasets import PackedDataset
 from ..documents_task.dataset import DOCUMENTS_DATASET
-from ..pretrained import texts
 from ..probes.window.probe_images import LEAD as LEAD_WORDS
 from ..sheets_task.dataset import SHEETS_DATASET
 from ..small_task import VOCABULARY, scenes
+from ..texts import corpus as texts
 from .visits import PIECES
 
 CHUNK, SCORED = 64, 16

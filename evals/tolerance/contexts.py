@@ -25,13 +25,13 @@ from ..certify.window_sizes import batches_of
 from ..certify.window_sources import SMALL_TASK_QUESTIONS, lead_of
 from ..documents_task.dataset import DOCUMENTS_DATASET
 from ..harness.parts import PlannedPart
-from ..pretrained import texts
 from ..probes.window.image_sequence import Image
 from ..probes.window.probe_images import load_probe_images, of_ids, of_tokens
 from ..sheets_task.dataset import SHEETS_DATASET
 from ..small_task import scenes, sequences
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
 from ..small_task.sequences import QuestionTokens
+from ..texts import corpus as texts
 from ..trained import MAIN
 
 DECODER = "smollm2"

@@ -1,6 +1,7 @@
-"""GGUF files of Llama and Qwen2, read by the package `gguf`: what they say of the model, and their tensors.
+"""GGUF files of Llama, Qwen2 and Gemma 3, read by the package `gguf`: what they say of the model, and their tensors.
 
-Source: llama.cpp's `convert_hf_to_gguf.py` and `gguf-py/gguf/constants.py`, which write these names.
+Source: llama.cpp's `convert_hf_to_gguf.py` and `gguf-py/gguf/constants.py`, which write these names; what Gemma 3's
+files leave out is as llama.cpp's loader has it (`llama-model.cpp`).
 """
 
 import re
@@ -17,8 +18,12 @@ from kvpatch_jax.utils.optional_packages import require
 
 from .source import OpenFile, Slices, TensorInfo, whole_region
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""By llama.cpp's name, which is Hugging Face's model type too."""
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+}
+"""Hugging Face's architecture and model type, by llama.cpp's name."""
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -49,6 +54,18 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_SIZES = {"attention.sliding_window": "sliding_window"}
+_GEMMA_READ = frozenset({"rope.freq_base_swa", "final_logit_softcapping"})
+_GEMMA_LAYER = {
+    **_LAYER,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_GEMMA_27B = 62
+"""Layers of the one Gemma 3 whose attention is scaled by its width over its heads, and not by its heads' width."""
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -117,7 +134,10 @@ class GgufSource:
     def __init__(self, path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: DTypeLike):
         self.origin, self._file, self._dtype = str(path), OpenFile(path), np.dtype(jnp.dtype(dtype))
         self._stored: dict[str, tuple[Any, int]] = {}
-        heads = config["num_attention_heads"]
+        heads, gemma = config["num_attention_heads"], config["model_type"] == "gemma3_text"
+        names = _GEMMA_LAYER if gemma else _LAYER
+        # llama.cpp multiplies by Gemma's norms as they are in the file, Hugging Face by 1 more than its own.
+        self._offset = 1.0 if gemma else 0.0
         # llama.cpp rotates neighbours in Llama, and its files have the rows of a head in that order.
         pairs = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
         for name, tensor in tensors.items():
@@ -130,8 +150,8 @@ class GgufSource:
                 )
             if name in _TOP:
                 self._stored[_TOP[name]] = tensor, 0
-            elif part in _LAYER:
-                self._stored[f"model.layers.{int(layer)}.{_LAYER[part]}.{end}"] = tensor, paired
+            elif part in names:
+                self._stored[f"model.layers.{int(layer)}.{names[part]}.{end}"] = tensor, paired
             elif name != _FACTORS:
                 self._stored[name] = tensor, 0  # unknown, and reported as such
         kind = _DTYPES[self._dtype.name]
@@ -169,7 +189,9 @@ class GgufSource:
         try:
             # Numbers that are not finite are refused by the reader, which knows their tensor.
             with np.errstate(all="ignore"):
-                return quants.dequantize(data, tensor.tensor_type).astype(self._dtype)
+                numbers = quants.dequantize(data, tensor.tensor_type)
+                offset = self._offset if tensor.name.endswith("norm.weight") else 0.0
+                return (numbers - np.float32(offset)).astype(self._dtype)
         except NotImplementedError as error:
             raise WeightsError(
                 f"{self.origin}: got tensor {tensor.name!r} of type {tensor.tensor_type.name}; expected one that the "
@@ -199,7 +221,9 @@ def _read_config(path: str, metadata: Mapping[str, Any], tensors: Mapping[str, A
         raise WeightsError(f"{path}: got no tensor 'token_embd.weight'; expected the embedding")
 
     table = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    known = _READ | set(_SIZES)
+    gemma = name == "gemma3"
+    sizes = {**_SIZES, **_GEMMA_SIZES} if gemma else _SIZES
+    known = _READ | set(sizes) | (_GEMMA_READ if gemma else frozenset())
     for key, value in table.items():
         if key not in known and value not in (0, False, 0.0):
             raise ConfigError(
@@ -208,16 +232,16 @@ def _read_config(path: str, metadata: Mapping[str, Any], tensors: Mapping[str, A
             )
 
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[name]],
-        "model_type": name,
+        "architectures": [ARCHITECTURES[name][0]],
+        "model_type": ARCHITECTURES[name][1],
         "vocab_size": _shape(tensors["token_embd.weight"])[0],
         "rms_norm_eps": _number(path, table, "attention.layer_norm_rms_epsilon"),
         "rope_theta": _number(path, table, "rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
-    config |= {theirs: table.get(ours) for ours, theirs in _SIZES.items() if ours not in _OPTIONAL or ours in table}
+    config |= {theirs: table.get(ours) for ours, theirs in sizes.items() if ours not in _OPTIONAL or ours in table}
     for key, value in config.items():
-        if key in _SIZES.values() and (type(value) is not int or value < 1):
+        if key in sizes.values() and (type(value) is not int or value < 1):
             raise ConfigError(f"{path}: got {key} {value!r}; expected a positive whole number")
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     derived = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim", "vocab_size": "vocab_size"}
@@ -225,6 +249,12 @@ def _read_config(path: str, metadata: Mapping[str, Any], tensors: Mapping[str, A
         if table.get(key, config[theirs]) != config[theirs]:
             raise ConfigError(f"{path}: got {key} {table[key]!r}; expected {config[theirs]}, as its other sizes say")
 
+    if gemma:
+        by_heads = config["num_hidden_layers"] == _GEMMA_27B
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = width // heads if by_heads else config["head_dim"]
+        config["rope_local_base_freq"] = _number(path, table, "rope.freq_base_swa", 10000.0)
+        config["final_logit_softcapping"] = table.get("final_logit_softcapping") or None
     # Qwen2 has the biases always, and says nothing of them.
     if name != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors

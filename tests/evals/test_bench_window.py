@@ -11,7 +11,7 @@ from evals.bench.checkpoints import random_backbone, shape_costs, tiny_config
 from evals.bench.window import break_even
 from evals.bench.window_loop import PrefixCache, divergence
 from evals.bench.window_pretrained import SlideSizes, TextSlides
-from evals.pretrained.texts import documentation
+from evals.texts.corpus import documentation
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.window import Costs
 from models import ModelBackbone

@@ -15,9 +15,9 @@ from evals.pretrained.arms import BUDGET, PassageArms, shares_by_layer
 from evals.pretrained.passages import Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import EVERY_ARM, rows_of
-from evals.pretrained.texts import LICENCES, Document, documents
 from evals.real_weights import checkpoint
 from evals.runner import PARTS
+from evals.texts.corpus import LICENCES, Document, documents
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import cacheblend, fraction_to_count, question_scores
 from models import ModelBackbone

@@ -22,6 +22,14 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_NAMES = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 HEADS, KV_HEADS, WIDTH, HEAD = 4, 2, 32, 8
 BASE: dict[str, Any] = {
@@ -87,13 +95,17 @@ def converted(tensors: Mapping[str, np.ndarray], architecture: str) -> dict[str,
     out: dict[str, np.ndarray] = {}
     for name, value in tensors.items():
         module, end = name.rsplit(".", 1)
+        # Gemma's norms are stored as what they multiply by.
+        if architecture == "gemma3" and module.endswith("norm"):
+            value = value + np.float32(1)
         if module in TOP:
             out[f"{TOP[module]}.{end}"] = value
             continue
         _, _, layer, part = module.split(".", 3)
         if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             value = in_pairs(value, HEADS if part == "self_attn.q_proj" else KV_HEADS)
-        out[f"blk.{layer}.{NAMES[part]}.{end}"] = value
+        names = GEMMA_NAMES if architecture == "gemma3" else NAMES
+        out[f"blk.{layer}.{names[part]}.{end}"] = value
     return out
 
 
@@ -108,6 +120,9 @@ def tiny_tensors(architecture: str, tied: bool = False, bias: bool = False) -> d
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.{name}_layernorm.weight": (WIDTH,) for name in ("input", "post_attention")}
         shapes |= {f"{at}.self_attn.{name}_proj.weight": (size, WIDTH) for name, size in rows.items()}
+        if architecture == "gemma3":
+            shapes |= {f"{at}.{name}_feedforward_layernorm.weight": (WIDTH,) for name in ("pre", "post")}
+            shapes |= {f"{at}.self_attn.{name}_norm.weight": (HEAD,) for name in ("q", "k")}
         if architecture == "qwen2" or bias:
             shapes |= {f"{at}.self_attn.{name}_proj.bias": (rows[name],) for name in ("qkv" if not bias else "qkvo")}
         shapes |= {f"{at}.mlp.{name}_proj.weight": (64, WIDTH) for name in ("gate", "up")}

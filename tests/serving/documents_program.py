@@ -19,8 +19,8 @@ from rig_engine import Engine
 
 import models
 from evals.certify.window_sources import LEAD, PIECE
-from evals.pretrained.texts import SOURCES, documents
 from evals.real_weights import checkpoint
+from evals.texts.corpus import SOURCES, documents
 from kvpatch_jax import Text
 from kvpatch_jax.serving.vllm import ConnectorConfig
 

@@ -15,8 +15,8 @@ import rig_engine
 from rig_engine import Engine, compared
 
 import models
-from evals.pretrained.texts import documents
 from evals.real_weights import checkpoint
+from evals.texts.corpus import documents
 
 CHUNK, QUESTION, STEPS, LIKELY = 96, 24, 16, 20
 DOMAINS = ("prose", "code")

@@ -1,4 +1,4 @@
-"""Text that every machine with the extra `pretrained` has: Python's standard library, and packages beside it.
+"""Text that every machine with Python has: Python's standard library, and packages beside it.
 
 Four domains: *prose* (the language reference that `pydoc` shows, documentation strings), *code* (modules), *tables*
 (data sets, tables of encodings), *transcripts* (sessions of an interpreter: examples with what they printed). Nothing
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from kvpatch_jax.cache import Text
 from kvpatch_jax.errors import InputError
 
 LICENCES = {
@@ -67,7 +66,7 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
     for name, text in SOURCES[domain]():
         if len(text) < 2 * tokens:  # fewer than two characters a token is rare, and none of these texts
             continue
-        ids = np.asarray(backbone.prepare([Text(text[: 12 * most])])["input_ids"])[0][:most].astype(np.int32)
+        ids = np.asarray(backbone.ids(text[: 12 * most]), np.int32)[:most]
         if len(ids) >= tokens:
             read.append(Document(name, domain, ids))
         if len(read) == count:
