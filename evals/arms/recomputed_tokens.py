@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.repair import REPAIRS, RepairBudget, count_of_equal_bytes, fraction_to_count, repair_everywhere
+from kvpatch_jax.repair import METHODS, RepairBudget, count_of_equal_bytes, fraction_to_count, repair_everywhere
 from kvpatch_jax.window import composing_flops
 
 from ..results.costs import ArmCost
@@ -14,14 +14,14 @@ from ..rules import RULES
 from .arm import AlternativeArm, ArmFactory, ArmMaker
 from .reused_page import joined
 
-METHODS = ("first_k", "cacheblend", "oracle_delta")
+TRIED = ("first_k", "cacheblend", "oracle_delta")
 """Repairs that are tried at every budget; `--suite=repairs` tries all."""
 
 
 def token_repair_makers() -> dict[str, ArmMaker]:
     """Lists the published token repairs at every budget: shares of the tokens, and the bytes of a patch."""
     makers: dict[str, ArmMaker] = {}
-    for method in METHODS:
+    for method in TRIED:
         for share in RULES.arms.budgets:
             makers[f"{method}.budget={share:g}"] = functools.partial(make_repaired, method=method, share=share)
         for rank in RULES.arms.byte_ranks:
@@ -59,7 +59,7 @@ def make_repaired(factory: ArmFactory, method: str, share: float = 0.0, rank: in
     else:
         count = fraction_to_count(share, tokens)
 
-    repaired = REPAIRS[method](backbone, splice, RepairBudget(tokens=count))
+    repaired = METHODS[method](backbone, splice, RepairBudget(tokens=count))
 
     # Which tokens come first is known ahead; other methods may choose any token, so all inputs are kept.
     inputs = count if method == "first_k" else None

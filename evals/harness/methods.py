@@ -4,17 +4,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpatch_jax import KVLayout
 from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import METHODS, RepairBudget, Repaired, SplicedCache
+from kvpatch_jax.repair import METHODS, RepairBudget, Repaired, SplicedCache, kv_bytes
 
 REFERENCE, BLIND = "re-prefill", "blind"
 """What every arm is measured against: the reference, and reuse without any repair."""
 QUESTION_METHODS = ("infoflow", "prophetkv", "quest", "prcr")
 """Methods that choose tokens by the question, so that every question has a cache of its own."""
-SERVED_BYTES = 2
-"""Bytes of a number of KV as engines serve it, which every share of bytes is of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +98,3 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def kv_bytes(layout: KVLayout, tokens: int) -> int:
-    """Counts the bytes of a chunk's KV as it is served, a hybrid's transition included."""
-    numbers = 0
-    for channel in layout.channels:
-        numbers += layout.depth(channel.name) * channel.rows_for(tokens) * channel.features
-    return SERVED_BYTES * numbers

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.repair import Repaired
+from kvpatch_jax.repair import Repaired, SplicedCache, kv_bytes, reprefill_flops
 
 from . import intervals
 from .frame import Row, measured_row
 from .intervals import Interval
-from .methods import BLIND, REFERENCE, kv_bytes
+from .methods import BLIND, REFERENCE
 from .parts import Record
 
 ANTECEDENTS = (1, 4, 16)
@@ -36,28 +36,30 @@ def answer_record(arm: str, answers: Any, reference: Any, valid: np.ndarray) -> 
     }
 
 
-def cost_shares(repaired: Repaired, backbone: Any, tokens: int, behind: int) -> dict[str, float]:
+def cost_shares(repaired: Repaired, backbone: Any, splice: SplicedCache) -> dict[str, float]:
     """Computes what an arm costs, as shares of the chunk's served KV bytes and of its re-prefill's FLOPs.
 
     Args:
-      tokens: of the chunk. behind: tokens in front of it where it is reused.
+      splice: that the arm was given.
 
     Returns:
       stored_bytes (for one antecedent), canonical_bytes, input_bytes, shared_bytes, kept.antecedents=N (all that is
-      kept for each of N antecedents), moved_bytes (read for one reuse), serving_flops, forming_flops (forwards before
-      the first reuse).
+      kept for each of N antecedents), moved_bytes (read for one reuse), serving_flops, forming_flops (forwards and
+      factorising before the first reuse).
     """
+    tokens, behind = splice.slots.shape[1], int(splice.slots[0, 0])
     forward, whole = backbone.forward_costs, kv_bytes(backbone.layout, tokens)
     prefill, alone = forward.flops(tokens, behind), forward.flops(tokens)
     size = repaired.bytes
+    forming = alone * bool(size.canonical) + prefill * bool(size.stored) + repaired.forming_flops
     shares = {
         "stored_bytes": size.stored / whole,
         "canonical_bytes": size.canonical / whole,
         "input_bytes": size.inputs / whole,
         "shared_bytes": size.shared / whole,
         "moved_bytes": size.moved / whole,
-        "serving_flops": repaired.flops / prefill,
-        "forming_flops": (alone * bool(size.canonical) + prefill * bool(size.stored)) / prefill,
+        "serving_flops": repaired.flops / reprefill_flops(backbone, splice),
+        "forming_flops": forming / prefill,
     }
     kept = {f"kept.antecedents={count}": size.per_antecedent(count) / whole for count in ANTECEDENTS}
     return {**shares, **kept}

@@ -136,7 +136,7 @@ def measure_batch(
     batch = dataset.batch(backbone, probe, number, size, run.seed)
     prepared = _prepared(dataset, run, run.models[model], dtype)
     reference, questions = batch.read(batch.reference), batch.questions
-    valid, tokens = questions.valid, batch.splice.slots.shape[1]
+    valid = questions.valid
     clusters = batch.clusters[:, None] + 0 * valid
     yield {
         **metrics.answer_record(REFERENCE, reference, reference, valid),
@@ -144,7 +144,6 @@ def measure_batch(
         "cluster": clusters[valid].tolist(),
         "answer": questions.answer[valid].tolist(),
     }
-    behind = int(batch.splice.slots[0, 0])
     for arm in arms[1:]:
         splice = batch.asked() if arm.by_question else batch.splice
         try:
@@ -154,7 +153,7 @@ def measure_batch(
             yield {"arm": arm.name, "unserved": str(error)}
             continue
         answers = batch.read_asked(repaired) if arm.by_question else batch.read(repaired.cache, repaired.visible)
-        costs = metrics.cost_shares(repaired, backbone, tokens, behind)
+        costs = metrics.cost_shares(repaired, backbone, splice)
         yield {**metrics.answer_record(arm.name, answers, reference, valid), "costs": costs}
 
 

@@ -17,8 +17,7 @@ from models import ModelBackbone
 
 from .. import small_task
 from ..arms.reused_page import cut, joined
-from ..repairs.pages import RepairPages
-from ..repairs.suite import QUESTIONS
+from ..repairs.pages import QUESTIONS, RepairPages
 from ..small_task import scenes, task
 from ..small_task.reader import VISIBLE, SceneReader
 from .plan import ASKING, IMAGE_METHODS, RANDOM, SHARE, InfoFlowPlan

@@ -17,7 +17,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import KVLayout
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import REPAIRS, KVPrecision, RepairBudget, fraction_to_count, infoflow_layers, quantised
+from kvpatch_jax.repair import METHODS, KVPrecision, RepairBudget, fraction_to_count, infoflow_layers, quantised
 
 from ..arms.reused_page import cut
 from ..results.costs import METRICS, NUMBER_BITS, ArmCost, ChunkCosts
@@ -193,7 +193,7 @@ def _recomputed(
         splice = splice.replace(question=question.take(max(0, length % QUESTION_STEP if length > 8 else 0), length))
         layers = layout.layers if method == "prophetkv" else infoflow_layers(layout)[-1] + 1
 
-    repaired = REPAIRS[method](context.backbone, splice, budget)
+    repaired = METHODS[method](context.backbone, splice, budget)
     cache = cut({name: np.asarray(value) for name, value in repaired.cache.items()}, slice(context.tokens))
     chosen, costs = np.asarray(repaired.chosen), []
     for number, own in enumerate(_every(context)):
@@ -219,7 +219,9 @@ def _quantised(context: MeasuredContext, question: Tokens) -> ServedContext:
             placed.append(context.placed(number))
             costs.append(own.of_blind())
             continue
-        repaired = quantised(context.backbone, context.piece_splice(number), RepairBudget(share=1.0), bits=BITS)
+        repaired = quantised(
+            context.backbone, context.piece_splice(number), RepairBudget(share=1.0), bits=f"k{BITS}v{BITS}"
+        )
         placed.append(cut({name: np.asarray(value) for name, value in repaired.cache.items()}, slice(piece.length)))
         stored = 8 * KVPrecision(BITS, BITS).nbytes(own.layout, piece.length)
         # Two FLOPs a number: its product with the scale, and the least value added.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 import kvpatch_jax as kvp
 from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.repair import (
-    REPAIRS,
+    METHODS,
     RepairBudget,
     Repaired,
     fraction_to_count,
@@ -153,7 +153,7 @@ class PassageArms:
         if method in CHOSEN:
             cache = CHOSEN[method](self, tokens).cache
         else:
-            cache = REPAIRS[method](self.of.backbone, self.splice, tokens).cache
+            cache = METHODS[method](self.of.backbone, self.splice, tokens).cache
 
         serving = self._flops(count)
         if method in ("cacheblend", "kvshare"):
@@ -261,7 +261,7 @@ CHOSEN: dict[str, Callable[[PassageArms, RepairBudget], Repaired]] = {
     "prophetkv": _prophetkv,
     "random": _random,
 }
-"""Token repairs with this suite's own settings, by arm; the others are `kvpatch_jax.repair.REPAIRS`."""
+"""Token repairs with this suite's own settings, by arm; the others are `kvpatch_jax.repair.METHODS`."""
 
 
 def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:

@@ -18,6 +18,8 @@ from ..small_task.reader import VISIBLE, SceneReader
 from ..small_task.scenes import Answers
 from ..small_task.sequences import QUESTION_TOKENS
 
+QUESTIONS = {"page": 2, "legend": 2, "chain": 4, "aggregate": 3, "override": 1}
+
 
 class RepairPages:
     """Splices of a scene's page, and how its questions are read from what repairs leave.

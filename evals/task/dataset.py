@@ -15,7 +15,7 @@ from jaxtyping import Bool
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import KV
-from kvpatch_jax.core import AnyArray
+from kvpatch_jax.core import AnyArray, fold, transition_of
 from kvpatch_jax.repair import Repaired, SplicedCache
 from models import ModelBackbone
 
@@ -105,6 +105,8 @@ class TaskBatch:
             conditioned=self.conditioned[-1],
             recorded=self.conditioned[-1],
             hidden=page.hidden if hidden_at else None,
+            canonical=page.kv,
+            before=fold([transition_of(kv) for kv in self.alone[:-1]]) if layout.parts else None,
         )
 
         expected = asked.answer >= 0

@@ -183,19 +183,19 @@ def form_in_basis(
 ) -> Patch:
     """Forms the patch of a chunk in a shared basis: coefficients of KV(B|A) − KV(B|∅), without directions of its own.
 
-    It is applied like any other patch. `Patch.nbytes` leaves out the basis, which the metadata names.
+    It is applied like any other patch. `Patch.nbytes` leaves out the basis, which the metadata names. The patch of a
+    batch of chunks has the basis once for each of them.
 
     Args:
       chunk, conditioned, antecedent, layers, dtype: as in `form_patch`; dtype is that of the coefficients.
       rank: how many of the directions, the strongest first; None for all.
 
     Raises:
-      PatchMismatchError: a basis of another backbone or layout. RankError: a rank below 1. ShapeError: a batch of
-      chunks. Else as `form_patch`.
+      PatchMismatchError: a basis of another backbone or layout. RankError: a rank below 1. Else as `form_patch`.
     """
     check_conditioned(chunk, conditioned)
     behind = antecedent_of(antecedent)
-    _check_one(basis, chunk)
+    _check_same_model(basis.backbone, basis.layout, chunk)
     if rank is not None and rank < 1:
         raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
 
@@ -207,17 +207,13 @@ def form_in_basis(
         # Directions are orthonormal, so the best coefficients are products with them: no factorisation.
         v = jnp.asarray(basis.rows(name, kept, have if rank is None else min(rank, have)))
         flat = ops.flatten_heads(delta[name])[np.asarray(kept)]
-        u = jnp.einsum("ltf,lmf->ltm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        u = jnp.einsum("l...tf,lmf->l...tm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        if chunk.batch is not None:
+            v = jnp.broadcast_to(v[:, None], (len(v), chunk.batch, *v.shape[1:]))
         factors[name] = (ops.stored(u, factor_dtype(chunk, dtype), -2), v)
 
     metadata = metadata_of(chunk, "canonical", behind, layers=kept, basis=basis.digest)
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
-
-
-def _check_one(basis: Basis, chunk: Chunk) -> None:
-    _check_same_model(basis.backbone, basis.layout, chunk)
-    if chunk.batch is not None:
-        raise ShapeError(f"basis: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
 
 
 def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:

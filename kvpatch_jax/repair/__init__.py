@@ -1,27 +1,18 @@
-"""Published methods of repairing a spliced cache, all of one signature: `repair(backbone, splice, budget) -> Repaired`.
+"""Methods of reuse, all of one signature: `method(backbone, splice, budget, **settings) -> Repaired`.
 
-They work on identical KV and say what they cost: token-layers, bytes stored and moved, and the FLOPs of their trace.
-`REPAIRS` lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
+They work on identical KV and say what they cost: token-layers, bytes stored and moved, and FLOPs of serving. `METHODS`
+lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
 """
 
 from .attention_scores import READINGS as READINGS
 from .attention_scores import Reading as Reading
 from .attention_scores import attention_scores as attention_scores
-from .catalogue import METHODS as METHODS
-from .catalogue import REPAIRS as REPAIRS
-from .catalogue import SHARED_FORMS as SHARED_FORMS
-from .catalogue import STORED_FORMS as STORED_FORMS
-from .catalogue import TOKEN_REPAIRS as TOKEN_REPAIRS
 from .deviation import attention_shift as attention_shift
 from .deviation import cacheblend as cacheblend
 from .deviation import cacheblend_gradual as cacheblend_gradual
 from .deviation import kvshare as kvshare
 from .deviation import oracle_delta as oracle_delta
 from .deviation import random_tokens as random_tokens
-from .encoded_corrections import block_differences as block_differences
-from .encoded_corrections import encoded_deficit as encoded_deficit
-from .encoded_corrections import encoded_patch as encoded_patch
-from .encoded_corrections import patch_bytes as patch_bytes
 from .entropy_coding import cachegen as cachegen
 from .entropy_coding import coded_bytes as coded_bytes
 from .entropy_coding import decode_differences as decode_differences
@@ -31,6 +22,10 @@ from .keys import scaled_queries as scaled_queries
 from .leading_tokens import attention_sink as attention_sink
 from .leading_tokens import first_k as first_k
 from .leading_tokens import vlcache as vlcache
+from .methods import METHODS as METHODS
+from .patches import patch as patch
+from .patches import patch_bytes as patch_bytes
+from .patches import pooled as pooled
 from .positions import Geometry as Geometry
 from .positions import chunk_scores as chunk_scores
 from .positions import placed_for_scoring as placed_for_scoring
@@ -60,10 +55,11 @@ from .references import full_reprefill as full_reprefill
 from .references import joined_tokens as joined_tokens
 from .references import layer_reprefill as layer_reprefill
 from .references import prefix_caching as prefix_caching
+from .references import reprefill_flops as reprefill_flops
 from .repair_budget import RepairBudget as RepairBudget
 from .repair_budget import count_of_equal_bytes as count_of_equal_bytes
 from .repair_budget import fraction_to_count as fraction_to_count
-from .repair_budget import rank_of_bytes as rank_of_bytes
+from .repair_budget import kv_bytes as kv_bytes
 from .rounding_error import gear as gear
 from .schedules import RATIOS as RATIOS
 from .schedules import behind_substitute as behind_substitute
@@ -74,10 +70,10 @@ from .schedules import logit_error as logit_error
 from .schedules import recomputed_sensitivity as recomputed_sensitivity
 from .shared_forms import anchor_weights as anchor_weights
 from .shared_forms import anchored as anchored
-from .shared_forms import averaged as averaged
 from .shared_forms import joint_pair as joint_pair
+from .sparse_differences import block_differences as block_differences
+from .spliced_cache import Method as Method
 from .spliced_cache import OtherAntecedent as OtherAntecedent
-from .spliced_cache import Repair as Repair
 from .spliced_cache import RepairBytes as RepairBytes
 from .spliced_cache import Repaired as Repaired
 from .spliced_cache import SplicedCache as SplicedCache
@@ -87,11 +83,8 @@ from .spliced_cache import largest as largest
 from .spliced_cache import live_tokens as live_tokens
 from .spliced_cache import pooled_embedding as pooled_embedding
 from .spliced_cache import read_slots as read_slots
-from .stored_forms import kv_adaquant as kv_adaquant
 from .stored_forms import low_rank as low_rank
-from .stored_forms import patched as patched
-from .stored_forms import polykv as polykv
 from .stored_forms import quantised as quantised
 from .stored_forms import shadowkv as shadowkv
-from .stored_forms import sixteen_bits as sixteen_bits
 from .stored_kv import KVPrecision as KVPrecision
+from .stored_kv import Precision as Precision

@@ -15,9 +15,8 @@ from ..backbone import Backbone
 from ..core import PackedArray, unpack
 from ..core.encoding import GROUP
 from ..errors import InputError
-from .encoded_corrections import RECORDED
 from .repair_budget import RepairBudget
-from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, required, with_flops
+from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, recorded_of, with_flops
 from .stored_kv import allowed_bytes, array_bytes, encode_rows, phase_free_written
 
 ANCHOR_GROUP = 10
@@ -81,7 +80,7 @@ def cachegen(
     """
     layout = backbone.layout
     allowed = allowed_bytes(layout, splice, budget, "cachegen")
-    recorded = required(splice, "recorded", "cachegen", RECORDED)
+    recorded = recorded_of(splice, "cachegen")
     numbers = ratios if step is None else (*ratios, step)
     if not ratios or min(numbers) <= 0 or group < 1:
         found = f"step {step}, ratios {ratios}, group {group}"
@@ -111,7 +110,8 @@ def cachegen(
         kv = {name: decode_differences(channel, steps, group) for name, channel in channels.items()}
         return phase_free_written(layout, own, kv, bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("cachegen", step, group, ratios, tables))
+    decoding = 2 * layout.numbers * splice.slots.shape[1]
+    return with_flops(serve(splice), serve, splice, backbone, ("cachegen", step, group, ratios, tables), decoding)
 
 
 def _smallest_step(fits: Callable[[float], bool]) -> float | None:

@@ -1,20 +1,29 @@
 """Repairs that recompute the first tokens of every chunk: EPIC and MPIC, attention sinks, VLCache's schedules."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone
+from ..core import fold, to_engine, transition_of
+from ..errors import InputError
 from .recomputation import repair_by_layer
 from .references import all_tokens
-from .repair_budget import RepairBudget
+from .repair_budget import RepairBudget, kv_bytes
 from .spliced_cache import (
     Repaired,
     SplicedCache,
+    blind_bytes,
     check_splice,
     counted,
-    kv_itemsize,
+    input_bytes,
     recompute_bytes,
+    required,
     untouched,
 )
+from .stored_kv import engine_written
 
 SINK_TOKENS = 4
 """Tokens that StreamingLLM (Xiao et al. 2024) keeps as attention sinks."""
@@ -28,6 +37,9 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | flo
     multimodal form MPIC-k (Zhao et al. 2025, section 4.2): k tokens at the beginning of each image, and all new text,
     in one forward.
 
+    Of a hybrid model the first tokens of one chunk run behind what precedes it, and the others stay as they are
+    behind the first ones alone, with a transition of their own, which is kept beside the canonical's.
+
     Args:
       budget: `tokens` is k, of each chunk (shorter ones are recomputed whole); a share is of each chunk.
 
@@ -38,7 +50,43 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | flo
       InputError: the budget is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the
         backbone.
     """
+    if backbone.layout.parts:
+        return _first_of_hybrid(backbone, splice, RepairBudget.of(budget))
     return _first(backbone, splice, RepairBudget.of(budget), "first_k")
+
+
+def _first_of_hybrid(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
+    """Runs the first tokens of a hybrid's chunk in context, and composes what the others leave alone behind them."""
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    check_splice(layout, splice, hybrid=True)
+    count = budget.count(layout, tokens, "first_k")
+    if splice.chunks is not None or splice.length is not None:
+        raise InputError("first_k: got chunks or padding of a hybrid model; expected one whole chunk")
+    if count == 0:
+        return untouched(layout, splice)
+    before = required(splice, "before", "first_k", "the transition of what precedes the chunk")
+
+    # The canonical in two pieces: the rest is prefilled behind the first tokens alone.
+    alone = splice.tokens._replace(positions=splice.tokens.positions - splice.tokens.positions.min(1, keepdims=True))
+    first, rest = alone.take(0, count), alone.take(count, tokens)
+    ahead = dict(to_engine(layout, backbone.prefill(first).kv, first.positions, 0))
+    stay = backbone.prefill(rest, ahead).kv if count < tokens else None
+
+    begin = int(splice.slots[0, 0])
+    rows = {channel.name: splice.cache[channel.name][:, :, :begin] for channel in layout.token_channels}
+    moved = splice.tokens.take(0, count)
+    again = dict(to_engine(layout, backbone.prefill(moved, {**rows, **before}).kv, moved.positions, 0))
+    pieces = [again]
+    if stay is not None:
+        pieces.append(dict(to_engine(layout, stay, splice.tokens.take(count, tokens).positions, 0)))
+    values = {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in rows}
+    values |= fold([transition_of(piece) for piece in pieces])
+    transition = kv_bytes(layout, 0) if stay is not None else 0
+    kept = blind_bytes(layout, splice)
+    inputs = input_bytes(splice) * count + transition
+    bytes = kept._replace(inputs=inputs, moved=kept.moved + inputs - kv_bytes(layout, count))
+    chosen = jnp.broadcast_to(np.arange(tokens) < count, (layout.layers, *splice.slots.shape))
+    return dataclasses.replace(engine_written(layout, splice, values, bytes), chosen=chosen)
 
 
 @counted
@@ -58,18 +106,32 @@ def attention_sink(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
 
 @counted
-def vlcache(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+def vlcache(
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    schedules: Mapping[float, Sequence[float]] | None = None,
+) -> Repaired:
     """Recomputes the first tokens of every chunk in context, with a share for each layer.
 
     Tokens that a layer does not need are dropped below it: regions of computation are contiguous, and shrink with
-    depth. Source: VLCache (Qin et al. 2025, section 4), with a schedule its dynamic ratio (`schedules` computes it),
-    with one share its static ratio. As there, ⌊share · T⌋ tokens of a chunk of T.
+    depth. Source: VLCache (Qin et al. 2025, section 4), with a schedule its dynamic ratio (`greedy_schedule` computes
+    it), with one share its static ratio. As there, ⌊share · T⌋ tokens of a chunk of T.
+
+    Args:
+      schedules: shares by layer in place of a share of all layers, by that share; None: none.
 
     Raises:
-      InputError: the budget is out of range, is not one share per layer, or increases with depth. ShapeError,
-        LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: the budget is out of range, is not one share per layer, or increases with depth; there are schedules,
+        and none of the budget's share. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
-    return _first(backbone, splice, RepairBudget.of(budget), "vlcache", floor=True)
+    budget = RepairBudget.of(budget)
+    if schedules is not None:
+        if budget.share is None or budget.share not in schedules:
+            raise InputError(f"vlcache.budget: got {budget}; expected a share of {sorted(schedules)}")
+        budget = RepairBudget(by_layer=tuple(schedules[budget.share]))
+    return _first(backbone, splice, budget, "vlcache", floor=True)
 
 
 def _first(
@@ -84,11 +146,11 @@ def _first(
         own = _per_chunk(budget, size, splice)
         if floor and budget.kv_bytes is None and budget.tokens is None:
             shares = budget.by_layer if budget.by_layer is not None else (budget.share,) * layers
-            budget.counts(layout, size, 1, method)
+            budget.counts(layout, size, method)
             # A product such as .29 · 100 lies just below the whole number that is meant.
             by_chunk.append([int(share * size + 1e-9) for share in shares if share is not None])
         else:
-            by_chunk.append(list(own.counts(layout, size, kv_itemsize(splice), method)))
+            by_chunk.append(list(own.counts(layout, size, method)))
 
     new = np.flatnonzero(splice.new_text())
     counts = tuple(len(new) + sum(column) for column in zip(*by_chunk, strict=True))

@@ -105,7 +105,7 @@ def two_step_reuse(
         the splice does not match the backbone.
     """
     _check_prompt(backbone, splice, "two_step_reuse")
-    if any(RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, 1, "two_step_reuse")):
+    if any(RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, "two_step_reuse")):
         raise InputError(f"two_step_reuse.budget: got {budget}; expected 0")
 
     new, layers = splice.new_text(), backbone.layout.layers

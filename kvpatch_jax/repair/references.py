@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone, Tokens
+from ..core import split_transition, to_engine
 from ..errors import InputError
 from .recomputation import repair_everywhere
-from .repair_budget import RepairBudget, fraction_to_count
+from .repair_budget import NUMBER_BYTES, RepairBudget, fraction_to_count, kv_bytes
 from .spliced_cache import (
     RepairBytes,
     Repaired,
@@ -20,8 +21,9 @@ from .spliced_cache import (
     input_bytes,
     live_tokens,
     required,
-    token_layer_bytes,
     untouched,
+    with_flops,
+    write_slots,
 )
 
 NOTHING, ALL = RepairBudget(tokens=0), RepairBudget(share=1.0)
@@ -36,8 +38,8 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float
     Raises:
       InputError: the budget is not 0. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
-    check_splice(backbone.layout, splice)
-    counts = RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, 1, "blind")
+    check_splice(backbone.layout, splice, hybrid=True)
+    counts = RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, "blind")
     if any(counts):
         raise InputError(f"blind.budget: got {budget}; expected 0")
 
@@ -48,10 +50,12 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float
 def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = ALL) -> Repaired:
     """Recomputes everything, with nothing kept: the tower, what precedes the chunk, and the chunk.
 
-    `splice.front` and `splice.tower_flops` say how much that is; where they are not given, it is the chunk alone.
+    `splice.front` and `splice.tower_flops` say how much that is; where they are not given, it is the chunk alone. Of a
+    hybrid model everything is prefilled, from `splice.front` on.
 
     Raises:
-      InputError: the budget is not all tokens. ShapeError, LayoutError, DtypeError: the splice does not match.
+      InputError: the budget is not all tokens, or a hybrid's splice has no front. ShapeError, LayoutError, DtypeError:
+        the splice does not match.
     """
     repaired = _reprefill(backbone, splice, budget, "full_reprefill", RepairBytes())
     return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
@@ -83,13 +87,34 @@ def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
     first, last = splice.parts[0] if splice.chunks is not None else (0, 0)
     kept = last if first == 0 else 0
     index = all_tokens(splice, np.arange(kept, splice.slots.shape[1]))
-    unit = token_layer_bytes(backbone.layout, splice) * backbone.layout.layers * kept
+    unit = kv_bytes(backbone.layout, kept)
     repaired = repair_everywhere(backbone, splice, index, RepairBytes(canonical=unit, moved=unit))
     return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
 
 
+def reprefill_flops(backbone: Backbone, splice: SplicedCache) -> float:
+    """Counts the FLOPs of running one row's tokens again where they are, as `Repaired.flops` does; none are run.
+
+    Of a hybrid model, which runs no single tokens, those of a prefill behind what precedes the chunk.
+    """
+    if backbone.layout.parts:
+        return backbone.forward_costs.flops(splice.slots.shape[1], int(splice.slots[0, 0]))
+    nothing = untouched(backbone.layout, splice)
+    everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
+    counting = with_flops(
+        dataclasses.replace(nothing, bytes=RepairBytes()),
+        lambda own: repair_everywhere(backbone, own, everything).cache,
+        splice,
+        backbone,
+        "reprefill",
+    )
+    return counting.flops
+
+
 @counted
-def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+def layer_reprefill(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = 1.0, *, boundary: int | None = None
+) -> Repaired:
     """Recomputes the deep layers of all tokens in context, from the residual that entered the lowest of them alone.
 
     Layers below keep the canonical's KV; of the layers above no KV is kept, but the residual. Kamera App. C.3, Table 8
@@ -97,10 +122,11 @@ def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudg
 
     Args:
       splice: of one chunk, with `hidden` at the boundary layer.
+      boundary: the lowest layer that is run again, in place of the budget's.
 
     Raises:
-      InputError: the budget is no share, the splice is a whole prompt, or has no residual at the boundary. ShapeError,
-        LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: the budget is no share, the boundary is no layer, the splice is a whole prompt, or has no residual at
+        the boundary. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
     layout = backbone.layout
     check_splice(layout, splice)
@@ -108,7 +134,10 @@ def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudg
     if share is None or splice.chunks is not None:
         found = f"{budget} and chunks {splice.chunks}"
         raise InputError(f"layer_reprefill: got {found}; expected a share of the layers, and a splice of one chunk")
-    boundary = layout.layers - fraction_to_count(share, layout.layers)
+    if boundary is None:
+        boundary = layout.layers - fraction_to_count(share, layout.layers)
+    if not 0 <= boundary <= layout.layers:
+        raise InputError(f"layer_reprefill.boundary: got {boundary}; expected 0 to {layout.layers}")
     if boundary == layout.layers:
         return untouched(layout, splice)
 
@@ -132,9 +161,11 @@ def layer_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudg
         jnp.zeros((live.shape[0], 0), jnp.int32),
         start_layer=boundary,
     )
-    lower = token_layer_bytes(layout, splice) * splice.cached_count * boundary
-    numbers = splice.cached_count * residual.shape[-1] * jnp.result_type(residual).itemsize
-    return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=numbers, moved=lower + numbers))
+    lower = kv_bytes(layout, splice.cached_count) // layout.layers * boundary
+    # Embeddings come with what layers take of them deeper; a residual has taken it.
+    unit = input_bytes(splice) if boundary == 0 else NUMBER_BYTES * residual.shape[-1]
+    kept = unit * splice.cached_count
+    return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=kept, moved=lower + kept))
 
 
 def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
@@ -150,8 +181,10 @@ def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:
     return jax.device_put(np.broadcast_to(tokens.astype(np.int32), (splice.slots.shape[0], len(tokens))))
 
 
-def _check_all(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str) -> None:
-    check_splice(backbone.layout, splice)
+def _check_all(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str, hybrid: bool = False
+) -> None:
+    check_splice(backbone.layout, splice, hybrid=hybrid)
     budget = RepairBudget.of(budget)
     if budget.share != 1.0 and budget.tokens != splice.cached_count:
         raise InputError(f"{method}.budget: got {budget}; expected all tokens, RepairBudget(share=1.0)")
@@ -161,7 +194,10 @@ def _reprefill(
     backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str, bytes: RepairBytes
 ) -> Repaired:
     """Recomputes all tokens, those in front of them too where the splice has them."""
-    _check_all(backbone, splice, budget, method)
+    layout = backbone.layout
+    _check_all(backbone, splice, budget, method, hybrid=bool(layout.parts))
+    if layout.parts:
+        return _prefilled(backbone, splice, method, bytes)
     everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
     if splice.front is None:
         return repair_everywhere(backbone, splice, everything, bytes)
@@ -176,13 +212,26 @@ def _reprefill(
     keep = None
     if splice.length is not None:
         live = jnp.pad(live_tokens(splice), ((0, 0), (P, 0)), constant_values=True)
-        keep = jnp.broadcast_to(live, (backbone.layout.layers, *live.shape))
+        keep = jnp.broadcast_to(live, (layout.layers, *live.shape))
 
     tokens = joined_tokens(splice.front, splice.tokens)
     none = jnp.zeros((rows, 0), jnp.int32)
     cache = backbone.recompute(tokens, splice.cache, slots, keep, mask, none).cache
-    chosen = jnp.broadcast_to(live_tokens(splice), (backbone.layout.layers, *splice.slots.shape))
+    chosen = jnp.broadcast_to(live_tokens(splice), (layout.layers, *splice.slots.shape))
     return Repaired(dict(cache), chosen, bytes)
+
+
+def _prefilled(backbone: Backbone, splice: SplicedCache, method: str, bytes: RepairBytes) -> Repaired:
+    """Prefills a hybrid's whole sequence, whose cache has one transition of all its tokens."""
+    front = required(splice, "front", method, "the tokens in front of a hybrid model's chunk, in the first slots")
+    tokens, (rows, before) = joined_tokens(front, splice.tokens), front.embeddings.shape[:2]
+    kv = dict(to_engine(backbone.layout, backbone.prefill(tokens).kv, tokens.positions, 0))
+    values, transition = split_transition(kv)
+    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
+    cache = {name: splice.cache[name] for name in values}
+    cache = write_slots(cache, slots, values, jnp.ones(slots.shape, bool))
+    chosen = jnp.ones((backbone.layout.layers, *splice.slots.shape), bool)
+    return Repaired({**cache, **(transition or {})}, chosen, bytes)
 
 
 def joined_tokens(*parts: Tokens) -> Tokens:

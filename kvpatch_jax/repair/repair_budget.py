@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from ..core import KVLayout
 from ..errors import InputError, RankError
 
+NUMBER_BYTES = 2
+"""Bytes of a number of KV, of factors and of embeddings, as they are served: in 16 bits, whatever dtype computes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RepairBudget:
@@ -58,8 +61,8 @@ class RepairBudget:
             raise InputError(f"budget: got {budget!r}; expected a RepairBudget, or a float: a share of the tokens")
         return cls(share=budget)
 
-    def count(self, layout: KVLayout, tokens: int, itemsize: int, what: str) -> int:
-        """Computes one number of tokens for all layers, out of `tokens` whose numbers take `itemsize` bytes.
+    def count(self, layout: KVLayout, tokens: int, what: str) -> int:
+        """Computes one number of tokens for all layers, out of `tokens`.
 
         Raises:
           InputError: it is a schedule by layer, or more than all tokens; the message begins with `what`.
@@ -69,22 +72,21 @@ class RepairBudget:
         if self.share is not None:
             return fraction_to_count(self.share, tokens)
         if self.kv_bytes is not None:
-            per_token = itemsize * layout.layers * sum(channel.features for channel in layout.channels)
-            return min(tokens, self.kv_bytes // per_token)
+            return min(tokens, self.kv_bytes // (NUMBER_BYTES * layout.numbers))
 
         assert self.tokens is not None
         if self.tokens > tokens:
             raise InputError(f"{what}.budget: got {self.tokens} tokens; expected 0 to the {tokens} that are cached")
         return self.tokens
 
-    def counts(self, layout: KVLayout, tokens: int, itemsize: int, what: str) -> tuple[int, ...]:
+    def counts(self, layout: KVLayout, tokens: int, what: str) -> tuple[int, ...]:
         """Computes a number of tokens for each layer; see `count`.
 
         Raises:
           InputError: a schedule of another number of layers, or as `count`.
         """
         if self.by_layer is None:
-            return (self.count(layout, tokens, itemsize, what),) * layout.layers
+            return (self.count(layout, tokens, what),) * layout.layers
         check_schedule(self.by_layer, layout.layers, f"{what}.budget")
         return tuple(fraction_to_count(share, tokens) for share in self.by_layer)
 
@@ -115,6 +117,11 @@ def fraction_to_count(fraction: float, tokens: int) -> int:
         raise InputError(f"fraction: got {fraction} of {tokens} tokens; expected 0 to 1 of 0 tokens or more")
     # `round` would take halves to the even number.
     return int(fraction * tokens + 0.5)
+
+
+def kv_bytes(layout: KVLayout, tokens: int) -> int:
+    """Counts the bytes of some tokens' KV as it is served, and of a hybrid's transition once."""
+    return NUMBER_BYTES * (layout.numbers * tokens + layout.transition_numbers)
 
 
 def patch_numbers(layout: KVLayout, rank: int | Mapping[str, int], tokens: int) -> int:
@@ -153,12 +160,3 @@ def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens
     # Layers are the same factor on both sides, and left out.
     numbers = patch_numbers(layout, rank, tokens)
     return int(numbers / sum(channel.features for channel in layout.channels) + 0.5)
-
-
-def rank_of_bytes(layout: KVLayout, kv_bytes: int, tokens: int, itemsize: int = 2) -> int:
-    """Computes the largest rank of all channels whose patch takes at most these bytes; 0 if none does."""
-    highest = max(min(tokens, channel.features) for channel in layout.channels)
-    rank = 0
-    while rank < highest and itemsize * layout.layers * patch_numbers(layout, rank + 1, tokens) <= kv_bytes:
-        rank += 1
-    return rank

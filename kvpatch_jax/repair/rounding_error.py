@@ -12,9 +12,8 @@ from ..backbone import KV, Backbone
 from ..core import flatten_heads
 from ..core.encoding import BITS, GROUP
 from ..errors import InputError, RankError
-from .encoded_corrections import RECORDED
 from .repair_budget import RepairBudget
-from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, required, with_flops
+from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, recorded_of, with_flops
 from .stored_kv import (
     Axes,
     KVPrecision,
@@ -60,7 +59,7 @@ def gear(
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "gear")
-    recorded = required(splice, "recorded", "gear", RECORDED)
+    recorded = recorded_of(splice, "gear")
     if not 0 <= outliers <= 0.5:
         raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
     highest = min(min(tokens, channel.width) for channel in layout.channels)
@@ -99,7 +98,9 @@ def gear(
     def serve(own: SplicedCache) -> Repaired:
         return phase_free_written(layout, own, _gear_sum(decode_kv_rows(dense), factors, sparse), bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("gear", precision, rank, outliers))
+    return with_flops(
+        serve(splice), serve, splice, backbone, ("gear", precision, rank, outliers), 2 * layout.numbers * tokens
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "count"))

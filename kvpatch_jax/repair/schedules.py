@@ -241,7 +241,7 @@ def layer_sensitivity(
     """
     check_splice(layout, splice)
     for count in counts:
-        RepairBudget(tokens=count).count(layout, splice.cached_count, 1, "layer_sensitivity")
+        RepairBudget(tokens=count).count(layout, splice.cached_count, "layer_sensitivity")
     conditioned = required(splice, "conditioned", "layer_sensitivity", "the chunk's phase-free KV in context")
     if blocks is not None and (blocks < 1 or layout.layers % blocks):
         raise InputError(f"layer_sensitivity.blocks: got {blocks}; expected a divisor of {layout.layers} layers")

@@ -11,7 +11,6 @@ from ..backbone import KV, Backbone
 from ..core import to_engine, to_phase_free
 from ..core.encoding import BITS
 from ..errors import InputError
-from .encoded_corrections import RECORDED, Encoding
 from .repair_budget import RepairBudget
 from .spliced_cache import (
     AnyArray,
@@ -19,17 +18,19 @@ from .spliced_cache import (
     Repaired,
     SplicedCache,
     pooled_embedding,
+    recorded_of,
     required,
+    rotation_flops,
     with_flops,
     write_slots,
 )
 from .stored_kv import (
     WHOLE,
     KVPrecision,
+    Precision,
     allowed_bytes,
     decode_kv_rows,
     encode_kv_rows,
-    mean_kv,
     most_bits,
     others_of,
     phase_free_written,
@@ -37,55 +38,13 @@ from .stored_kv import (
 )
 
 
-def averaged(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float,
-    *,
-    precision: KVPrecision | str | int | None = None,
-    own: bool = True,
-) -> Repaired:
-    """Serves the mean of the chunk's KV over its antecedents, one copy in few bits in place of every version.
-
-    The twin of a patch over orderings (Kamera §5): averaged KV itself, with no canonical. It has no published source.
-
-    Args:
-      budget: bytes of the copy, which is kept once; the most bits that fit are taken.
-      precision: in place of the budget's; such as "k4v4".
-      own: whether the mean is over `recorded` and `splice.others`; False: over the others, as for an antecedent that
-        was never met.
-
-    Raises:
-      InputError: no KV of others, or none recorded where `own`; a budget in tokens or by layer, or too small; unknown
-        bits. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
-    """
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "averaged")
-    versions = [other.kv for other in others_of(splice, "averaged")]
-    if own:
-        versions = [required(splice, "recorded", "averaged", RECORDED), *versions]
-    if precision is None:
-        kept = most_bits(layout, allowed, tokens, "averaged", KVPrecision(), (*BITS, WHOLE))
-    else:
-        kept = KVPrecision.of(precision)
-
-    stored = encode_kv_rows(layout, mean_kv(versions), kept, splice.length)
-    size = kept.nbytes(layout, tokens)
-    bytes = RepairBytes(shared=size, moved=size)
-
-    def serve(now: SplicedCache) -> Repaired:
-        return phase_free_written(layout, now, decode_kv_rows(stored), bytes)
-
-    return with_flops(serve(splice), serve, splice, backbone, ("averaged", kept, len(versions)))
-
-
 def anchored(
     backbone: Backbone,
     splice: SplicedCache,
     budget: RepairBudget | float,
     *,
-    precision: KVPrecision | str | int = WHOLE,
-    encoding: Encoding = WHOLE,
+    precision: Precision = WHOLE,
+    encoding: Precision | None = WHOLE,
     temperature: float | int = 1.0,
     embedding: Float[AnyArray, "B D"] | None = None,
 ) -> Repaired:
@@ -135,6 +94,7 @@ def anchored(
         delta = {name: jnp.asarray(other.kv[name]).astype(jnp.float32) - base.kv[name] for name in layout.names}
         deviations.append(encode_kv_rows(layout, delta, kept, splice.length))
     weights = anchor_weights(embedding, jnp.stack(anchors[:count]), temperature)
+    adding = (2 + kept.decoding) * count * layout.numbers * tokens
     # Every anchor is read, because every one has a weight.
     bytes = base.bytes._replace(shared=count * one, moved=base.bytes.moved + count * one)
 
@@ -142,7 +102,7 @@ def anchored(
         decoded = [decode_kv_rows(delta) for delta in deviations]
         return phase_free_written(layout, own, _interpolated(base.read(own), decoded, weights), bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("anchored", kept, count, str(encoding)))
+    return with_flops(serve(splice), serve, splice, backbone, ("anchored", kept, count, str(encoding)), adding)
 
 
 def anchor_weights(
@@ -166,7 +126,7 @@ def joint_pair(
     splice: SplicedCache,
     budget: RepairBudget | float,
     *,
-    precision: KVPrecision | str | int | None = None,
+    precision: Precision | None = None,
 ) -> Repaired:
     """Serves the antecedent and the chunk as one relocatable chunk [A B]: exact for that pair, up to its precision.
 
@@ -184,7 +144,7 @@ def joint_pair(
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "joint_pair")
-    recorded = required(splice, "recorded", "joint_pair", RECORDED)
+    recorded = recorded_of(splice, "joint_pair")
     front = required(splice, "front", "joint_pair", "the antecedent's tokens, in the first slots")
     before = front.embeddings.shape[1]
     if before >= splice.cache[layout.names[0]].shape[2]:
@@ -203,6 +163,8 @@ def joint_pair(
     stored = encode_kv_rows(layout, joined, kept, length)
     size = kept.nbytes(layout, before + tokens)
     bytes = RepairBytes(stored=size, moved=size)
+    # The antecedent is placed too.
+    elementwise = rotation_flops(layout, before) + kept.decoding * layout.numbers * (before + tokens)
 
     def serve(own: SplicedCache) -> Repaired:
         kv = decode_kv_rows(stored)
@@ -214,4 +176,4 @@ def joint_pair(
         rest = {name: value[:, :, before:] for name, value in kv.items()}
         return phase_free_written(layout, own.replace(cache=cache), rest, bytes)
 
-    return with_flops(serve(splice), serve, splice, backbone, ("joint_pair", kept))
+    return with_flops(serve(splice), serve, splice, backbone, ("joint_pair", kept), elementwise)

@@ -6,7 +6,7 @@ Kamera §6 and App. C.3 compare repairs with feature-axis patches at equal budge
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
@@ -20,7 +20,8 @@ from ..core import KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
-from .repair_budget import RepairBudget
+from ..window.costs import ROTATION, composing_flops
+from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
 
 AnyArray = jax.Array | np.ndarray
 
@@ -40,7 +41,7 @@ class OtherAntecedent(NamedTuple):
 @pytree(
     data=(
         *("tokens", "cache", "slots", "mask", "front", "question", "seen", "length"),
-        *("conditioned", "recorded", "hidden", "others"),
+        *("conditioned", "recorded", "hidden", "others", "canonical", "before"),
     ),
     static=("chunks", "tower_flops"),
 )
@@ -68,6 +69,9 @@ class SplicedCache:
       hidden: {layer: [B,T,D]}, the residual of the chunk alone as it enters a layer, kept beside its canonical.
       others: the chunk's KV behind other antecedents, in the order in which they were met. Only methods read it that
         keep one form for all antecedents.
+      canonical: the tokens' KV as it was prefilled alone, phase-free; None: read back from the cache. That of a hybrid
+        model has the chunk's transition beside its rows.
+      before: of a hybrid model, the transition of what precedes the chunk; the cache has that of the whole sequence.
       chunks: (first, one past the last) token of each cached chunk, ascending and static; what none of them covers is
         new text. None: all tokens are one chunk.
       tower_flops: of encoding the images of one row, which methods pay that keep no embeddings.
@@ -85,6 +89,8 @@ class SplicedCache:
     recorded: KV | None = None
     hidden: Mapping[int, Array] | None = None
     others: tuple[OtherAntecedent, ...] = ()
+    canonical: KV | None = None
+    before: KV | None = None
     chunks: tuple[tuple[int, int], ...] | None = None
     tower_flops: int = 0
 
@@ -111,7 +117,7 @@ class SplicedCache:
 
 
 class RepairBytes(NamedTuple):
-    """Bytes of one row.
+    """Bytes of one row. Numbers count in 16 bits, as they are served, unless a method keeps them in fewer.
 
     Attributes:
       canonical: of the canonicals that are read, which are kept once for all antecedents.
@@ -141,7 +147,10 @@ class RepairBytes(NamedTuple):
 NO_BYTES = RepairBytes()
 
 
-@pytree(data=("cache", "chosen", "visible", "logits"), static=("bytes", "tower_flops", "count_flops"))
+@pytree(
+    data=("cache", "chosen", "visible", "logits"),
+    static=("bytes", "tower_flops", "placing_flops", "forming_flops", "count_flops"),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repaired:
     """Repaired cache and what the repair took.
@@ -154,6 +163,8 @@ class Repaired:
         says.
       logits: of the last token [B,1,V], where the method's forward includes it; else None.
       tower_flops: of encoding the images of one row again.
+      placing_flops: of one row, beside matrix products: of rotating what was kept, and bringing it back from few bits.
+      forming_flops: of factorising one row before its first reuse; forwards are not among them.
       count_flops: counts FLOPs of the whole batch; None where the repair ran inside another trace.
     """
 
@@ -163,6 +174,8 @@ class Repaired:
     visible: Bool[Array, "B S"] | None = None
     logits: Float[Array, "B 1 V"] | None = None
     tower_flops: int = 0
+    placing_flops: int = 0
+    forming_flops: int = 0
     count_flops: Callable[[], int] | None = None
 
     @property
@@ -172,19 +185,19 @@ class Repaired:
 
     @property
     def flops(self) -> float:
-        """FLOPs of serving one row: the matrix products of what was run, counted from its trace, and the tower's.
+        """FLOPs of serving one row: the matrix products of what was run, counted from its trace, placing, the tower.
 
         Raises:
           InputError: the repair was called inside another trace.
         """
         if self.count_flops is None:
             raise InputError("repaired.flops: got a repair inside a trace; expected one that was called eagerly")
-        return self.count_flops() / self.chosen.shape[1] + self.tower_flops
+        return self.count_flops() / self.chosen.shape[1] + self.placing_flops + self.tower_flops
 
 
 @runtime_checkable
-class Repair(Protocol):
-    """Signature of repairs. Settings of a method are keyword arguments with defaults."""
+class Method(Protocol):
+    """Signature of methods of reuse. Settings of a method are keyword arguments with defaults."""
 
     def __call__(self, backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, /) -> Repaired:
         """Repairs `splice` within a budget; a float is a share of the cached tokens.
@@ -204,7 +217,6 @@ def counted[F: Callable[..., Repaired]](repair: F) -> F:
 
     @functools.wraps(repair)
     def call(backbone: Backbone, splice: SplicedCache, *budget: Any, **settings: Any) -> Repaired:
-        check_repairable(backbone.layout)
         repaired = repair(backbone, splice, *budget, **settings)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
             return repaired
@@ -215,13 +227,19 @@ def counted[F: Callable[..., Repaired]](repair: F) -> F:
 
 
 def with_flops(
-    repaired: Repaired, serve: Callable[[SplicedCache], Any], splice: SplicedCache, backbone: Backbone, setting: Any
+    repaired: Repaired,
+    serve: Callable[[SplicedCache], Any],
+    splice: SplicedCache,
+    backbone: Backbone,
+    setting: Any,
+    elementwise: int = 0,
 ) -> Repaired:
     """Returns a result that counts the FLOPs of `serve(splice)` when it is asked for them.
 
     Args:
       serve: what is run for one reuse.
       setting: what the count depends on besides the shapes of the splice; equal ones are counted once.
+      elementwise: FLOPs of one row that are no matrix products, beside the rotation of what was kept.
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
 
@@ -232,7 +250,38 @@ def with_flops(
             known[key] = traced_flops(serve, shapes)
         return known[key]
 
-    return dataclasses.replace(repaired, count_flops=count)
+    return with_placing(dataclasses.replace(repaired, count_flops=count), backbone.layout, splice, elementwise)
+
+
+def with_placing(repaired: Repaired, layout: KVLayout, splice: SplicedCache, elementwise: int = 0) -> Repaired:
+    """Returns a result that counts the rotation of what was kept, and other FLOPs of one row."""
+    kept = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
+    rotating = rotation_flops(layout, splice.cached_count) if kept else 0
+    count = repaired.count_flops or (lambda: 0)
+    return dataclasses.replace(repaired, placing_flops=rotating + elementwise, count_flops=count)
+
+
+def factorising_flops(layout: KVLayout, tokens: int, names: Iterable[str]) -> int:
+    """Counts the FLOPs of full thin singular value decompositions of some channels, layer by layer.
+
+    As in Golub and Van Loan, Matrix Computations, 4th edition, section 8.6: the lesser of 14 m n² + 8 n³ and 6 m n² +
+    20 n³ for U, Σ and V of m × n. No compiler sees into LAPACK.
+    """
+    total = 0
+    for name in names:
+        channel = layout.channel(name)
+        rows = channel.rows_for(tokens)
+        m, n = max(rows, channel.features), min(rows, channel.features)
+        total += layout.depth(name) * min(14 * m * n**2 + 8 * n**3, 6 * m * n**2 + 20 * n**3)
+    return total
+
+
+def rotation_flops(layout: KVLayout, tokens: int) -> int:
+    """Counts the FLOPs of turning the keys of some tokens, and of composing a hybrid's transition."""
+    numbers = sum(
+        layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels if channel.rotates
+    )
+    return ROTATION * tokens * numbers + composing_flops(layout)
 
 
 # --------------------------------------------------------------------------------------------------------- checks
@@ -248,31 +297,35 @@ def check_repairable(layout: KVLayout) -> None:
         layers = list(layout.layers_of(layout.parts[0].name))
         raise LayoutError(
             f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
-            "per token, because a state keeps nothing of single tokens (windows and `apply_patch` serve hybrid models "
-            "by whole pieces)"
+            "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits, first_k "
+            "and full_reprefill serve hybrid models)"
         )
     check_uniform(layout, "repair")
 
 
-def check_splice(layout: KVLayout, splice: SplicedCache) -> None:
+def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False) -> None:
     """Checks that the arrays of a splice match one another.
+
+    Args:
+      hybrid: accept layouts of hybrid models, and of layers of unlike kinds, because the chunk is served whole.
 
     Raises:
       LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs, or layers are of unlike kinds.
       FrameError: the cache or the conditioned KV is in another frame.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
-    check_repairable(layout)
-    (B, T), first = splice.slots.shape, layout.names[0]
+    if not hybrid:
+        check_repairable(layout)
+    (B, T), first = splice.slots.shape, layout.token_channels[0].name
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
-    L, S = layout.layers, splice.cache[first].shape[2]
+    L, S = layout.depth(first), splice.cache[first].shape[2]
 
     # The layout has checked heads and widths.
     shapes = [("cache", splice.cache[first].shape[:3], (L, B, S))]
     shapes += [("embeddings", splice.tokens.embeddings.shape[:2], (B, T))]
     shapes += [("positions", splice.tokens.positions.shape[:2], (B, T))]
-    for name in ("conditioned", "recorded"):
+    for name in ("conditioned", "recorded", "canonical"):
         kv = getattr(splice, name)
         if kv is not None:
             expect_frame(kv, f"repair: {name}", "phase_free")
@@ -323,10 +376,19 @@ def required(splice: SplicedCache, name: str, method: str, expected: str) -> Any
     return value
 
 
+def recorded_of(splice: SplicedCache, method: str) -> KV:
+    """Returns the KV that methods keep a form of.
+
+    Raises:
+      InputError: there is none.
+    """
+    return required(splice, "recorded", method, "KV that an earlier prefill behind the same antecedent left")
+
+
 def check_budget(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
     """Checks a splice, and returns how many cached tokens per row a budget allows; see `RepairBudget.count`."""
     check_splice(backbone.layout, splice)
-    return RepairBudget.of(budget).count(backbone.layout, splice.cached_count, kv_itemsize(splice), method)
+    return RepairBudget.of(budget).count(backbone.layout, splice.cached_count, method)
 
 
 # ------------------------------------------------------------------------------------------------ tokens and bytes
@@ -365,7 +427,15 @@ def write_slots(cache: KV, slots: Int[AnyArray, "B T"], kv: KV, live: Bool[Array
 
 
 def canonical_of(layout: KVLayout, splice: SplicedCache) -> dict[str, Array]:
-    """Returns what was spliced blind, phase-free: {channel: [L,B,T,K,H]} in float32."""
+    """Returns what was spliced blind, phase-free {channel: [L,B,T,K,H]}: as it was prefilled, or else read back.
+
+    Raises:
+      InputError: a hybrid model's canonical is not in the splice.
+    """
+    if splice.canonical is not None:
+        return dict(splice.canonical)
+    if layout.parts:
+        required(splice, "canonical", "repair", "a hybrid model's KV of the chunk alone, with its transition")
     spliced = {name: value.astype(jnp.float32) for name, value in read_slots(splice.cache, splice.slots).items()}
     return dict(to_phase_free(layout, spliced, splice.tokens.positions))
 
@@ -375,22 +445,11 @@ def pooled_embedding(tokens: Tokens) -> Float[Array, "B D"]:
     return jnp.asarray(tokens.embeddings).astype(jnp.float32).mean(1)
 
 
-def kv_itemsize(splice: SplicedCache) -> int:
-    """Returns the bytes of one number of the cache."""
-    return jnp.result_type(next(iter(splice.cache.values()))).itemsize
-
-
-def token_layer_bytes(layout: KVLayout, splice: SplicedCache) -> int:
-    """Returns the bytes of one token's KV at one layer."""
-    return kv_itemsize(splice) * sum(channel.features for channel in layout.channels)
-
-
 def input_bytes(splice: SplicedCache) -> int:
     """Returns the bytes that one token is run from: its embedding, and what layers take of it beside that."""
     deepstack = splice.tokens.deepstack
     beside = 0 if deepstack is None else deepstack.shape[2] * deepstack.shape[3]
-    width = splice.tokens.embeddings.shape[-1] + beside
-    return width * jnp.result_type(splice.tokens.embeddings).itemsize
+    return NUMBER_BYTES * (splice.tokens.embeddings.shape[-1] + beside)
 
 
 def recompute_bytes(
@@ -402,7 +461,7 @@ def recompute_bytes(
       inputs: tokens whose inputs are kept; None: all, because any may be chosen.
       compared: token-layers whose cached KV is read to be compared, though it is overwritten.
     """
-    unit, cached = token_layer_bytes(layout, splice), splice.cached_count
+    unit, cached = kv_bytes(layout, 1) // layout.layers, splice.cached_count
     read = sum(cached - count for count in counts) + compared
     kept = cached if inputs is None else inputs
     return RepairBytes(
@@ -414,7 +473,7 @@ def recompute_bytes(
 
 def blind_bytes(layout: KVLayout, splice: SplicedCache) -> RepairBytes:
     """Counts the bytes of splicing canonicals, without more."""
-    whole = token_layer_bytes(layout, splice) * splice.cached_count * layout.layers
+    whole = kv_bytes(layout, splice.cached_count)
     return RepairBytes(canonical=whole, moved=whole)
 
 

@@ -13,10 +13,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..backbone import KV
-from ..core import Channel, KVEncoding, KVLayout, PackedArray, pack, packed_bytes, to_engine, unpack
+from ..core import (
+    Channel,
+    KVEncoding,
+    KVLayout,
+    PackedArray,
+    compose,
+    pack,
+    packed_bytes,
+    split_transition,
+    to_engine,
+    unpack,
+)
 from ..core.encoding import BITS, GROUP
 from ..errors import InputError
-from .repair_budget import RepairBudget
+from .repair_budget import RepairBudget, kv_bytes
 from .spliced_cache import (
     AnyArray,
     RepairBytes,
@@ -26,7 +37,8 @@ from .spliced_cache import (
     canonical_of,
     check_splice,
     live_tokens,
-    token_layer_bytes,
+    recorded_of,
+    required,
     untouched,
     write_slots,
 )
@@ -35,8 +47,9 @@ WHOLE = 16
 """Bits of bfloat16, in which numbers are kept whole."""
 Axes = Literal["kivi", "token", "feature"]
 """What shares a scale: keys by feature and all else by token, all by token, or all by feature."""
-Base = Literal["canonical", "mean", "first"]
-"""What a correction is added to: the canonical, the mean of KV behind other antecedents, or that behind the first."""
+Base = Literal["canonical", "mean", "others", "first"]
+"""What a correction is added to: the canonical; the mean of KV behind all antecedents, or all but the splice's own; the
+KV behind the first of the others."""
 StoredKV = dict[str, PackedArray | Array]
 
 
@@ -76,13 +89,15 @@ class KVPrecision:
     def of(cls, precision: "KVPrecision | KVEncoding | str | int") -> "KVPrecision":
         """Returns a precision from one, an encoding, the word of an encoding ("k4v4"), or bits of all channels.
 
+        Bits alone have the fewest scales that keys allow: every feature a range over all tokens.
+
         Raises:
           InputError: no such word, or other bits.
         """
         if isinstance(precision, cls):
             return precision
         if isinstance(precision, int):
-            return cls(precision, precision)
+            return cls(precision, precision, None, "feature")
         encoding = KVEncoding.of(precision)  # pyright: ignore[reportArgumentType]
         return cls(encoding.keys, encoding.values, encoding.group)
 
@@ -95,10 +110,20 @@ class KVPrecision:
     def nbytes(self, layout: KVLayout, tokens: int) -> int:
         """Counts the bytes of one row's KV over `tokens` tokens, scales and least values included."""
         total = 0
-        for channel in layout.channels:
+        for channel in layout.token_channels:
             bits, axis = self.of_channel(channel)
-            total += array_bytes(tokens, channel.features, bits, self.group, axis, self.symmetric)
-        return total * layout.layers
+            size = array_bytes(tokens, channel.features, bits, self.group, axis, self.symmetric)
+            total += size * layout.depth(channel.name)
+        return total + kv_bytes(layout, 0)
+
+    @property
+    def decoding(self) -> int:
+        """FLOPs of bringing one number back: its product with the scale, and the least value added; none in 16 bits."""
+        return 0 if self.keys == self.values == WHOLE else 2
+
+
+Precision = KVPrecision | KVEncoding | str | int
+"""Bits of every channel, or the word of an encoding such as "k4v4g32"; see `KVPrecision.of`."""
 
 
 def array_bytes(rows: int, columns: int, bits: int, group: int | None, axis: int, symmetric: bool = False) -> int:
@@ -162,13 +187,15 @@ def decode_kv_rows(stored: StoredKV) -> dict[str, Array]:
 # --------------------------------------------------------------------------------------------- budgets and results
 
 
-def allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
+def allowed_bytes(
+    layout: KVLayout, splice: SplicedCache, budget: RepairBudget | float, method: str, *, hybrid: bool = False
+) -> int:
     """Returns the bytes per row of a budget that is given in bytes, or as a share of the chunk's KV.
 
     Raises:
       InputError: a budget in tokens or by layer, or a splice of a whole prompt. As `check_splice`.
     """
-    check_splice(layout, splice)
+    check_splice(layout, splice, hybrid=hybrid)
     budget = RepairBudget.of(budget)
     if splice.chunks is not None:
         raise InputError(f"{method}.chunks: got {splice.chunks}; expected a splice of one chunk")
@@ -176,7 +203,7 @@ def allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: RepairBudget |
         return budget.kv_bytes
     if budget.share is None:
         raise InputError(f"{method}.budget: got {budget}; expected bytes, or a share of the chunk's KV")
-    return int(budget.share * token_layer_bytes(layout, splice) * splice.slots.shape[1] * layout.layers)
+    return int(budget.share * kv_bytes(layout, splice.slots.shape[1]))
 
 
 def most_bits(
@@ -210,16 +237,6 @@ def most_bits(
     return fitting[-1]
 
 
-def check_fit(size: int, allowed: int, method: str) -> None:
-    """Checks that a form of one size fits its budget.
-
-    Raises:
-      InputError: it does not.
-    """
-    if size > allowed:
-        raise InputError(f"{method}.budget: got {allowed} bytes; expected at least {size}")
-
-
 def phase_free_written(
     layout: KVLayout, splice: SplicedCache, kv: Mapping[str, AnyArray], bytes: RepairBytes
 ) -> Repaired:
@@ -228,9 +245,21 @@ def phase_free_written(
 
 
 def engine_written(layout: KVLayout, splice: SplicedCache, kv: Mapping[str, AnyArray], bytes: RepairBytes) -> Repaired:
-    """Returns the cache with engine-frame KV at the splice's slots; no token was run."""
-    cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(kv), live_tokens(splice))
+    """Returns the cache with engine-frame KV at the splice's slots; no token was run.
+
+    A hybrid's transition is composed with that of what precedes the chunk, which is the last of the sequence.
+    """
+    rows, transition = split_transition(kv)
+    cache = write_slots(
+        {name: splice.cache[name] for name in rows}, jnp.asarray(splice.slots), rows, live_tokens(splice)
+    )
+    if transition is not None:
+        before = required(splice, "before", "repair", "the transition of what precedes the chunk")
+        cache |= _jitted_compose(dict(before), transition)
     return dataclasses.replace(untouched(layout, splice), cache=cache, bytes=bytes)
+
+
+_jitted_compose = jax.jit(compose)
 
 
 # ----------------------------------------------------------------------------------------------------------- bases
@@ -254,20 +283,19 @@ def stored_base(
     layout: KVLayout,
     splice: SplicedCache,
     base: Base,
-    encoding: KVPrecision | KVEncoding | str | int | None,
+    encoding: Precision | None,
     method: str,
 ) -> StoredBase:
     """Returns a base, encoded and decoded again.
 
     Args:
-      base: "canonical": what was spliced blind; "mean" and "first" are of `splice.others`.
+      base: see `Base`.
       encoding: in which it is kept; None: the cache's dtype.
 
     Raises:
       InputError: another base, no encoding, or no KV of others where the base is made of it.
     """
-    if base not in get_args(Base):
-        raise InputError(f"{method}.base: got {base!r:.80}; expected one of {', '.join(get_args(Base))}")
+    check_base(base, method)
     precision = None if encoding is None else KVPrecision.of(encoding)
     plain, tokens = blind_bytes(layout, splice), splice.slots.shape[1]
     size = plain.canonical if precision is None else precision.nbytes(layout, tokens)
@@ -278,7 +306,9 @@ def stored_base(
             return StoredBase(kv, functools.partial(canonical_of, layout), bytes)
     else:
         others = others_of(splice, method)
-        kv = mean_kv([other.kv for other in others]) if base == "mean" else dict(others[0].kv)
+        versions = [other.kv for other in others[: 1 if base == "first" else None]]
+        versions = [recorded_of(splice, method), *versions] if base == "mean" else versions
+        kv = mean_kv(versions)
         bytes = RepairBytes(shared=size, moved=size)
 
     if precision is None:
@@ -291,6 +321,16 @@ def stored_base(
         return decode_kv_rows(stored)
 
     return StoredBase(decode_kv_rows(stored), read, bytes)
+
+
+def check_base(base: Base, method: str) -> None:
+    """Checks the word of a base.
+
+    Raises:
+      InputError: there is no such base.
+    """
+    if base not in get_args(Base):
+        raise InputError(f"{method}.base: got {base!r:.80}; expected one of {', '.join(get_args(Base))}")
 
 
 def others_of(splice: SplicedCache, method: str) -> tuple[Any, ...]:

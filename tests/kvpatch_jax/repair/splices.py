@@ -23,6 +23,13 @@ from tests.goldens.load import write_checkpoint
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE, ASKED = 4, 2, 7, 8, 3, 3
+TOKEN_METHODS = (
+    *("first_k", "vlcache", "cacheblend", "cacheblend_gradual", "kvshare", "infoflow", "prophetkv", "quest"),
+    *("oracle_delta", "random_tokens"),
+)
+"""Methods that run a number of tokens again, of which every budget in tokens can be asked."""
+STORED_METHODS = ("patch", "quantised", "low_rank", "shadowkv", "block_differences", "cachegen", "gear")
+"""Methods that keep a form of the recorded KV within a budget of bytes."""
 
 
 @functools.cache

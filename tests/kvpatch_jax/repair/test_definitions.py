@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvpatch_jax.repair import REPAIRS, RepairBudget, infoflow, infoflow_layers, quest
+from kvpatch_jax.repair import METHODS as REGISTRY
+from kvpatch_jax.repair import RepairBudget, infoflow, infoflow_layers, quest
 from tests.kvpatch_jax.repair.slow_decoder import SlowDecoder
 from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, SPARE, make_splice, tiny_backbone
 
@@ -155,7 +156,7 @@ def chosen_by(method, backbone, splice, budget):
         return infoflow(backbone, splice, budget, reading="norm").chosen
     if method == "quest":
         return quest(backbone, splice, budget, page=3).chosen
-    return REPAIRS[method](backbone, splice, budget).chosen
+    return REGISTRY[method](backbone, splice, budget).chosen
 
 
 def check(method, seeds, counts):

@@ -7,7 +7,7 @@ import pytest
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
-    TOKEN_REPAIRS,
+    METHODS,
     PromptPiece,
     RepairBudget,
     blind,
@@ -88,7 +88,7 @@ def test_full_reuse_in_one_forward_equals_two_where_text_sees_chunks(case):
 def test_new_text_is_always_computed_and_counts_in_no_budget(case, name):
     backbone, splice, _, _ = case
     conditioned = backbone.prefill(splice.tokens).kv
-    repaired = TOKEN_REPAIRS[name](backbone, splice.replace(conditioned=conditioned), RepairBudget(tokens=1))
+    repaired = METHODS[name](backbone, splice.replace(conditioned=conditioned), RepairBudget(tokens=1))
     chosen = np.asarray(repaired.chosen)
     assert chosen[:, :, NEW].all()
     wanted = len(NEW) + (2 if name == "first_k" else 1)

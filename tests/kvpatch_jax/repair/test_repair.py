@@ -9,7 +9,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError, LayoutError, RankError, ShapeError
 from kvpatch_jax.repair import (
-    TOKEN_REPAIRS,
+    METHODS,
     RepairBudget,
     SplicedCache,
     cacheblend,
@@ -28,6 +28,7 @@ from tests.kvpatch_jax.repair.splices import (
     LAYERS,
     ROWS,
     SPARE,
+    TOKEN_METHODS,
     changed,
     error,
     in_chunk,
@@ -57,13 +58,13 @@ def spliced(backbone: ModelBackbone) -> tuple[SplicedCache, dict[str, np.ndarray
 
 
 QUICK = ("cacheblend_gradual",)
-SLOWER = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TOKEN_REPAIRS]
+SLOWER = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TOKEN_METHODS]
 
 
 @pytest.mark.parametrize("name", SLOWER)
 def test_all_tokens_equal_a_prefill_in_context(backbone, spliced, name):
     splice, expected = spliced
-    repaired = TOKEN_REPAIRS[name](backbone, splice, 1.0)
+    repaired = METHODS[name](backbone, splice, 1.0)
     for channel, value in expected.items():
         assert error(repaired.cache[channel], value) <= 1e-5
         assert error(splice.cache[channel], value) > 1e-2  # blind reuse was wrong, so there was something to mend
@@ -74,18 +75,18 @@ def test_all_tokens_equal_a_prefill_in_context(backbone, spliced, name):
 @pytest.mark.parametrize("name", ["cacheblend", "vlcache", "infoflow", "oracle_delta"])
 def test_no_tokens_leave_the_cache_bit_equal(backbone, spliced, name):
     splice, _ = spliced
-    repaired = TOKEN_REPAIRS[name](backbone, splice, 0.0)
+    repaired = METHODS[name](backbone, splice, 0.0)
     for channel, value in splice.cache.items():
         assert np.asarray(repaired.cache[channel]).tobytes() == np.asarray(value).tobytes()
     assert not repaired.chosen.any()
-    assert repaired.flops == 0
+    assert repaired.flops == METHODS["blind"](backbone, splice, 0.0).flops
 
 
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("name", ["cacheblend", "oracle_delta", pytest.param("quest", marks=pytest.mark.slow)])
 def test_what_is_not_chosen_is_not_touched_and_sets_are_nested(backbone, spliced, name, count):
     splice, _ = spliced
-    repaired = TOKEN_REPAIRS[name](backbone, splice, RepairBudget(tokens=count))
+    repaired = METHODS[name](backbone, splice, RepairBudget(tokens=count))
     chosen = np.asarray(repaired.chosen)
     assert not (chosen[1:] & ~chosen[:-1]).any()
     assert (chosen[-1].sum(-1) == count).all()
@@ -106,7 +107,7 @@ def test_the_truth_is_read_by_the_oracle_alone(backbone, spliced, name):
         with pytest.raises(InputError, match="conditioned"):
             oracle_delta(backbone, without, TWO)
         return
-    found, expected = (TOKEN_REPAIRS[name](backbone, own, TWO) for own in (without, splice))
+    found, expected = (METHODS[name](backbone, own, TWO) for own in (without, splice))
     for channel, value in expected.cache.items():
         np.testing.assert_array_equal(found.cache[channel], value)
 
@@ -153,7 +154,7 @@ def test_dropping_tokens_below_a_layer_changes_no_number(backbone, spliced):
     """What is really not run equals a pass of all tokens in which it is not written."""
     splice, _ = spliced
     for name, budget in (("vlcache", RepairBudget(by_layer=(0.8, 0.5, 0.5, 0.2))), ("cacheblend_gradual", THREE)):
-        repaired = TOKEN_REPAIRS[name](backbone, splice, budget)
+        repaired = METHODS[name](backbone, splice, budget)
         once = backbone.recompute(splice.tokens, splice.cache, splice.slots, keep=repaired.chosen).cache
         for channel, value in once.items():
             assert error(repaired.cache[channel], value) <= 1e-5
@@ -177,7 +178,7 @@ def test_cacheblend_keeps_the_largest_deviation_at_the_check_layer(backbone, spl
 def test_cacheblend_finds_the_token_that_was_spoilt(backbone, spliced, name):
     splice, _ = spliced
     spoilt = {name: value.at[1:, :, BEFORE + 6].add(100.0) for name, value in splice.cache.items()}
-    chosen = np.asarray(TOKEN_REPAIRS[name](backbone, splice.replace(cache=spoilt), TWO).chosen)
+    chosen = np.asarray(METHODS[name](backbone, splice.replace(cache=spoilt), TWO).chosen)
     assert chosen[:, :, 6].all()
 
 
@@ -185,7 +186,7 @@ def test_cacheblend_finds_the_token_that_was_spoilt(backbone, spliced, name):
 def test_padding_is_never_recomputed(backbone, spliced, name):
     splice, _ = spliced
     splice = splice.replace(length=jnp.asarray([3, CHUNK]))
-    repaired = TOKEN_REPAIRS[name](backbone, splice, FIVE)
+    repaired = METHODS[name](backbone, splice, FIVE)
     chosen = np.asarray(repaired.chosen)
     assert not chosen[:, 0, 3:].any()
     assert chosen[-1].sum(-1).tolist() == [3, 5]
@@ -200,16 +201,16 @@ def test_a_mask_is_obeyed(backbone, spliced):
     places = np.arange(size)
     mask = (places >= BEFORE) & (places <= np.asarray(splice.slots)[..., None])
     splice = splice.replace(mask=jnp.asarray(mask[:, None]))
-    for repair in TOKEN_REPAIRS.values():
-        repaired = repair(backbone, splice, FIVE)
+    for name in TOKEN_METHODS:
+        repaired = METHODS[name](backbone, splice, FIVE)
         for channel, value in splice.cache.items():
             assert error(repaired.cache[channel], value) <= 1e-5
 
 
 def test_another_chunk_and_place_compile_nothing(backbone, spliced):
     splice, _ = spliced
-    for repair in TOKEN_REPAIRS.values():
-        repair(backbone, splice, TWO)
+    for name in TOKEN_METHODS:
+        METHODS[name](backbone, splice, TWO)
     other, _ = make_splice(backbone, seed=1)
     assert other.question is not None
     moved = other.replace(
@@ -218,16 +219,16 @@ def test_another_chunk_and_place_compile_nothing(backbone, spliced):
         question=other.question._replace(positions=other.question.positions + 500),
     )
     with compilations() as again:
-        for repair in TOKEN_REPAIRS.values():
-            repair(backbone, moved, TWO)
+        for name in TOKEN_METHODS:
+            METHODS[name](backbone, moved, TWO)
     assert not again
 
 
 @pytest.mark.slow
 def test_repairs_are_jittable(backbone, spliced):
     splice, _ = spliced
-    eager = [repair(backbone, splice, TWO) for repair in TOKEN_REPAIRS.values()]
-    compiled = jax.jit(lambda splice: [repair(backbone, splice, TWO) for repair in TOKEN_REPAIRS.values()])
+    eager = [METHODS[name](backbone, splice, TWO) for name in TOKEN_METHODS]
+    compiled = jax.jit(lambda splice: [METHODS[name](backbone, splice, TWO) for name in TOKEN_METHODS])
     for found, expected in zip(compiled(splice), eager, strict=True):
         assert np.array_equal(found.chosen, expected.chosen)
         for name in expected.cache:
@@ -237,12 +238,12 @@ def test_repairs_are_jittable(backbone, spliced):
     assert isinstance(backbone, Backbone)
 
 
-@pytest.mark.parametrize("name", TOKEN_REPAIRS)
+@pytest.mark.parametrize("name", TOKEN_METHODS)
 def test_budgets_out_of_range(backbone, spliced, name, unchecked):
     with pytest.raises(InputError, match=f"got {CHUNK + 1} tokens; expected 0 to the {CHUNK}"):
-        TOKEN_REPAIRS[name](backbone, spliced[0], RepairBudget(tokens=CHUNK + 1))
+        METHODS[name](backbone, spliced[0], RepairBudget(tokens=CHUNK + 1))
     with pytest.raises(InputError, match="got 3; expected a RepairBudget, or a float"):
-        TOKEN_REPAIRS[name](backbone, spliced[0], 3)
+        METHODS[name](backbone, spliced[0], 3)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_splices_that_do_not_fit(backbone, spliced, unchecked):
         cacheblend(backbone, splice, TWO, check_layer=LAYERS)
     for name in ("infoflow", "prophetkv", "quest"):
         with pytest.raises(InputError, match="question"):
-            TOKEN_REPAIRS[name](backbone, splice.replace(question=None), TWO)
+            METHODS[name](backbone, splice.replace(question=None), TWO)
 
 
 def test_equal_bytes_buy_the_papers_counts_of_tokens():

@@ -1,0 +1,52 @@
+"""All methods of reuse by name."""
+
+from .deviation import cacheblend, cacheblend_gradual, kvshare, oracle_delta, random_tokens
+from .entropy_coding import cachegen
+from .leading_tokens import attention_sink, first_k, vlcache
+from .patches import patch, pooled
+from .prompts import mpic, two_step_reuse
+from .question_attention import infoflow, prcr, prophetkv, quest
+from .references import blind, encoder_cached_reprefill, full_reprefill, layer_reprefill, prefix_caching
+from .rounding_error import gear
+from .shared_forms import anchored, joint_pair
+from .sparse_differences import block_differences
+from .spliced_cache import Method
+from .stored_forms import low_rank, quantised, shadowkv
+
+METHODS: dict[str, Method] = {
+    # Nothing is repaired, or everything is computed.
+    "blind": blind,
+    "full_reprefill": full_reprefill,
+    "encoder_cached_reprefill": encoder_cached_reprefill,
+    "prefix_caching": prefix_caching,
+    "layer_reprefill": layer_reprefill,
+    # A patch beside the canonical.
+    "patch": patch,
+    "pooled": pooled,
+    # Tokens run again.
+    "first_k": first_k,
+    "attention_sink": attention_sink,
+    "vlcache": vlcache,
+    "cacheblend": cacheblend,
+    "cacheblend_gradual": cacheblend_gradual,
+    "kvshare": kvshare,
+    "infoflow": infoflow,
+    "prophetkv": prophetkv,
+    "quest": quest,
+    "prcr": prcr,
+    "oracle_delta": oracle_delta,
+    "random_tokens": random_tokens,
+    # A form of the KV in context.
+    "quantised": quantised,
+    "low_rank": low_rank,
+    "shadowkv": shadowkv,
+    "cachegen": cachegen,
+    "gear": gear,
+    "block_differences": block_differences,
+    "anchored": anchored,
+    "joint_pair": joint_pair,
+    # Whole prompts, in which chunks and new text alternate.
+    "mpic": mpic,
+    "two_step_reuse": two_step_reuse,
+}
+"""Every method of reuse, this library's and published ones, of one signature; oracles are named so."""
