@@ -1,48 +1,48 @@
-# Two images, a patch, a moved page, an answer. Needs an editable install of a checkout, and runs from anywhere.
+# Two images, a patch, a moved bill, an answer. Needs an editable install of a checkout, and runs from anywhere.
 from pathlib import Path
 
 import kvpatch_jax as kvp
 from models import load
 
 checkout = Path(kvp.__file__).parents[1]  # has the model and the images
-backbone = load(checkout / "evals/trained/qwen2_5_vl", dtype="float32")
+backbone = load(checkout / "evals/trained/documents/qwen2_5_vl", dtype="float32")
 
-# Two images the model never saw: a legend (which glyph has which colours) and a page full of glyphs.
+# Two images the model never saw: a price list and a bill.
 images = checkout / "docs/pictures/screenshots"
-legend_image, page_image = images / "1-legend.png", images / "4-page.png"
+list_image, bill_image = images / "2-list.png", images / "4-bill.png"
 
 # Each image prefilled alone, its KV kept without its position: the canonicals.
-legend = kvp.make_chunk(backbone, [legend_image], id="legend")
-page = kvp.make_chunk(backbone, [page_image], id="page")
+prices = kvp.make_chunk(backbone, [list_image], id="list")
+bill = kvp.make_chunk(backbone, [bill_image], id="bill")
 
-# Once, both images in one prompt: what the page becomes behind the legend. The patch is the thin part of the change.
-_, conditioned = kvp.conditioned(backbone, [[legend_image], [page_image]])
-patch = kvp.form_patch(page, conditioned, rank=8, antecedent=[legend.id])
-print(f"the page: {page.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
+# Once, both images in one prompt: what the bill becomes behind the list. The patch is the thin part of the change.
+_, conditioned = kvp.conditioned(backbone, [[list_image], [bill_image]])
+patch = kvp.form_patch(bill, conditioned, rank=8, antecedent=[prices.id])
+print(f"the bill: {bill.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
-# Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the page.
+# Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the bill.
 start = 30
-legend_kv = kvp.apply_patch(kvp.Placed(legend, None, start))
-page_start = start + legend.span
-blind = kvp.apply_patch(kvp.Placed(page, None, page_start))
-patched = kvp.apply_patch(kvp.Placed(page, patch, page_start, antecedent=[legend.id]))
+list_kv = kvp.apply_patch(kvp.Placed(prices, None, start))
+bill_start = start + prices.span
+blind = kvp.apply_patch(kvp.Placed(bill, None, bill_start))
+patched = kvp.apply_patch(kvp.Placed(bill, patch, bill_start, antecedent=[prices.id]))
 
 
-def answer(question: str, page_kv: dict) -> str:
-    """Ask over the legend's and the page's KV, as an engine would read them."""
-    context = kvp.joined(legend_kv, page_kv)
-    tokens = backbone.embed(**backbone.prepare([question])).shift(page_start + page.span)
+def answer(question: str, bill_kv: dict) -> str:
+    """Ask over the list's and the bill's KV, as an engine would read them."""
+    context = kvp.joined(list_kv, bill_kv)
+    tokens = backbone.embed(**backbone.prepare([question])).shift(bill_start + bill.span)
     return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
 
 
-# Which colour does the legend give the glyph in a cell of the page? That needs both images. Six cells, drawn at random.
+# What does the list say about the item in a cell of the bill? That needs both images. Six cells, drawn at random.
 questions = {
-    "stripe? r4t3": "stripe0",
-    "stripe? r4t7": "stripe4",
-    "fill? r9t4": "fill2",
-    "stripe? r1t5": "stripe3",
-    "stripe? r7t7": "stripe3",
-    "stripe? r6t8": "stripe3",
+    "unit of D2?": "d",
+    "unit of E1?": "pc",
+    "unit of D7?": "l",
+    "unit of G6?": "g",
+    "unit of B4?": "h",
+    "value of F1?": "1",
 }
 for question, right in questions.items():
-    print(f"{question:>14}  right {right:8} blind {answer(question, blind):8} patched {answer(question, patched)}")
+    print(f"{question:>14}  right {right:4} blind {answer(question, blind):4} patched {answer(question, patched)}")

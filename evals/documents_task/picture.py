@@ -23,9 +23,9 @@ def question_in_words(ids: Int[np.ndarray, " N"]) -> str:
     """Says what is asked: "value of B7's item"."""
     ask, about = (VOCABULARY.names[token] for token in ids[:2])
     return {
-        "value?": f"value, {about}",
-        "unit?": f"unit, {about}",
-        "most?": f"most often, {about}*",
+        "value": f"value, {about}",
+        "unit": f"unit, {about}",
+        "most": f"most often, {about}*",
     }.get(ask, f"{ask} {about}")
 
 

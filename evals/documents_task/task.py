@@ -48,15 +48,15 @@ class DocumentsVocabulary(TaskVocabulary):
 
     def __init__(self) -> None:
         super().__init__()
-        asks = ("value?", "unit?", "most?", "values?", "letter?", "digit?", "first?", "second?")
+        asks = ("value", "unit", "most", "values", "letter", "digit", "first", "second")
         self.ask_fill, self.ask_stripe, self.ask_most, self.ask_list, *parts = (self.add([ask]) for ask in asks)
         self.ask_letter, self.ask_digit, self.ask_first, self.ask_second = parts
         self.ink = self.add(LETTERS)
         self.digit = self.add([f"#{digit}" for digit in range(1, sheets.SHAPES + 1)])
         self.fill = self.add([str(value) for value in range(1, sheets.COLOURS + 1)])
-        self.stripe = self.add([f"/{unit}" for unit in UNITS])
+        self.stripe = self.add(UNITS)
         self.part = (
-            (self.add([f"{letter}.." for letter in INITIALS]), self.add([f".{letter}." for letter in SECONDS])),
+            (self.add([f"{letter}-" for letter in INITIALS]), self.add([f"-{letter}-" for letter in SECONDS])),
             (self.add(FILLS), self.add([f"{edge}-edged" for edge in EDGES])),
             (self.add([f"{fill}-icon" for fill in FILLS]), self.add([f"{icon}-icon" for icon in ICONS])),
         )

@@ -33,15 +33,15 @@ class Session:
         import kvpatch_jax as kvp
         from models import load
 
-        backbone = load("evals/trained/qwen2_5_vl")  # of a checkout, as the images are
+        backbone = load("evals/trained/documents/qwen2_5_vl")  # of a checkout, as the images are
         screenshots = sorted(Path("docs/pictures/screenshots").glob("*.png"))
 
         with kvp.Session(backbone, store=kvp.ChunkStore("out/chunks"), keep=2) as session:
             for shot in screenshots:
                 session.add(shot)
-                print(shot.name, session.ask("fill? b3"))
+                print(shot.name, session.ask("unit of seed?"))
             session.recall(screenshots[1])
-            print("recalled", session.ask("fill? b3"))
+            print("recalled", session.ask("unit of seed?"))
 
     A session is a window with the images that it shows and the runtime that holds its KV. Pieces that stay are rotated,
     not computed again, and what can be reused later is stored in the background, at the latest by `close`. Several
