@@ -24,6 +24,7 @@ from .contexts import SIZES, Contexts, sample
 from .layout import tower_inputs
 from .questions import KINDS, Questions, ask
 from .reading import Answers, image_tokens, place, read, read_rows
+from .vocabulary import check_words
 
 MOVED = 37
 ASKED = {"page": 4, "sheet": 4, "chain": 8, "override": 2, "aggregate": 5, "list": 2}
@@ -160,6 +161,7 @@ class TaskDataset:
 
     def batch(self, backbone: ModelBackbone, probe: str, number: int, size: int, seed: int) -> TaskBatch:
         """Draws one batch of contexts and prefills what is reused."""
+        check_words(backbone.tokenizer, self.name)
         batch = (self.name, PROBES[probe], number, size, seed)
         contexts, questions = drawn(*batch)
         arrays = _inputs(backbone.config, backbone.image_config, *batch)

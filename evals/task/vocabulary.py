@@ -6,13 +6,11 @@ Token ids are those that the shipped instances were trained with. Axis letter: n
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvpatch_jax.errors import InputError
-from models.inputs.texts import read_tokenizer
 
 from .contexts import CODES, DIGITS, DOCUMENTS, FIRSTS, ITEMS, SECONDS, VALUES
 
@@ -126,19 +124,17 @@ def make_tokenizer(names: Sequence[str]) -> Any:
     return tokenizer
 
 
-def check_language(checkpoint: Path, drawing: str) -> None:
-    """Refuses a checkpoint whose tokenizer has other words than the task's: to any other model the task is noise.
+def check_words(tokenizer: Any, drawing: str) -> None:
+    """Refuses a model whose tokenizer has other words than the task's: to it the questions are noise.
 
     Raises:
       InputError: it has other words; the message says what can be measured on it.
     """
-    tokenizer, expected = read_tokenizer(checkpoint), vocabulary(drawing).names
+    expected = vocabulary(drawing).names
     names = [] if tokenizer is None else [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
-    if names in (expected, expected[: -len(ROW_MARKS)]):
-        return
-    state = "no tokenizer" if tokenizer is None else "a tokenizer with other words"
-    raise InputError(
-        f"backbone {str(checkpoint)!r} has {state}; expected a model that was trained on the task, drawn as {drawing} "
-        "(evals/trained). What reuse loses on any other model: python -m evals.certify --model=DIRECTORY "
-        "--images=FOLDER (or --texts=FOLDER)"
-    )
+    if names not in (expected, expected[: -len(ROW_MARKS)]):
+        raise InputError(
+            f"model: got one without the words of the task, drawn as {drawing}; expected an instance of "
+            f"evals/trained/{drawing}. What reuse loses on any other model: python -m evals.certify --model=DIRECTORY "
+            "--images=FOLDER (or --texts=FOLDER)"
+        )

@@ -1,4 +1,4 @@
-"""The small trained backbones that ship with the library, one Hugging Face directory each."""
+"""The small trained instances that ship with the library, one Hugging Face directory each, by drawing and name."""
 
 import json
 from pathlib import Path
@@ -7,32 +7,35 @@ from typing import Any
 from kvpatch_jax.errors import InputError
 
 ROOT = Path(__file__).parent
+DRAWINGS = ("documents", "plain")
+"""Drawings of the task (`evals.task`) that instances read; a folder each."""
 SHEETS = ROOT / "sheets"
-"""Instances of the sheets task (`evals.sheets_task`), each a directory of its own; those of other
-architectures lie beside it, in sheets_qwen3_vl and, hybrids, sheets_qwen3_5."""
 DOCUMENTS = ROOT / "documents"
-"""Instances of the documents task (`evals.documents_task`), each a directory of its own."""
 MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
 
 
 def shipped_names() -> list[str]:
-    """Lists the shipped instances."""
-    return sorted(path.parent.name for path in ROOT.glob("*/config.json"))
+    """Lists the shipped instances, "documents/qwen2_5_vl" and others."""
+    folders = [path.parent for drawing in DRAWINGS for path in (ROOT / drawing).glob("*/config.json")]
+    return sorted(folder.relative_to(ROOT).as_posix() for folder in folders)
 
 
 def backbone_names() -> list[str]:
-    """Lists the shipped instances to compare with each other: all but the control, the first one first."""
-    names = [name for name in shipped_names() if name != CONTROL]
+    """Lists the instances of the glyph task to compare with each other: all but the control, the first one first."""
+    names = [path.parent.name for path in ROOT.glob("*/config.json") if path.parent.name != CONTROL]
     return sorted(names, key=lambda name: (not name.startswith(MAIN), name))
 
 
 def shipped(name: str) -> Path:
     """Finds the directory of a shipped instance, or of any checkpoint by its path.
 
+    Args:
+      name: with its drawing; one of the documents may go without.
+
     Raises:
       InputError: neither; the shipped ones are listed.
     """
-    for path in (ROOT / name, Path(name)):
+    for path in (ROOT / name, DOCUMENTS / name, Path(name)):
         if (path / "config.json").exists():
             return path
     raise InputError(
