@@ -6,7 +6,7 @@ and the rows made of them.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -91,7 +91,7 @@ class Run(NamedTuple):
       probes: names of the data set's settings; empty: its first.
       methods: names of arms, the reference and blind reuse first.
       n, batch, seed: contexts, how many at once, and their seed.
-      settings: the data set's own, from the configuration.
+      settings: the data set's own, from the configuration; `deficit = true` describes the deficit by layer as well.
     """
 
     models: Mapping[str, str]
@@ -154,6 +154,3 @@ def find_dataset(name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
             raise
         raise InputError(f"dataset: got {name!r}, which is not found ({error}); expected module:attribute") from error
-
-
-Make = Callable[[Any, str, int, int, int], Batch]

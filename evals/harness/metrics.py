@@ -3,9 +3,14 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from kvpatch_jax import KVLayout, deficit
 from kvpatch_jax.repair import Repaired, SplicedCache, kv_bytes, reprefill_flops
+from kvpatch_jax.repair.spliced_cache import canonical_of
 
 from . import intervals
 from .frame import Row, measured_row
@@ -14,6 +19,8 @@ from .methods import BLIND, REFERENCE
 from .parts import Record
 
 ANTECEDENTS = (1, 4, 16)
+DEFICIT = "deficit"
+"""The arm of records that describe the deficit itself."""
 PER_KIND = ("accuracy", "difference", "kl", "eta", "flip_recover", "worse")
 """Metrics of every kind of question: rows "<metric>.<kind>".
 
@@ -65,6 +72,27 @@ def cost_shares(repaired: Repaired, backbone: Any, splice: SplicedCache) -> dict
     return {**shares, **kept}
 
 
+@jax.jit
+def _profile(delta: Mapping[str, Array], reference: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """Computes every statistic of every context's deficit, [B,L] by channel."""
+    by_context = {
+        "relative_norm": jax.vmap(deficit.relative_norm, in_axes=1)(delta, reference),
+        "e90": jax.vmap(deficit.e90, in_axes=1)(delta),
+    }
+    return {**by_context, "token_share_90": jax.vmap(deficit.token_spread, in_axes=1)(delta)}
+
+
+def deficit_record(splice: SplicedCache, layout: KVLayout) -> Record:
+    """Records the deficit of each context by layer and channel: ‖Δ‖ / ‖canonical‖ (relative_norm), how many directions
+    hold 90 % of ‖Δ‖² (e90), and the smallest share of tokens that does (token_share_90).
+    """
+    assert splice.recorded is not None
+    canonical = canonical_of(layout, splice)
+    delta = {name: jnp.asarray(splice.recorded[name], jnp.float32) - value for name, value in canonical.items()}
+    profile = jax.tree.map(lambda values: np.round(np.asarray(values, float), 5).tolist(), _profile(delta, canonical))
+    return {"arm": DEFICIT, "profile": profile}
+
+
 class ProbeRecords:
     """The records of one probe and model, joined over batches in the order of the contexts.
 
@@ -79,6 +107,7 @@ class ProbeRecords:
         predicted: dict[str, list[np.ndarray]] = {}
         divergence: dict[str, list[np.ndarray]] = {}
         self.costs: dict[str, dict[str, float]] = {}
+        self.profiles: list[Any] = []
         batches = 0
         for record in records:
             arm = record["arm"]
@@ -89,7 +118,10 @@ class ProbeRecords:
             if "predicted" in record:
                 predicted.setdefault(arm, []).append(np.asarray(record["predicted"]))
                 divergence.setdefault(arm, []).append(np.asarray(record["kl"], float))
-            self.costs.setdefault(arm, record.get("costs", {}))
+            if arm == DEFICIT:
+                self.profiles.append(record["profile"])
+            else:
+                self.costs.setdefault(arm, record.get("costs", {}))
 
         # An arm that some batch lacks would be compared on other questions.
         complete = [arm for arm, values in predicted.items() if len(values) == batches]
@@ -128,6 +160,16 @@ class ProbeRecords:
         for arm, shares in self.costs.items():
             for metric, share in shares.items():
                 yield measured_row(probe, model, arm, metric, Interval(share, share, share, 1))
+        yield from self._deficit_rows(probe, model)
+
+    def _deficit_rows(self, probe: str, model: str) -> Iterator[Row]:
+        """Yields the deficit's statistics by layer and channel, the mean over contexts."""
+        for metric, channels in self.profiles[0].items() if self.profiles else ():
+            for channel in channels:
+                values = np.concatenate([np.asarray(profile[metric][channel]) for profile in self.profiles])
+                for layer in range(values.shape[1]):
+                    interval = intervals.mean(values[:, layer], np.arange(len(values)))
+                    yield measured_row(probe, model, f"layer={layer}.{channel}", metric, interval)
 
 
 def _worse(kl: np.ndarray, blind: np.ndarray, cluster: np.ndarray) -> Interval:
@@ -152,6 +194,3 @@ def mean_rows(rows: Iterable[Row], models: Sequence[str], name: str = "mean") ->
             spread = Interval(float(np.mean(seeds)), min(seeds), max(seeds), len(seeds))
             means.append(measured_row(probe, name, arm, metric, spread))
     return means
-
-
-Costs = Mapping[str, float]

@@ -144,6 +144,8 @@ def measure_batch(
         "cluster": clusters[valid].tolist(),
         "answer": questions.answer[valid].tolist(),
     }
+    if run.settings.get("deficit"):
+        yield metrics.deficit_record(batch.splice, backbone.layout)
     for arm in arms[1:]:
         splice = batch.asked() if arm.by_question else batch.splice
         try:
