@@ -183,7 +183,7 @@ def write_report(
 
     Args:
       results: {"config", "environment", "rows"}.
-      report: sentence, notes, and `pictures`, the files in `out` that are shown in this order.
+      report: sentence, notes, and `pictures`: files of `out` or of the checkout, each with its caption, in this order.
       tables: the specs; the first stands open, the others are folded.
     """
     import jinja2
@@ -195,8 +195,9 @@ def write_report(
     )
     pictures = []
     for name, caption in report.get("pictures", ()):
-        if (out / name).exists():
-            pictures.append((base64.b64encode((out / name).read_bytes()).decode(), caption))
+        path = next((folder / name for folder in (out, ROOT) if (folder / name).exists()), None)
+        if path is not None:
+            pictures.append((base64.b64encode(path.read_bytes()).decode(), caption))
     pivots = [(table.get("title", ""), *pivot(lookup, table)) for table in tables if "columns" in table]
     text = environment.get_template("report.html.j2").render(
         title=results["config"].get("title") or results["config"]["name"],

@@ -1,6 +1,5 @@
 """What a run leaves beside its rows: a printed table, pictures, report.html, rows.csv, and rows for the pages."""
 
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +21,6 @@ def write(config: RunConfig, results: Mapping[str, Any], out: Path, *, publish: 
     """
     lookup = Lookup(results["rows"])
     frame.frame(results["rows"]).to_csv(out / "rows.csv", index=False)
-    # A picture's maker is "module:function", called with the configuration and the file to write.
-    for name, maker in config.report.get("makers", {}).items():
-        module, _, function = maker.partition(":")
-        getattr(importlib.import_module(module), function)(config, out / name)
     for chart in config.report.get("charts", ()):
         draw_chart(lookup, chart, out)
     write_report(results, config.report, config.tables, out)
