@@ -127,7 +127,7 @@ def draw_two_hops(rng: np.random.Generator, documents: int) -> FactContext:
 
 
 def _pick(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
-    return [words[place] for place in rng.permutation(len(words))[:count]]
+    return [words[int(place)] for place in rng.permutation(len(words))[:count]]
 
 
 class FactSet:

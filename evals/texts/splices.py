@@ -5,6 +5,7 @@ layers, S keys, T tokens of the chunk, W tokens of a prompt, V vocabulary.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpatch_jax import to_engine
 from kvpatch_jax.backbone import KV, Tokens
 from kvpatch_jax.cache import Text
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import Repaired, SplicedCache
 
 from ..harness.datasets import Questions
@@ -56,6 +58,9 @@ class TextBatch:
       splice, reference, clusters, questions: as a batch has them.
       prompts: token ids of each context's prompts, padded at their ends [B,R,W].
       read_at: the tokens of each prompt whose logits answer, [B,R,A].
+      question: the first so many tokens of every prompt, which methods that choose by the question see; None: prompts
+        differ in length, and there are no such methods.
+      answers: makes answers of log-probabilities [B,Q,V].
     """
 
     def __init__(
@@ -67,28 +72,36 @@ class TextBatch:
         questions: Questions,
         prompts: Int[np.ndarray, "B R W"],
         read_at: Int[np.ndarray, "B R A"],
+        question: int | None = None,
+        answers: Callable[[Array], Any] = TextAnswers,
     ):
         self.backbone, self.splice, self.reference = backbone, splice, reference
         self.clusters, self.questions = clusters, questions
-        self.prompts, self.read_at = prompts, read_at
+        self.prompts, self.read_at, self.question, self._answers = prompts, read_at, question, answers
 
-    def read(self, cache: KV, visible: Bool[Array, "B S"] | None = None) -> TextAnswers:
+    def read(self, cache: KV, visible: Bool[Array, "B S"] | None = None) -> Any:
         """Reads every prompt after its context's cache."""
         count = self.prompts.shape[1]
         return self._read(_repeated_kv(cache, count), None if visible is None else _repeated(visible, count=count))
 
     def asked(self) -> SplicedCache:
-        """Returns a splice with a row per prompt, which follows it and sees all of it."""
+        """Returns a splice with a row per prompt, which follows it and sees all of it.
+
+        Raises:
+          InputError: prompts differ in length.
+        """
         splice, count = self.splice, self.prompts.shape[1]
+        if self.question is None:
+            raise InputError("asked: got prompts of several lengths; expected a data set whose prompts have one length")
         return splice.replace(
             tokens=jax.tree.map(functools.partial(_repeated, count=count), splice.tokens),
             cache=_repeated_kv(splice.cache, count),
             slots=_repeated(splice.slots, count),
-            question=self._prompt_tokens(splice.cache),
+            question=self._prompt_tokens(splice.cache).take(0, self.question),
             **{name: None for name in ("front", "conditioned", "recorded", "hidden")},
         )
 
-    def read_asked(self, repaired: Repaired) -> TextAnswers:
+    def read_asked(self, repaired: Repaired) -> Any:
         """Reads every prompt after its own cache."""
         return self._read(repaired.cache, repaired.visible)
 
@@ -96,7 +109,7 @@ class TextBatch:
         rows = self.prompts.reshape(-1, self.prompts.shape[2])
         return placed(self.backbone.embed(rows), next(iter(cache.values())).shape[2])
 
-    def _read(self, cache: KV, visible: Bool[Array, "R S"] | None) -> TextAnswers:
+    def _read(self, cache: KV, visible: Bool[Array, "R S"] | None) -> Any:
         tokens, mask = self._prompt_tokens(cache), None
         if visible is not None:
             rows, width = tokens.embeddings.shape[:2]
@@ -106,7 +119,7 @@ class TextBatch:
         at = self.read_at.reshape(-1, self.read_at.shape[2])
         logits = self.backbone.prefill(tokens, dict(cache), mask, logits=at).logits
         contexts = len(self.prompts)
-        return TextAnswers(_log_softmax(logits).reshape(contexts, -1, logits.shape[-1]))
+        return self._answers(_log_softmax(logits).reshape(contexts, -1, logits.shape[-1]))
 
 
 def _repeated(value: Any, count: int, axis: int = 0) -> Array:
