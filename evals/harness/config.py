@@ -17,7 +17,7 @@ class DataConfig:
 
     Attributes:
       dataset: its name in `harness.datasets.DATASETS`, or "module:attribute". probes: its settings; empty: its first.
-      models, methods, n, batch: in place of the run's, where given. settings: the data set's own.
+      models, methods, n, batch, dtype: in place of the run's, where given. settings: the data set's own.
     """
 
     dataset: str
@@ -26,6 +26,7 @@ class DataConfig:
     methods: tuple[str, ...] = ()
     n: int = 0
     batch: int = 0
+    dtype: str = ""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -97,10 +98,22 @@ def read_config(name: str, settings: Sequence[str] = (), variants: Sequence[str]
         # A number of contexts that is asked for is that of every data set.
         if key in ("n", "batch"):
             raw["data"] = [{**data, key: 0} for data in raw.get("data", [])]
+        if key == "models":
+            raw["data"] = _read_by(raw.get("data", []), raw["models"])
 
     data = tuple(_build(DataConfig, table, path) for table in raw.pop("data", []))
     raw["tables"] = raw.pop("table", [])
     return _build(RunConfig, {"name": path.stem, **raw, "data": data}, path)
+
+
+def _read_by(tables: Sequence[Mapping[str, Any]], models: Sequence[str]) -> list[dict[str, Any]]:
+    """Leaves out data sets that name models of their own, none of which is asked for."""
+    kept = []
+    for data in tables:
+        own = [name for name in data.get("models", []) if name in models]
+        if own or not data.get("models"):
+            kept.append({**data, "models": own})
+    return kept
 
 
 def _typed(key: str, value: str, kind: type) -> Any:

@@ -21,12 +21,12 @@ from .parts import Record
 ANTECEDENTS = (1, 4, 16)
 DEFICIT = "deficit"
 """The arm of records that describe the deficit itself."""
-PER_KIND = ("accuracy", "difference", "kl", "eta", "flip_recover", "worse")
+PER_KIND = ("accuracy", "difference", "kl", "flips", "eta", "flip_recover", "worse")
 """Metrics of every kind of question: rows "<metric>.<kind>".
 
-accuracy: share of right answers. difference: accuracy minus the reference's. kl: KL(re-prefill ‖ arm) in nats. eta:
-1 − Σ KL(arm) / Σ KL(blind). flip_recover: share brought back of the decisions that blind reuse flips. worse: share of
-contexts whose mean KL is above blind reuse's.
+accuracy: share of right answers. difference: accuracy minus the reference's. kl: KL(re-prefill ‖ arm) in nats. flips:
+share of answers that differ from the reference's. eta: 1 − Σ KL(arm) / Σ KL(blind). flip_recover: share brought back
+of the decisions that blind reuse flips. worse: share of contexts whose mean KL is above blind reuse's.
 """
 DAMAGE = 1e-3
 """Nats per question that blind reuse must lose for η to mean something: below, it would be a quotient of rounding."""
@@ -140,6 +140,7 @@ class ProbeRecords:
             "accuracy": intervals.mean(right, cluster),
             "difference": intervals.paired_difference(right, expected, cluster),
             "kl": intervals.mean(kl, cluster),
+            "flips": intervals.mean((predicted != reference).astype(float), cluster),
         }
         if BLIND in self.predicted and set(wanted) - estimates.keys():
             blind, blind_kl = self.predicted[BLIND][here], self.divergence[BLIND][here]

@@ -68,6 +68,7 @@ def described(config: RunConfig) -> dict[str, Any]:
             "probes": list(data.probes),
             "n": data.n or config.n,
             "batch": data.batch or config.batch,
+            "dtype": data.dtype or config.dtype,
             "settings": dict(data.settings),
         }
         for data in config.data
@@ -77,7 +78,6 @@ def described(config: RunConfig) -> dict[str, Any]:
         "digests": {name: identity(model_path(name)) for name in models},
         "data": data,
         "seed": config.seed,
-        "dtype": config.dtype,
     }
 
 
@@ -98,7 +98,7 @@ def plan(config: RunConfig) -> list[tuple[DataConfig, Any, Run, list[Part]]]:
         if hasattr(dataset, "parts"):
             parts = list(dataset.parts(run))
         else:
-            parts = spliced_parts(dataset, run, config.dtype)
+            parts = spliced_parts(dataset, run, data.dtype or config.dtype)
         plans.append((data, dataset, run, parts))
     return plans
 
