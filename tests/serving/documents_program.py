@@ -19,7 +19,7 @@ from rig_engine import Engine
 
 import models
 from evals.certify.window_sources import LEAD, PIECE
-from evals.real_weights import checkpoint
+from evals.real_weights import weights_file
 from evals.texts.corpus import SOURCES, documents
 from kvpatch_jax import Text
 from kvpatch_jax.serving.vllm import ConnectorConfig
@@ -97,7 +97,7 @@ def certify(folder: Path, model: Path, read: list[str]) -> Path:
 def main(work: str, turns: str) -> None:
     """Reads the weights, certifies, serves, and writes what was found."""
     folder, count = Path(work), int(turns)
-    file = checkpoint(None)
+    file = weights_file("smollm2")
     backbone = models.load(file, dtype="float32")
     model = models.save(backbone, folder / "model-documents")
     reading = Reading(backbone, count)

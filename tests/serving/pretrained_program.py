@@ -15,7 +15,7 @@ import rig_engine
 from rig_engine import Engine, compared
 
 import models
-from evals.real_weights import checkpoint
+from evals.real_weights import weights_file
 from evals.texts.corpus import documents
 
 CHUNK, QUESTION, STEPS, LIKELY = 96, 24, 16, 20
@@ -81,7 +81,7 @@ def measured(engine, texts):
 def main(work: str, contexts: str) -> None:
     """Reads the weights, serves, and writes what was found."""
     folder, count = Path(work), int(contexts)
-    file = checkpoint(None)
+    file = weights_file("smollm2")
     backbone = models.load(file, dtype="float32")
     model = models.save(backbone, folder / "model-pretrained")
     texts = [
