@@ -43,15 +43,12 @@ def test_parts_are_joined_once(installed, tmp_path):
         real_weights.weights_file("tiny")
 
 
-def test_what_is_no_gguf_file_is_refused(installed, tmp_path, monkeypatch):
+def test_what_is_no_gguf_file_or_not_known_is_refused(installed, tmp_path, monkeypatch):
     (tmp_path / "site" / "tiny_model_part1" / "data" / "part1.bin").write_bytes(b"gguf first")
     with pytest.raises(InputError, match=r"with first bytes b'gguf'; expected 21 bytes of a GGUF file"):
         real_weights.weights_file("tiny")
     monkeypatch.setitem(real_weights.REAL_WEIGHTS, "tiny", dataclasses.replace(installed, bytes=30))
     with pytest.raises(InputError, match="with 21 bytes"):
         real_weights.weights_file("tiny")
-
-
-def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(InputError, match="expected one of smollm2, gemma3-270m, qwen2"):
         real_weights.weights_file("gpt")

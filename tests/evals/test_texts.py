@@ -86,21 +86,19 @@ def test_two_hops_need_both_documents():
 @pytest.mark.parametrize(("facts", "probe"), [(FACTS, "pairs"), (TWO_HOPS, "keys")])
 def test_a_patch_of_full_rank_answers_as_a_reprefill_and_blind_reuse_does_not(backbone, facts, probe):
     batch = facts.batch(backbone, probe, 0, 3, seed=1)
-    expected = batch.read(batch.reference)
-    assert np.abs(expected.divergence_from(expected)).max() < 1e-6
-    divergences = {}
-    for name in ("blind", "patch.rank=30"):
-        repaired = parse(name).repair(backbone, batch.splice)
-        divergences[name.split(".")[0]] = batch.read(repaired.cache).divergence_from(expected)
-    blind, patch = divergences.values()
-    assert blind.shape == batch.questions.kind.shape
-    assert patch.max() < 1e-5 < 1e-3 < blind.max()
+    expected, blind = batch.read(batch.reference), batch.read(batch.splice.cache)
+    patch = batch.read(parse("patch.rank=30").repair(backbone, batch.splice).cache)
+    lost = blind.divergence_from(expected)
+    assert patch.divergence_from(expected).max() < 1e-5 < 1e-3 < lost.max()
+    # KL as float64 has it.
+    p, q = (np.exp(np.asarray(answers.log_probabilities, np.float64)) for answers in (expected, blind))
+    np.testing.assert_allclose(lost, (p * np.log(p / q)).sum(-1), rtol=1e-3, atol=1e-7)
+    assert np.array_equal(blind.predicted, q.argmax(-1))
+    assert batch.questions.answer.shape == lost.shape
 
 
 def test_a_chunk_is_prefilled_behind_the_lead_alone(backbone):
     batch = FACTS.batch(backbone, "triples", 0, 2, seed=1)
-    again = FACTS.batch(backbone, "triples", 0, 1, seed=1)
-    assert np.array_equal(batch.prompts[:1, :, : again.prompts.shape[2]], again.prompts)
     splice, lead = batch.splice, len(start_tokens(backbone)) + len(backbone.ids(dataset.INSTRUCTION))
     first = int(splice.slots[0, 0])
     assert start_tokens(backbone).tolist() == [0]
@@ -111,14 +109,6 @@ def test_a_chunk_is_prefilled_behind_the_lead_alone(backbone):
         assert differences[:, :, :first].max() == 0
         assert differences[1:, :, first:].max() > 1e-3
         assert differences[0, :, first:].max() < 1e-4
-
-
-def test_kl_is_that_of_float64(backbone):
-    batch = TWO_HOPS.batch(backbone, "keys", 1, 2, seed=3)
-    expected, blind = batch.read(batch.reference), batch.read(batch.splice.cache)
-    p, q = (np.exp(np.asarray(answers.log_probabilities, np.float64)) for answers in (expected, blind))
-    np.testing.assert_allclose(blind.divergence_from(expected), (p * np.log(p / q)).sum(-1), rtol=1e-3, atol=1e-7)
-    assert np.array_equal(blind.predicted, q.argmax(-1))
 
 
 def test_words_of_several_tokens_are_refused(backbone, monkeypatch):
@@ -149,14 +139,10 @@ def test_passages_stand_behind_the_text_before_them_or_another_documents(backbon
 
 def test_text_is_of_named_packages_and_long_enough():
     class Letters:
-        """A tokenizer of characters."""
-
         def ids(self, text: str) -> list[int]:
             return list(text.encode("ascii", "replace"))
 
     for domain in corpus.SOURCES:
-        read = corpus.documents(Letters(), domain, 3, 400, 800)
-        assert [len(document.ids) for document in read] == [800] * 3
+        read = corpus.documents(Letters(), domain, 2, 400, 800)
+        assert [len(document.ids) for document in read] == [800] * 2
         assert all(document.licence in corpus.LICENCES.values() for document in read)
-        names = [document.name for document in corpus.documents(Letters(), domain, 2, 400, 800)]
-        assert names == [document.name for document in read[:2]]
