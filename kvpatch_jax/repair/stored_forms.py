@@ -16,6 +16,7 @@ from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import flatten_heads, to_engine
+from ..core.encoding import GROUP
 from ..errors import RankError
 from .repair_budget import NUMBER_BYTES, RepairBudget
 from .spliced_cache import (
@@ -28,6 +29,7 @@ from .spliced_cache import (
     with_flops,
 )
 from .stored_kv import (
+    Axes,
     KVPrecision,
     Precision,
     allowed_bytes,
@@ -48,6 +50,7 @@ def quantised(
     budget: RepairBudget | float = 1.0,
     *,
     bits: Precision | None = None,
+    axes: Axes | None = None,
 ) -> Repaired:
     """Serves the recorded KV itself in few bits, in the canonical's place.
 
@@ -61,6 +64,8 @@ def quantised(
         alike.
       bits: of every channel, 1 to 8, each feature with a range over all tokens; 16: bfloat16; a word such as "k4v2g32":
         KIVI's groups. Hybrid models: 16.
+      axes: in place of those that follow from bits, in groups of 32: "token" keeps keys by token too, which models with
+        outlier features do not bear.
 
     Raises:
       InputError: no recorded KV, a budget in tokens or by layer, or too small for 1 bit; unknown bits. LayoutError: a
@@ -68,6 +73,8 @@ def quantised(
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     precision = None if bits is None else KVPrecision.of(bits)
+    if precision is not None and axes is not None:
+        precision = dataclasses.replace(precision, axes=axes, group=GROUP)
     hybrid = precision is not None and precision.decoding == 0
     allowed = allowed_bytes(layout, splice, budget, "quantised", hybrid=hybrid)
     recorded = recorded_of(splice, "quantised")
