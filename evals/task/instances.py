@@ -57,9 +57,9 @@ def _qwen_images() -> ImageConfig:
     return ImageConfig.from_dict({**_PIXELS, **sizes, "min_pixels": LINE**2, "max_pixels": 1_000_000})
 
 
-def _qwen2_5_vl() -> Instance:
+def _qwen2_5_vl(kv_heads: int = 2) -> Instance:
     """Grouped-query attention, M-RoPE in blocks; the four patches of a cell see each other."""
-    text = {"num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [1, 9, 22]}}
+    text = {"num_key_value_heads": kv_heads, "rope_scaling": {"type": "mrope", "mrope_section": [1, 9, 22]}}
     vision = {
         "depth": 2,
         "hidden_size": 128,
@@ -154,7 +154,18 @@ def _llava() -> Instance:
     return Instance(_read("LlavaForConditionalGeneration", raw), PictureConfig.from_dict({**_PIXELS, **sizes}))
 
 
-INSTANCES = {"qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "kimi_vl": _kimi_vl, "llava": _llava}
+def _qwen2_5_vl_mha() -> Instance:
+    """Qwen2.5-VL with as many KV heads as query heads."""
+    return _qwen2_5_vl(HEADS)
+
+
+INSTANCES = {
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen2_5_vl_mha": _qwen2_5_vl_mha,
+    "qwen3_vl": _qwen3_vl,
+    "kimi_vl": _kimi_vl,
+    "llava": _llava,
+}
 
 
 @functools.cache

@@ -123,7 +123,7 @@ def initialise(recipe: Recipe) -> Any:
     """
     config, _ = instance(recipe.backbone)
     model = config.family.module(config, nnx.Rngs(recipe.seed))
-    if recipe.backbone != "qwen2_5_vl":
+    if not recipe.backbone.startswith("qwen2_5_vl"):
         # A tower that lets the cells of an image see each other starts with none of it.
         kernel = model.visual.blocks.output.kernel
         kernel[...] = jnp.zeros_like(kernel[...])
