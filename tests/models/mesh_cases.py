@@ -116,11 +116,11 @@ def patched(backbone: ModelBackbone) -> kvp.Placed:
     return kvp.Placed(chunk, patch, lead.span, antecedent=(lead.id,))
 
 
-def session(family: str) -> dict[str, Any]:
+def session(directory: Path) -> dict[str, Any]:
     """A session over four devices beside one on one: 2 KV heads, a group of two devices for each."""
     facts, pools = {}, {}
     for name, mesh in {"alone": None, "over": line_of(4)}.items():
-        backbone = load(ROOT / "evals" / "trained" / family, "float32", mesh=mesh)
+        backbone = load(directory, "float32", mesh=mesh)
         facts[name], pools[name] = in_session(backbone)
     return facts | {"errors": {name: error_of(pools["over"][name], pools["alone"][name]) for name in pools["over"]}}
 
@@ -165,8 +165,8 @@ def main() -> None:
     gc.freeze()
     warnings.simplefilter("error")
     others = {"collectives": collectives, "towers": towers}
-    for family in ("qwen2_5_vl", "qwen3_vl_moe"):
-        others[f"session {family}"] = lambda _, family=family: session(family)
+    others["session qwen2_5_vl"] = lambda _: session(ROOT / "evals" / "trained" / "documents" / "qwen2_5_vl")
+    others["session qwen3_vl_moe"] = lambda directory: session(write_checkpoint("qwen3_vl_moe", directory))
     with jax.default_matmul_precision("highest"):
         found = {}
         for name in names:

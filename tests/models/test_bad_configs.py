@@ -8,7 +8,7 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from evals.small_task.instances import INSTANCES, instance
+from evals.task.instances import INSTANCES, instance
 from kvpatch_jax.errors import ConfigError, KVPatchError
 from models import FAMILIES, UnknownKeyWarning, load
 from models.families.architectures import find_architecture
@@ -115,7 +115,7 @@ def test_a_key_with_a_null_or_without_meaning_for_the_forward_is_passed_over():
 
 def test_every_shipped_and_small_model_is_read():
     """None of the checkpoints that come with the repository has a key that is not known."""
-    shipped = sorted((GOLDENS.parents[1] / "evals" / "trained").glob("*/config.json"))
+    shipped = sorted((GOLDENS.parents[1] / "evals" / "trained").glob("*/*/config.json"))
     assert shipped
     for path in shipped:
         raw = json.loads(path.read_text())

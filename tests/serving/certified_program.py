@@ -19,11 +19,12 @@ from trained_program import OPTIONS
 from trained_program import form as form_all
 from trained_task import FRAME, Drawn, prompt_of
 
-from evals.small_task import VOCABULARY
+from evals.task.instances import instance
 
 SEED = 33211
-COUNTS = {"page": 1, "legend": 1, "chain": 4, "aggregate": 2}
+COUNTS = {"page": 1, "sheet": 1, "chain": 4, "aggregate": 2}
 CERTIFICATE = trained_model.SHIPPED / "certificate.json"
+WORDS = instance("qwen2_5_vl").config.text.vocabulary
 MOST = 0.05
 """The operator's bound in nats."""
 BOUNDS = (0.001, 0.01, 10.0)
@@ -33,14 +34,14 @@ TENANTS = ("blind", "rank8", "rank16")
 
 def divergence(own, other):
     """KL(own ‖ other) of two answers' first tokens, over the whole vocabulary."""
-    first, second = (np.array([likely[str(token)] for token in range(len(VOCABULARY))]) for likely in (own, other))
+    first, second = (np.array([likely[str(token)] for token in range(WORDS)]) for likely in (own, other))
     return float(np.sum(np.exp(first) * (first - second)))
 
 
 def measured(engine, drawn):
     """Every tenant under every bound, for all contexts."""
     found = {f"{tenant} {bound:g}": {"kl": [], "told": []} for tenant in TENANTS for bound in BOUNDS}
-    likely = {"steps": 1, "likely": len(VOCABULARY)}
+    likely = {"steps": 1, "likely": WORDS}
     for index, images in enumerate(drawn.images):
         form_all(engine, images)
         prompts = [prompt_of(images, question) for question in drawn.asked(index)]
@@ -80,7 +81,7 @@ def main(work: str, contexts: str) -> None:
     fingerprint = json.loads(CERTIFICATE.read_text())["certificate"]["backbone"]
     settings = {"backbone": fingerprint, "certificate": str(CERTIFICATE), "uncertified": False, "most_kl": MOST}
     model = trained_model.write(folder / "model-certified")
-    options = {**OPTIONS, "max_logprobs": len(VOCABULARY)}
+    options = {**OPTIONS, "max_logprobs": WORDS}
     engine = Engine(model, folder / "store-certified", {**settings, "image_frame": list(FRAME)}, **options)
     drawn = Drawn(count, SEED, COUNTS)
     path = folder / f"certified-{contexts}.json"

@@ -30,17 +30,17 @@ from rig_engine import Engine
 from scipy.special import log_softmax
 from trained_task import FRAME
 
-from evals import sheets_task, small_task
 from evals.harness import intervals
-from evals.probes.window.probe_images import LEAD
-from evals.sheets_task import SIZES, VOCABULARY
-from evals.trained import MAIN, SHEETS
+from evals.task.contexts import ITEMS, SIZES, sample
+from evals.task.drawing import DRAWINGS
+from evals.task.vocabulary import IMAGE, PAD, vocabulary
 from kvpatch_jax.serving.vllm import ConnectorConfig
 
 SEED, WINDOW, PAGES, TASK = 90031, 8, 6, 12
-SIZE, MODEL = SIZES["8"], SHEETS / MAIN
-LEAD_TOKENS = [small_task.VOCABULARY.names.index(word) for word in LEAD]
-"""What certificates of this model were measured behind."""
+SIZE, MODEL = SIZES["8"], trained_model.SHIPPED
+WORDS = vocabulary()
+LEAD_TOKENS = [WORDS[word] for word in ("value", "unit", "most", "values")]
+"""What certificates of this model are measured behind: the first words that it has."""
 OPENED = (3, 5)
 """Images that a turn opens of the six: at least, at most."""
 BATCH = 2 * WINDOW
@@ -87,28 +87,29 @@ class Turn(NamedTuple):
 
 
 class Scene:
-    """Sheets of the sheets task, drawn by a seed: images of eleven entries, an address with two colours each.
+    """Sheets of the task, drawn by a seed: lists, keys and menus of eleven items, each with a value and a unit.
 
-    A question asks for a colour of an address that some image in the window shows; if
-    several do, the latest one counts.
+    A question asks for the value or the unit of an item that some image in the window shows; if several do, the latest
+    one counts.
     """
 
     def __init__(self, count: int, rng: np.random.Generator):
-        contexts = sheets_task.sample_contexts(rng, -(-count // SIZE.sheets), SIZE)
-        sheets, _ = sheets_task.render(contexts)
+        contexts = sample(rng, -(-count // SIZE.sheets), SIZE)
+        sheets, _ = DRAWINGS["documents"].render(contexts)
         self.pictures = [Image.fromarray(image) for image in sheets.reshape(-1, *sheets.shape[2:])]
-        entries = (contexts.sheet_address, contexts.sheet_fill, contexts.sheet_stripe)
+        # Words, bars and icons are named by tokens of their own.
+        items = WORDS.first["item"] + ITEMS * contexts.document[:, None, None] + contexts.sheet_item
+        entries = (items, contexts.sheet_value, contexts.sheet_unit)
         flat = [each.reshape(-1, each.shape[2]).tolist() for each in entries]
         self.entries = [list(zip(*own, strict=True)) for own in zip(*flat, strict=True)]
 
     def turn(self, images: Sequence[int], rng: np.random.Generator, evicted: Sequence[int] = (), old: int = 0) -> Turn:
         """Draws a question about one of the images."""
-        colours = {address: own for image in images for address, *own in self.entries[image]}
-        address = int(rng.choice(sorted(colours)))
-        by_fill, (fill, stripe) = rng.random() < 0.5, colours[address]
-        ask = VOCABULARY.ask_fill if by_fill else VOCABULARY.ask_stripe
-        answer = VOCABULARY.fill + fill if by_fill else VOCABULARY.stripe + stripe
-        return Turn(tuple(images), tuple(evicted or images), old, (ask, VOCABULARY.cell + address), answer)
+        meanings = {item: meaning for image in images for item, *meaning in self.entries[image]}
+        item = int(rng.choice(sorted(meanings)))
+        group = "value" if rng.random() < 0.5 else "unit"
+        answer = WORDS.first[group] + meanings[item][group == "unit"]
+        return Turn(tuple(images), tuple(evicted or images), old, (WORDS[group], item), answer)
 
     def declared(self, turn: Turn) -> dict[str, Any]:
         """Returns what a request says of its chunks: nothing, since images are found."""
@@ -125,8 +126,8 @@ class Scene:
     def prompt(self, images: Sequence[int], question: Sequence[int], old: int = 0) -> dict[str, Any]:
         """Returns a prompt of the lead, words in place of old images, images and a question."""
         pictures = [self.pictures[image] for image in images]
-        image = [FRAME[0], VOCABULARY.image, FRAME[1]]
-        ids = [*LEAD_TOKENS, *[VOCABULARY.pad] * old, *(image * len(images)), *question]
+        image = [FRAME[0], IMAGE, FRAME[1]]
+        ids = [*LEAD_TOKENS, *[PAD] * old, *(image * len(images)), *question]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
 
@@ -248,7 +249,7 @@ def recorded(draw: Draw, turns: Sequence[int], folder: Path) -> Path:
     Args:
       turns: of a task at which its window is recorded, one after another.
     """
-    rng, names, lines = np.random.default_rng(RECORDED_SEED), VOCABULARY.names, list[str]()
+    rng, names, lines = np.random.default_rng(RECORDED_SEED), WORDS.names, list[str]()
     for task in range(RECORDED):
         count = turns[task % len(turns)] + 1
         scene = Scene(count + PAGES, rng)

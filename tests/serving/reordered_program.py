@@ -2,7 +2,7 @@
 
 It writes WORK/reordered-CONTEXTS.json.
 The engine has just answered behind each context's images in one order, and has that prompt in its prefix cache. Then
-questions come behind the same images, as before or with the legends in another order, where no prefix is the same. Each
+questions come behind the same images, as before or with the sheets in another order, where no prefix is the same. Each
 way is asked the same; ways take turns, and the first question's whole way through the engine is timed.
 """
 # pyright: reportMissingImports=false
@@ -21,7 +21,7 @@ from trained_task import FRAME, QUESTION, Drawn, prefilled, prompt_of, shares
 
 SEED, RANK, TENANT = 61129, 16, "reordered"
 COUNTS = {"chain": 3, "override": 3}
-"""An override question is about a glyph that two legends define. The later one counts: order decides."""
+"""An override question is about an item that is on two sheets. The later one counts: order decides."""
 ORDERS = {"as before": (0, 1, 2), "reordered": (1, 2, 0)}
 WAYS = {
     "re-prefill": {},
@@ -67,7 +67,7 @@ def measured(engine, drawn, count):
     def row(order, way):
         own, computed = answers[order, way], prefilled(answers[order, way])
         return {
-            "right": shares(drawn[order].questions, own, tuple(COUNTS)),
+            "right": shares(drawn[order], own, tuple(COUNTS)),
             "prefilled_tokens_of_the_first_question": float(computed[:, 0].mean()),
             "prefilled_tokens_of_the_others": float(computed[:, 1:].mean()),
             # The first contexts compile.

@@ -7,7 +7,8 @@ import pytest
 import trained_model
 
 import models
-from evals import small_task
+from evals.task.contexts import sample
+from evals.task.drawing import images_of
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,10 @@ def test_what_is_written_twice_is_read_once():
 
 @pytest.mark.slow
 def test_it_says_what_the_shipped_model_says(folder):
-    contexts = small_task.sample_contexts(np.random.default_rng(7), 1)
-    legends, pages = small_task.render(contexts)
+    prices, *_, bill = images_of(sample(np.random.default_rng(7), 1))
     said = []
     for path in (trained_model.SHIPPED, folder):
         backbone = models.load(path, dtype="float32")
-        tokens = backbone.embed(**backbone.prepare([legends[0, 0], pages[0], "fill? r0t1"]))
+        tokens = backbone.embed(**backbone.prepare([prices, bill, "unit of C6?"]))
         said.append(np.asarray(backbone.prefill(tokens).logits))
     np.testing.assert_allclose(said[1], said[0], atol=2e-5)

@@ -14,11 +14,11 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from evals.small_task import VOCABULARY
+from evals.task.vocabulary import SPECIAL
 
-SHIPPED = Path(__file__).parents[2] / "evals" / "trained" / "qwen2_5_vl"
-MOST_PIXELS = 160 * 160
-"""The engine makes room for the largest image; the task's have 100 by 100."""
+SHIPPED = Path(__file__).parents[2] / "evals" / "trained" / "documents" / "qwen2_5_vl"
+MOST_PIXELS = 252 * 252
+"""The engine makes room for the largest image; a page of the task has 252 by 224."""
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 """A processor repeats an image's token without spaces between; as a special token it is found there."""
@@ -45,8 +45,7 @@ def write(folder: Path, shipped: Path = SHIPPED, devices: int = 1) -> Path:
     (folder / "generation_config.json").write_text(json.dumps(ends))
     tokenizer = json.loads((shipped / "tokenizer.json").read_text())
     tokenizer["added_tokens"] = [
-        {"id": token, "content": VOCABULARY.names[token], "special": True, **PLAIN}
-        for token in range(VOCABULARY.end + 1)
+        {"id": token, "content": name, "special": True, **PLAIN} for token, name in enumerate(SPECIAL)
     ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
     # Or the tokenizer of the released model's kind is made of it, which knows none of these words.

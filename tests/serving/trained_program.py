@@ -1,7 +1,7 @@
 """One engine process on the trained Qwen2.5-VL: `python trained_program.py WORK CONTEXTS [ENGINE]`.
 
 It writes WORK/ENGINE-CONTEXTS.json, where ENGINE is one of `ENGINES`: "trained", or that in bfloat16 or on two devices.
-Every context is three legends and a page as images, four chunks, and questions of two tokens behind them; an answer is
+Every context is three sheets and a page as images, four chunks, and questions of two tokens behind them; an answer is
 the next token. Each way of serving them is asked the same questions: what the engine computes itself ("re-prefill",
 with its prefix cache "prefix cache"), the first chunk alone from the store ("leading"), all chunks without patches
 ("blind"), and with patches of two ranks. Our own executor, in float32, answers the questions of the first contexts too.
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import cpu_rig
+import jax
 import numpy as np
 import rig_engine
 import trained_model
@@ -23,11 +24,9 @@ from trained_task import FRAME, QUESTION, Drawn, prefilled, prompt_of, shares
 
 import kvpatch_jax as kvp
 import models
-from evals import small_task
-from evals.small_task import scenes
 
 SEED, NAME = 70117, "trained"
-COUNTS = {"page": 1, "legend": 1, "chain": 4, "aggregate": 3}
+COUNTS = {"page": 1, "sheet": 1, "chain": 4, "aggregate": 3}
 RANKS = (8, 16)
 OWN_CONTEXTS, LIKELY = 8, 20
 """Contexts that our own executor is asked too; log-probabilities that the engine gives of each answer."""
@@ -80,37 +79,35 @@ def served(engine, images, questions, way, index):
     return first + others, seconds
 
 
-def own_answers(drawn, folder):
+def own_answers(drawn):
     """What our own executor says of the first contexts: way → log-probabilities [contexts, questions, vocabulary]."""
-    count = min(OWN_CONTEXTS, len(drawn.contexts))
-    first = lambda value: value[:count]
-    fields = lambda value: {field.name: first(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    contexts = small_task.Contexts(**fields(drawn.contexts))
-    questions = small_task.Questions(**fields(drawn.questions))
     backbone = models.load(trained_model.SHIPPED, dtype="float32")
-    scene = scenes.load_scene(backbone, contexts, folder)
-    tokens = scene.prefix()
-    whole = dict(backbone.prefill(tokens).kv)
-    chunks, where = scene.standing, scene.form.slices
-    starts = [scene.start_of(tokens, place) for place in range(len(chunks))]
+    answers = {}
+    for index in range(min(OWN_CONTEXTS, len(drawn.images))):
+        units = [[image] for image in drawn.images[index]]
+        chunks = [kvp.make_chunk(backbone, unit, id=str(place)) for place, unit in enumerate(units)]
+        conditioned = kvp.conditioned(backbone, units)
+        ids = [chunk.id for chunk in chunks]
+        starts = np.cumsum([0, *(chunk.span for chunk in chunks)]).tolist()
 
-    def patches(rank):
-        made: list[kvp.Patch | None] = [None]
-        for place in range(1, len(chunks)):
-            front = [chunk.id for chunk in chunks[:place]]
-            made.append(kvp.form_patch(chunks[place], scenes.cut(whole, where[place]), rank, front))
-        return made
+        def placed(rank, chunks=chunks, conditioned=conditioned, ids=ids, starts=starts):
+            pieces = []
+            for place, chunk in enumerate(chunks):
+                front = ids[:place]
+                patch = kvp.form_patch(chunk, conditioned[place], rank, front) if rank and place else None
+                pieces.append(kvp.apply_patch(kvp.Placed(chunk, patch, starts[place], front)))
+            return kvp.joined(*pieces)
 
-    def placed(patches):
-        fronts = [[chunk.id for chunk in chunks[:place]] for place in range(len(chunks))]
-        each = zip(chunks, patches, starts, fronts, strict=True)
-        return scenes.joined([dict(kvp.apply_patch(kvp.Placed(*one))) for one in each])
-
-    exact = scenes.engine(scene, whole, tokens)
-    caches = {"re-prefill": exact, "prefix cache": exact, "leading": exact, "blind": placed([None] * len(chunks))}
-    caches |= {f"rank {rank}": placed(patches(rank)) for rank in RANKS}
-    read = lambda cache: scenes.read(scene, cache, questions, sees_legends=True).log_probabilities
-    return {way: read(cache) for way, cache in caches.items()}
+        places = zip(conditioned, chunks, starts, strict=False)
+        exact = kvp.joined(*[kvp.to_engine(backbone.layout, kv, chunk.local, start) for kv, chunk, start in places])
+        caches = {"re-prefill": exact, "prefix cache": exact, "leading": exact, "blind": placed(0)}
+        caches |= {f"rank {rank}": placed(rank) for rank in RANKS}
+        questions = backbone.embed(drawn.tokens[index]).shift(starts[-1])
+        for way, cache in caches.items():
+            rows = {name: np.repeat(value, len(drawn.kind), axis=1) for name, value in cache.items()}
+            logits = backbone.prefill(questions, rows).logits[:, -1]
+            answers.setdefault(way, []).append(np.asarray(jax.nn.log_softmax(logits)))
+    return {way: np.stack(rows) for way, rows in answers.items()}
 
 
 def from_our_own(drawn, answers, own):
@@ -118,7 +115,7 @@ def from_our_own(drawn, answers, own):
     differences = [
         max(abs(own[index, place, int(token)] - value) for token, value in answers[index][place]["likely"].items())
         for index in range(len(own))
-        for place in np.flatnonzero(drawn.questions.valid[index])
+        for place in np.flatnonzero(drawn.valid[index])
     ]
     return {
         "largest": float(np.max(differences)),
@@ -137,12 +134,12 @@ def from_the_prefix_cache(answers, cached):
 
 def summary(drawn, answers, seconds, plain, cached):
     """One way's row: accuracy of each kind with its interval, what was prefilled, how far from the prefix cache."""
-    valid = drawn.questions.valid
+    valid = drawn.valid
     predicted = np.array([[answer["tokens"][0] for answer in row] for row in answers])
     computed = prefilled(answers)
     told = answers[0][0]["told"]
     return {
-        "right": shares(drawn.questions, answers, tuple(COUNTS)),
+        "right": shares(drawn, answers, tuple(COUNTS)),
         "first_tokens_equal_to_the_engine_alone": float((predicted == plain)[valid].mean()),
         "prefilled_tokens_of_the_first_question": float(computed[:, 0].mean()),
         "prefilled_tokens_of_the_others": float(computed[:, 1:].mean()),
@@ -152,7 +149,7 @@ def summary(drawn, answers, seconds, plain, cached):
     }
 
 
-def measured(engine, drawn, work, dtype):
+def measured(engine, drawn, dtype):
     """Every way, all contexts; then, in float32, what our own executor says."""
     answers, seconds = {way: [] for way in WAYS}, {way: [] for way in WAYS}
     began = time.perf_counter()
@@ -167,12 +164,12 @@ def measured(engine, drawn, work, dtype):
     cached = answers["prefix cache"]
     ways = {way: summary(drawn, answers[way], seconds[way], plain, cached) for way in WAYS}
     if dtype == "float32":
-        for way, own in own_answers(drawn, work / "own").items():
+        for way, own in own_answers(drawn).items():
             ways[way]["difference_from_our_executor"] = from_our_own(drawn, answers[way], own)
     return {
         "dtype": dtype,
         "contexts": len(drawn.images),
-        "questions": int(drawn.questions.valid.sum()),
+        "questions": int(drawn.valid.sum()),
         "prompt_tokens": answers["re-prefill"][0][0]["prompt"],
         "ways": ways,
         "formed": dict(engine.worker.former.counts),
@@ -189,7 +186,7 @@ def main(work: str, contexts: str, engine: str = NAME) -> None:
     model = trained_model.write(folder / f"model-{engine}", devices=options["tensor_parallel_size"])
     started = Engine(model, folder / f"store-{engine}", settings, **options)
     drawn = Drawn(int(contexts), SEED, COUNTS)
-    run = lambda started: measured(started, drawn, folder / engine, options["dtype"])
+    run = lambda started: measured(started, drawn, options["dtype"])
     rig_engine.written(folder / f"{engine}-{contexts}.json", started, run, seed=SEED)
 
 

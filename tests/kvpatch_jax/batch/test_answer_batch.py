@@ -15,7 +15,8 @@ import pytest
 from window_oracle import counting_of
 
 import kvpatch_jax as kvp
-from evals import small_task
+from evals.task.contexts import sample
+from evals.task.drawing import images_of
 from kvpatch_jax.batch import BatchConfig, BatchItem, answer_batch, read_answers
 from kvpatch_jax.batch.batch_file import AnswerFile
 from kvpatch_jax.errors import ConfigError, InputError, StoreFullError
@@ -47,13 +48,10 @@ def items_of(first, second, page, questions) -> list[BatchItem]:
 
 
 def task_items() -> list[BatchItem]:
-    """The same over images of the small task, with questions as text."""
-    contexts = small_task.sample_contexts(np.random.default_rng(7), 1)
-    legends, pages = small_task.render(contexts)
-    words = small_task.VOCABULARY.names
-    asked = small_task.ask(contexts, np.random.default_rng(1), {"page": 3, "chain": 3})
-    questions = [f"{words[ask]} {words[what]}" for ask, what in zip(asked.ask[0], asked.argument[0], strict=True)]
-    return items_of(legends[0, 0], legends[0, 1], pages[0], questions)
+    """The same over images of the task, with questions as text."""
+    first, second, _, page = images_of(sample(np.random.default_rng(7), 1))
+    questions = ["first of A1?", "second of B2?", "first of C3?", "unit of D4?", "value of E5?", "unit of F6?"]
+    return items_of(first, second, page, questions)
 
 
 class MemoryPatchStore:
@@ -112,7 +110,7 @@ def test_answers_equal_those_of_the_public_functions(backbone, items, done):
 
 @pytest.mark.slow
 def test_answers_of_a_trained_model_equal_those_of_the_public_functions(tmp_path):
-    items, backbone = task_items(), load(ROOT / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
+    items, backbone = task_items(), load(ROOT / "evals" / "trained" / "documents" / "qwen2_5_vl", dtype="float32")
     report = answer_batch(backbone, None, items, out=tmp_path / "a.jsonl", rank=RANK, batch=4)
     assert (report.canonicals, report.conditioned, report.failed) == (3, 4, 0)
     check_answers(backbone, items, read_answers(tmp_path / "a.jsonl"))
@@ -348,7 +346,7 @@ import test_answer_batch as own
 from kvpatch_jax.batch import answer_batch, read_answers
 from models import load
 
-out, directory = Path(sys.argv[1]), "evals/trained/qwen2_5_vl"
+out, directory = Path(sys.argv[1]), "evals/trained/documents/qwen2_5_vl"
 items = [item for item in own.task_items() if item.front] * 2
 devices = np.array(jax.devices())
 assert len(devices) == 8

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import random
 
-from evals.trained import MAIN, shipped
+from evals.trained import shipped
 from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
 from kvpatch_jax.plan.goal import DEFAULT_KL
 from kvpatch_jax.plan.option_solver import CertifiedBounds
@@ -85,7 +85,7 @@ def test_stored_prefills_are_bounded_by_their_likeness():
 
 
 def test_shipped_certificates_reach_no_longer_windows_than_measured():
-    made = Certificate.read(shipped(MAIN) / "certificate.json", backbone=None)
+    made = Certificate.read(shipped("documents/qwen2_5_vl") / "certificate.json", backbone=None)
     page = (made.spans[1], "image")
     assert made.beyond(made.tokens, [page] * made.chunks) is None
     assert made.beyond(400_020, [page]) == f"window of 400020 tokens; certified up to {made.tokens}"

@@ -14,7 +14,7 @@ from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.core import KVEncoding
 from kvpatch_jax.errors import InputError, SessionError
 
-CERTIFICATE = Path(__file__).parents[3] / "evals/trained/qwen2_5_vl/certificate.json"
+CERTIFICATE = Path(__file__).parents[3] / "evals/trained/documents/qwen2_5_vl/certificate.json"
 
 
 def loop(backbone, store, images=(0, 1, 2), **options) -> tuple[np.ndarray, kvp.session.Stats, MemoryStore]:

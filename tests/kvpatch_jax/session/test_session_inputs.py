@@ -134,7 +134,7 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
     linker = type("Linker", (), {"backbone": "f" * 64})()
     with kvp.Session(other) as alien:
         for error, given in (
-            (SessionError, {"backbone": "evals/trained/qwen2_5_vl"}),
+            (SessionError, {"backbone": "evals/trained/documents/qwen2_5_vl"}),
             (SessionError, {"store": "cache"}),
             (SessionError, {"keep": 0}),
             (SessionError, {"keep": True}),
