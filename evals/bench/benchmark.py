@@ -1,160 +1,223 @@
-"""Declaration of a benchmark, the rows that benchmarks make, and the files that are written from them."""
+"""What a benchmark is: one piece of work by several sides, checked, then timed in turns; its rows and their table.
 
-import dataclasses
-import json
+Rows are the harness's: probe is what is done ("kernels.splice"), model the case (a shape or a model), arm the side.
+Imports jax and numpy alone, so that it runs on a bare machine.
+"""
+
+import collections
+import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+
+from ..harness.frame import Row, measured_row
+from ..harness.intervals import Interval
 from ..harness.tables import markdown_table
-from .timing import Samples, ratios
 
-Row = dict[str, Any]
-"""One figure: "metric" and further labels; "value", "low", "high", "n"; with a bar "bar", "sense" and "passed"."""
-AT_LEAST, AT_MOST = "at least", "at most"
+Samples = dict[str, list[float]]
+"""Seconds of each side, turn by turn."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """One benchmark of `python -m evals.bench`.
+class Sides(NamedTuple):
+    """What is compared, ready to run.
 
     Attributes:
-      name: value of --suite.
-      run: measures. Its parameters name the flags that it takes. Returns a dictionary ready for JSON: "config",
-        "environment" and "rows", or what `table` reads instead of rows.
-      labels: keys of rows that the table shows after the metric.
-      table: formats a result as Markdown; None for `rows_table`.
-      draw: draws a figure of a result into a file; None where there is none.
+      calls: seconds of one run of each side, ours first: `timed` makes them. Every side is divided by ours.
+      check: measures each side's error over its tolerance; a side above 1, or NaN, is wrong and is not timed.
+      moved: bytes that one run has to move; 0: no bandwidth is given.
+      figures: further numbers, by side and metric, once all is timed.
+      pause: seconds between two runs, where threads of one side would spin on into the next one's time.
+      notes: sides that cannot run, with the reason.
+    """
+
+    calls: Mapping[str, Callable[[], float]]
+    check: Callable[[], Mapping[str, float]] = dict
+    moved: int = 0
+    figures: Callable[[], Mapping[tuple[str, str], Sequence[float]]] = dict
+    pause: float = 0.0
+    notes: Mapping[str, str] = {}
+
+
+class Benchmark(NamedTuple):
+    """One comparison: what is done, on which shape or model, and how its sides are prepared.
+
+    `large` ones take minutes or gigabytes, and run where --only names them.
     """
 
     name: str
-    run: Callable[..., dict[str, Any]]
-    labels: tuple[str, ...] = ()
-    table: Callable[[dict[str, Any]], str] | None = None
-    draw: Callable[[Mapping[str, Any], Path], object] | None = None
+    case: str
+    prepare: Callable[[], Sides]
+    large: bool = False
 
-    def format(self, result: dict[str, Any]) -> str:
-        """Formats a result of `run` as Markdown."""
-        text = rows_table(result["rows"], self.labels) if self.table is None else self.table(result)
-        if result.get("config", {}).get("quick"):
-            text += "\nTiny sizes: a preview, not a measurement.\n"
-        return text
-
-    def write(self, result: dict[str, Any], folder: Path) -> None:
-        """Writes bench_<name>.json, bench_<name>.md and, where there is a figure, bench_<name>.png."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"bench_{self.name}.json").write_text(json.dumps(result, indent=2) + "\n")
-        (folder / f"bench_{self.name}.md").write_text(self.format(result))
-        if self.draw is not None:
-            self.draw(result, folder / f"bench_{self.name}.png")
+    @property
+    def key(self) -> str:
+        """What is done and the case."""
+        return f"{self.name} {self.case}"
 
 
-# ------------------------------------------------------------------------------------------------------------- rows
+class BenchOptions(NamedTuple):
+    """What every suite is told: tiny sizes or not, the seed, the folder of --out, an interpreter with torch."""
+
+    quick: bool = False
+    seed: int = 0
+    out: str | None = None
+    torch_python: str | None = None
 
 
-def measured_row(
-    metric: str,
-    values: Sequence[float],
+# ---------------------------------------------------------------------------------------------------------- timing
+
+
+def timed(
+    run: Callable[[], Any],
     *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    statistic: Callable[[Sequence[float]], float] = statistics.median,
-    value: float | None = None,
-    valid: bool = True,
-    **labels: Any,
-) -> Row:
-    """Makes the row of a figure from its repeats.
+    before: Callable[[], object] | None = None,
+    runs: int = 1,
+    calls: int = 1,
+    least: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[Any], object] = jax.block_until_ready,
+) -> Callable[[], float]:
+    """Makes a function that measures the seconds of one call of `run`, until its results are there.
 
     Args:
-      metric: what was measured.
-      values: one number per repeat.
-      at_least, at_most: the bar that the statistic of the values is held to; at most one of them.
-      statistic: of the values. "low" and "high" are the interval of the median, the extremes for another statistic.
-      value: the figure, where it is no statistic of the values.
-      valid: whether what was timed computed the right thing; a row that did not never passes.
-      labels: further keys of the row.
+      run: what is timed; it returns what has to be waited for.
+      before: what is prepared, untimed, before each measurement.
+      runs: how many are queued one behind the other, so that the host's work hides behind the device's.
+      calls: how many calls one run makes, of a compiled program with many.
+      least: seconds that a measurement takes at least; short runs are repeated.
+      clock: seconds; `time.process_time` where others use the machine too.
+      wait: waits for a device: jax's, or torch's.
     """
-    is_median = value is None and statistic is statistics.median
-    low, high = median_interval(values) if is_median else (min(values), max(values))
-    value = float(statistic(values)) if value is None else value
-    row: Row = {"metric": metric} | labels | {"value": value, "low": low, "high": high, "n": len(values)}
 
-    if at_least is not None:
-        row |= {"bar": at_least, "sense": AT_LEAST, "passed": bool(valid and value >= at_least)}
-    elif at_most is not None:
-        row |= {"bar": at_most, "sense": AT_MOST, "passed": bool(valid and value <= at_most)}
+    def measure() -> float:
+        total, count = 0.0, 0
+        while not count or total < least:
+            if before is not None:
+                before()
+            begin = clock()
+            for _ in range(runs):
+                result = run()
+            wait(result)
+            total += clock() - begin
+            count += runs * calls
+        return total / count
 
-    return row
+    return measure
 
 
-def comparison_row(
-    metric: str,
-    samples: Samples,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    sense: str = AT_LEAST,
-    items: int | None = None,
-    **options: Any,
-) -> Row:
-    """Makes the row of ours beside theirs, from seconds of interleaved repeats.
+def interleave(calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1, pause: float = 0.0) -> Samples:
+    """Measures each side `repeats` times, in turns, so that a busy spell of the machine hits all alike."""
+    samples: Samples = {name: [] for name in calls}
+    for turn in range(warm_ups + repeats):
+        for name, measure in calls.items():
+            seconds = measure()
+            if turn >= warm_ups:
+                samples[name].append(seconds)
+            time.sleep(pause)
+    return samples
 
-    The value is a ratio of neighbouring repeats, so that a busy spell of the machine cancels: theirs / ours, which is
-    above 1 where ours is faster; ours / theirs with the sense "at most", which the bar `at_most` implies.
 
-    Args:
-      samples: of "ours" and "theirs"; of "ours" alone, the row has no value and is not judged.
-      items: what a repeat works through: "ours" and "theirs" are then items per second, otherwise median seconds.
-      options: of `measured_row`.
+def over_sets(call: Callable[[Any], Any], sets: Sequence[Any]) -> Callable[[], Any]:
+    """Compiles one program that calls a function on every set of inputs, and returns every result.
+
+    The sets are the program's arguments: what a jitted function closes over are constants, which XLA folds.
     """
-    sides = {side: statistics.median(seconds) for side, seconds in samples.items()}
-    if items is not None:
-        sides = {side: items / seconds for side, seconds in sides.items()}
-    labels = sides | {"seconds": samples}
-    if "theirs" not in samples:
-        return {"metric": metric} | {name: value for name, value in options.items() if name != "valid"} | labels
-
-    costs = at_most is not None or sense == AT_MOST
-    above, below = ("ours", "theirs") if costs else ("theirs", "ours")
-    values = ratios(samples[above], samples[below])
-    return measured_row(metric, values, at_least=at_least, at_most=at_most, unit="×", **labels, **options)
+    program = jax.jit(lambda inputs: [call(one_set) for one_set in inputs])
+    return functools.partial(program, list(sets))
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Finds the closest two of the values that hold the median with 95 % (binomial), or the extremes."""
+class ThroughPool:
+    """A program that hands one donated pool through a call for every set of inputs, each after the one before."""
+
+    def __init__(self, call: Callable[[Any, Any], Any], pool: Any, sets: Sequence[Any]):
+        self.pool, self.sets = pool, list(sets)
+        self.program = jax.jit(lambda pool, inputs: functools.reduce(call, inputs, pool), donate_argnums=0)
+
+    def __call__(self) -> Any:
+        """Runs the program; the pool that comes back is the next run's."""
+        self.pool = self.program(self.pool, self.sets)
+        return self.pool
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Finds the median, and the closest two of the values that hold it with 95 % (binomial), or the extremes."""
     ordered, count = sorted(values), len(values)
     skip = 0
     while 2 * sum(math.comb(count, index) for index in range(skip + 2)) <= 0.05 * 2**count:
         skip += 1
-    return ordered[skip], ordered[count - 1 - skip]
+    return Interval(statistics.median(ordered), ordered[skip], ordered[count - 1 - skip], count)
 
 
-# ------------------------------------------------------------------------------------------------------------ table
+def measure(benchmark: Benchmark, repeats: int) -> tuple[list[Row], list[str]]:
+    """Checks the sides of a benchmark, and times those that are right.
 
-
-def rows_table(rows: Sequence[Row], labels: Sequence[str] = ()) -> str:
-    """Formats rows as Markdown, with how many are within their bars.
-
-    A row without a "value" was measured on one side alone: its figures are those of "ours" and "theirs".
+    Returns:
+      Its rows: "error" of each side that is checked, over its tolerance; "seconds"; "over first": a side's seconds over
+      those of the first side in the same turn, above 1 where ours is faster; "GB/s"; and its figures. Notes: sides that
+      were wrong or could not run.
     """
-    sides = [name for name in ("ours", "theirs") if any(name in row for row in rows)]
-    lines = []
-    for row in rows:
-        unit = row.get("unit", "")
-        interval = f"{row['low']:.3g} to {row['high']:.3g}" if row.get("n", 1) > 1 else ""
-        bar = f"{row['sense']} {row['bar']:g}{unit}" if "bar" in row else ""
-        passed = {None: "", True: "yes", False: "no"}[row.get("passed")]
-        value = f"{row['value']:.3g}{unit}" if "value" in row else ""
-        cells = [f"{row[side]:.3g}" if side in row else "" for side in sides]
-        lines.append(
-            [row["metric"], *(str(row.get(label, "")) for label in labels), *cells, value, interval, bar, passed]
-        )
+    sides = benchmark.prepare()
+    errors = sides.check()
+    wrong = [arm for arm, error in errors.items() if not error <= 1]
+    notes = [f"{benchmark.key}: {arm}: {reason}" for arm, reason in sides.notes.items()]
+    notes += [f"{benchmark.key}: {arm}: WRONG, {errors[arm]:.3g} of its tolerance; it is not timed" for arm in wrong]
+    figures: dict[tuple[str, str], Sequence[float]] = {(arm, "error"): [error] for arm, error in errors.items()}
 
-    head = ["metric", *labels, *sides, "value", "from … to", "bar", "within"]
-    table = markdown_table(head, lines) + "\n"
-    judged = [row for row in rows if "passed" in row]
-    if judged:
-        table += f"\n{sum(row['passed'] for row in judged)} of {len(judged)} rows within their bars\n"
-    return table
+    calls = {arm: call for arm, call in sides.calls.items() if arm not in wrong}
+    samples = interleave(calls, repeats, pause=sides.pause)
+    ours = next(iter(sides.calls), "")
+    for arm, seconds in samples.items():
+        figures[arm, "seconds"] = seconds
+        if arm != ours and ours in samples:
+            figures[arm, "over first"] = [other / own for other, own in zip(seconds, samples[ours], strict=True)]
+        if sides.moved:
+            figures[arm, "GB/s"] = [sides.moved / 1e9 / value for value in seconds]
+    if not wrong:
+        figures |= sides.figures()
+
+    rows = []
+    for (arm, metric), values in figures.items():
+        rows.append(measured_row(benchmark.name, benchmark.case, arm, metric, median_interval(values)))
+    return rows, notes
+
+
+def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names the sides that computed something else."""
+    wrong = []
+    for row in rows:
+        # What is not finite is null in files.
+        if row["metric"] == "error" and not (row["value"] is not None and row["value"] <= 1):
+            wrong.append(f"{row['probe']} {row['model']}: {row['arm']}")
+    return wrong
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Formats rows as Markdown: a line for each side of each case, a column for each metric of a suite."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = collections.defaultdict(dict)
+    for row in rows:
+        cells[row["probe"], row["model"], row["arm"]][row["metric"]] = _cell(row)
+
+    head = list(dict.fromkeys(row["metric"] for row in rows))
+    lines = []
+    for place, columns in cells.items():
+        lines.append([*place, *(columns.get(metric, "") for metric in head)])
+    return markdown_table(["benchmark", "case", "side", *head], lines) + "\n"
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """Formats a value with its interval; seconds in the unit that suits them."""
+    numbers = [row[name] if row[name] is not None else math.nan for name in ("value", "low", "high")]
+    unit, scale = "", 1.0
+    if row["metric"] == "seconds":
+        units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+        scale, unit = next(((size, name) for size, name in units if abs(numbers[0]) >= size), units[-1])
+    shown = [f"{number / scale:.3g}" for number in numbers]
+    interval = f" [{shown[1]}, {shown[2]}]" if row["n"] > 1 and shown[1] != shown[2] else ""
+    return f"{shown[0]}{' ' * bool(unit)}{unit}{interval}"

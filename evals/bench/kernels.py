@@ -1,277 +1,373 @@
-"""The operators and kernels on this machine: XLA's compiled path beside its steps, splices, factorisation, placement.
+"""Kernels beside XLA: every one against float64 on fresh inputs, then timed; on a CPU the XLA path alone.
 
-`BENCHMARK` runs all of it. `FACTORISATION` (--suite=patch) is the factorisation alone, with the energy captured of real
-deficits. Rows with a bar say whether they pass it. On an accelerator `evals/bench/accelerator.sh` measures more.
+`checks` come first: results of every kernel and number format at shapes of released models, with poisoned memory.
+`timings` hold the kernel, the XLA path, its steps kept apart and a copy of as many numbers against each other. Errors
+are in units of the last place of bfloat16 at the row's largest value.
 """
 
-import dataclasses
+import functools
 import math
-import pathlib
-import statistics
-import tempfile
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvpatch_jax import deficit
-from pallas_kernels import factorise, rotate_patch, splice
-from pallas_kernels.factorise.shapes import PRODUCTION, SMALL, FactoriseShape
+from pallas_kernels import KernelUnavailableError, block_product, factorise, rotate_patch, splice
+from pallas_kernels.factorise.shapes import PRODUCTION as MATRICES
+from pallas_kernels.factorise.shapes import SMALL as SMALL_MATRICES
+from pallas_kernels.rotate_patch import reference
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, RotateShape
 
-from ..harness.environment import environment
-from .benchmark import Benchmark, Row, comparison_row, measured_row
-from .operators import check_rows, placing_rows
-from .timing import Samples, interleave, interleave_calls, stopwatch
+from .benchmark import Benchmark, BenchOptions, Sides, ThroughPool, over_sets, timed
 
-STEPS_BAR = 3.0
-"""The compiled pass is at least this many times as fast as its steps one by one."""
-POOL_BAR = 1.2
-"""A pool 16 times as large costs at most this much more."""
-LINEAR_BAR = 0.95
-"""Share of the variance of splice's seconds that a straight line in tokens explains."""
-REAL_RANKS = (4, 8, 16, 32)
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelSizes:
-    """What is timed.
-
-    Attributes:
-      layers, tokens, heads, width: of the chunk that is rotated and patched, bfloat16.
-      ranks: of its patches.
-      spliced: token counts of the chunks that are spliced, into a pool of `splice_layers` layers.
-      pages, page_size: of the pool; the large one has 16 times the pages.
-      matrices: of the factorisation.
-      placed: tokens of the chunk that the operators place; its layers, heads and width are those above.
-    """
-
-    layers: int = 28
-    tokens: int = 1024
-    heads: int = 4
-    width: int = 128
-    ranks: tuple[int, ...] = (0, 16)
-    spliced: tuple[int, ...] = (512, 1024, 2048, 4096)
-    splice_layers: int = 4
-    pages: int = 256
-    page_size: int = 64
-    matrices: FactoriseShape = PRODUCTION[0]
-    placed: int = 2048
+RANKS = (0, 16, 64)
+PAGE_SIZE = 64
+NARROW = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""Formats of eight bits, with their largest numbers."""
+UNITS = {"bfloat16": 1.0, "float32": 2.0**-9}
+"""The largest error that is right, by dtype of the result."""
+ENERGY = 0.99
+"""Of the most that any factors of the rank capture."""
+LEAST_TOKENS, MEMORY, MOST_SETS, QUEUED = 2048, 4 << 30, 24, 4
+"""Of what is timed: tokens at least; bytes of inputs and results; inputs of one program; programs queued."""
+Drawn = dict[str, Any]
+"""A chunk as `rotate_patch` takes it, by the names of its arguments."""
 
 
-TINY = KernelSizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0], 16)
-"""To see that everything runs; its times say nothing."""
+class KernelCase(NamedTuple):
+    """A chunk's shape at one rank and length, [L, T, K, H]."""
+
+    shape: RotateShape
+    tokens: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Model, tokens and rank."""
+        return f"{self.shape.name} T={self.tokens} M={self.rank}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the chunk, [L, T, K, H]."""
+        return (*self.shape.leading, self.tokens, self.shape.heads, self.shape.width)
 
 
-def run(*, repeats: int = 5, seed: int = 0) -> dict[str, Any]:
-    """Times the XLA path of the kernels, and the operators, at the sizes of a 7B model's chunk."""
-    return run_sizes(KernelSizes(), repeats, seed)
+def cases(tiny: bool, least_tokens: int = 0) -> list[KernelCase]:
+    """Lists every production shape at every rank; token counts doubled until they reach `least_tokens`."""
+    chosen = []
+    for shape in SMALL[:1] if tiny else PRODUCTION:
+        tokens = shape.tokens
+        while tokens < least_tokens and not tiny:
+            tokens *= 2
+        ranks = (0, 4) if tiny else RANKS
+        chosen += [KernelCase(shape, tokens, rank) for rank in ranks if rank or shape.rotary]
+    return chosen
 
 
-def run_sizes(sizes: KernelSizes, repeats: int, seed: int) -> dict[str, Any]:
-    """Times everything at these sizes; returns {"config", "environment", "rows"}."""
-    factorised, e90 = factorise_rows(sizes.matrices, repeats, seed)
-    rows = [
-        *pass_rows(sizes, repeats, seed),
-        *splice_rows(sizes, repeats, seed),
-        *factorised,
-        *placing_rows(sizes.layers, sizes.placed, sizes.heads, sizes.width, max(repeats, 9), seed),
-        *check_rows(repeats, seed),
-    ]
-    config = dataclasses.asdict(sizes) | {"repeats": repeats, "seed": seed, "e90": e90}
-    config["matrices"] = sizes.matrices._asdict()
-    return {"config": config, "environment": environment(), "rows": rows}
+def implementations() -> tuple[str, ...]:
+    """Names what runs here: the platform's kernel and XLA, or XLA alone."""
+    backend = jax.default_backend()
+    return (backend, "xla") if backend in ("gpu", "tpu") else ("xla",)
 
 
-# ------------------------------------------------------------------------------------- one pass, beside its steps
+def draw(case: KernelCase, key: Array, dtype: str = "bfloat16") -> Drawn:
+    """Draws a chunk, its angles and its factors, on the device."""
+    keys = jax.random.split(key, 4)
 
+    def normal(key: Array, *sizes: int) -> Array:
+        return jax.random.normal(key, sizes, jnp.float32).astype(dtype)
 
-def draw(sizes: KernelSizes, layers: int, tokens: int, rank: int, seed: int) -> dict[str, Any]:
-    """Draws a chunk of bfloat16 keys as `rotate_patch` takes it."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
-
-    angle = rng.uniform(0, 2 * math.pi, (tokens, sizes.width // 2))
-    chunk = {"x": normal(layers, tokens, sizes.heads, sizes.width)}
-    chunk |= {"cos": jnp.asarray(np.cos(angle), jnp.float32), "sin": jnp.asarray(np.sin(angle), jnp.float32)}
-    if rank:
-        chunk |= {"u": normal(layers, tokens, rank), "v": normal(layers, rank, sizes.heads * sizes.width)}
+    chunk: Drawn = {"x": normal(keys[0], *case.sizes)}
+    if case.shape.rotary:
+        angle = jax.random.uniform(keys[1], (case.tokens, case.shape.rotary // 2), maxval=2 * np.pi)
+        chunk |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
+    if case.rank:
+        chunk["u"] = normal(keys[2], *case.shape.leading, case.tokens, case.rank)
+        chunk["v"] = normal(keys[3], *case.shape.leading, case.rank, case.shape.heads * case.shape.width)
     return chunk
 
 
-def one_by_one(
-    x: Float[Array, "L T K H"],
-    cos: Float[Array, "T _"],
-    sin: Float[Array, "T _"],
-    u: Float[Array, "L T M"] | None = None,
-    v: Float[Array, "L M F"] | None = None,
-) -> Float[Array, "L T K H"]:
-    """Computes `rotate_patch` (half), each step dispatched by itself: multiply, add, rotate, cast."""
-    value = x.astype(jnp.float32)
-    if u is not None and v is not None:
-        delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        value = value + delta.reshape(value.shape)
-
-    cos, sin = cos[:, None], sin[:, None]
-    half = x.shape[-1] // 2
-    first, second = value[..., :half], value[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+def narrowed(wide: Drawn, dtype: str) -> Drawn:
+    """Quantises a float32 chunk to eight bits, with a scale along each axis that `rotate_patch` takes one for."""
+    narrow = dict(wide)
+    for name, axis in (("x", -3), ("u", -2), ("v", -1)):
+        if name in wide:
+            scale = jnp.abs(wide[name]).max(axis, keepdims=True) / NARROW[dtype]
+            scaled = wide[name] / scale
+            narrow[name] = (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype)
+            narrow[f"{name}_scale"] = scale
+    return narrow
 
 
-def pass_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[Row]:
-    """Times the compiled XLA path against its steps, at every rank."""
-    rows = []
-    one_pass = jax.jit(lambda chunk: rotate_patch(**chunk, implementation="xla"))
-    for rank in sizes.ranks:
-        chunk = draw(sizes, sizes.layers, sizes.tokens, rank, seed)
-        found, expected = (np.asarray(value, np.float32) for value in (one_pass(chunk), one_by_one(**chunk)))
-        agrees = bool(np.allclose(found, expected, rtol=2**-6, atol=2**-6))
+def expected(chunk: Mapping[str, Any], layers: list[int], layout: str) -> Float[np.ndarray, "..."]:
+    """Computes R · (x + u v) in float64 for these layers."""
+    exact = {}
+    for name, value in chunk.items():
+        exact[name] = np.asarray(value if name in ("cos", "sin") else value[np.asarray(layers)], np.float64)
+    for name in ("x", "u", "v"):
+        if f"{name}_scale" in exact:
+            exact[name] = exact[name] * exact[f"{name}_scale"]
+    x = exact["x"]
+    if "u" in exact:
+        x = x + (exact["u"] @ exact["v"]).reshape(x.shape)
+    if "cos" not in exact:
+        return x
 
-        calls = {"ours": lambda chunk=chunk: one_pass(chunk), "theirs": lambda chunk=chunk: one_by_one(**chunk)}
-        samples = interleave_calls(calls, repeats)
-        labels = {"arm": f"rank {rank}", "agrees": agrees}
-        rows.append(comparison_row("steps over one pass", samples, at_least=STEPS_BAR, valid=agrees, **labels))
-
-    return rows
-
-
-# ------------------------------------------------------------------------------------------------------------ splice
-
-
-class _Splicing:
-    """A pool, a chunk, and a call that splices it at other slots each time; the pool is donated and kept."""
-
-    def __init__(self, sizes: KernelSizes, tokens: int, pages: int, seed: int):
-        shape = (sizes.splice_layers, pages, sizes.page_size, sizes.heads, sizes.width)
-        # Written once, so that the system has provided the memory before anything is timed.
-        self.pool = jnp.ones(shape, jnp.bfloat16)
-        self.chunk = draw(sizes, sizes.splice_layers, tokens, sizes.ranks[-1], seed)
-        self.rng = np.random.default_rng(seed)
-        self.room = pages * sizes.page_size - tokens
-
-    def seconds(self) -> float:
-        """Times one splice, to a run of slots that begins anywhere."""
-        slots = np.arange(self.chunk["x"].shape[1], dtype=np.int32) + int(self.rng.integers(self.room + 1))
-        slots = jax.block_until_ready(jnp.asarray(slots))
-
-        def run() -> None:
-            self.pool = jax.block_until_ready(splice(self.pool, slots, **self.chunk, implementation="xla"))
-
-        return stopwatch(run)
-
-
-def splice_seconds(sizes: KernelSizes, cases: Mapping[str, tuple[int, int]], repeats: int, seed: int) -> Samples:
-    """Times splices in turns; cases are (tokens, pages) by name."""
-    measured = {name: _Splicing(sizes, *case, seed).seconds for name, case in cases.items()}
-    return interleave(measured, repeats, warm_ups=1, pause=0.0)
-
-
-def splice_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[Row]:
-    """Times splices by tokens, with a line through their medians; and by size of the pool."""
-    samples = splice_seconds(sizes, {str(tokens): (tokens, sizes.pages) for tokens in sizes.spliced}, repeats, seed)
-    medians = np.asarray([statistics.median(values) for values in samples.values()])
-    slope, intercept = np.polyfit(sizes.spliced, medians, 1)
-    rest = medians - (slope * np.asarray(sizes.spliced) + intercept)
-    explained = 1 - float((rest**2).sum() / max(((medians - medians.mean()) ** 2).sum(), 1e-30))
-    line = {"seconds_per_token": float(slope), "seconds_at_none": float(intercept), "seconds": samples}
-    linear = measured_row(
-        "splice is linear in tokens", [explained], at_least=LINEAR_BAR, valid=bool(slope > 0), arm="R²", **line
-    )
-
-    tokens = sizes.spliced[-2]
-    samples = splice_seconds(
-        sizes, {"ours": (tokens, 16 * sizes.pages), "theirs": (tokens, sizes.pages)}, repeats, seed
-    )
-    return [linear, comparison_row("splice into 16 × the pool", samples, at_most=POOL_BAR, arm=f"{tokens} tokens")]
-
-
-# ----------------------------------------------------------------------------------------------------- factorisation
-
-
-def synthetic_deficit(
-    layers: int, tokens: int, features: int, seed: int = 0, decay: float = 101.0
-) -> Float[np.ndarray, "L T F"]:
-    """Draws matrices with singular values exp(−i / decay), i = 0, 1, …: e90 is about 120 at the default decay.
-
-    That spectrum falls more slowly, and so is harder to sketch, than those of the deficits that were measured.
-    """
-    generator = np.random.default_rng(seed)
-    count = min(tokens, features)
-    spectrum = np.exp(-np.arange(count) / decay)
-    result = np.empty((layers, tokens, features), np.float32)
-
-    for layer in range(layers):
-        left = np.linalg.qr(generator.standard_normal((tokens, count)))[0]
-        right = np.linalg.qr(generator.standard_normal((features, count)))[0]
-        result[layer] = (left * spectrum) @ right.T
-
+    cos, sin = exact["cos"][:, None], exact["sin"][:, None]
+    half, result = cos.shape[-1], x.copy()
+    first = slice(0, half) if layout == "half" else slice(0, 2 * half, 2)
+    second = slice(half, 2 * half) if layout == "half" else slice(1, 2 * half, 2)
+    result[..., first] = x[..., first] * cos - x[..., second] * sin
+    result[..., second] = x[..., second] * cos + x[..., first] * sin
     return result
 
 
-def factorise_rows(shape: FactoriseShape, repeats: int, seed: int) -> tuple[list[Row], int]:
-    """Times both factorisations of a synthetic deficit, with the energy captured; and gives the deficit's e90."""
-    matrix = jnp.asarray(synthetic_deficit(shape.batch[0], shape.tokens, shape.features, seed))
-    e90 = deficit.e90({"delta": matrix[:2, :, None, :]})["delta"]
-    key = jax.random.key(seed)
-    randomised = jax.jit(lambda value: factorise(value, shape.rank, method="randomised", key=key))
-    full = jax.jit(lambda value: jnp.linalg.svd(value, full_matrices=False))
-
-    samples = interleave_calls({"ours": lambda: randomised(matrix), "theirs": lambda: full(matrix)}, repeats)
-    u, v = randomised(matrix)
-    energy = np.asarray(deficit.energy_ratio(matrix, u, v)).ravel()
-    rows = [
-        comparison_row("full SVD over the randomised factorisation", samples),
-        measured_row("energy captured over the most possible", energy.tolist(), statistic=statistics.fmean),
-    ]
-    return rows, int(np.median(e90))
+def units(found: Any, exact: Any) -> float:
+    """Measures the largest difference in units of the last place of bfloat16 at each row's largest value; NaN: inf."""
+    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
+    largest = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-30)
+    error = np.abs(found - exact) / 2.0 ** (np.floor(np.log2(largest)) - 7)
+    return float(np.nan_to_num(error, nan=np.inf).max())
 
 
-def shipped_deficits(contexts: int = 16, seed: int = 4242) -> dict[str, np.ndarray]:
-    """Computes real deficits of the shipped backbone's pages after their legends: {channel: [contexts · L, T, F]}."""
-    from evals.small_task.scenes import reused_page, scene_at
-    from evals.trained import shipped
-    from models import load
-
-    backbone = load(shipped("qwen2_5_vl"), dtype="float32")
-    with tempfile.TemporaryDirectory() as folder:
-        scene, _ = scene_at(backbone, seed, 0, pathlib.Path(folder), contexts)
-        delta = reused_page(scene).delta
-    return {name: np.asarray(value).reshape(-1, value.shape[2], value[0, 0, 0].size) for name, value in delta.items()}
+def errors_of(measure: Callable[[str], float]) -> tuple[dict[str, float], dict[str, str]]:
+    """Measures the error of every implementation here; returns errors, and the reasons of those that refuse."""
+    errors, refusals = {}, {}
+    for name in implementations():
+        try:
+            errors[name] = measure(name)
+        except KernelUnavailableError as refusal:
+            refusals[name] = str(refusal)
+    return errors, refusals
 
 
-def run_factorisation(*, repeats: int = 5, seed: int = 0, deficits: str | None = None) -> dict[str, Any]:
-    """Times both factorisations and measures what the randomised one captures.
+# ---------------------------------------------------------------------------------------------------------- checks
 
-    Args:
-      repeats: interleaved timings of each.
-      seed: of the synthetic matrices.
-      deficits: an .npz of real deficits, each [L,T,F] or [L,T,K,H]; None measures the shipped backbone's.
-    """
-    shape = PRODUCTION[0]
-    rows, e90 = factorise_rows(shape, repeats, seed)
-    if deficits is None:
-        real = shipped_deficits()
+
+def checks(tiny: bool) -> Iterator[Benchmark]:
+    """Yields the comparisons with float64: first the scattered splices, which would serve a wrong answer unseen."""
+    pairs = [shape._replace(name=f"{shape.name}_pairs", layout="pairs") for shape in PRODUCTION if shape.width == 64]
+    every = cases(tiny)
+    # The rope key of latent attention in pairs is for numerics alone.
+    every += [KernelCase(shape, shape.tokens, 4 if tiny else 16) for shape in (SMALL[2:3] if tiny else pairs)]
+    for operation in ("splice, scattered", "splice", "rotate_patch"):
+        for case in every:
+            for dtype in ("bfloat16", *(NARROW if case.rank in (4, 16) else ())):
+                results = ("bfloat16", "float32") if (dtype, operation) == ("int8", "rotate_patch") else ("bfloat16",)
+                for result in results:
+                    prepare = functools.partial(_checked, case, operation, dtype, result)
+                    yield Benchmark(f"check.{operation}", f"{case.name} {dtype} to {result}", prepare)
+    for rows in (64, 128):
+        yield Benchmark("kernels.block_product", f"blocks of {rows}", functools.partial(_multiplied, tiny, rows))
+
+
+def _checked(case: KernelCase, operation: str, dtype: str, result: str) -> Sides:
+    """Prepares a check of every implementation on one chunk; a fresh seed each time."""
+    chunk = draw(case, jax.random.key(_fresh_seed()), "float32" if dtype in NARROW else dtype)
+    chunk = narrowed(chunk, dtype) if dtype in NARROW else chunk
+    layers = sorted({0, case.sizes[0] // 2, case.sizes[0] - 1})
+    exact = expected(chunk, layers, case.shape.layout)
+    if operation == "rotate_patch":
+        measure = functools.partial(_rotated, case, chunk, exact, layers, result)
     else:
-        with np.load(deficits) as archive:
-            real = {name: archive[name] for name in archive.files}
-
-    for name, deltas in real.items():
-        matrices = jnp.asarray(deltas.reshape(*deltas.shape[:2], -1), jnp.float32)
-        for rank in REAL_RANKS:
-            if rank <= min(matrices.shape[-2:]):
-                # The energy that our factors capture, over the most that any could.
-                u, v = factorise(matrices, rank, method="randomised", key=jax.random.key(0))
-                energy = np.asarray(deficit.energy_ratio(matrices, u, v)).ravel().tolist()
-                arm = f"{name}, rank {rank}"
-                rows.append(measured_row("energy of a real deficit", energy, statistic=statistics.fmean, arm=arm))
-
-    config = shape._asdict() | {"repeats": repeats, "seed": seed, "e90": e90}
-    return {"config": config, "environment": environment(), "rows": rows}
+        total = -(-2 * case.tokens // PAGE_SIZE) * PAGE_SIZE
+        order = np.random.default_rng().permutation(total)
+        if operation == "splice":
+            order = (np.arange(total) + total // 7) % total
+        measure = functools.partial(_spliced, case, chunk, exact, layers, order)
+    errors, refusals = errors_of(lambda name: measure(name) / UNITS[result])
+    return Sides({}, lambda: errors, notes=refusals)
 
 
-BENCHMARK = Benchmark("kernels", run, ("arm",))
-FACTORISATION = Benchmark("patch", run_factorisation, ("arm",))
+def _fresh_seed() -> int:
+    """Draws another seed every time: a kernel that is right for one seed alone is not right."""
+    return int.from_bytes(os.urandom(4), "little")
+
+
+def _rotated(case: KernelCase, chunk: Drawn, exact: np.ndarray, layers: list[int], result: str, name: str) -> float:
+    """Measures the error of `rotate_patch` on a padded chunk; infinite where the padding is not zero."""
+    length = case.tokens - 3
+    plan = {"layout": case.shape.layout, "out_dtype": result, "implementation": name}
+    run = jax.jit(lambda chunk, length: rotate_patch(**chunk, length=length, **plan))
+    compiled = run.lower(chunk, jnp.int32(length)).compile()
+    # The allocator is likely to give this memory next: what a kernel leaves unwritten is NaN then.
+    jax.block_until_ready([jnp.full(case.sizes, jnp.nan, jnp.bfloat16) for _ in range(2)])
+    found = np.asarray(compiled(chunk, jnp.int32(length))[np.asarray(layers)].astype(jnp.float32))
+    return units(found[:, :length], exact[:, :length]) if (found[:, length:] == 0).all() else np.inf
+
+
+def _spliced(
+    case: KernelCase, chunk: Drawn, exact: np.ndarray, layers: list[int], order: np.ndarray, name: str
+) -> float:
+    """Measures the error of a splice to the first slots of this order; infinite where another slot's bits changed."""
+    length, total = case.tokens - 3, order.size
+    sizes = (case.sizes[0], total // PAGE_SIZE, PAGE_SIZE, *case.sizes[-2:])
+    slots = order[: case.tokens].astype(np.int32)
+    # A NaN with an odd payload: whatever is written over it shows, bit by bit.
+    pattern = np.uint16(0x7FA5)
+    pool = jax.lax.bitcast_convert_type(jnp.full(sizes, pattern), jnp.bfloat16)
+    plan = {"layout": case.shape.layout, "length": length, "implementation": name}
+    run = jax.jit(lambda pool, slots, chunk: splice(pool, slots, **chunk, **plan), donate_argnums=0)
+    flat = run(pool, jnp.asarray(slots), chunk).reshape(case.sizes[0], total, *case.sizes[-2:])
+    found = flat[np.asarray(layers)][:, slots[:length]].astype(jnp.float32)
+    others = jnp.asarray(np.setdiff1d(np.arange(total), slots[:length]))
+    bits = jax.lax.bitcast_convert_type(flat[:, others], jnp.uint16)
+    return units(found, exact[:, :length]) if bool((bits == pattern).all()) else np.inf
+
+
+def _blocks(tiny: bool, rows: int) -> tuple[Array, Array, Array, int]:
+    """Draws blocks of rows and a layer's experts of Qwen3-30B-A3B's shape; the last quarter of blocks is unused."""
+    experts, depth, width, blocks = (5, 64, 192, 8) if tiny else (128, 2048, 768, 640)
+    keys = jax.random.split(jax.random.key(_fresh_seed()), 3)
+    x = jax.random.normal(keys[0], (blocks * rows, depth), jnp.float32).astype(jnp.bfloat16)
+    stack = jax.random.normal(keys[1], (experts, depth, width), jnp.float32).astype(jnp.bfloat16)
+    return x, stack, jnp.sort(jax.random.randint(keys[2], (blocks,), 0, experts, jnp.int32)), blocks * 3 // 4
+
+
+def _multiplied(tiny: bool, rows: int) -> Sides:
+    """Prepares the check of `block_product`, and its timing beside XLA's grouped product."""
+    x, stack, which, used = _blocks(tiny, rows)
+
+    def multiply(name: str) -> Callable[..., Array]:
+        return jax.jit(functools.partial(block_product, implementation=name))
+
+    def error(name: str) -> float:
+        found, largest = multiply(name)(x, stack, which, jnp.int32(used)), 0.0
+        for block in sorted({*range(0, used, 1 + used // 16), used - 1}):
+            place = slice(block * rows, (block + 1) * rows)
+            exact = np.asarray(x[place], np.float64) @ np.asarray(stack[which[block]], np.float64)
+            largest = max(largest, units(found[place].astype(jnp.float32), exact))
+        return largest
+
+    errors, refusals = errors_of(error)
+    sizes = jnp.bincount(which[:used], length=len(stack)) * rows
+    ragged = jax.jit(jax.lax.ragged_dot)
+    calls = {}
+    for name in errors:
+        calls[name] = timed(functools.partial(multiply(name), x, stack, which, jnp.int32(used)), runs=QUEUED)
+    calls["jax.lax.ragged_dot"] = timed(lambda: ragged(x, stack, sizes), runs=QUEUED)
+    return Sides(calls, lambda: errors, notes=refusals)
+
+
+# --------------------------------------------------------------------------------------------------------- timings
+
+
+def timings(tiny: bool) -> Iterator[Benchmark]:
+    """Yields what is timed: kernels beside XLA at every shape and rank, splices by pool, factorisation."""
+    for case in cases(tiny, LEAST_TOKENS):
+        yield Benchmark("kernels.rotate_patch", case.name, functools.partial(_rotations, case))
+        yield Benchmark("kernels.splice", case.name, functools.partial(_splices, case))
+    yield Benchmark("kernels.splice by pool", cases(tiny)[0].name, functools.partial(_pools, cases(tiny)[0]))
+    yield Benchmark("kernels.factorise", (SMALL_MATRICES if tiny else MATRICES)[0].name, functools.partial(_svd, tiny))
+
+
+def moved_bytes(case: KernelCase) -> int:
+    """Counts the bytes that must move: x in, the result out, u, v, cosines and sines in."""
+    factors = case.sizes[0] * case.rank * (case.tokens + math.prod(case.sizes[-2:])) * 2
+    return 2 * math.prod(case.sizes) * 2 + factors + 2 * case.tokens * (case.shape.rotary // 2) * 4
+
+
+def drawn_sets(case: KernelCase) -> list[Drawn]:
+    """Draws as many chunks as memory allows: no call of a program finds its inputs in a cache."""
+    count = max(2, min(MOST_SETS, MEMORY // moved_bytes(case))) if jax.default_backend() != "cpu" else 2
+    return [draw(case, key) for key in jax.random.split(jax.random.key(_fresh_seed()), count)]
+
+
+def unfused(chunk: Drawn, layout: str) -> Array:
+    """Runs the XLA path with its steps kept apart: product, sum, rotation, cast."""
+    apart = jax.lax.optimization_barrier
+    value = apart(chunk["x"].astype(jnp.float32))
+    if "u" in chunk:
+        value = apart(value + apart(reference.product(chunk["u"], chunk["v"], value.shape[-2])))
+    if "cos" in chunk:
+        value = apart(reference.rotate(value, chunk["cos"], chunk["sin"], layout))
+    return value.astype(chunk["x"].dtype)
+
+
+def _rotations(case: KernelCase) -> Sides:
+    """Prepares `rotate_patch` by every implementation, the steps apart, and a copy of x with each number negated."""
+    sets, layout = drawn_sets(case), case.shape.layout
+    layers = [0, case.sizes[0] - 1]
+    exact = expected(sets[0], layers, layout)
+    programs: dict[str, Callable[[], Any]] = {}
+
+    def error(name: str) -> float:
+        program = over_sets(lambda chunk: rotate_patch(**chunk, layout=layout, implementation=name), sets)
+        found = program()[0][np.asarray(layers)].astype(jnp.float32)
+        programs[name] = program
+        return units(found, exact)
+
+    errors, refusals = errors_of(error)
+    programs["steps apart"] = over_sets(lambda chunk: unfused(chunk, layout), sets)
+    # A plain copy inside a compiled program may be left out by the compiler; this one cannot.
+    programs["copy"] = over_sets(lambda chunk: jnp.negative(chunk["x"]), sets)
+    calls = {name: timed(program, runs=QUEUED, calls=len(sets)) for name, program in programs.items()}
+    return Sides(calls, lambda: errors, moved_bytes(case), notes=refusals)
+
+
+def _splices(case: KernelCase) -> Sides:
+    """Prepares splices into pools by every implementation: every set at slots of its own, from the middle of a page."""
+    sets, first = drawn_sets(case), jnp.arange(case.tokens, dtype=jnp.int32) + PAGE_SIZE // 2
+    placed = [chunk | {"slots": first + index * case.tokens} for index, chunk in enumerate(sets)]
+    pages = -(-(len(sets) * case.tokens + PAGE_SIZE) // PAGE_SIZE)
+    exact = expected(sets[-1], [0], case.shape.layout)[0]
+    programs = {}
+
+    def error(name: str) -> float:
+        plan = {"layout": case.shape.layout, "implementation": name}
+        pool = jnp.zeros((case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:]), jnp.bfloat16)
+        programs[name] = ThroughPool(lambda pool, chunk: splice(pool, **chunk, **plan), pool, placed)
+        flat = programs[name]()[0].reshape(-1, *case.sizes[-2:])
+        return units(flat[placed[-1]["slots"]].astype(jnp.float32), exact)
+
+    errors, refusals = errors_of(error)
+    calls = {name: timed(programs[name], runs=QUEUED, calls=len(sets)) for name in errors}
+    return Sides(calls, lambda: errors, moved_bytes(case), notes=refusals)
+
+
+def _pools(case: KernelCase) -> Sides:
+    """Prepares splices into a pool and into one of 16 times its pages: in place, both take the same."""
+    case = case._replace(shape=case.shape._replace(leading=(2,)))
+    chunk, name = draw(case, jax.random.key(0)), implementations()[0]
+    chunk["slots"] = jnp.arange(case.tokens, dtype=jnp.int32)
+    calls = {}
+    for pages in (256, 4096) if case.tokens > PAGE_SIZE else (2, 32):
+        pool = jnp.ones((case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:]), jnp.bfloat16)
+        plan = {"layout": case.shape.layout, "implementation": name}
+        calls[f"{pages} pages"] = timed(ThroughPool(lambda pool, chunk: splice(pool, **chunk, **plan), pool, [chunk]))
+    return Sides(calls)
+
+
+def _svd(tiny: bool) -> Sides:
+    """Prepares factors of a slowly falling spectrum beside a full SVD, by the energy that they capture."""
+    shape = (SMALL_MATRICES if tiny else MATRICES)[0]
+    layers = shape.batch[0] if jax.default_backend() != "cpu" else 2
+    matrix = jax.random.normal(jax.random.key(_fresh_seed()), (layers, shape.tokens, shape.features), jnp.float32)
+    matrix = matrix * jnp.exp(-jnp.arange(shape.features) / (shape.features / 5))
+    run = jax.jit(lambda value: factorise(value, shape.rank))
+    full = jax.jit(lambda value: jnp.linalg.svd(value, full_matrices=False))
+    energy = []
+
+    def check() -> dict[str, float]:
+        exact = np.asarray(matrix, np.float64)
+        u, v = (np.asarray(value, np.float64) for value in run(matrix))
+        singular = np.linalg.svd(exact, compute_uv=False)
+        captured = (singular**2).sum(-1) - ((exact - u @ v) ** 2).sum((-1, -2))
+        energy.append(float((captured / (singular[:, : shape.rank] ** 2).sum(-1)).min()))
+        skew = float(np.abs(v @ np.swapaxes(v, -1, -2) - np.eye(shape.rank)).max())
+        return {"factorise": max(skew / 1e-4, (1 - energy[0]) / (1 - ENERGY))}
+
+    calls = {"factorise": timed(lambda: run(matrix)), "full SVD": timed(lambda: full(matrix))}
+    return Sides(calls, check, figures=lambda: {("factorise", "energy"): energy})
+
+
+def suite(options: BenchOptions) -> Iterator[Benchmark]:
+    """Yields the checks and the timings; on a CPU the checks are of small shapes, for the XLA path has tests."""
+    small = options.quick or jax.default_backend() == "cpu"
+    yield from checks(small)
+    chosen = timings(options.quick)
+    yield from (each for each in chosen if options.quick or jax.default_backend() != "cpu" or "qwen2_5" in each.case)

@@ -1,123 +1,170 @@
-"""The operators on this machine: CPU time of placing a chunk over that of a jitted x · 2, and of their checks.
+"""The operators on this machine beside their obvious rivals: applying, splicing and forming a patch, a call's overhead.
 
-The chunk has channels k and v; x · 2 is of both, and so is the copy. CPU time, since wall time says little on a machine
-that others use; and of the whole process, for XLA's threads are where the work is done.
+Placing counts CPU time of all threads, since XLA's do the work and others may use the machine. What a patch is for is
+the last comparison: placing a chunk by it beside prefilling the chunk behind what precedes it.
 """
 
-import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
-from kvpatch_jax.core import ops, rotation
-from kvpatch_jax.pool import pool
+from models import ModelBackbone
 
-from .benchmark import Row, measured_row
-from .timing import interleave_cpu, ratios
+from .benchmark import Benchmark, BenchOptions, Sides, timed
+from .kernels import expected, units
+from .shapes import qwen2_config, random_backbone, random_ids
 
-BARS = {"blind": 1.0, "patched": 3.0, "spliced": 4.0}
-"""CPU time of `apply_patch` without a patch and with one, and of `splice` with one, over the chunk's x · 2, jitted."""
-CHECKS_BAR = 150.0
-"""Microseconds of CPU time that the checks of a call may take."""
-RANK, PAGE_SIZE = 16, 64
+MEDIUM = qwen2_config(512, 2048, heads=8, layers=8, kv_heads=2, vocabulary=8192)
+"""A twelfth of Qwen2-0.5B's parameters."""
+TINY = qwen2_config(32, 64, heads=4, layers=2, kv_heads=2, vocabulary=320)
+START, PAGE_SIZE, THETA = 7, 64, 1e6
 
 
-class _PlacingCase:
-    """A chunk, a patch of it, and a pool that is donated and kept."""
+class PlacingCase:
+    """A bfloat16 chunk with channels k and v, a patch of it, and a pool that is donated and goes on."""
 
     def __init__(self, layers: int, tokens: int, heads: int, width: int, rank: int, seed: int):
         rng = np.random.default_rng(seed)
 
-        def normal(*shape: int) -> Array:
+        def normal(*shape: int) -> jax.Array:
             return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
 
-        self.layout = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
+        self.layout = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(THETA, width))
         kv = {name: normal(layers, tokens, heads, width) for name in self.layout.names}
         local = jnp.arange(tokens, dtype=jnp.float32)
-        # A second layout, as a store's reader makes it: equal, not the same object.
-        equal_layout = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
-        self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", equal_layout, "none")
-
+        self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", self.layout, "none")
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
         metadata = PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
         self.patch = kvp.Patch(factors, metadata)
-
         pages = -(-tokens // PAGE_SIZE) + 1
         self.pool = kvp.pool.make_pool(self.layout, pages, PAGE_SIZE)
         self.slots = rng.permutation(pages * PAGE_SIZE)[:tokens].astype(np.int32)
 
-    def apply(self, patch: kvp.Patch | None) -> Any:
-        return kvp.apply_patch(kvp.Placed(self.chunk, patch, 7, () if patch is None else ("other",)))
+    def placed(self, patched: bool = True) -> Any:
+        """Puts the chunk at its start, with its patch or without."""
+        patch, antecedent = (self.patch, ("other",)) if patched else (None, ())
+        return kvp.Placed(self.chunk, patch, START, antecedent)
 
-    def splice(self, patch: kvp.Patch | None) -> Any:
-        antecedent = () if patch is None else ("other",)
-        self.pool = kvp.pool.splice(self.pool, self.slots, kvp.Placed(self.chunk, patch, 7, antecedent))
+    def apply(self, patched: bool = True) -> Mapping[str, jax.Array]:
+        """Applies the operator."""
+        return kvp.apply_patch(self.placed(patched))
+
+    def splice(self) -> Any:
+        """Writes the patched chunk into the pool."""
+        self.pool = kvp.pool.splice(self.pool, self.slots, self.placed())
         return self.pool
 
+    def error(self, engine: Mapping[str, Any]) -> float:
+        """Measures the error of patched keys in the first layer against float64, in units of bfloat16's last place."""
+        width = self.layout.channel("k").width
+        angle = (START + np.arange(self.chunk.length))[:, None] * THETA ** (-np.arange(0, width, 2) / width)
+        u, v = self.patch.factors["k"]
+        chunk = {"x": self.chunk.kv["k"], "cos": np.cos(angle), "sin": np.sin(angle), "u": u, "v": v}
+        return units(np.asarray(engine["k"][0], np.float64), expected(chunk, [0], "half")[0])
 
-def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int, seed: int) -> list[Row]:
-    """Measures CPU time of placing a bfloat16 chunk, over a jitted x · 2 of it in the same run: least by least."""
-    case = _PlacingCase(layers, tokens, heads, width, min(RANK, width // 4), seed)
+
+def suite(options: BenchOptions) -> Iterator[Benchmark]:
+    """Yields the comparisons."""
+    sizes = (2, 16, 2, 16, 4) if options.quick else (28, 2048, 4, 128, 16)
+    name = " × ".join(map(str, sizes[:4])) + f", rank {sizes[4]}"
+    yield Benchmark("operators.place", name, functools.partial(_placings, sizes, options.seed))
+    yield Benchmark("operators.overhead", "2 × 16 × 2 × 16, rank 4", functools.partial(_overhead, options.seed))
+    tokens, front, rank = (16, 32, 4) if options.quick else (256, 768, 16)
+    for model, raw in {"tiny": TINY}.items() if options.quick else {"a twelfth of Qwen2-0.5B": MEDIUM}.items():
+        prepare = functools.partial(_patching, raw, tokens, front, rank, options.seed)
+        yield Benchmark("operators.patch", f"{model}, {tokens} tokens behind {front}, rank {rank}", prepare)
+
+
+def _calls(case: PlacingCase) -> dict[str, Callable[[], Any]]:
     kv = dict(case.chunk.kv)
-    engine = case.apply(None)
+    engine = case.apply(patched=False)
     double = jax.jit(lambda tree: jax.tree.map(lambda value: value * 2, tree))
-    calls = {
+    return {
         "x · 2": lambda: double(kv),
         "memcpy": lambda: [np.asarray(value).copy() for value in kv.values()],
-        "blind": lambda: case.apply(None),
-        "patched": lambda: case.apply(case.patch),
-        "spliced": lambda: case.splice(case.patch),
-        "relocated": lambda: kvp.relocate(case.layout, engine, 7, 99),
+        "blind": lambda: case.apply(patched=False),
+        "apply_patch": case.apply,
+        "splice": case.splice,
+        "relocate": lambda: kvp.relocate(case.layout, engine, START, 99),
     }
-    samples = interleave_cpu(calls, repeats)
-
-    doubling = samples.pop("x · 2")
-    metric = f"placing over x · 2, CPU time, {tokens} × {layers} × {heads} × {width}"
-    rows = []
-
-    for arm, seconds in samples.items():
-        least = min(seconds) / min(doubling)
-        labels = {"arm": arm, "seconds": seconds, "x2_seconds": doubling}
-        rows.append(measured_row(metric, ratios(seconds, doubling), at_most=BARS.get(arm), value=least, **labels))
-
-    return rows
 
 
-def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[Row]:
-    """Measures microseconds of CPU time that public functions take without the compiled programs that they call."""
-    case = _PlacingCase(2, tokens, 1, 8, 4, seed)
-    engine = case.apply(None)
+def _placings(sizes: tuple[int, ...], seed: int) -> Sides:
+    """Prepares every way of placing a chunk beside a jitted x · 2 of both channels: the least that any could take."""
+    case = PlacingCase(*sizes, seed)
+
+    def check() -> dict[str, float]:
+        applied = case.apply()
+        keys = case.splice()["k"].reshape(sizes[0], -1, sizes[2], sizes[3])
+        return {"apply_patch": case.error(applied), "splice": case.error({"k": keys[:, case.slots]})}
+
+    calls = {name: timed(call, clock=time.process_time) for name, call in _calls(case).items()}
+    return Sides(calls, check)
+
+
+def _overhead(seed: int) -> Sides:
+    """Prepares calls on a chunk so small that checks and dispatch are all that is timed."""
+    calls = _calls(PlacingCase(2, 16, 2, 16, 4, seed))
+    return Sides({name: timed(call, runs=50, clock=time.process_time) for name, call in calls.items()})
+
+
+def _patching(raw: dict[str, Any], tokens: int, front: int, rank: int, seed: int) -> Sides:
+    """Prepares serving a chunk by its patch beside prefilling it, forming the patch, and reuses until that has paid."""
+    backbone: ModelBackbone = random_backbone(raw, seed)
+    embedded = [backbone.embed(**backbone.prepare([random_ids(count, seed)])) for count in (front, tokens)]
+    canonical = backbone.prefill(embedded[1]).kv
+    local = np.arange(tokens, dtype=np.float32)
+    rows = {name: np.asarray(value)[:, 0] for name, value in canonical.items()}
+    chunk = kvp.Chunk(rows, local, tokens, tokens, "chunk", backbone.layout, backbone.fingerprint)
+    context = kvp.to_engine(backbone.layout, backbone.prefill(embedded[0]).kv, embedded[0].positions, 0)
+    behind = embedded[1].shift(front)
+
+    def prefill() -> Any:
+        return backbone.prefill(behind, context=context).kv
+
+    conditioned = {name: np.asarray(value)[:, 0] for name, value in prefill().items()}
+
+    def form() -> kvp.Patch:
+        return kvp.form_patch(chunk, conditioned, rank, ("front",))
+
+    patch = form()
+
+    def place() -> Any:
+        return kvp.apply_patch(kvp.Placed(chunk, patch, front, ("front",)))
+
+    def check() -> dict[str, float]:
+        exact = kvp.to_engine(backbone.layout, conditioned, local, front)
+        blind = kvp.apply_patch(kvp.Placed(chunk, None, front, ()))
+        distance = {}
+        for name, kv in (("patch", place()), ("blind", blind)):
+            distance[name] = sum(float(jnp.square(kv[key] - exact[key]).sum()) for key in exact)
+        # Drawn weights say nothing of quality: a patch has to be nearer than blind reuse, no more.
+        return {"place by the patch": distance["patch"] / distance["blind"]}
+
     calls = {
-        "apply_patch, blind": lambda: case.apply(None),
-        "apply_patch": lambda: case.apply(case.patch),
-        "splice": lambda: case.splice(case.patch),
-        "relocate": lambda: kvp.relocate(case.layout, engine, 7, 99),
+        "place by the patch": timed(place),
+        "prefill behind the front": timed(prefill),
+        "prefill alone": timed(lambda: backbone.prefill(embedded[1]).kv),
+        "form the patch": timed(lambda: form().factors),
     }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
 
-    def returned(_layout: Any, arrays: Any, *rest: Any, **plan: Any) -> Any:
-        return arrays
+    def recorded(name: str) -> Callable[[], float]:
+        return lambda: seconds[name].append(calls[name]()) or seconds[name][-1]
 
-    # With the programs replaced, what is left of a call is its checks.
-    programs = (
-        (ops, "jitted_apply"),
-        (rotation, "jitted_rotate"),
-        (rotation, "jitted_relocate"),
-        (pool, "jitted_splice"),
-    )
+    def figures() -> dict[tuple[str, str], list[float]]:
+        turns = list(zip(*seconds.values(), strict=True))[1:]
+        paid = []
+        for placed, conditioned_prefill, alone, formed in turns:
+            saved = conditioned_prefill - placed
+            paid.append((conditioned_prefill + alone + formed) / saved if saved > 0 else float("inf"))
+        return {("form the patch", "reuses until it has paid"): paid}
 
-    with contextlib.ExitStack() as stack:
-        for module, name in programs:
-            stack.enter_context(mock.patch.object(module, name, returned))
-        samples = interleave_cpu(calls, max(repeats, 20), times=20)
-
-    rows = []
-    for arm, seconds in samples.items():
-        micros = [1e6 * value for value in seconds]
-        rows.append(measured_row("checks of a call, µs", micros, at_most=CHECKS_BAR, statistic=min, arm=arm))
-    return rows
+    return Sides({name: recorded(name) for name in calls}, check, figures=figures)

@@ -1,320 +1,349 @@
-"""The chunk store beside raw files, safetensors, Orbax, diskcache and LMDB, on the disk that holds --out.
+"""The chunk store beside raw files, safetensors, Orbax, SQLite, diskcache and LMDB, on the disk that holds --out.
 
-Both sides of a pair are timed in turns and only the ratios of neighbouring turns are judged. What is prepared before a
-call, and deleted after it, is not timed. Reads are warm: from the system's page cache, never from the store's own
-memory, which is switched off.
+Reads are warm: from the system's page cache, never from the store's own memory, which is switched off. All writes are
+durable when they return. What is prepared before a call is not timed.
 """
 
-import contextlib
 import dataclasses
 import functools
-import json
+import itertools
 import os
-import subprocess
-import sys
+import random
+import sqlite3
 import tempfile
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from orbax.checkpoint import v1 as ocp
 from safetensors import numpy as safetensors
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError
+from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.store import Budget, ChunkStore
 
-from ..harness.environment import environment
-from . import store_scale, store_tables
-from .benchmark import AT_MOST, Benchmark, Row, comparison_row
-from .store_rivals import installed
-from .store_workload import (
-    BACKBONE,
-    QUICK,
-    WHOLE,
-    StoreSizes,
-    busy_writer,
-    chunk_of,
-    leaves_of,
-    patches_of,
-    restore_by_orbax,
-    save_by_orbax,
-)
-from .timing import Samples, interleave, stopwatch
+from .benchmark import Benchmark, BenchOptions, Sides, timed
 
-LEAST_REPEATS = 7
-"""Turns of every pair: the extremes of seven ratios hold their median with 98 %."""
-NO_DISK = ("tmpfs", "ramfs", "devtmpfs")
-SECTIONS = ("large", "fixed", "scale")
+BACKBONE = "benchmark"
+NO_MEMORY = Budget(host=0)
+BATCH, GROUP = 20, 16
+"""Small objects that are put, or read, in one measurement; patches in one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StoreCase:
-    """What every section needs: a folder on the disk, an open store in it, a large chunk, patches."""
+class StoreSizes(NamedTuple):
+    """A canonical [layers, tokens, heads, width] in bfloat16, and the rank of its patches."""
 
-    folder: Path
-    store: ChunkStore
-    chunk: kvp.Chunk
-    patches: Sequence[kvp.Patch]
-    sizes: StoreSizes
-    repeats: int
-    seed: int
-
-    def interleave(self, ours: Callable[[], float], theirs: Callable[[], float]) -> Samples:
-        """Times both sides in turns, after one turn that does not count."""
-        return interleave({"ours": ours, "theirs": theirs}, self.repeats, warm_ups=1)
+    layers: int = 28
+    tokens: int = 1024
+    heads: int = 8
+    width: int = 64
+    rank: int = 6
 
 
-def run(
-    *,
-    repeats: int = LEAST_REPEATS,
-    seed: int = 0,
-    out: str | None = None,
-    quick: bool = False,
-    objects: Sequence[str] = (),
-    sections: Sequence[str] = SECTIONS,
-    fill: str = "direct",
-) -> dict[str, Any]:
-    """Times everything that the store has a bar for.
+QUICK = StoreSizes(4, 64, 8, 16, 2)
+SMALL = StoreSizes(layers=1, tokens=4, heads=2, width=32)
+"""A chunk of one KiB."""
 
-    Args:
-      repeats: turns of every pair; at least seven, but for `quick`.
-      seed: of the data.
-      out: a directory on the disk to measure; here by default.
-      quick: tiny sizes and two repeats: a preview, not a measurement.
-      objects: numbers of small objects, each with the directory that they are in if not `out`: "1000000@/dev/shm". By
-        default those of the sizes.
-      sections: what is measured: "large" objects; "fixed", small reads, the host tier and libraries; and "scale", what
-        depends on the number of objects.
-      fill: "direct" fills the store for "scale" by writing object files without syncing them, "put" by puts.
 
-    Raises:
-      InputError: `out` is in memory (except for `quick`), a number is no number, a section unknown.
-    """
-    place = Path(out or ".").resolve()
+def suite(options: BenchOptions) -> Iterator[Benchmark]:
+    """Yields the comparisons: a large chunk and its patches; small objects among many."""
+    place = Path(options.out or ".").resolve()
     place.mkdir(parents=True, exist_ok=True)
-    kind = file_system(place)
-    if kind in NO_DISK and not quick and not {"large", "fixed"}.isdisjoint(sections):
-        raise InputError(f"--out: got {out}, on {kind}; expected a directory on a disk")
-    if unknown := set(sections) - set(SECTIONS):
-        raise InputError(f"--sections: got {sorted(unknown)}; expected some of {SECTIONS}")
-
-    repeats = 2 if quick else max(repeats, LEAST_REPEATS)
-    sizes = QUICK if quick else WHOLE
-    wanted = [store_scale.count_and_place(word, place) for word in objects or map(str, sizes.growth)]
-    rows: list[Row] = []
-
-    with tempfile.TemporaryDirectory(prefix="bench-store-", dir=place) as name:
-        if "large" in sections:
-            rows += large_rows(Path(name), sizes, repeats, seed)
-        if "fixed" in sections:
-            host_entries = {"host_entries": sizes.entries} if quick else {}
-            rows += store_scale.fixed_rows(Path(name), repeats, seed, sizes.entries, **host_entries)
-
-    if "scale" in sections:
-        for count, folder in wanted:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder) as name:
-                options = store_scale.ScaleOptions(
-                    Path(name), count, file_system(folder), sizes.patches, repeats, fill == "direct", quick
-                )
-                rows += store_scale.rows(options)
-
-    config = {"repeats": repeats, "seed": seed, "quick": quick, "file_system": kind, "sizes": dataclasses.asdict(sizes)}
-    config |= {"fill": fill, "absent": installed()[1]}
-    return {"config": config, "environment": environment(), "rows": rows}
+    sizes = QUICK if options.quick else StoreSizes()
+    name = f"{4e-6 * np.prod(sizes[:4]):.3g} MB"
+    for what, prepare in (("put", _puts), ("get", _gets), ("patches", _patches)):
+        yield Benchmark(f"store.{what}", name, functools.partial(prepare, place, sizes, options.seed))
+    for count, large in ((20, False),) if options.quick else ((1_000, False), (10_000, True)):
+        for what in ("get", "put", "evicting put"):
+            prepare = functools.partial(_small_objects, place, count, what)
+            yield Benchmark(f"store.small {what}", f"1 KiB among {count}", prepare, large)
 
 
-def large_rows(folder: Path, sizes: StoreSizes, repeats: int, seed: int) -> list[Row]:
-    """Times large chunks and patches."""
+def scratch(place: Path, owner: Any) -> Path:
+    """Makes a folder that is removed with the object that owns it."""
+    folder = tempfile.TemporaryDirectory(prefix="bench-store-", dir=place)
+    weakref.finalize(owner, folder.cleanup)
+    return Path(folder.name)
+
+
+def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Draws bfloat16 numbers."""
+    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+
+
+def chunk_of(sizes: StoreSizes, seed: int = 0, id: str = "large") -> kvp.Chunk:
+    """Draws a canonical of bfloat16 host arrays."""
+    layout = kvp.KVLayout.gqa(sizes.layers, sizes.heads, sizes.width, kvp.Rope(1e4, sizes.width))
+    rng = np.random.default_rng(seed)
+    kv = {name: drawn(rng, *sizes[:4]) for name in layout.names}
+    return kvp.Chunk(kv, np.arange(sizes.tokens, dtype=np.float32), sizes.tokens, sizes.tokens, id, layout, BACKBONE)
+
+
+def patches_of(chunk: kvp.Chunk, sizes: StoreSizes, seed: int) -> list[kvp.Patch]:
+    """Draws a group of patches, each for another antecedent."""
+    rng, columns = np.random.default_rng(seed), sizes.heads * sizes.width
+    factors = {}
+    for name in chunk.layout.names:
+        u, v = drawn(rng, sizes.layers, sizes.tokens, sizes.rank), drawn(rng, sizes.layers, sizes.rank, columns)
+        factors[name] = (jnp.asarray(u), jnp.asarray(v))
+    patches = []
+    for number in range(GROUP):
+        antecedent, layers = (str(number),), tuple(range(sizes.layers))
+        metadata = PatchMetadata(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers)
+        patches.append(kvp.Patch(factors, metadata))
+    return patches
+
+
+def bits(arrays: Mapping[str, Any]) -> bytes:
+    """Joins the bytes of arrays, by their names."""
+    return b"".join(np.asarray(arrays[name]).tobytes() for name in sorted(arrays))
+
+
+def same(stored: Mapping[str, Any], arrays: Mapping[str, Any]) -> float:
+    """Measures whether what was read is what was written: 0, or infinity."""
+    return 0.0 if bits(stored) == bits(arrays) else float("inf")
+
+
+def raw_write(path: Path, data: bytes) -> None:
+    """Writes a file and syncs it."""
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def read_kv(store: ChunkStore, id: str, **options: Any) -> Mapping[str, Any]:
+    """Reads a chunk's arrays; a miss, which would be fast, reads as nothing."""
+    stored = store.get(id, BACKBONE, **options)
+    return {} if stored is None else dict(stored.kv)
+
+
+# --------------------------------------------------------------------------------------------------- large objects
+
+
+def _puts(place: Path, sizes: StoreSizes, seed: int) -> Sides:
+    """Prepares a durable put beside raw and safetensors files, and an asynchronous put until it returns."""
     chunk = chunk_of(sizes, seed)
-    rows: list[Row] = []
-    with ChunkStore(folder / "store", budget=Budget(host=0)) as store:
-        case = StoreCase(folder, store, chunk, patches_of(chunk, sizes, seed), sizes, repeats, seed)
-        for section in (put_rows, get_rows, patch_rows, sharded_rows):
-            rows += section(case)
-        return rows
+    folder, arrays, data = scratch(place, chunk), dict(chunk.kv), bits(chunk.kv)
+    store = ChunkStore(folder / "store", budget=NO_MEMORY)
 
-
-def file_system(folder: Path) -> str:
-    """Returns the kind of file system that holds a folder; "unknown" where the system does not say."""
-    with contextlib.suppress(OSError):
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-        holding = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
-        return max(holding)[1] if holding else "unknown"
-    return "unknown"
-
-
-# --------------------------------------------------------------------------------------------------- raw files
-
-
-def raw_write(path: Path, *parts: bytes | np.ndarray) -> None:
-    """Writes a new file and syncs it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def raw_read(path: Path, target: np.ndarray) -> None:
-    """Reads a whole file into memory that is there already."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        view, offset = memoryview(target), 0
-        while view:
-            count = os.preadv(fd, [view], offset)
-            view, offset = view[count:], offset + count
-    finally:
-        os.close(fd)
-
-
-def timed_write(path: Path, write: Callable[[Path], object]) -> float:
-    """Times writing a new file, which is then removed."""
-    try:
-        return stopwatch(lambda: write(path))
-    finally:
-        path.unlink()
-
-
-def expect_hit(value: Any) -> Any:
-    """Returns what was read. Raises InputError for a miss, which would be fast."""
-    if not value:
-        raise InputError("benchmark: got a miss of what was put; expected a hit")
-    return value
-
-
-def joined_bytes(arrays: Mapping[str, Any]) -> np.ndarray:
-    """Joins the bytes of arrays."""
-    return np.concatenate([np.asarray(value).reshape(-1).view(np.uint8) for value in arrays.values()])
-
-
-# ----------------------------------------------------------------------------------------------------- sections
-
-
-def put_rows(case: StoreCase) -> Iterator[Row]:
-    """Times a durable put of a large chunk beside a raw write and both ways of safetensors; and an asynchronous one."""
-    store, chunk, path = case.store, case.chunk, case.folder / "raw"
-    leaves = leaves_of(chunk)
-    data = joined_bytes(leaves)
-
-    def save_file(path: Path) -> None:
-        safetensors.save_file(leaves, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-    def put() -> float:
-        store.delete(chunk.id, BACKBONE)
-        return stopwatch(lambda: store.put(chunk))
-
-    def put_async() -> float:
-        store.delete(chunk.id, BACKBONE)
-        seconds = stopwatch(lambda: store.put_async(chunk))
+    def gone() -> None:
         store.flush()
-        return seconds
+        store.delete(chunk.id, BACKBONE)
+        (folder / "file").unlink(missing_ok=True)
 
-    others: dict[str, tuple[Callable[[Path], object], float | None]] = {
-        "raw write and sync": (lambda path: raw_write(path, data), 0.6),
-        "safetensors save and sync": (lambda path: raw_write(path, safetensors.save(leaves)), 1.5),
-        "safetensors save_file and sync": (save_file, None),
+    def check() -> dict[str, float]:
+        store.put(chunk)
+        return {"ChunkStore.put": same(read_kv(store, chunk.id), arrays)}
+
+    calls: dict[str, Callable[[], object]] = {
+        "ChunkStore.put": lambda: store.put(chunk),
+        "put_async returns": lambda: store.put_async(chunk),
+        "raw write and sync": lambda: raw_write(folder / "file", data),
+        "safetensors and sync": lambda: raw_write(folder / "file", safetensors.save(arrays)),
     }
-    for against, (write, bar) in others.items():
-        samples = case.interleave(put, lambda write=write: timed_write(path, write))
-        yield comparison_row("durable put", samples, at_least=bar, against=against)
-
-    samples = case.interleave(put_async, put)
-    yield comparison_row("asynchronous put returns", samples, at_most=0.5, against="durable put")
+    return Sides({name: timed(call, before=gone, wait=id) for name, call in calls.items()}, check, len(data))
 
 
-def get_rows(case: StoreCase) -> Iterator[Row]:
-    """Times a verified get of a large chunk: beside a raw read into the same memory, and, on a device, beside Orbax."""
-    store, chunk, raw = case.store, case.chunk, case.folder / "raw"
+def _gets(place: Path, sizes: StoreSizes, seed: int) -> Sides:
+    """Prepares a verified get, on the host and on a device, and of one layer, beside raw files, safetensors, Orbax."""
+    chunk = chunk_of(sizes, seed)
+    folder, arrays, data = scratch(place, chunk), dict(chunk.kv), bits(chunk.kv)
+    store, device = ChunkStore(folder / "store", budget=NO_MEMORY), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     store.put(chunk)
-    data = joined_bytes(chunk.kv)
-    raw_write(raw, data)
+    raw_write(folder / "raw", data)
+    safetensors.save_file(arrays, folder / "file")
+    context = ocp.Context()
+    context.array_options.saving.use_compression = False  # which reads faster than its default
+    with context:
+        ocp.save(str(folder / "orbax"), {name: jnp.asarray(value) for name, value in arrays.items()})
+    forms = {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=device) for name, value in arrays.items()}
+    target = bytearray(len(data))
 
-    def get() -> float:
-        return stopwatch(lambda: expect_hit(store.get(chunk.id, BACKBONE)))
+    def layer() -> Any:
+        stream = store.stream(chunk.id, BACKBONE)
+        assert stream is not None
+        with stream:
+            return stream.layer(sizes.layers // 2)
 
-    samples = case.interleave(get, lambda: stopwatch(lambda: raw_read(raw, data)))
-    yield comparison_row("verified get", samples, at_least=0.4, against="raw read, pooled")
+    def restore() -> Mapping[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Orbax's own
+            return ocp.load(str(folder / "orbax"), forms)
 
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    readers = {
+        "ChunkStore.get": lambda: read_kv(store, chunk.id),
+        "safetensors": lambda: safetensors.load_file(folder / "file"),
+        "ChunkStore.get, on a device": lambda: read_kv(store, chunk.id, placement=device),
+        "Orbax, on a device": restore,
+    }
+    calls = dict(readers) | {"raw read": lambda: (folder / "raw").open("rb", buffering=0).readinto(target)}
+    calls["one layer"] = layer
 
-    def get_on_device() -> float:
-        return stopwatch(
-            lambda: jax.block_until_ready(dict(expect_hit(store.get(chunk.id, BACKBONE, placement=device)).kv))
-        )
+    def check() -> dict[str, float]:
+        return {name: same(read(), arrays) for name, read in readers.items()}
 
-    forms = {"Orbax, leaf by leaf": (leaves_of(chunk), 4.0), "Orbax, layers stacked": (dict(chunk.kv), None)}
-    for number, (against, (arrays, bar)) in enumerate(forms.items()):
-        path = case.folder / f"orbax{number}"
-        save_by_orbax(path, arrays)
-        restore = functools.partial(restore_by_orbax, path, arrays, device)
-        samples = case.interleave(get_on_device, functools.partial(stopwatch, restore))
-        yield comparison_row("verified get on a device", samples, at_least=bar, against=against)
-
-    def get_layer() -> object:
-        with expect_hit(store.stream(chunk.id, BACKBONE)) as stream:
-            return expect_hit(stream.layer(chunk.layout.layers // 2))
-
-    samples = case.interleave(lambda: stopwatch(get_layer), get)
-    yield comparison_row("one layer, verified", samples, at_most=0.1, against="verified get")
-    raw.unlink()
-
-
-def patch_rows(case: StoreCase) -> Iterator[Row]:
-    """Times patches of a megabyte: one commit each, and one for all, per patch, beside a raw file each."""
-    store, few = case.store, case.patches[: max(4, case.sizes.group // 4)]
-    # Bytes that no disk can leave out: not zeros, and not the same in every block.
-    data = np.zeros(few[0].nbytes, np.uint8)
-    data[:] = np.arange(len(data)) % 251
-
-    def put_each() -> float:
-        store.delete(case.chunk.id, BACKBONE)
-        return stopwatch(lambda: [store.put_patches([patch]) for patch in few]) / len(few)
-
-    def put_group() -> float:
-        store.delete(case.chunk.id, BACKBONE)
-        return stopwatch(lambda: store.put_patches(case.patches)) / len(case.patches)
-
-    def write_each() -> float:
-        paths = [case.folder / f"raw{number}" for number in range(len(few))]
-        seconds = stopwatch(lambda: [raw_write(path, data) for path in paths]) / len(paths)
-        for path in paths:
-            path.unlink()
-        return seconds
-
-    against = "raw write and sync of one"
-    yield comparison_row("patch put", case.interleave(put_each, write_each), at_most=2.5, against=against)
-    yield comparison_row("patch put, grouped", case.interleave(put_group, write_each), at_most=0.6, against=against)
-    with busy_writer(case.folder / "busy"):
-        samples = case.interleave(put_group, write_each)
-    metric = "patch put, grouped, beside a busy writer"
-    yield comparison_row(metric, samples, sense=AT_MOST, against=f"{against}, beside it too")
-    store.delete(case.chunk.id, BACKBONE)
+    return Sides({name: timed(call, wait=_arrived) for name, call in calls.items()}, check, len(data))
 
 
-def sharded_rows(case: StoreCase) -> Iterator[Row]:
-    """Times reading a large chunk into shards by heads over eight host devices, in a process of its own."""
-    folder = case.folder / "sharded"
+def _arrived(stored: Any) -> None:
+    """Waits for arrays of jax; host arrays are there."""
+    if isinstance(stored, Mapping):
+        jax.block_until_ready(dict(stored))
+
+
+def _patches(place: Path, sizes: StoreSizes, seed: int) -> Sides:
+    """Prepares putting patches, one commit each or one for all, beside a raw file each; seconds are of one patch."""
+    chunk = chunk_of(sizes, seed)
+    folder, patches = scratch(place, chunk), patches_of(chunk, sizes, seed)
+    store, data = ChunkStore(folder / "store", budget=NO_MEMORY), os.urandom(patches[0].nbytes)
+
+    def gone() -> None:
+        store.delete(chunk.id, BACKBONE)
+
+    def check() -> dict[str, float]:
+        store.put_patches(patches)
+        stored = store.get_patches(patches[-1].metadata)
+        factors = [np.asarray(patch.factors["k"][0]) for patch in (*stored, patches[-1])]
+        return {"put_patches, all at once": 0.0 if len(stored) == 1 and (factors[0] == factors[1]).all() else np.inf}
+
+    calls: dict[str, Callable[[], object]] = {
+        "put_patches, all at once": lambda: store.put_patches(patches),
+        "put_patches, each": lambda: [store.put_patches([patch]) for patch in patches],
+        "raw write and sync": lambda: [raw_write(folder / str(number), data) for number in range(GROUP)],
+    }
+    sides = {name: timed(call, before=gone, calls=GROUP, wait=id) for name, call in calls.items()}
+    return Sides(sides, check, patches[0].nbytes)
+
+
+# --------------------------------------------------------------------------------------------------- small objects
+
+
+class Keeper(NamedTuple):
+    """Where small objects are kept by key: functions that write several in one commit, and that read one."""
+
+    put: Callable[[Sequence[str]], object]
+    get: Callable[[str], bytes]
+
+
+def store_keeper(folder: Path, data: bytes, budget: Budget = NO_MEMORY) -> Keeper:
+    """Opens a `ChunkStore` without memory."""
+    store, small = ChunkStore(folder, budget=budget), chunk_of(SMALL)
+    put = lambda keys: store.put_many([dataclasses.replace(small, id=key) for key in keys])  # noqa: E731
+    return Keeper(put, lambda key: bits(read_kv(store, key)))
+
+
+def file_keeper(folder: Path, data: bytes) -> Keeper:
+    """Keeps a file for each object in 256 folders: written, synced, renamed."""
+    for number in range(256):
+        (folder / f"{number:02x}").mkdir(parents=True)
+
+    def path(key: str) -> Path:
+        return folder / f"{sum(key.encode()) % 256:02x}" / key
+
+    def put(keys: Sequence[str]) -> None:
+        for key in keys:
+            raw_write(folder / "part", data)
+            (folder / "part").rename(path(key))
+
+    return Keeper(put, lambda key: path(key).read_bytes())
+
+
+def sqlite_keeper(folder: Path, data: bytes) -> Keeper:
+    """Opens a table of SQLite with a write-ahead log, synced at every commit."""
     folder.mkdir()
-    sizes = json.dumps(dataclasses.asdict(case.sizes))
-    program = [sys.executable, "-m", "evals.bench.store_sharded", str(folder), sizes, str(case.repeats)]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    base = sqlite3.connect(folder / "objects.db")
+    for line in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL", "CREATE TABLE objects (key PRIMARY KEY, data)"):
+        base.execute(line)
 
-    done = subprocess.run([*program, str(case.seed)], env=variables, capture_output=True, text=True)
-    if done.returncode:
-        status, words = done.returncode, done.stderr[-2000:]
-        raise InputError(f"store_sharded: got exit status {status}; expected seconds of both sides\n{words}")
-    samples = json.loads(done.stdout.splitlines()[-1])
-    yield comparison_row("get over heads on 8 devices", samples, at_least=3.0, against="Orbax, layers stacked")
+    def put(keys: Sequence[str]) -> None:
+        with base:
+            base.executemany("INSERT INTO objects VALUES (?, ?)", ((key, data) for key in keys))
+
+    return Keeper(put, lambda key: base.execute("SELECT data FROM objects WHERE key = ?", (key,)).fetchone()[0])
 
 
-BENCHMARK = Benchmark("store", run, table=store_tables.format_result, draw=store_tables.draw)
+def diskcache_keeper(folder: Path, data: bytes) -> Keeper:
+    """Opens a `diskcache.Cache`, least recently used, synced at every commit."""
+    import diskcache  # pyright: ignore[reportMissingImports]
+
+    options = {"eviction_policy": "least-recently-used", "size_limit": 1 << 50, "sqlite_synchronous": 2}
+    cache = diskcache.Cache(str(folder), **options)
+
+    def put(keys: Sequence[str]) -> None:
+        with cache.transact():
+            for key in keys:
+                cache.set(key, data)
+
+    return Keeper(put, cache.get)
+
+
+def lmdb_keeper(folder: Path, data: bytes) -> Keeper:
+    """Opens an LMDB environment, synced at every commit."""
+    import lmdb  # pyright: ignore[reportMissingImports]
+
+    base = lmdb.open(str(folder), map_size=1 << 34)
+
+    def put(keys: Sequence[str]) -> None:
+        with base.begin(write=True) as transaction:
+            for key in keys:
+                transaction.put(key.encode(), data)
+
+    def get(key: str) -> bytes:
+        with base.begin() as transaction:
+            return transaction.get(key.encode())
+
+    return Keeper(put, get)
+
+
+KEEPERS = {
+    "ChunkStore": store_keeper,
+    "raw files": file_keeper,
+    "SQLite": sqlite_keeper,
+    "diskcache": diskcache_keeper,
+    "LMDB": lmdb_keeper,
+}
+
+
+@functools.cache
+def _filled(place: Path, count: int) -> tuple[Path, dict[str, Keeper], dict[str, str]]:
+    """Fills every keeper that is installed with `count` objects; they stay for the next comparison."""
+    folder, data = scratch(place, _filled), bits(chunk_of(SMALL).kv)
+    keepers, notes = {}, {}
+    for name, make in KEEPERS.items():
+        try:
+            keepers[name] = make(folder / name, data)
+        except ImportError as missing:
+            notes[name] = f"{missing} (extra `bench`)"
+            continue
+        for keys in itertools.batched((f"small{number:07}" for number in range(count)), 1000):
+            keepers[name].put(keys)
+    return folder, keepers, notes
+
+
+def _small_objects(place: Path, count: int, operation: str) -> Sides:
+    """Prepares gets or puts of one KiB among `count` objects; of the store also puts that evict."""
+    folder, keepers, notes = _filled(place, count)
+    data, generator = bits(chunk_of(SMALL).kv), random.Random(0)
+    if operation == "evicting put":
+        root = folder / "ChunkStore"
+        size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        limited = store_keeper(root, data, Budget(host=0, disk=size))
+        keepers, notes = {"ChunkStore": keepers["ChunkStore"], "ChunkStore, evicting": limited}, {}
+
+    def run(keeper: Keeper) -> None:
+        for _ in range(BATCH):
+            if operation == "get":
+                keeper.get(f"small{generator.randrange(count):07}")
+            else:
+                keeper.put([f"late{generator.getrandbits(64)}"])
+
+    def check() -> dict[str, float]:
+        return {name: 0.0 if keeper.get(f"small{0:07}") == data else np.inf for name, keeper in keepers.items()}
+
+    calls = {name: timed(functools.partial(run, keeper), calls=BATCH, wait=id) for name, keeper in keepers.items()}
+    return Sides(calls, check, notes=notes)
