@@ -3,7 +3,7 @@
 Every side is checked before it is timed, and timed in turns with the others; a wrong one is refused, and the status is
 1. Prints a table and, with --out, writes results.json: "config", "environment", "rows" and "notes".
 
-  kernels    rotate_patch, splice, block_product and factorise beside XLA's steps, a copy, a full SVD
+  kernels    rotate_patch, splice, block_product and factorise beside XLA, a copy and a full SVD
   operators  apply_patch, pool.splice, relocate and form_patch beside x · 2, memcpy and prefills
   store      a ChunkStore beside raw files, safetensors, Orbax, SQLite, diskcache and LMDB, on the disk of --out
   window     an agent's loop: a session beside re-prefill and prefix caches, on a decoder, a hybrid and SmolLM2-135M

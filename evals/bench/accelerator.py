@@ -19,10 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from ..harness.environment import environment
 from ..harness.frame import without_nan
-from ..harness.parts import add_part, finished_parts
 from .benchmark import Benchmark, measure, table, wrong_rows
 from .kernels import checks, timings
 from .torch_operator import torch_timings
@@ -39,13 +37,28 @@ LIMIT, HUNG, FAULTS = 520.0, 120.0, 4
 REPEATS = 30
 
 
+def finished_lines(file: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a part; a process that died may have left half of one, which is cut off."""
+    text = file.read_text() if file.exists() else ""
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        file.write_text(complete)
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def add_line(file: Path, line: dict[str, Any]) -> None:
+    """Adds a line."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
 def work(part: str, out: Path, tiny: bool) -> None:
     """Measures what is missing of a part, in this process."""
     file, begun = out / f"{part}.jsonl", out / f"{part}.begun"
-    finished = {line["part"] for line in finished_parts(file, {"model": part, "tiny": tiny})}
+    finished = {line["part"] for line in finished_lines(file)}
     if part != "torch" and "environment" not in finished:
         # Asking jax takes memory of the accelerator, which torch's process leaves alone.
-        add_part(file, {"part": "environment", "environment": environment()})
+        add_line(file, {"part": "environment", "environment": environment()})
     for benchmark in PARTS[part](tiny):
         if benchmark.key in finished:
             continue
@@ -53,7 +66,7 @@ def work(part: str, out: Path, tiny: bool) -> None:
         faulthandler.dump_traceback_later(HUNG, exit=True)
         rows, notes = measure(benchmark, 3 if tiny else REPEATS)
         faulthandler.cancel_dump_traceback_later()
-        add_part(file, {"part": benchmark.key, "rows": without_nan(rows), "notes": notes})
+        add_line(file, {"part": benchmark.key, "rows": without_nan(rows), "notes": notes})
     begun.unlink(missing_ok=True)
 
 
@@ -77,7 +90,7 @@ def run_part(part: str, out: Path, tiny: bool, deadline: float) -> list[str]:
         if key is None:
             return [f"{part}: status {process.returncode} before its first benchmark; see {out / 'log.txt'}"]
         reason = f"{key}: the process ended with status {process.returncode}"
-        add_part(file, {"part": key, "rows": [], "notes": [reason], "failed": reason})
+        add_line(file, {"part": key, "rows": [], "notes": [reason], "failed": reason})
     return [f"{part}: given up after {FAULTS} processes that ended early"]
 
 
@@ -91,7 +104,7 @@ def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> dict[s
 
     rows, notes, described = [], [], {}
     for part in parts:
-        for line in finished_parts(out / f"{part}.jsonl", {"model": part, "tiny": tiny}):
+        for line in finished_lines(out / f"{part}.jsonl"):
             rows += line.get("rows", [])
             notes += line.get("notes", [])
             described |= line.get("environment", {})

@@ -109,7 +109,9 @@ def timed(
     return measure
 
 
-def interleave(calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1, pause: float = 0.0) -> Samples:
+def interleave(
+    calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1, pause: float = 0.0
+) -> Samples:
     """Measures each side `repeats` times, in turns, so that a busy spell of the machine hits all alike."""
     samples: Samples = {name: [] for name in calls}
     for turn in range(warm_ups + repeats):

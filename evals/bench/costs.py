@@ -1,4 +1,4 @@
-"""What a window's edits take on this device, for plans: seconds per launch, FLOP and byte of each kind; and planning.
+"""What a window's edits take on this device, for plans: seconds per launch, FLOP and byte of each kind.
 
 Every kind of edit runs by itself on a `PagedExecutor`, at several numbers of tokens behind fronts of several lengths.
 Rates are fitted to half of the sizes, by least squares of the relative error with no rate below zero, and predict the
@@ -9,11 +9,10 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +22,14 @@ from scipy.optimize import nnls
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.cache import Antecedent, Member
-from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, PatchInventory, RankChoice, Rates, plan
+from kvpatch_jax.plan import DeviceCosts, Rates
 from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window
 from models import ModelBackbone
+from models.random_weights import random_backbone
 
-from .benchmark import Benchmark, BenchOptions, Sides, timed
+from .benchmark import Benchmark, BenchOptions, Sides
 from .operators import MEDIUM, TINY
-from .shapes import SEVEN_BILLION, random_backbone, random_ids, shape_costs, with_buckets
+from .shapes import random_ids, with_buckets
 
 TOKENS, FRONTS, RANKS, TURNS = (24, 64, 100, 160, 256, 384), (64, 320, 896), (8, 32), 5
 PAGE = 16
@@ -46,18 +45,13 @@ class TimedEdits(NamedTuple):
 
 
 def suite(options: BenchOptions) -> Iterator[Benchmark]:
-    """Yields the rates of edits, and planning at several numbers of chunks."""
+    """Yields the rates of edits, which have no peers."""
     name, raw = ("tiny", TINY) if options.quick else ("a twelfth of Qwen2-0.5B", MEDIUM)
     yield Benchmark("costs.rates", name, functools.partial(_rates, name, raw, options))
-    for count in (16,) if options.quick else (32, 256, 1024):
-        yield Benchmark("costs.planning", f"{count} chunks", functools.partial(_planning, count))
-
-
-# ----------------------------------------------------------------------------------------------------------- rates
 
 
 def _rates(name: str, raw: dict[str, Any], options: BenchOptions) -> Sides:
-    """Measures, fits and writes the rates; they are figures, for edits have no peers."""
+    """Measures, fits and writes the rates; each is a figure."""
     backbone = with_buckets(random_backbone(raw, options.seed))
     sizes = list(itertools.product(*((TOKENS[:3], FRONTS[:1]) if options.quick else (TOKENS, FRONTS))))
     with tempfile.TemporaryDirectory() as folder, kvp.ChunkStore(folder, tenant="costs") as store:
@@ -188,37 +182,3 @@ def _counted(kind: str, edits: Edits, seconds: Sequence[float]) -> TimedEdits:
     counted = [edit for edit in edits if type(edit).__name__ == kind]
     nbytes, flops = sum(edit.bytes for edit in counted), sum(edit.flops for edit in counted)
     return TimedEdits(kind, nbytes, flops, statistics.median(seconds[1:]))
-
-
-# -------------------------------------------------------------------------------------------------------- planning
-
-
-def _planning(count: int) -> Sides:
-    """Prepares plans of `count` chunks at the shape of a 7B model; no model runs, no store is read."""
-    backbone = "f" * 64
-    entries = [Entry(f"page {n}", f"{n:032x}", 256, 256, "chunk", True, "text") for n in range(count + 1)]
-    window, stored = Window.empty(shape_costs(backbone, SEVEN_BILLION)), PatchInventory(backbone)
-    for place, entry in enumerate(entries[:count]):
-        antecedent = Antecedent(tuple(Member(piece.id, piece.content) for piece in entries[:place]))
-        fields = (f"{entry.id} 16", entry.id, entry.content, "canonical", antecedent, None, False, 16, 10**6, 10**5)
-        stored.add(entry, PatchNote(*fields))
-    losses = []
-    for point, rank, kl in (("stored", 16, 0.5), ("bare", 0, 2.0)):
-        for behind, promise in itertools.product((0, count), ("remember", "forget")):
-            loss = (0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
-            losses.append(CertifiedLoss(point, rank, behind, promise, *loss))
-    about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * (count + 1), "text", "nothing", True)
-    certificate = Certificate(backbone, *about, (1, 256), ("text",), tuple(losses), RankChoice(16, "invented"))
-    options = {"stored": stored, "costs": DeviceCosts.assumed("cpu")}
-
-    full, new = entries[:count], entries[count]
-    served = plan(window, full, **options).window
-    shuffled = [full[0], *random.Random(0).sample(full[1:], count - 1)]
-    bounded = {"certificate": certificate} | options
-    cases: dict[str, Callable[[], Any]] = {
-        "one leaves, one comes": lambda: plan(served, [full[0], *full[2:], new], **options),
-        "all new, as promised": lambda: plan(window, full, **options),
-        "all new, by patches within a bound": lambda: plan(window, full, Goal(kl=1.0), **bounded),
-        "all in another order": lambda: plan(served, shuffled, **options),
-    }
-    return Sides({name: timed(call, clock=time.process_time, wait=id) for name, call in cases.items()})

@@ -1,7 +1,7 @@
 """Kernels beside XLA: every one against float64 on fresh inputs, then timed; on a CPU the XLA path alone.
 
 `checks` come first: results of every kernel and number format at shapes of released models, with poisoned memory.
-`timings` hold the kernel, the XLA path, its steps kept apart and a copy of as many numbers against each other. Errors
+`timings` hold the kernel, the XLA path and a copy of as many numbers against each other. Errors
 are in units of the last place of bfloat16 at the row's largest value.
 """
 
@@ -19,7 +19,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import KernelUnavailableError, block_product, factorise, rotate_patch, splice
 from pallas_kernels.factorise.shapes import PRODUCTION as MATRICES
 from pallas_kernels.factorise.shapes import SMALL as SMALL_MATRICES
-from pallas_kernels.rotate_patch import reference
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, RotateShape
 
 from .benchmark import Benchmark, BenchOptions, Sides, ThroughPool, over_sets, timed
@@ -257,11 +256,10 @@ def _multiplied(tiny: bool, rows: int) -> Sides:
 
 
 def timings(tiny: bool) -> Iterator[Benchmark]:
-    """Yields what is timed: kernels beside XLA at every shape and rank, splices by pool, factorisation."""
+    """Yields what is timed: kernels beside XLA at every shape and rank, factorisation."""
     for case in cases(tiny, LEAST_TOKENS):
         yield Benchmark("kernels.rotate_patch", case.name, functools.partial(_rotations, case))
         yield Benchmark("kernels.splice", case.name, functools.partial(_splices, case))
-    yield Benchmark("kernels.splice by pool", cases(tiny)[0].name, functools.partial(_pools, cases(tiny)[0]))
     yield Benchmark("kernels.factorise", (SMALL_MATRICES if tiny else MATRICES)[0].name, functools.partial(_svd, tiny))
 
 
@@ -277,19 +275,8 @@ def drawn_sets(case: KernelCase) -> list[Drawn]:
     return [draw(case, key) for key in jax.random.split(jax.random.key(_fresh_seed()), count)]
 
 
-def unfused(chunk: Drawn, layout: str) -> Array:
-    """Runs the XLA path with its steps kept apart: product, sum, rotation, cast."""
-    apart = jax.lax.optimization_barrier
-    value = apart(chunk["x"].astype(jnp.float32))
-    if "u" in chunk:
-        value = apart(value + apart(reference.product(chunk["u"], chunk["v"], value.shape[-2])))
-    if "cos" in chunk:
-        value = apart(reference.rotate(value, chunk["cos"], chunk["sin"], layout))
-    return value.astype(chunk["x"].dtype)
-
-
 def _rotations(case: KernelCase) -> Sides:
-    """Prepares `rotate_patch` by every implementation, the steps apart, and a copy of x with each number negated."""
+    """Prepares `rotate_patch` by every implementation, and a copy of x with each number negated."""
     sets, layout = drawn_sets(case), case.shape.layout
     layers = [0, case.sizes[0] - 1]
     exact = expected(sets[0], layers, layout)
@@ -302,7 +289,6 @@ def _rotations(case: KernelCase) -> Sides:
         return units(found, exact)
 
     errors, refusals = errors_of(error)
-    programs["steps apart"] = over_sets(lambda chunk: unfused(chunk, layout), sets)
     # A plain copy inside a compiled program may be left out by the compiler; this one cannot.
     programs["copy"] = over_sets(lambda chunk: jnp.negative(chunk["x"]), sets)
     calls = {name: timed(program, runs=QUEUED, calls=len(sets)) for name, program in programs.items()}
@@ -327,19 +313,6 @@ def _splices(case: KernelCase) -> Sides:
     errors, refusals = errors_of(error)
     calls = {name: timed(programs[name], runs=QUEUED, calls=len(sets)) for name in errors}
     return Sides(calls, lambda: errors, moved_bytes(case), notes=refusals)
-
-
-def _pools(case: KernelCase) -> Sides:
-    """Prepares splices into a pool and into one of 16 times its pages: in place, both take the same."""
-    case = case._replace(shape=case.shape._replace(leading=(2,)))
-    chunk, name = draw(case, jax.random.key(0)), implementations()[0]
-    chunk["slots"] = jnp.arange(case.tokens, dtype=jnp.int32)
-    calls = {}
-    for pages in (256, 4096) if case.tokens > PAGE_SIZE else (2, 32):
-        pool = jnp.ones((case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:]), jnp.bfloat16)
-        plan = {"layout": case.shape.layout, "implementation": name}
-        calls[f"{pages} pages"] = timed(ThroughPool(lambda pool, chunk: splice(pool, **chunk, **plan), pool, [chunk]))
-    return Sides(calls)
 
 
 def _svd(tiny: bool) -> Sides:

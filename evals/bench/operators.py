@@ -16,10 +16,11 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import PatchMetadata
 from models import ModelBackbone
+from models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 from .kernels import expected, units
-from .shapes import qwen2_config, random_backbone, random_ids
+from .shapes import qwen2_config, random_ids
 
 MEDIUM = qwen2_config(512, 2048, heads=8, layers=8, kv_heads=2, vocabulary=8192)
 """A twelfth of Qwen2-0.5B's parameters."""

@@ -24,39 +24,37 @@ from orbax.checkpoint import v1 as ocp
 from safetensors import numpy as safetensors
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.store import Budget, ChunkStore
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 
 BACKBONE = "benchmark"
 NO_MEMORY = Budget(host=0)
-BATCH, GROUP = 20, 16
-"""Small objects that are put, or read, in one measurement; patches in one."""
+BATCH = 20
+"""Small objects that are put, or read, in one measurement."""
 
 
 class StoreSizes(NamedTuple):
-    """A canonical [layers, tokens, heads, width] in bfloat16, and the rank of its patches."""
+    """A canonical [layers, tokens, heads, width] in bfloat16."""
 
     layers: int = 28
     tokens: int = 1024
     heads: int = 8
     width: int = 64
-    rank: int = 6
 
 
-QUICK = StoreSizes(4, 64, 8, 16, 2)
+QUICK = StoreSizes(4, 64, 8, 16)
 SMALL = StoreSizes(layers=1, tokens=4, heads=2, width=32)
 """A chunk of one KiB."""
 
 
 def suite(options: BenchOptions) -> Iterator[Benchmark]:
-    """Yields the comparisons: a large chunk and its patches; small objects among many."""
+    """Yields the comparisons: a large chunk; small objects among many."""
     place = Path(options.out or ".").resolve()
     place.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else StoreSizes()
-    name = f"{4e-6 * np.prod(sizes[:4]):.3g} MB"
-    for what, prepare in (("put", _puts), ("get", _gets), ("patches", _patches)):
+    name = f"{4e-6 * np.prod(sizes):.3g} MB"
+    for what, prepare in (("put", _puts), ("get", _gets)):
         yield Benchmark(f"store.{what}", name, functools.partial(prepare, place, sizes, options.seed))
     for count, large in ((20, False),) if options.quick else ((1_000, False), (10_000, True)):
         for what in ("get", "put", "evicting put"):
@@ -71,32 +69,12 @@ def scratch(place: Path, owner: Any) -> Path:
     return Path(folder.name)
 
 
-def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Draws bfloat16 numbers."""
-    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
-
-
 def chunk_of(sizes: StoreSizes, seed: int = 0, id: str = "large") -> kvp.Chunk:
     """Draws a canonical of bfloat16 host arrays."""
     layout = kvp.KVLayout.gqa(sizes.layers, sizes.heads, sizes.width, kvp.Rope(1e4, sizes.width))
     rng = np.random.default_rng(seed)
-    kv = {name: drawn(rng, *sizes[:4]) for name in layout.names}
+    kv = {name: rng.standard_normal(sizes, np.float32).astype(jnp.bfloat16) for name in layout.names}
     return kvp.Chunk(kv, np.arange(sizes.tokens, dtype=np.float32), sizes.tokens, sizes.tokens, id, layout, BACKBONE)
-
-
-def patches_of(chunk: kvp.Chunk, sizes: StoreSizes, seed: int) -> list[kvp.Patch]:
-    """Draws a group of patches, each for another antecedent."""
-    rng, columns = np.random.default_rng(seed), sizes.heads * sizes.width
-    factors = {}
-    for name in chunk.layout.names:
-        u, v = drawn(rng, sizes.layers, sizes.tokens, sizes.rank), drawn(rng, sizes.layers, sizes.rank, columns)
-        factors[name] = (jnp.asarray(u), jnp.asarray(v))
-    patches = []
-    for number in range(GROUP):
-        antecedent, layers = (str(number),), tuple(range(sizes.layers))
-        metadata = PatchMetadata(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers)
-        patches.append(kvp.Patch(factors, metadata))
-    return patches
 
 
 def bits(arrays: Mapping[str, Any]) -> bytes:
@@ -162,7 +140,6 @@ def _gets(place: Path, sizes: StoreSizes, seed: int) -> Sides:
     with context:
         ocp.save(str(folder / "orbax"), {name: jnp.asarray(value) for name, value in arrays.items()})
     forms = {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=device) for name, value in arrays.items()}
-    target = bytearray(len(data))
 
     def layer() -> Any:
         stream = store.stream(chunk.id, BACKBONE)
@@ -181,7 +158,7 @@ def _gets(place: Path, sizes: StoreSizes, seed: int) -> Sides:
         "ChunkStore.get, on a device": lambda: read_kv(store, chunk.id, placement=device),
         "Orbax, on a device": restore,
     }
-    calls = dict(readers) | {"raw read": lambda: (folder / "raw").open("rb", buffering=0).readinto(target)}
+    calls = dict(readers) | {"raw read": lambda: (folder / "raw").read_bytes()}
     calls["one layer"] = layer
 
     def check() -> dict[str, float]:
@@ -194,30 +171,6 @@ def _arrived(stored: Any) -> None:
     """Waits for arrays of jax; host arrays are there."""
     if isinstance(stored, Mapping):
         jax.block_until_ready(dict(stored))
-
-
-def _patches(place: Path, sizes: StoreSizes, seed: int) -> Sides:
-    """Prepares putting patches, one commit each or one for all, beside a raw file each; seconds are of one patch."""
-    chunk = chunk_of(sizes, seed)
-    folder, patches = scratch(place, chunk), patches_of(chunk, sizes, seed)
-    store, data = ChunkStore(folder / "store", budget=NO_MEMORY), os.urandom(patches[0].nbytes)
-
-    def gone() -> None:
-        store.delete(chunk.id, BACKBONE)
-
-    def check() -> dict[str, float]:
-        store.put_patches(patches)
-        stored = store.get_patches(patches[-1].metadata)
-        factors = [np.asarray(patch.factors["k"][0]) for patch in (*stored, patches[-1])]
-        return {"put_patches, all at once": 0.0 if len(stored) == 1 and (factors[0] == factors[1]).all() else np.inf}
-
-    calls: dict[str, Callable[[], object]] = {
-        "put_patches, all at once": lambda: store.put_patches(patches),
-        "put_patches, each": lambda: [store.put_patches([patch]) for patch in patches],
-        "raw write and sync": lambda: [raw_write(folder / str(number), data) for number in range(GROUP)],
-    }
-    sides = {name: timed(call, before=gone, calls=GROUP, wait=id) for name, call in calls.items()}
-    return Sides(sides, check, patches[0].nbytes)
 
 
 # --------------------------------------------------------------------------------------------------- small objects
@@ -233,7 +186,10 @@ class Keeper(NamedTuple):
 def store_keeper(folder: Path, data: bytes, budget: Budget = NO_MEMORY) -> Keeper:
     """Opens a `ChunkStore` without memory."""
     store, small = ChunkStore(folder, budget=budget), chunk_of(SMALL)
-    put = lambda keys: store.put_many([dataclasses.replace(small, id=key) for key in keys])  # noqa: E731
+
+    def put(keys: Sequence[str]) -> None:
+        store.put_many([dataclasses.replace(small, id=key) for key in keys])
+
     return Keeper(put, lambda key: bits(read_kv(store, key)))
 
 

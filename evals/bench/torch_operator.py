@@ -1,4 +1,4 @@
-"""The operator R · (x + u v) under torch.compile on a GPU, beside a copy: the kernels' peer, in a process of its own."""
+"""The operator R · (x + u v) under torch.compile on a GPU, beside a copy; in a process of its own."""
 
 import functools
 import importlib.util

@@ -13,13 +13,12 @@ from typing import Any
 
 
 class Worker:
-    """One model at a time."""
+    """One model at a time, and a prompt."""
 
     model: Any
-    ids: Any
-    pictures: dict[str, Any]
-    new_tokens: int
     directory: str
+    ids: Any
+    new_tokens: int
 
     def hello(self, threads: int) -> dict[str, Any]:
         """Imports torch and transformers; returns versions."""
@@ -27,47 +26,30 @@ class Worker:
         import transformers
 
         torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
         transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         return {"torch": torch.__version__, "transformers": transformers.__version__}
 
-    def open(self, directory: str, arrays: str, new_tokens: int) -> dict[str, Any]:
-        """Reads a checkpoint and, from an .npz, the prompt's `input_ids` and the inputs of the tower."""
+    def open(self, directory: str, ids: list[int], new_tokens: int, path: str) -> dict[str, Any]:
+        """Reads a checkpoint, and writes what both sides must agree on: the logits of every token of the prompt."""
         import numpy
         import torch
 
-        self.directory, self.new_tokens = directory, new_tokens
+        self.directory, self.ids, self.new_tokens = directory, torch.tensor([ids]), new_tokens
         report = self.load()
         if unread := [*report["missing_keys"], *report["unexpected_keys"]]:
             raise ValueError(f"got missing or unexpected keys {unread[:4]}; expected the model's own")
-        with numpy.load(arrays) as file:
-            tensors = {key: torch.from_numpy(file[key]) for key in file.files}
-        self.ids, self.pictures = tensors.pop("input_ids").long(), tensors
-        return {}
-
-    def outputs(self, path: str) -> dict[str, Any]:
-        """Writes what both sides must agree on: the prompt's logits, the tokens that follow, the tower's features."""
-        import numpy
-        import torch
-
-        outputs = {"logits": self._forward(self.ids).logits, "tokens": self.generate()[:, self.ids.shape[1] :]}
-        if self.pictures:
-            features = self.embed()
-            parts = [features] if torch.is_tensor(features) else list(features)
-            outputs["features"] = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-        numpy.savez(path, **{name: value.numpy() for name, value in outputs.items()})
+        numpy.save(path, self.prefill().logits.numpy())
         return {}
 
     def seconds(self, name: str, least: float) -> dict[str, float]:
         """Times a method: seconds per call, over as many calls as fill `least`."""
-        total, calls = 0.0, 0
-        while total < least or not calls:
-            # Steps follow a prompt whose forward is not theirs.
-            arguments = [self._forward(self.ids)] if name == "step" else []
-            begin = time.perf_counter()
-            getattr(self, name)(*arguments)
-            total += time.perf_counter() - begin
+        begin, calls = time.perf_counter(), 0
+        while time.perf_counter() < begin + least or not calls:
+            getattr(self, name)()
             calls += 1
-        return {"seconds": total / calls}
+        return {"seconds": (time.perf_counter() - begin) / calls}
 
     def load(self) -> Any:
         """Reads the checkpoint; returns what was missing or unexpected."""
@@ -82,7 +64,7 @@ class Worker:
 
     def prefill(self) -> Any:
         """Runs the prompt's forward, with its cache and the logits of every token."""
-        return self._forward(self.ids)
+        return self.model(input_ids=self.ids, use_cache=True)
 
     def generate(self) -> Any:
         """Runs the prompt and the tokens that follow, greedily."""
@@ -93,35 +75,6 @@ class Worker:
         self.model.generation_config.eos_token_id = None
         return self.model.generate(self.ids, generation_config=greedy)
 
-    def step(self, out: Any) -> None:
-        """Runs the tokens after the prompt, one forward each."""
-        for _ in range(self.new_tokens):
-            token = out.logits[:, -1:].argmax(-1)
-            out = self._forward(token, past_key_values=out.past_key_values)
-
-    def embed(self) -> Any:
-        """Runs the tower and its projector."""
-        whole = self.model if hasattr(self.model, "get_image_features") else self.model.model
-        features = whole.get_image_features(**self.pictures)
-        return getattr(features, "pooler_output", features)
-
-    def _forward(self, ids: Any, **more: Any) -> Any:
-        return self.model(input_ids=ids, use_cache=True, **more)
-
-
-def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-    """Answers one request; errors become part of the answer, so that the other side can name them."""
-    call = getattr(worker, request.pop("call"))
-    try:
-        if call == worker.hello:
-            return call(**request)
-        import torch
-
-        with torch.inference_mode():
-            return call(**request)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
 
 def main() -> None:
     """Answers requests until stdin ends. Whatever a library prints goes to stderr."""
@@ -131,7 +84,12 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     worker = Worker()
     for line in sys.stdin:
-        print(json.dumps(answer(worker, json.loads(line))), file=answers, flush=True)
+        request = json.loads(line)
+        try:
+            answer = getattr(worker, request.pop("call"))(**request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

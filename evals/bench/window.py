@@ -12,7 +12,7 @@ Random weights say nothing of quality: their KL shows that a window that only gr
 """
 
 import functools
-import inspect
+import itertools
 import pydoc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ import jax
 import numpy as np
 
 import kvpatch_jax as kvp
-from models import Buckets, ModelBackbone, load
+from models import ModelBackbone, load
+from models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 from .operators import MEDIUM
-from .shapes import HYBRIDS, LARGE, random_backbone, random_ids, tiny_config, with_buckets
+from .shapes import LARGE, SHAPES, random_ids, tiny_config, with_buckets
 
 EXACT = 1e-4
 """Most KL to a re-prefill, in nats, while nothing has left."""
@@ -50,7 +51,7 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
             yield Benchmark("window.step", name, functools.partial(loop, make, tiny, options.seed))
         return
 
-    hybrid = HYBRIDS["Qwen3.5-0.8B"]
+    hybrid = SHAPES["Qwen3.5-0.8B"]
     hybrid = hybrid | {"text_config": hybrid["text_config"] | {"num_hidden_layers": 4}}
     shapes = {"a twelfth of Qwen2-0.5B": (MEDIUM, False), "Qwen3.5-0.8B, 4 layers": (hybrid, False)}
     shapes["Qwen2-0.5B"] = (LARGE, True)
@@ -70,14 +71,13 @@ def pretrained() -> ModelBackbone:
     return load(checkpoint(None), dtype="float32")
 
 
-def texts(backbone: ModelBackbone, count: int, length: int, seed: int) -> list[list[int]]:
+def chunks_of(backbone: ModelBackbone, count: int, length: int, seed: int) -> list[list[int]]:
     """Makes chunks of token ids: documentation of the standard library where the model reads text, else drawn ones."""
     if backbone.tokenizer is None:
         return [random_ids(length, seed + number) for number in range(count)]
-    words = " ".join(inspect.getdoc(pydoc.locate(name)) or "" for name in ("argparse", "subprocess", "decimal", "typing"))
-    words += pydoc.plain(pydoc.render_doc(pydoc.Doc)) + pydoc.plain(pydoc.render_doc("subprocess"))
-    ids = np.asarray(backbone.prepare([words])["input_ids"])[0].tolist()
-    return [ids[number * length :][:length] for number in range(len(ids) // length)][:count]
+    text = "\n".join(pydoc.plain(pydoc.render_doc(name)) for name in ("argparse", "subprocess", "decimal"))
+    ids = np.asarray(backbone.prepare([text])["input_ids"])[0].tolist()
+    return [ids[first : first + length] for first in range(0, length * min(count, len(ids) // length), length)]
 
 
 class Prompts:
@@ -90,7 +90,7 @@ class Prompts:
     def run(self, name: str, context: Any, ids: Sequence[int], hit: int) -> Callable[[], jax.Array]:
         """Makes a forward of what follows the first `hit` tokens, and counts its FLOPs."""
         costs = self.backbone.forward_costs
-        self.flops.setdefault(name, []).append(costs.flops(len(ids) - hit, hit) + costs.logit)
+        self.flops.setdefault(name, []).append(float(costs.flops(len(ids) - hit, hit) + costs.logit))
         tokens = self.backbone.embed(**self.backbone.prepare([list(ids)]))
         rest = tokens.take(hit, len(ids)) if hit else tokens
         return lambda: self.backbone.prefill(rest, context=context).logits
@@ -109,7 +109,7 @@ class Loop:
 
     def __init__(self, backbone: ModelBackbone, sizes: LoopSizes, seed: int, steps: int = 64):
         self.sizes, self.prompts, self.number = sizes, Prompts(backbone), 0
-        self.chunks = texts(backbone, steps, sizes.chunk, seed)
+        self.chunks = chunks_of(backbone, steps, sizes.chunk, seed)
         self.lead, self.question = random_ids(sizes.lead, seed + 1000), random_ids(sizes.question, seed + 1001)
         bucketed = with_buckets(backbone)
         self.session = kvp.Session(bucketed, keep=sizes.window, lead=[self.lead], prefills=0, rank=0)
@@ -127,7 +127,7 @@ class Loop:
         assert self.session.ask(self.question, steps=1, stop=()).ids
         costs, front = self.prompts.backbone.forward_costs, self.session.stats().tokens_held
         question = costs.flops(len(self.question), front) + costs.logit
-        self.flops.append(self.session.stats().flops - before + question)
+        self.flops.append(float(self.session.stats().flops - before + question))
 
     def window(self) -> list[list[int]]:
         """Lists the chunks that are in the window."""
@@ -159,7 +159,7 @@ def loop(make: Callable[[], ModelBackbone], sizes: LoopSizes, seed: int) -> Side
     def prepare() -> None:
         """Prepares the peers' forwards on the window as it is after the session's step."""
         state.audit()
-        ids = state.lead + sum(state.window(), []) + state.question
+        ids = state.lead + list(itertools.chain.from_iterable(state.window())) + state.question
         hit = len(ids) - sizes.chunk - sizes.question
         runs["re-prefill"] = state.prompts.run("re-prefill", None, ids, 0)
         runs["prefix cache"] = state.prompts.run("prefix cache", state.prompts.context(state.lead), ids, sizes.lead)

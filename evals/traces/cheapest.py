@@ -14,8 +14,11 @@ from matplotlib.figure import Figure
 
 from kvpatch_jax.plan import DeviceCosts
 from kvpatch_jax.traces import Event, Trace
+from kvpatch_jax.window import Costs
+from models.decoder.costs import forward_costs
+from models.random_weights import config_of
 
-from ..bench.checkpoints import KIMI_VL, LARGE, SEVEN_BILLION, shape_costs
+from ..bench import shapes
 from ..harness.environment import environment
 from ..harness.tables import markdown_table
 from ..measure import formats
@@ -26,7 +29,7 @@ from .window_tracker import TraceSizes
 
 matplotlib.use("Agg")
 
-SHAPES = {"0.5B": LARGE, "7B": SEVEN_BILLION, "16B-A3B, MoE and MLA": KIMI_VL}
+SHAPES = {"0.5B": "Qwen2-0.5B", "7B": "Qwen2.5-7B", "16B-A3B, MoE and MLA": "Kimi-VL-A3B"}
 """Qwen2-0.5B, Qwen2.5-VL-7B's text decoder, and Kimi-VL-A3B's."""
 WINDOWS = (1, 2, 4, 8, 16)
 STEPS = 200
@@ -44,6 +47,18 @@ class ImportedTrace(NamedTuple):
     name: str
     trace: Trace
     sizes: TraceSizes
+
+
+def shape_costs(name: str, raw: Mapping[str, Any]) -> Costs:
+    """Computes the costs of a text decoder of this `config.json`, in bfloat16; no model is made."""
+    text = config_of(raw).text
+    layout = text.layout
+    rotating = [channel for channel in layout.channels if channel.rotates]
+    depths = {channel.name: layout.depth(channel.name) for channel in rotating}
+    # Two bytes a number.
+    turning = 2 * sum(depths[channel.name] * channel.features for channel in rotating)
+    rotary = sum(depths[channel.name] * channel.heads * channel.rotary for channel in rotating)
+    return Costs(name, text.layers, layout.bytes_per_token("bfloat16"), turning, rotary, forward_costs(text))
 
 
 def tokens_of(event: Event) -> int:
@@ -74,8 +89,10 @@ def cheapest(traces: Sequence[ImportedTrace], windows: Sequence[int] = WINDOWS) 
         for window in windows:
             asked = questions_of(bounded(trace, window), sizes)
             shown = shown_pieces(asked, window)
-            for shape, raw in SHAPES.items():
-                prices = step_prices(asked, shown, sizes, costs=shape_costs(shape, raw), devices=devices)
+            for shape, name_of_shape in SHAPES.items():
+                prices = step_prices(
+                    asked, shown, sizes, costs=shape_costs(shape, shapes.SHAPES[name_of_shape]), devices=devices
+                )
                 record: Record = {"trace": name, "shape": shape, "window": window, "steps": len(asked)}
                 record["means"] = {unit: means(prices, unit) for unit in UNITS}
                 record["shares"] = {unit: shares(prices, WAYS, unit) for unit in UNITS}

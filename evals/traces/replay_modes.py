@@ -32,12 +32,11 @@ from kvpatch_jax.window import (
 from models import ModelBackbone
 
 from ..arms.reused_page import cut
-from ..bench.loop_workload import length_of, span
-from ..bench.window_loop import PrefixCache, canonical_of
 from ..measure.contexts import HostKV, joined, on_host
 from ..measure.trajectories.prompts import computed_behind
 from ..oracles import HostExecutor
 from .held_prompts import HeldPrompt, HoldingRule
+from .prefix_cache import PrefixCache, canonical_of, length_of, span
 from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion
 
 PAGE = 16

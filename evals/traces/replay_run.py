@@ -15,12 +15,12 @@ from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Costs, Entry
 from models import ModelBackbone
 
-from ..bench.loop_workload import with_buckets
-from ..bench.window_loop import divergence
+from ..bench.shapes import with_buckets
 from ..compilation import Compilations
 from ..harness import intervals
 from ..harness.environment import environment
 from .held_prompts import HoldingRule
+from .prefix_cache import divergence
 from .replay_modes import (
     PAGE,
     HeldReplay,

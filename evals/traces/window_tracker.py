@@ -15,7 +15,7 @@ from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 from models import ModelBackbone
 
-from ..bench.loop_workload import length_of, text_tokens
+from .prefix_cache import length_of, text_tokens
 
 
 class TraceConfig(NamedTuple):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.bench.shapes import tiny_config
 from evals.harness.methods import parse
 from evals.texts import infoflow
 from evals.texts.infoflow import (
@@ -20,6 +20,7 @@ from evals.texts.infoflow import (
     splice_parts,
 )
 from kvpatch_jax.errors import InputError
+from models.random_weights import random_backbone
 from models import ModelBackbone
 
 ARMS = ("blind", "infoflow.budget=0.3", "cacheblend.budget=0.3", "first_k.budget=0.3", "full_reprefill.budget=1")

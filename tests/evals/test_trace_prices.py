@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from evals.bench.checkpoints import KIMI_VL, LARGE, SEVEN_BILLION, shape_costs
-from evals.traces.cheapest import cheapest, cost_table, figure, imported, share_table
+from evals.bench.shapes import SHAPES
+from evals.traces.cheapest import cheapest, cost_table, figure, imported, shape_costs, share_table
 from evals.traces.held_prompts import HeldPrompt, HoldingRule
 from evals.traces.step_prices import (
     BATCHED,
@@ -103,7 +103,7 @@ def test_prices_are_those_counted_by_hand():
     events = [Event(0, "s", "add", "lead", "lead", tokens=2, span=2, kind="text")]
     for name in "abcd":
         events += [Event(0, "s", "add", name, name, tokens=10, span=10), Event(0, "s", "ask", text="?", tokens=1)]
-    trace, costs = Trace(tuple(events)), shape_costs("0.5B", LARGE)
+    trace, costs = Trace(tuple(events)), shape_costs("0.5B", SHAPES["Qwen2-0.5B"])
     sizes = TraceSizes.of(trace)
     asked = questions_of(bounded(trace, 1), sizes)
     prices = step_prices(asked, shown_pieces(asked, 1), sizes, costs=costs, devices=DEVICES)
@@ -121,9 +121,9 @@ def test_prices_are_those_counted_by_hand():
 
 
 def test_costs_of_shapes_are_those_of_their_caches():
-    assert shape_costs("0.5B", LARGE).kv_bytes == 24 * 2 * 2 * 64 * 2
-    assert shape_costs("7B", SEVEN_BILLION).turning_bytes == 28 * 4 * 128 * 2
-    latent = shape_costs("MLA", KIMI_VL)
+    assert shape_costs("0.5B", SHAPES["Qwen2-0.5B"]).kv_bytes == 24 * 2 * 2 * 64 * 2
+    assert shape_costs("7B", SHAPES["Qwen2.5-7B"]).turning_bytes == 28 * 4 * 128 * 2
+    latent = shape_costs("MLA", SHAPES["Kimi-VL-A3B"])
     assert (latent.kv_bytes, latent.turning_bytes, latent.rotary) == (27 * 576 * 2, 27 * 64 * 2, 27 * 64)
 
 

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from evals.bench.banded_mask import banded_mask, history
-from evals.bench.window_loop import divergence
 from evals.traces import KINDS, generate
 from evals.traces.figures import draw
+from evals.traces.prefix_cache import divergence
 from evals.traces.replay_modes import PromptReplay, WindowPolicy, WindowReplay
 from evals.traces.replay_run import (
     AGAIN,
@@ -30,6 +29,7 @@ from kvpatch_jax.patching import one_behind_the_other
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs
 from models import load
+from tests.evals.banded_mask import banded_mask, history
 
 COSTS = Costs("f" * 64, 2, 8, 4, 4, ForwardCosts((1, 1), (1, 1), (0, 0), 1))
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Paged
 from models.attention import using
 from models.decoding import Forward
 from models.families.family import abstract, placeholders
 from models.towers import moonvit, qwen2_5, qwen3
+from tests.models.released_configs import RELEASED
 
 GIB = 2**30
 TWELVE_MEGAPIXELS = (214, 286)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from evals.bench.checkpoints import qwen2_config, random_backbone, tiny_config
+from evals.bench.shapes import qwen2_config, tiny_config
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
 from kvpatch_jax.errors import KVPatchError
@@ -31,6 +31,7 @@ from models.parallel import (
     ring_prefill,
     spread_backbone,
 )
+from models.random_weights import random_backbone
 
 CHUNKS, ASKED = (9, 11, 12, 8), 5
 """Tokens of the four chunks, and of the question."""

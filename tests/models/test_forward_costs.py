@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.bench.hybrid_shapes import HYBRIDS, config_of
-from evals.bench.released_configs import RELEASED
+from evals.bench.shapes import SHAPES
 from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
 from kvpatch_jax.utils.traced_flops import traced_flops
 from models.attention import using
 from models.decoder.costs import forward_costs
 from models.decoding import Forward
 from models.families.family import abstract, placeholders
+from models.random_weights import config_of
 from pallas_kernels import targeting
+from tests.models.released_configs import RELEASED
 
 FAMILIES = (
     "Qwen/Qwen2-0.5B",
@@ -38,7 +39,7 @@ MORE = (
 
 def fewer_layers(name: str, layers: int) -> Any:
     """Configuration of a released model with as many language layers."""
-    config = config_of(HYBRIDS[name] if name in HYBRIDS else RELEASED[name].config)
+    config = config_of(SHAPES[name] if name in SHAPES else RELEASED[name].config)
     fewer = {"kind_of": config.text.kind_of[:layers]} if config.text.kinds else {}
     return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers, **fewer))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.bench.checkpoints import LARGE, random_backbone
+from evals.bench.shapes import LARGE
 from kvpatch_jax.core import Channel, KVLayout, Paged, Rope
 from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeError
 from models import Sampling, TextPiece, load, pad_rows
@@ -18,6 +18,7 @@ from models.decoder import stacks
 from models.decoder.cached import among, row_slots, written_into
 from models.decoding import BLOCK, TextPieces
 from models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
+from models.random_weights import random_backbone
 from tests.arrays import placed
 from tests.compilations import compilations
 from tests.goldens.load_text import write_text_checkpoint

@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from evals.bench.released_configs import RELEASED
 from kvpatch_jax.errors import WeightsError
 from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.models.released_configs import RELEASED
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "guides" / "adding-a-family.md").read_text(encoding="utf-8")

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from evals.bench.window_loop import PrefixCache
 from evals.harness.parts import measure_parts
 from evals.measure import formats
 from evals.measure.frame import frame_of
 from evals.measure.trajectories.plan import planned_replay
 from evals.measure.trajectories.replayed import BLIND, DROP, NEVER, PREFIX, REFERENCE, SESSION, WAYS, EpisodeReplay
 from evals.measure.trajectories.report import kind_table, rows_of, verdict, write_steps
+from evals.traces.prefix_cache import PrefixCache
 from kvpatch_jax.errors import InputError
 from tests.evals.measure import released as releases
 

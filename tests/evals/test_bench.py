@@ -1,0 +1,272 @@
+"""Benchmarks at their quick sizes: every suite runs, what is timed is checked before, and a wrong side is refused."""
+
+import functools
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evals.bench import backbones, costs, kernels, operators, store, window
+from evals.bench.benchmark import (
+    Benchmark,
+    BenchOptions,
+    Sides,
+    ThroughPool,
+    interleave,
+    measure,
+    median_interval,
+    over_sets,
+    table,
+    timed,
+    wrong_rows,
+)
+from evals.bench.shapes import tiny_config, tiny_models
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.plan import DeviceCosts
+
+ROOT = Path(__file__).parents[2]
+QUICK = BenchOptions(quick=True)
+COUNTED = {
+    "kernels": (kernels, {"check.splice", "kernels.rotate_patch", "kernels.splice", "kernels.factorise"}),
+    "operators": (operators, {"operators.place", "operators.overhead", "operators.patch"}),
+    "store": (store, {"store.put", "store.get", "store.small get", "store.small evicting put"}),
+    "window": (window, {"window.step"}),
+    "costs": (costs, {"costs.rates"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_suite_runs_and_every_side_is_right(tmp_path, name):
+    module, probes = COUNTED[name]
+    rows = []
+    for benchmark in module.suite(QUICK._replace(out=str(tmp_path))):
+        rows += measure(benchmark, 2)[0]
+    assert probes <= {row["probe"] for row in rows}
+    assert wrong_rows(rows) == []
+    assert all(row["value"] > 0 for row in rows if row["metric"] == "seconds")
+    assert table(rows).count("\n") == 2 + len({(row["probe"], row["model"], row["arm"]) for row in rows})
+
+
+@pytest.mark.slow
+def test_rates_are_written_where_plans_read_them(tmp_path):
+    measure(next(costs.suite(QUICK._replace(out=str(tmp_path)))), 1)
+    read = DeviceCosts.read(tmp_path / "device_costs.json")
+    assert read.measured
+    assert set(read.kinds) == {"Prefill", "Recompute", "Rotate", "Copy", "ApplyPatch", "Fetch"}
+
+
+# ------------------------------------------------------------------------------------------ the measurement itself
+
+
+def sides_of(**errors):
+    ran = []
+    calls = {name: functools.partial(lambda name: ran.append(name) or 1.0, name) for name in errors}
+    return ran, Sides(calls, lambda: errors)
+
+
+def test_a_wrong_side_is_refused_before_anything_of_it_is_timed():
+    ran, sides = sides_of(ours=0.5, wrong=1.5, undefined=math.nan)
+    rows, notes = measure(Benchmark("suite.work", "case", lambda: sides), 3)
+    assert set(ran) == {"ours"}
+    assert {row["arm"] for row in rows if row["metric"] == "seconds"} == {"ours"}
+    assert len(notes) == 2
+    assert all("WRONG" in note for note in notes)
+    assert wrong_rows(rows) == ["suite.work case: wrong", "suite.work case: undefined"]
+    assert wrong_rows([row | {"value": None} for row in rows if row["arm"] == "undefined"]) != []
+
+
+def test_others_are_divided_by_the_first_side_turn_by_turn():
+    turns = {"ours": itertools.count(1.0), "theirs": itertools.count(10.0, 10.0)}
+    calls = {name: functools.partial(next, counter) for name, counter in turns.items()}
+    rows, _ = measure(Benchmark("suite.work", "case", lambda: Sides(calls, moved=10**9)), 3)
+    found = {(row["arm"], row["metric"]): row["value"] for row in rows}
+    assert found["ours", "seconds"] == 3
+    assert found["theirs", "over first"] == 10
+    assert found["ours", "GB/s"] == pytest.approx(1 / 3)
+    assert ("ours", "over first") not in found
+
+
+def test_measurements_alternate_and_short_runs_are_repeated():
+    seen = []
+    calls = {name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}
+    assert interleave(calls, 2, warm_ups=1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert seen == ["a", "b"] * 3
+    clock, ran, prepared = itertools.count(0.0, 0.5), [], []
+    measured = timed(lambda: ran.append(0), before=lambda: prepared.append(0), runs=3, calls=2, least=1.0,
+                     clock=lambda: next(clock))()  # fmt: skip
+    # Two measurements of half a second, each of three runs with two calls.
+    assert (measured, len(ran), len(prepared)) == (1.0 / 12, 6, 2)
+
+
+def test_an_interval_of_a_median_holds_the_values_that_the_binomial_says():
+    assert median_interval([3.0, 1.0, 2.0])[:3] == (2.0, 1.0, 3.0)
+    assert median_interval([float(value) for value in range(9)])[1:3] == (1, 7)
+
+
+def test_a_compiled_program_keeps_every_result_and_hands_its_pool_on():
+    sets = [jnp.float32(number) for number in range(3)]
+    assert [float(value) for value in over_sets(lambda value: value + 1, sets)()] == [1, 2, 3]
+    program = ThroughPool(lambda pool, value: pool + value, jnp.zeros(()), sets)
+    program()
+    assert float(program()) == 6
+
+
+# --------------------------------------------------------------------------------------------------------- kernels
+
+
+def _checks(*names):
+    return [benchmark for benchmark in kernels.checks(True) if benchmark.name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["rotate_patch", "splice"])
+def test_a_wrong_kernel_is_refused_in_checks_and_timings(monkeypatch, operation):
+    right = getattr(kernels, operation)
+    timings = [each for each in kernels.timings(True) if each.name == f"kernels.{operation}"][:1]
+    chosen = _checks(f"check.{operation}")[:2] + timings
+    assert wrong_rows(row for benchmark in chosen for row in measure(benchmark, 1)[0]) == []
+
+    # Eight columns of one token are wrong, as where a row comes from another place of a tile.
+    def torn(*arrays, **plan):
+        found = right(*arrays, **plan)
+        return found.at[..., 4, :, 8:16].set(5) if operation == "rotate_patch" else found.at[:, :, ::3, :, 8:16].set(5)
+
+    monkeypatch.setattr(kernels, operation, torn)
+    for benchmark in chosen:
+        rows, notes = measure(benchmark, 1)
+        assert wrong_rows(rows) == [f"{benchmark.key}: xla"]
+        assert any("not timed" in note for note in notes)
+        assert not any(row["metric"] == "seconds" and row["arm"] == "xla" for row in rows)
+
+
+@pytest.mark.slow
+def test_a_splice_into_a_slot_that_was_not_named_is_refused(monkeypatch):
+    right = kernels.splice
+    monkeypatch.setattr(kernels, "splice", lambda pool, *arrays, **plan: right(pool, *arrays, **plan).at[-1, -1].add(1))
+    rows, _ = measure(_checks("check.splice, scattered")[0], 1)
+    assert [row["value"] for row in rows] == [math.inf]
+
+
+@pytest.mark.slow
+def test_products_of_blocks_and_factors_are_held_against_float64(monkeypatch):
+    product, factors = kernels.block_product, kernels.factorise
+    monkeypatch.setattr(
+        kernels, "block_product", lambda x, stack, which, used, **plan: product(x, stack, (which + 1) % 5, used, **plan)
+    )
+    monkeypatch.setattr(kernels, "factorise", lambda value, rank: factors(value.at[..., 0].set(0), rank))
+    chosen = [*_checks("kernels.block_product"), *(each for each in kernels.timings(True) if "factorise" in each.name)]
+    assert len(chosen) == 3
+    for benchmark in chosen:
+        assert len(wrong_rows(measure(benchmark, 1)[0])) == 1
+
+
+def test_cases_have_every_shape_and_rank_at_least_so_long():
+    found = kernels.cases(False, 2048)
+    assert {case.rank for case in found} == set(kernels.RANKS)
+    assert min(case.tokens for case in found) >= 2048
+    assert all(case.rank or case.shape.rotary for case in found)
+
+
+# ----------------------------------------------------------------------------------------------------- accelerator
+
+
+def _accelerator(out, *flags):
+    program = [str(ROOT / "evals" / "bench" / "accelerator.sh"), "--tiny", f"--out={out}", *flags]
+    folder = out / "bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not a symbolic link, which would lose the virtual environment's packages.
+    (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python3").chmod(0o700)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(["bash", *program], env=environment, capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.slow
+def test_the_accelerator_script_runs_and_resumes_behind_a_benchmark_that_died(tmp_path):
+    done = _accelerator(tmp_path, "--part=checks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (written,) = tmp_path.glob("tiny-cpu-*.json")
+    results = json.loads(written.read_text())
+    assert results["wrong"] == []
+    assert {"check.splice", "check.rotate_patch", "kernels.block_product"} <= {row["probe"] for row in results["rows"]}
+
+    # The last benchmark died: its line says so, and the same command measures nothing of it again.
+    file = tmp_path / "parts-tiny" / "checks.jsonl"
+    *lines, last = file.read_text().splitlines()
+    key = json.loads(last)["part"]
+    failed = {"part": key, "rows": [], "notes": [], "failed": f"{key}: the process ended with status -11"}
+    file.write_text("\n".join([*lines, json.dumps(failed)]) + "\n")
+    done = _accelerator(tmp_path, "--part=checks")
+    assert done.returncode == 1
+    assert f"WRONG: {failed['failed']}" in done.stdout
+    assert len(file.read_text().splitlines()) == len(lines) + 1
+
+
+def test_the_accelerator_program_runs_where_little_is_installed():
+    packages = ["absl", "einops", "jinja2", "matplotlib", "pandas", "safetensors", "tqdm", "xxhash"]
+    absent = f"import sys; sys.modules.update(dict.fromkeys({packages}))"
+    code = f"{absent}; import evals.bench.accelerator; print(*({{'kvpatch_jax', 'models'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "\n", done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- backbones
+
+
+@pytest.mark.slow
+def test_ours_alone_has_every_operation():
+    chosen = [each for each in backbones.suite(QUICK) if "InternVL" in each.case]
+    rows, notes = zip(*(measure(benchmark, 1) for benchmark in chosen), strict=True)
+    assert [found[0]["probe"] for found in rows] == [f"backbones.{name}" for name in ("prefill", "generate")]
+    assert all("our numbers alone" in remarks[0] for remarks in notes)
+
+
+def test_an_unknown_architecture_is_refused():
+    assert len(tiny_models()) > 30
+    with pytest.raises(ConfigError, match="GPT2"):
+        tiny_config("GPT2LMHeadModel")
+
+
+def test_sides_that_compute_another_function_differ():
+    assert backbones.difference(np.ones((1, 2)), 1.0001 * np.ones((1, 2))) == pytest.approx(1e-4, rel=1e-3)
+    assert backbones.difference(np.ones((1, 2)), np.ones((1, 3))) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [("exit 3", "hello: got ''"), ('read line; echo \'{"error": "no"}\'', "hello: no")]
+)
+def test_an_interpreter_without_torch_is_refused_in_one_line(tmp_path, body, message):
+    with pytest.raises(InputError, match=r"no-python.*torch and transformers"):
+        backbones.TransformersWorker(str(tmp_path / "no-python"))
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o700)
+    with pytest.raises(InputError, match=message):
+        backbones.TransformersWorker(str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("KVPATCH_TORCH_PYTHON" not in os.environ, reason="no interpreter with torch and transformers")
+def test_both_sides_compute_the_same():
+    options = QUICK._replace(torch_python=os.environ["KVPATCH_TORCH_PYTHON"])
+    chosen = [each for each in backbones.suite(options) if "Qwen2" in each.case and "generate" in each.name]
+    rows, _ = measure(chosen[0], 1)
+    assert wrong_rows(rows) == []
+    assert {row["arm"] for row in rows if row["metric"] == "seconds"} == {"kvpatch_jax", "transformers"}
+
+
+@pytest.mark.parametrize(("flag", "message"), [("--suite=nope", "'nope'"), ("--only=nope", "nope")])
+def test_an_unknown_suite_or_word_ends_in_one_line(flag, message):
+    command = [sys.executable, "-m", "evals.bench", "--suite=operators", flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
