@@ -1,7 +1,7 @@
 """Benchmarks, each side beside its peers: `python -m evals.bench --suite=kernels,operators --out=out/bench`.
 
 Every side is checked before it is timed, and timed in turns with the others; a wrong one is refused, and the status is
-1. Prints a table and, with --out, writes results.json: "config", "environment", "rows" and "notes".
+1. Prints tables and, with --out, writes results.json: "config", "environment", "rows" and "notes".
 
   kernels    rotate_patch, splice, block_product and factorise beside XLA, a copy and a full SVD
   operators  apply_patch, pool.splice, relocate and form_patch beside x · 2, memcpy and prefills
@@ -43,22 +43,22 @@ def main() -> None:
     if not chosen:
         raise InputError(f"--only: got {','.join(values.only)}, which no benchmark of {','.join(values.suite)} has")
 
-    rows, notes = [], []
+    config = {"suite": values.suite, "quick": values.quick, "repeats": values.repeats, "seed": values.seed}
+    results = {"config": config, "environment": environment(), "rows": [], "notes": []}
     for benchmark in chosen:
-        print(f"{benchmark.key} ...", flush=True)
-        measured, remarks = measure(benchmark, 2 if values.quick else values.repeats)
-        rows += measured
-        notes += remarks
+        print(f"\n{benchmark.key} ...", flush=True)
+        rows, notes = measure(benchmark, 2 if values.quick else values.repeats)
+        print(table(rows), *notes, sep="\n", flush=True)
+        results["rows"] += without_nan(rows)
+        results["notes"] += notes
+        # What is measured is there, whatever becomes of the rest.
+        if values.out:
+            Path(values.out).mkdir(parents=True, exist_ok=True)
+            (Path(values.out) / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
-    for name in values.suite:
-        print(f"\n{table([row for row in rows if row['probe'].split('.')[0] in (name, 'check')])}")
-    print("\n".join(notes))
-    if values.out:
-        config = {"suite": values.suite, "quick": values.quick, "repeats": values.repeats, "seed": values.seed}
-        results = {"config": config, "environment": environment(), "rows": without_nan(rows), "notes": notes}
-        Path(values.out).mkdir(parents=True, exist_ok=True)
-        (Path(values.out) / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    if wrong := wrong_rows(rows):
+    if len(chosen) > 1:
+        print(f"\n{table(results['rows'])}")
+    if wrong := wrong_rows(results["rows"]):
         raise InputError(f"benchmarks: got {len(wrong)} wrong sides, first {wrong[0]}; expected what their peers give")
 
 

@@ -55,7 +55,9 @@ def _rates(name: str, raw: dict[str, Any], options: BenchOptions) -> Sides:
     backbone = with_buckets(random_backbone(raw, options.seed))
     sizes = list(itertools.product(*((TOKENS[:3], FRONTS[:1]) if options.quick else (TOKENS, FRONTS))))
     with tempfile.TemporaryDirectory() as folder, kvp.ChunkStore(folder, tenant="costs") as store:
-        timer = EditTimer(backbone, store, *(max(column) for column in zip(*sizes, strict=True)), options.seed)
+        timer = EditTimer(
+            backbone, store, max(size for size, _ in sizes), max(front for _, front in sizes), options.seed
+        )
         timed_edits = [edits for size, front in sizes for edits in timer.runs(size, front)]
 
     kinds, figures, generator = {}, {}, np.random.default_rng(options.seed)

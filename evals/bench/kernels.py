@@ -190,7 +190,7 @@ def _fresh_seed() -> int:
 def _rotated(case: KernelCase, chunk: Drawn, exact: np.ndarray, layers: list[int], result: str, name: str) -> float:
     """Measures the error of `rotate_patch` on a padded chunk; infinite where the padding is not zero."""
     length = case.tokens - 3
-    plan = {"layout": case.shape.layout, "out_dtype": result, "implementation": name}
+    plan: Drawn = {"layout": case.shape.layout, "out_dtype": result, "implementation": name}
     run = jax.jit(lambda chunk, length: rotate_patch(**chunk, length=length, **plan))
     compiled = run.lower(chunk, jnp.int32(length)).compile()
     # The allocator is likely to give this memory next: what a kernel leaves unwritten is NaN then.
@@ -209,7 +209,7 @@ def _spliced(
     # A NaN with an odd payload: whatever is written over it shows, bit by bit.
     pattern = np.uint16(0x7FA5)
     pool = jax.lax.bitcast_convert_type(jnp.full(sizes, pattern), jnp.bfloat16)
-    plan = {"layout": case.shape.layout, "length": length, "implementation": name}
+    plan: Drawn = {"layout": case.shape.layout, "length": length, "implementation": name}
     run = jax.jit(lambda pool, slots, chunk: splice(pool, slots, **chunk, **plan), donate_argnums=0)
     flat = run(pool, jnp.asarray(slots), chunk).reshape(case.sizes[0], total, *case.sizes[-2:])
     found = flat[np.asarray(layers)][:, slots[:length]].astype(jnp.float32)
@@ -304,7 +304,7 @@ def _splices(case: KernelCase) -> Sides:
     programs = {}
 
     def error(name: str) -> float:
-        plan = {"layout": case.shape.layout, "implementation": name}
+        plan: Drawn = {"layout": case.shape.layout, "implementation": name}
         pool = jnp.zeros((case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:]), jnp.bfloat16)
         programs[name] = ThroughPool(lambda pool, chunk: splice(pool, **chunk, **plan), pool, placed)
         flat = programs[name]()[0].reshape(-1, *case.sizes[-2:])

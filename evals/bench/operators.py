@@ -99,11 +99,12 @@ def _calls(case: PlacingCase) -> dict[str, Callable[[], Any]]:
 
 def _placings(sizes: tuple[int, ...], seed: int) -> Sides:
     """Prepares every way of placing a chunk beside a jitted x · 2 of both channels: the least that any could take."""
-    case = PlacingCase(*sizes, seed)
+    layers, tokens, heads, width, rank = sizes
+    case = PlacingCase(layers, tokens, heads, width, rank, seed)
 
     def check() -> dict[str, float]:
         applied = case.apply()
-        keys = case.splice()["k"].reshape(sizes[0], -1, sizes[2], sizes[3])
+        keys = case.splice()["k"].reshape(layers, -1, heads, width)
         return {"apply_patch": case.error(applied), "splice": case.error({"k": keys[:, case.slots]})}
 
     calls = {name: timed(call, clock=time.process_time) for name, call in _calls(case).items()}

@@ -106,7 +106,8 @@ def read_kv(store: ChunkStore, id: str, **options: Any) -> Mapping[str, Any]:
 def _puts(place: Path, sizes: StoreSizes, seed: int) -> Sides:
     """Prepares a durable put beside raw and safetensors files, and an asynchronous put until it returns."""
     chunk = chunk_of(sizes, seed)
-    folder, arrays, data = scratch(place, chunk), dict(chunk.kv), bits(chunk.kv)
+    folder, data = scratch(place, chunk), bits(chunk.kv)
+    arrays = {name: np.asarray(value) for name, value in chunk.kv.items()}
     store = ChunkStore(folder / "store", budget=NO_MEMORY)
 
     def gone() -> None:
@@ -130,7 +131,8 @@ def _puts(place: Path, sizes: StoreSizes, seed: int) -> Sides:
 def _gets(place: Path, sizes: StoreSizes, seed: int) -> Sides:
     """Prepares a verified get, on the host and on a device, and of one layer, beside raw files, safetensors, Orbax."""
     chunk = chunk_of(sizes, seed)
-    folder, arrays, data = scratch(place, chunk), dict(chunk.kv), bits(chunk.kv)
+    folder, data = scratch(place, chunk), bits(chunk.kv)
+    arrays = {name: np.asarray(value) for name, value in chunk.kv.items()}
     store, device = ChunkStore(folder / "store", budget=NO_MEMORY), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     store.put(chunk)
     raw_write(folder / "raw", data)

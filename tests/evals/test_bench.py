@@ -263,10 +263,9 @@ def test_both_sides_compute_the_same():
     assert {row["arm"] for row in rows if row["metric"] == "seconds"} == {"kvpatch_jax", "transformers"}
 
 
-@pytest.mark.parametrize(("flag", "message"), [("--suite=nope", "'nope'"), ("--only=nope", "nope")])
-def test_an_unknown_suite_or_word_ends_in_one_line(flag, message):
-    command = [sys.executable, "-m", "evals.bench", "--suite=operators", flag]
+def test_a_word_that_no_benchmark_has_ends_in_one_line():
+    command = [sys.executable, "-m", "evals.bench", "--suite=operators", "--only=nope"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert message in done.stderr
+    assert "nope" in done.stderr
