@@ -20,8 +20,8 @@ from evals.texts.infoflow import (
     splice_parts,
 )
 from kvpatch_jax.errors import InputError
-from models.random_weights import random_backbone
 from models import ModelBackbone
+from models.random_weights import random_backbone
 
 ARMS = ("blind", "infoflow.budget=0.3", "cacheblend.budget=0.3", "first_k.budget=0.3", "full_reprefill.budget=1")
 

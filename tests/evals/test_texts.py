@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.bench.shapes import tiny_config
 from evals.harness.methods import parse
 from evals.texts import corpus, dataset
 from evals.texts.dataset import FACTS, PASSAGES, TWO_HOPS, draw_facts, draw_two_hops
 from evals.texts.splices import start_tokens
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone
+from models.random_weights import random_backbone
 
 START = "<s>"
 
