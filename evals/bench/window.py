@@ -65,10 +65,10 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
 
 
 def pretrained() -> ModelBackbone:
-    """Loads SmolLM2-135M. Raises ConfigError where its package is not installed."""
-    from ..real_weights import checkpoint
+    """Loads SmolLM2-135M. Raises InputError where its package is not installed."""
+    from ..real_weights import weights_file
 
-    return load(checkpoint(None), dtype="float32")
+    return load(weights_file("smollm2"), dtype="float32")
 
 
 def chunks_of(backbone: ModelBackbone, count: int, length: int, seed: int) -> list[list[int]]:
