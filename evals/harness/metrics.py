@@ -18,7 +18,7 @@ from .intervals import Interval
 from .methods import BLIND, REFERENCE
 from .parts import Record
 
-ANTECEDENTS = (1, 4, 16)
+ANTECEDENTS = (1, 2, 4, 16)
 DEFICIT = "deficit"
 """The arm of records that describe the deficit itself."""
 PER_KIND = ("accuracy", "difference", "kl", "flips", "eta", "flip_recover", "worse")

@@ -22,6 +22,7 @@ from models import ModelBackbone
 from ..harness import datasets
 from .contexts import SIZES, Contexts, sample
 from .layout import tower_inputs
+from .preparation import prepared
 from .questions import KINDS, Questions, ask
 from .reading import Answers, image_tokens, place, read, read_rows
 from .vocabulary import check_words
@@ -168,6 +169,15 @@ class TaskDataset:
         # Batches are as large as the first, but for the last one: numbers of contexts need only be distinct.
         clusters = number * 100_000 + np.arange(size)
         return TaskBatch(backbone, contexts, questions, arrays, clusters)
+
+    def prepare(self, backbone: ModelBackbone, run: datasets.Run) -> dict[str, dict[str, Any]]:
+        """Fits what methods need ahead, on contexts that are not measured; settings by method."""
+        probe = (run.probes or self.probes)[0]
+
+        def draw(number: int, size: int) -> TaskBatch:
+            return self.batch(backbone, probe, number, size, run.seed)
+
+        return prepared(draw, backbone, run.methods)
 
 
 DOCUMENTS = TaskDataset("documents", tuple(PROBES))

@@ -117,7 +117,7 @@ def patch(
     pieces = []
     # A budget is of one chunk, and a patch in the engine frame of one start.
     single = rank is None or (frame == "engine" and bool((_starts(splice) != _starts(splice)[0]).any()))
-    for number, part in enumerate(_chunks_of(backbone, splice, base, encoding, single)):
+    for number, part in enumerate(spliced_chunks(backbone, splice, base, encoding, single)):
         own = None
         if rank is None and allowed:
             limits = {**options, "weights": weights, "dtype": dtype}
@@ -165,7 +165,7 @@ def pooled(
     size = min(allowed // per_rank, max(basis.ranks.values())) if rank is None else rank
 
     pieces, stored = [], 0
-    for part in _chunks_of(backbone, splice, "canonical", None):
+    for part in spliced_chunks(backbone, splice, "canonical", None):
         own = form_patch(part.chunk, part.conditioned, size, ANTECEDENT, basis=basis)
         stored += sum(_leaf_bytes(factors[0]) for factors in own.factors.values())  # pyright: ignore[reportIndexIssue]
         pieces.append((part, own))
@@ -220,8 +220,12 @@ def _formed_of(splice: SplicedCache) -> dict[Any, Any]:
         return _FORMED.setdefault(splice, {})
 
 
-def _chunks_of(
-    backbone: Backbone, splice: SplicedCache, base: Base, encoding: KVEncoding | str | None, single: bool = False
+def spliced_chunks(
+    backbone: Backbone,
+    splice: SplicedCache,
+    base: Base = "canonical",
+    encoding: KVEncoding | str | None = None,
+    single: bool = False,
 ) -> list[SplicedChunk]:
     """Returns the splice's rows as chunks of a base: one batch, where rows differ in nothing but their start.
 
