@@ -30,7 +30,6 @@ from .positions import Geometry as Geometry
 from .positions import chunk_scores as chunk_scores
 from .positions import placed_for_scoring as placed_for_scoring
 from .positions import reordered as reordered
-from .positions import rope_similarity as rope_similarity
 from .prompts import PromptPiece as PromptPiece
 from .prompts import mpic as mpic
 from .prompts import splice_prompt as splice_prompt
@@ -62,10 +61,7 @@ from .repair_budget import fraction_to_count as fraction_to_count
 from .repair_budget import kv_bytes as kv_bytes
 from .rounding_error import gear as gear
 from .schedules import RATIOS as RATIOS
-from .schedules import behind_substitute as behind_substitute
 from .schedules import greedy_schedule as greedy_schedule
-from .schedules import layer_counts as layer_counts
-from .schedules import layer_sensitivity as layer_sensitivity
 from .schedules import logit_error as logit_error
 from .schedules import recomputed_sensitivity as recomputed_sensitivity
 from .shared_forms import anchor_weights as anchor_weights

@@ -11,12 +11,12 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..backbone import Tokens
-from ..core import KVLayout, Rope, check_positions, end_position, relocate, rope_tables
+from ..core import KVLayout, check_positions, end_position, relocate
 from ..errors import InputError
-from .spliced_cache import AnyArray, SplicedCache, live_tokens, read_slots, required, write_slots
+from .spliced_cache import SplicedCache, live_tokens, read_slots, required, write_slots
 
 Geometry = Literal["global", "hl_hp", "hl_tp", "tl_tp"]
 """Positions while tokens are scored (InfoFlow KV, section 4.2): all as served; every chunk
@@ -125,28 +125,5 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
     keys = relocate(layout, kv, positions[:, whole], moved)
     cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
     return splice.replace(
-        tokens=tokens, cache=cache, chunks=tuple(chunks), conditioned=None, recorded=None, hidden=None
+        tokens=tokens, cache=cache, chunks=tuple(chunks), conditioned=None, recorded=None, hidden=None, canonical=None
     )
-
-
-def rope_similarity(rope: Rope, prompt: AnyArray, chosen: Int[AnyArray, " n"] | AnyArray) -> tuple[float, float]:
-    """Computes how close chosen tokens' positions are to the prompt's by rope alone: mean of maxima, and maximum.
-
-    The similarity of two positions is the cosine of their embeddings' rows, (cos θp, sin θp): the mean over
-    frequencies of cos θ(p − t). Source: InfoFlow KV, section 5.2, Table 2 ("MoM", "Max").
-
-    Args:
-      prompt, chosen: positions [Q] and [n] (with sections [Q,A] and [n,A]).
-
-    Raises:
-      InputError: either is empty.
-    """
-    if not len(prompt) or not len(chosen):
-        raise InputError(f"rope_similarity: got {len(prompt)} and {len(chosen)} positions; expected some of both")
-    rows = []
-    for positions in (prompt, chosen):
-        cos, sin = rope_tables(rope, jnp.asarray(positions), jnp.zeros((), jnp.int32))
-        row = np.concatenate([np.asarray(cos), np.asarray(sin)], axis=-1).reshape(len(positions), -1)
-        rows.append(row / np.linalg.norm(row, axis=-1, keepdims=True))
-    similar = rows[0] @ rows[1].T
-    return float(similar.max(1).mean()), float(similar.max())

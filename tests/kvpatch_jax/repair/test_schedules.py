@@ -6,14 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import (
     RepairBudget,
-    behind_substitute,
     greedy_schedule,
-    layer_counts,
-    layer_sensitivity,
     logit_error,
     recomputed_sensitivity,
     vlcache,
@@ -21,12 +17,10 @@ from kvpatch_jax.repair import (
 from tests.kvpatch_jax.repair.splices import (
     CHUNK,
     LAYERS,
-    ROWS,
     changed,
     error,
     in_chunk,
     make_splice,
-    text_tokens,
     tiny_backbone,
 )
 
@@ -46,72 +40,6 @@ def backbone():
 def spliced(backbone):
     with jax.default_matmul_precision("highest"):
         return make_splice(backbone)
-
-
-@pytest.mark.slow
-def test_vlcache_takes_what_layers_need(backbone, spliced):
-    splice, expected = spliced
-    far = lambda cache: float(sum(np.abs(in_chunk(cache)[name] - in_chunk(expected)[name]).sum() for name in expected))
-    lost = layer_sensitivity(backbone.layout, splice, (0, 3, CHUNK), far)
-    assert np.allclose(lost[:, 0], far(splice.cache))
-    assert (lost[1:, 0] > lost[1:, 1]).all()
-    assert (lost[1:, 1] > lost[1:, 2]).all()
-
-    rng = np.random.default_rng(0)
-    counts, budget = (0, 1, 2, 4), 9
-    for _ in range(20):
-        own = rng.random((5, 4))
-        found = layer_counts(own, counts, budget)
-        score = lambda taken, own=own: sum(own[layer, counts.index(count)] for layer, count in enumerate(taken))
-        allowed = [
-            taken
-            for taken in itertools.product(counts, repeat=5)
-            if sum(taken) <= budget and list(taken) == sorted(taken, reverse=True)
-        ]
-        assert score(found) == min(map(score, allowed))
-        # Tokens that harm are taken all the same where the budget is to be spent.
-        harms = np.cumsum(own, axis=1)
-        spent = layer_counts(harms, counts, budget, spend=True)
-        harm = lambda taken, harms=harms: sum(harms[at, counts.index(count)] for at, count in enumerate(taken))
-        assert harm(spent) == pytest.approx(min(harm(taken) for taken in allowed if sum(taken) > budget - 2))
-    assert layer_counts(np.zeros((3, 2)), (2, 50), 8) == (2, 2, 2)
-    assert layer_counts(np.ones((3, 2)) * [1, 2], (2, 50), 150, spend=True) == (50, 50, 50)
-
-
-@pytest.mark.slow
-def test_sensitivity_by_blocks_is_of_caches_that_vlcache_serves(backbone, spliced):
-    splice, _ = spliced
-    probe = np.random.default_rng(3).normal(size=next(iter(splice.cache.values())).shape)
-    loss = lambda cache: float(sum((probe * np.asarray(value)).sum() for value in cache.values()))
-    lost = layer_sensitivity(backbone.layout, splice, (0, 3, CHUNK), loss, blocks=2)
-    assert lost.shape == (LAYERS // 2, 3)
-    assert np.allclose(lost[:, 0], 0)
-    for column, count in ((1, 3), (2, CHUNK)):
-        # First tokens recomputed at the lower half, and then at all layers.
-        half = loss(vlcache(backbone, splice, RepairBudget(by_layer=(count / CHUNK,) * 2 + (0.0, 0.0))).cache) - loss(
-            splice.cache
-        )
-        whole = loss(vlcache(backbone, splice, RepairBudget(by_layer=(count / CHUNK,) * LAYERS)).cache) - loss(
-            splice.cache
-        )
-        np.testing.assert_allclose([lost[0, column], lost[:, column].sum()], [half, whole], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda *_: layer_counts(np.zeros((2, 2)), (3, 1), 9), "ascending"),
-        (
-            lambda backbone, splice: layer_sensitivity(backbone.layout, splice, (0, 1), lambda _: 0.0, blocks=3),
-            "divisor of 4",
-        ),
-        (lambda *_: layer_counts(np.full((2, 2), np.nan), (1, 3), 9), "expected finite"),
-        (lambda *_: layer_counts(np.zeros((2, 2)), (2, 3), 3), "at least 4"),
-    ],
-)
-def test_counts_by_layer_that_cannot_be(backbone, spliced, call, words):
-    with pytest.raises(InputError, match=words):
-        call(backbone, spliced[0])
 
 
 @pytest.mark.slow
@@ -146,18 +74,6 @@ def test_sensitivities_are_means_over_proxies_and_errors_are_squared(backbone, s
         recomputed_sensitivity(backbone, [splice.replace(chunks=())], [0.1], lambda *_: 0.0)
     with pytest.raises(InputError, match=r"got 1\.5"):
         recomputed_sensitivity(backbone, [splice], [1.5], lambda *_: 0.0)
-
-
-@pytest.mark.slow
-def test_kv_behind_a_substitute_is_a_prefill_there(backbone):
-    ids = np.random.default_rng(4).integers(0, 300, (ROWS, 9))
-    whole = text_tokens(backbone, ids)
-    chunk = whole.take(4, 9)
-    own = chunk._replace(positions=np.asarray(chunk.positions) - 4)
-    found = behind_substitute(backbone, whole.take(0, 4), own)
-    for name, value in backbone.prefill(whole).kv.items():
-        assert error(found[name], value[:, :, 4:]) <= 1e-5
-    assert isinstance(found, kvp.core.PhaseFreeKV)
 
 
 def exact(sensitivity, ratios, target):

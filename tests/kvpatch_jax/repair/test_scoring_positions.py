@@ -17,7 +17,6 @@ from kvpatch_jax.repair import (
     question_scores,
     reordered,
     reordered_by_question,
-    rope_similarity,
     splice_prompt,
 )
 from tests.kvpatch_jax.repair.splices import ROWS, error, text_tokens, tiny_backbone
@@ -148,15 +147,3 @@ def test_the_chunk_that_the_question_looks_at_most_comes_last(case):
     assert [last - first for first, last in found.parts] == [LENGTHS[number] for number in order]
     with pytest.raises(InputError, match="at least two"):
         reordered_by_question(backbone, one.replace(chunks=None))
-
-
-def test_rope_similarity_is_the_mean_cosine_of_distances():
-    rope = kvp.Rope(theta=1e4, dim=8)
-    prompt, chosen = np.array([20, 30]), np.array([1, 19, 25])
-    frequencies = 1e4 ** (-np.arange(4) / 4)
-    table = np.array([[np.cos(frequencies * (p - t)).mean() for t in chosen] for p in prompt])
-    mean, most = rope_similarity(rope, prompt, chosen)
-    assert mean == pytest.approx(table.max(1).mean(), abs=1e-5)
-    assert most == pytest.approx(table.max(), abs=1e-5)
-    with pytest.raises(InputError, match="expected some of both"):
-        rope_similarity(rope, prompt, np.array([], int))
