@@ -108,12 +108,12 @@ def read_config(name: str, settings: Sequence[str] = (), variants: Sequence[str]
 
 def _read_by(tables: Sequence[Mapping[str, Any]], models: Sequence[str]) -> list[dict[str, Any]]:
     """Leaves out data sets that name models of their own, none of which is asked for."""
-    kept = []
+    remaining = []
     for data in tables:
-        own = [name for name in data.get("models", []) if name in models]
-        if own or not data.get("models"):
-            kept.append({**data, "models": own})
-    return kept
+        names = [name for name in data.get("models", []) if name in models]
+        if names or not data.get("models"):
+            remaining.append({**data, "models": names})
+    return remaining
 
 
 def _typed(key: str, value: str, kind: type) -> Any:

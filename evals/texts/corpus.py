@@ -62,25 +62,17 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
     Raises:
       InputError: fewer than `count`.
     """
-    read: list[Document] = []
+    chosen: list[Document] = []
     for name, text in SOURCES[domain]():
         if len(text) < 2 * tokens:  # fewer than two characters a token is rare, and none of these texts
             continue
         ids = np.asarray(backbone.ids(text[: 12 * most]), np.int32)[:most]
         if len(ids) >= tokens:
-            read.append(Document(name, domain, ids))
-        if len(read) == count:
-            return read
+            chosen.append(Document(name, domain, ids))
+        if len(chosen) == count:
+            return chosen
 
-    raise InputError(f"text: got {len(read)} documents of {domain} with {tokens} tokens; expected {count}")
-
-
-def digest(read: Sequence[Document]) -> str:
-    """Digests names and tokens, which identify the text: 16 hexadecimal digits."""
-    total = hashlib.blake2b(digest_size=8)
-    for document in read:
-        total.update(document.name.encode() + b"\0" + np.ascontiguousarray(document.ids, np.int32).tobytes())
-    return total.hexdigest()
+    raise InputError(f"text: got {len(chosen)} documents of {domain} with {tokens} tokens; expected {count}")
 
 
 def _shuffled(names: Sequence[str]) -> list[str]:
@@ -91,8 +83,8 @@ def _shuffled(names: Sequence[str]) -> list[str]:
 def _folder(package: str) -> Path | None:
     if package == "python":
         return LIBRARY
-    found = importlib.util.find_spec(package)
-    return None if found is None or found.origin is None else Path(found.origin).parent
+    spec = importlib.util.find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:
@@ -105,8 +97,11 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
     if package != "python":
         paths += root.glob("[a-z]*/[a-z]*/[a-z_]*.py")
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
-    inside = {path.relative_to(root): path for path in paths}
-    names = {f"{package}/{own}": path for own, path in inside.items() if not left_out & set(own.parts)}
+    names = {}
+    for path in paths:
+        inside = path.relative_to(root)
+        if not left_out & set(inside.parts):
+            names[f"{package}/{inside}"] = path
     for name in _shuffled(list(names)):
         yield name, names[name]
 

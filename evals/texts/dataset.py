@@ -113,10 +113,10 @@ def draw_two_hops(rng: np.random.Generator, documents: int) -> FactContext:
     The second prompt names the key, so that one hop is left.
     """
     names, colours, rooms = (_pick(rng, words, KEYS) for words in (NAMES, COLOURS, ROOMS))
-    opened = [f"The {colour} key opens the {room}." for colour, room in zip(colours, rooms, strict=True)]
-    owned = [f"{name} has the {colour} key." for name, colour in zip(names, colours, strict=True)]
-    front = " ".join(opened[place] for place in rng.permutation(KEYS))
-    chunk = " ".join(owned[place] for place in rng.permutation(KEYS))
+    rules = [f"The {colour} key opens the {room}." for colour, room in zip(colours, rooms, strict=True)]
+    owners = [f"{name} has the {colour} key." for name, colour in zip(names, colours, strict=True)]
+    front = " ".join(rules[place] for place in rng.permutation(KEYS))
+    chunk = " ".join(owners[place] for place in rng.permutation(KEYS))
     place = rng.integers(KEYS)
     question, answer = f"Question: Which room can {names[place]} open?\nAnswer: {names[place]}", f" {rooms[place]}"
     asked = [
@@ -211,11 +211,11 @@ class PassageSet:
                 f"passages.batch: got {size}; expected at most {self.passages}, the passages of a document"
             )
         place, domain = divmod(number, len(corpus.SOURCES))
-        read = self._read(backbone, list(corpus.SOURCES)[domain])
-        if place >= len(read):
-            raise InputError(f"passages.n: got document {place} of a domain; expected fewer than {len(read)}")
+        documents = self._domain(backbone, list(corpus.SOURCES)[domain])
+        if place >= len(documents):
+            raise InputError(f"passages.n: got document {place} of a domain; expected fewer than {len(documents)}")
 
-        ids, other, length = read[place].ids, read[(place + 1) % len(read)].ids, self.tokens
+        ids, other, length = documents[place].ids, documents[(place + 1) % len(documents)].ids, self.tokens
         chunk = ids[: self.passages * length].reshape(self.passages, length)
         front = np.stack([other[:length] if row % 2 == 0 else chunk[row - 1] for row in range(size)])
         lead = start_tokens(backbone)
@@ -229,7 +229,7 @@ class PassageSet:
         clusters = np.full(size, number)
         return TextBatch(backbone, splice, reference, clusters, questions, answer[:, None, : self.scored], at)
 
-    def _read(self, backbone: Any, domain: str) -> list[corpus.Document]:
+    def _domain(self, backbone: Any, domain: str) -> list[corpus.Document]:
         cached = _READ.setdefault(backbone, {})
         if domain not in cached:
             least = self.passages * self.tokens + self.scored

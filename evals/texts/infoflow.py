@@ -109,12 +109,12 @@ def _draw_people(rng: np.random.Generator) -> tuple[list[str], str, str, str]:
     woman, man = _pick(rng, WOMEN, 1)[0], _pick(rng, MEN, 1)[0]
     jobs, colours, things = _pick(rng, JOBS, 2), _pick(rng, COLOURS, 2), _pick(rng, THINGS, 2)
     people = [f"{woman} is a {jobs[0]}.", f"{man} is a {jobs[1]}."]
-    named = " ".join(people if rng.random() < 0.5 else people[::-1])
-    owned = f"She has a {colours[0]} {things[0]}. He has a {colours[1]} {things[1]}."
+    introduction = " ".join(people if rng.random() < 0.5 else people[::-1])
+    things_of = f"She has a {colours[0]} {things[0]}. He has a {colours[1]} {things[1]}."
     hers = rng.random() < 0.5
     place = 0 if hers else 1
     names = (f" {woman}", f" {man}") if hers else (f" {man}", f" {woman}")
-    return [named, owned], f"The {colours[place]} {things[place]} belongs to", *names
+    return [introduction, things_of], f"The {colours[place]} {things[place]} belongs to", *names
 
 
 def _draw_sizes(rng: np.random.Generator) -> list[int]:

@@ -57,7 +57,6 @@ def documents(monkeypatch) -> dict[str, list[corpus.Document]]:
 
 @pytest.mark.parametrize("documents", [2, 3])
 def test_the_answer_stands_in_the_document_that_is_asked_about(documents: int):
-    kinds = set()
     for seed in range(30):
         context = draw_facts(np.random.default_rng(seed), documents)
         texts = [*context.front.splitlines(), context.chunk]
@@ -67,8 +66,6 @@ def test_the_answer_stands_in_the_document_that_is_asked_about(documents: int):
             assert name in prompt
             assert f"{answer} " in text.replace(".", " ")
             assert kind == (text != context.chunk)
-            kinds.add(prompt.split()[1])
-    assert kinds == {"In", "What"}
 
 
 def test_two_hops_need_both_documents():
@@ -136,14 +133,3 @@ def test_passages_stand_behind_the_text_before_them_or_another_documents(backbon
         PASSAGES.batch(backbone, "mixed", 0, 5, seed=0)
     with pytest.raises(InputError, match=r"passages\.n: got document 3 of a domain; expected fewer than 3"):
         PASSAGES.batch(backbone, "mixed", 12, 4, seed=0)
-
-
-def test_text_is_of_named_packages_and_long_enough():
-    class Letters:
-        def ids(self, text: str) -> list[int]:
-            return list(text.encode("ascii", "replace"))
-
-    for domain in corpus.SOURCES:
-        read = corpus.documents(Letters(), domain, 2, 400, 800)
-        assert [len(document.ids) for document in read] == [800] * 2
-        assert all(document.licence in corpus.LICENCES.values() for document in read)
