@@ -91,7 +91,7 @@ def draw(instance: str, path: Path) -> None:
             above.add_patch(Rectangle(corner, CELL, CELL, fill=False, edgecolor=ink, linewidth=2.4))
 
     # A line of text per question: what is asked, the right answer, and each method's.
-    names, lines, columns = vocabulary().names, 0.29 - 0.068 * np.arange(5), (0.36, 0.50, 0.70, 0.86)
+    names, lines, columns = vocabulary().names, 0.295 - 0.0645 * np.arange(5), (0.36, 0.50, 0.70, 0.86)
     for left, name in zip(columns, ("right", *METHODS.values()), strict=True):
         figure.text(left, lines[0], name, fontsize=11.5, weight="bold", va="center")
     for number, tokens in enumerate(questions.columns()):
