@@ -7,7 +7,7 @@ and the rows made of them.
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Questions(NamedTuple):
     answer: np.ndarray
 
 
+@runtime_checkable
 class Answers(Protocol):
     """What was answered: predictions [B, Q], comparable with `Questions.answer`, and KL from a reference's answers."""
 
@@ -55,6 +56,7 @@ class Answers(Protocol):
         ...
 
 
+@runtime_checkable
 class Batch(Protocol):
     """A batch of contexts whose last chunk is reused.
 
@@ -103,8 +105,12 @@ class Run(NamedTuple):
     settings: Mapping[str, Any]
 
 
+@runtime_checkable
 class Dataset(Protocol):
     """Contexts of which one chunk is reused.
+
+    A data set may also have `prepare(backbone, run)`, which fits what methods need ahead, on contexts that are not
+    measured: settings by method.
 
     Attributes:
       name: in rows, "<name>.<probe>".
@@ -119,11 +125,8 @@ class Dataset(Protocol):
         """Draws one batch of contexts and prefills what is reused."""
         ...
 
-    def prepare(self, backbone: Any, run: Run) -> dict[str, dict[str, Any]]:
-        """Fits what methods need ahead, on contexts that are not measured; settings by method."""
-        ...
 
-
+@runtime_checkable
 class RecordedDataset(Protocol):
     """A data set that is measured part by part, in its own way."""
 
