@@ -56,8 +56,9 @@ def test_a_shipped_directory_is_small_and_discloses_its_training(name: str):
     assert {"jax", "numpy", "optax"} <= set(training["versions"])
     loaded = load(root)
     assert loaded.answer_tokens == 1  # it never learnt to end a longer answer
-    floating = {path: str(leaf.dtype) for path, leaf in flatten_params(loaded.parameters).items()}
-    assert {kind for path, kind in floating.items() if path[-1] != "correction"} == {"bfloat16"}
+    # Rates of linear attention and corrections of routers, a number a head or an expert, are kept in float32.
+    wide = [leaf for leaf in flatten_params(loaded.parameters).values() if leaf.size > 64]
+    assert {str(leaf.dtype) for leaf in wide} == {"bfloat16"}
     assert np.isfinite(np.asarray(loaded.parameters["decoder"]["embedding"], np.float32)).all()
 
 
