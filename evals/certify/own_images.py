@@ -19,8 +19,7 @@ from kvpatch_jax.errors import InputError, KVPatchError
 from models import ModelBackbone
 
 from ..measure.contexts import prepared
-from ..measure.items import ItemSet, StoredImage
-from ..measure.plan import content_key
+from ..measure.items import DataSet, content_key
 from ..probes.window.image_sequence import Image, bucket, filled
 from ..probes.window.probe_images import of_tokens
 from .packed_questions import packed, packed_by_row, questions_of, tokens_of
@@ -115,7 +114,7 @@ class OwnImageSource(WindowSource):
     def of_items(
         cls,
         backbone: ModelBackbone,
-        data: ItemSet,
+        data: DataSet,
         sizes: CertifiedSizes,
         seed: int,
         windows: Sequence[RecordedWindow],
@@ -142,7 +141,7 @@ class OwnImageSource(WindowSource):
         readable = _readable(pieces, windows, sizes, where)
         sizes = recorded_sizes(readable, least, max(sizes.counts), sizes.batch, "--data")
         chosen = _measured(readable, sizes)
-        content = f"{len(chosen)} contexts of {data.source.name} ({data.format})"
+        content = f"{len(chosen)} contexts of {data.source.name} ({data.name})"
         source = cls._planned(pieces, chosen, sizes, seed, content, data.digest[:16])
         names = [name for window in chosen for name in window.images]
         kinds = {"text" if isinstance(contents[name], Text) else "image" for name in names}
@@ -209,7 +208,7 @@ class OwnImageSource(WindowSource):
         return sum(tokens.embeddings.shape[1] for tokens in spec.batch[: spec.chunks])
 
 
-def windows_of_items(data: ItemSet) -> list[RecordedWindow]:
+def windows_of_items(data: DataSet) -> list[RecordedWindow]:
     """Makes a window of each context of images and texts, with all questions that are asked behind it.
 
     Videos are left out: what was measured of a clip's frames holds for no other number of frames.
@@ -219,7 +218,7 @@ def windows_of_items(data: ItemSet) -> list[RecordedWindow]:
     """
     asked: dict[tuple[str, ...], list[str]] = {}
     for item in data.items:
-        if all(isinstance(piece.content, Text | Path | StoredImage) for piece in item.pieces):
+        if all(isinstance(piece.content, Text | Path) for piece in item.pieces):
             asked.setdefault(tuple(content_key(piece.content) for piece in item.pieces), []).append(item.question)
     if not asked:
         raise InputError(

@@ -1,1 +1,1 @@
-"""What reuse costs on a user's own model and data: `python -m evals.measure --model=DIR --data=FILE`."""
+"""A user's model on a user's data: what reuse loses, what repairs bring back, and what they cost."""

@@ -1,162 +1,77 @@
 """Measures what reuse costs a user's own model on the user's own data.
 
-    python -m evals.measure --model=DIR --data=FILE --out=out/measure
+    python -m evals.measure --model=DIR --data=PATH --out=out/measure
 
 Reads items (contexts in pieces, and questions behind them), caches every piece alone, serves it in every arm behind the
-others, and scores the answers by the data's own rule and by their distance from re-prefill. Says how long that takes
-before it starts. The same command resumes after a kill; `--shard=0/4` … `--shard=3/4` share the work, on one folder;
-so do the tasks of a Ray cluster (`--ray=auto`).
+others, and scores the answers by the data's scorer and by their distance from re-prefill. The same command resumes
+after a kill; `--shard=0/4` … `--shard=3/4` share the work on one folder, and so do tasks of a Ray cluster (`--ray`).
 """
 
-from . import startup_message as startup_message  # isort: split
+from absl import flags
 
-from .. import extra as extra  # isort: split
+from ..harness import program
 
-import shlex
-import sys
-from pathlib import Path
-
-from absl import app, flags
-
-from kvpatch_jax.errors import InputError
-
-from ..command_line import begin_program, errors_as_one_line
-from ..console import in_words
-from . import formats
-from .arms import help_text
-from .frame import FRAMES
-from .on_ray import measure_on_ray
-from .plan import WorkShard
-from .preparation import MeasureRequest, prepare
-from .report import write_results
-from .shards import check_out, run_shard
-
-_MODEL = flags.DEFINE_string(
-    "model",
-    None,
-    "a checkpoint directory or GGUF file, a repository of the hub, or the name of a shipped small model",
-)
-_DATA = flags.DEFINE_string("data", None, "a file or folder of the data set")
-_FORMAT = flags.DEFINE_string("format", None, "of the data, where the file does not say: --format=help lists them")
-_MEDIA = flags.DEFINE_string("media", None, "folder of the images and videos, where it is not the data's own")
-_CHARACTERS = flags.DEFINE_integer(
-    "text_characters", 2000, "of a piece of text at most, where the format does not divide it itself", lower_bound=1
-)
-_FRAMES = flags.DEFINE_integer("frames", None, "sampled of a video; by default as the model's settings say", 1)
-_KEEP = flags.DEFINE_integer(
-    "keep", None, "screenshots that stay, where a trajectory does not say which leave; by default all", 1
-)
-_ARMS = flags.DEFINE_list("arms", ["*"], "patterns of arms, such as patch.*,cacheblend.*: --arms=help lists them")
+flags.DEFINE_string("model", None, "a checkpoint directory, GGUF file, shipped instance, or name of real weights")
+flags.DEFINE_string("data", None, "a file or folder of the data set, or a folder of images and PDFs")
+flags.DEFINE_string("fields", None, "name or TOML file of a field map; by default recognised; help lists them")
+flags.DEFINE_string("media", None, "folder of the images and videos, where it is not the data's own")
+flags.DEFINE_integer("keep", None, "screenshots of an episode that stay in the prompt; by default all", lower_bound=1)
+flags.DEFINE_list("arms", [], "methods with settings, as patch.bytes=0.1,cacheblend.budget=0.15; help lists them")
+flags.DEFINE_integer("limit", 0, "a sample of so many records; 0: all", lower_bound=0)
+flags.DEFINE_integer("seed", 0, "of the sample")
+flags.DEFINE_enum("frame", "chat", ("chat", "plain"), "what stands around pieces and question; plain: nothing")
+flags.DEFINE_integer("answer_tokens", None, "of an answer at most; by default as its scorer says", lower_bound=1)
+flags.DEFINE_integer("max_tokens", None, "of a prompt: longer ones are left out; by default what config.json says", 1)
+flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "of the weights")
 _OUT = flags.DEFINE_string("out", "out/measure", "folder of answers and report; shards share one")
-_LIMIT = flags.DEFINE_integer("limit", 0, "a sample of so many items; 0: all", lower_bound=0)
-_SEED = flags.DEFINE_integer("seed", 0, "of the sample")
-_SHARD = flags.DEFINE_string("shard", "0/1", "which part of the work this process does: its number and how many, 0/2")
-_FRAME = flags.DEFINE_enum("frame", "chat", FRAMES, "what stands around pieces and question; plain: nothing")
-_ANSWER = flags.DEFINE_string(
-    "answer_tokens",
-    "rule",
-    "tokens of an answer at most: a number; rule: as the data's scoring says; answer: as the longest right one has",
-)
-_MOST = flags.DEFINE_integer(
-    "max_tokens", None, "of a prompt: longer ones are left out; by default what config.json says", lower_bound=1
-)
-_RAY = flags.DEFINE_string("ray", None, "measure on the Ray cluster of this address; local: one on this machine")
-_RAY_SHARDS = flags.DEFINE_integer("ray_shards", 8, "tasks of a cluster, a few for each worker", lower_bound=1)
-_RAY_RESOURCES = flags.DEFINE_string("ray_resources", None, 'what a task occupies: {"num_cpus": 4}, {"num_gpus": 1}')
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "as models.load takes it")
+_SHARD = flags.DEFINE_string("shard", "0/1", "index/count: measure every count-th context, from index on")
+_RAY = flags.DEFINE_string("ray", None, "address of a Ray cluster, or local: --shards are its tasks")
+_SHARDS = flags.DEFINE_integer("shards", 8, "tasks with --ray", lower_bound=1)
+_RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, as JSON: {"num_gpus": 1}')
 
 
-def main(arguments: list[str]) -> None:
-    """Measures, and writes answers.jsonl, results.json, table.md, figures and report.html."""
-    begin_program(arguments)
-    if _ARMS.value == ["help"]:
-        print(help_text())
+def main() -> None:
+    """Measures, and writes answers.jsonl, results.json, rows.csv, table.md and report.html."""
+    from pathlib import Path
+
+    from kvpatch_jax.errors import InputError
+    from kvpatch_jax.repair import METHODS
+
+    from ..harness.parts import Shard, run_parts, stored_records
+    from . import fields, job, report
+
+    if flags.FLAGS.fields == "help" or flags.FLAGS.arms == ["help"]:
+        methods = "\n".join(f"{name:26} {(method.__doc__ or '').splitlines()[0]}" for name, method in METHODS.items())
+        print(fields.help_text() if flags.FLAGS.fields else methods)
         return
-    if _FORMAT.value == "help":
-        print(formats.help_text())
-        return
-    with errors_as_one_line():
-        _measure()
-
-
-def _measure() -> None:
-    again = shlex.join(["python", "-m", "evals.measure", *sys.argv[1:]])
-    if not _MODEL.value or not _DATA.value:
-        raise InputError(f"--model, --data: got {_MODEL.value!r}, {_DATA.value!r}; expected both; see --help")
-    shard, out = _shard(_SHARD.value), Path(_OUT.value)
-    if _RAY.value and shard.count > 1:
-        raise InputError(f"--shard: got {_SHARD.value} with --ray; expected one of them")
-    request = MeasureRequest(
-        model=_anywhere(_MODEL.value),
-        data=_anywhere(_DATA.value),
-        format=_FORMAT.value,
-        media=None if _MEDIA.value is None else _anywhere(_MEDIA.value),
-        text_characters=_CHARACTERS.value,
-        frames=_FRAMES.value,
-        keep=_KEEP.value,
-        arms=tuple(_ARMS.value),
-        limit=_LIMIT.value,
-        seed=_SEED.value,
-        frame=_FRAME.value,
-        answer_tokens=_answer_tokens(_ANSWER.value),
-        max_tokens=_MOST.value,
-        dtype=_DTYPE.value,
-        again=again,
-    )
-    prepared = prepare(request)
-    contexts, expected = prepared.contexts, prepared.expected
+    request = job.Request(**{name: flags.FLAGS[name].value for name in job.Request._fields})
+    if not request.model or not request.data:
+        raise InputError(f"--model, --data: got {request.model!r}, {request.data!r}; expected both; see --help")
+    # Workers of a cluster may run in another folder.
+    paths = {name: str(Path(path).resolve()) for name in ("model", "data", "media", "fields")
+             if (path := getattr(request, name)) and Path(path).exists()}  # fmt: skip
+    request, out = request._replace(**paths), Path(_OUT.value)
+    planned = job.plan(request)
     # A folder of another measurement is refused before anything is measured.
-    done = check_out(out, prepared.described.config)
-
-    pieces = sum(len(context.pieces) for context in contexts)
-    items = sum(len(context.items) for context in contexts)
-    data = prepared.data
-    print(f"{data.source.name} ({data.format}): {items} items behind {len(contexts)} contexts of {pieces} pieces")
-    print(f"pieces: {data.chunk_rule}")
-    print(f"arms: {', '.join(arm.name for arm in prepared.arms)}")
-    for arm in prepared.unserved:
-        print(f"left out: arm {arm.name}: it serves layers of one kind alone, and this model has several")
-    for refusal in prepared.left_out:
-        print(f"left out: {refusal.where}: {refusal.reason}")
-    share = f", of which this shard does every {shard.count}th" if shard.count > 1 else ""
-    finished = f"; {len(done)} of {len(contexts)} contexts are finished" if done else ""
-    print(
-        f"about {expected.forwards} forwards{share}, {in_words(expected.seconds / shard.count)} and what compiling "
-        f"takes, {expected.memory / 2**30:.1f} GiB of memory{finished}",
-        flush=True,
-    )
+    stored_records(out, planned.config)
+    print(f"{planned.config['fields']}: {planned.items} items behind {len(planned.parts)} contexts of "
+          f"{planned.pieces} pieces. {planned.data.about}")  # fmt: skip
+    print(f"arms: {', '.join(planned.config['arms'])}", flush=True)
+    for refusal in planned.left_out:
+        print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
 
     if _RAY.value:
-        parts = measure_on_ray(request, prepared, out, _RAY.value, _RAY_SHARDS.value, _RAY_RESOURCES.value)
+        job.run_on_ray(request, out, _RAY.value, _SHARDS.value, _RESOURCES.value)
+        records = stored_records(out, planned.config)
     else:
-        parts = run_shard(prepared.described, out, shard, prepared.pace)
-    if len(parts) < len(contexts):
-        print(f"{len(parts)} of {len(contexts)} contexts are finished: the last shard to finish writes the report")
+        records = run_parts(out, planned.config, planned.parts, Shard.of(_SHARD.value))
+    if len(records) < len(planned.parts):
+        print(f"{len(records)} of {len(planned.parts)} contexts are finished: the last shard writes the report")
         return
-    unserved = [arm.name for arm in prepared.unserved]
-    print(write_results(prepared.described, parts, out, prepared.left_out, unserved))
-    print(f"results: {out / 'results.json'}; answers: {out / 'answers.jsonl'}; report: {out / 'report.html'}")
-
-
-def _anywhere(path: str) -> str:
-    """Returns a file's whole path, for processes that run elsewhere; a name that is no file stays."""
-    return str(Path(path).resolve()) if Path(path).exists() else path
-
-
-def _shard(text: str) -> WorkShard:
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise InputError(f"--shard: got {text!r}; expected its number from 0 and how many there are, such as 0/4")
-    return WorkShard(int(index), int(count))
-
-
-def _answer_tokens(text: str) -> int | str:
-    if text in ("rule", "answer"):
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"--answer_tokens: got {text!r}; expected a number from 1, rule or answer")
-    return int(text)
+    items = [record for part in planned.parts for record in records[part.key]]
+    print(report.write(out, items, planned.config, planned.left_out))
+    print(f"report: {out / 'report.html'}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.start(main, "kvpatch_jax: what reuse costs your model on your data; loading libraries …")

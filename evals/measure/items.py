@@ -1,55 +1,41 @@
-"""Items of a user's data set: contexts in pieces, questions behind them, and the answers that count as right."""
+"""Items of a data set: a context in pieces, a question behind it, and the answers that count as right."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvpatch_jax import Text, Video
 
-
-@dataclasses.dataclass(frozen=True)
-class StoredImage:
-    """An image inside a larger file, read when it is needed.
-
-    Attributes:
-      read: returns the encoded image. name: where it is, for messages: the file and the line or record.
-    """
-
-    read: Callable[[], bytes]
-    name: str
+PieceContent = Text | Path | Video
+"""A text, an image's file, or a video."""
 
 
-PieceContent = Text | Path | StoredImage | Video
-"""A text, an image's file, an image inside another file, or a video."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One piece of a context, cached as a chunk of its own: an image, a page, a segment of text.
 
     Attributes:
-      content: what it shows. label: its name in reports, such as "page 3"; it is not shown to the model.
+      content: what it shows. label: its name in reports, such as "page 3"; the model does not see it.
     """
 
     content: PieceContent
     label: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One question behind a context.
 
     Attributes:
       id: unique in the data set.
-      cluster: what its interval is clustered over: items of one document, deck, video or episode are not independent.
+      cluster: what intervals resample: items of one document, deck, video or episode are not independent.
       pieces: the context, in order.
-      question: as it is asked, with the options and the instruction that the data set's own evaluation adds.
-      answers: those that count as right; of a choice, its letter.
-      kind: the category that tables are divided by; "" without one.
-      rule: name of the scoring rule, a key of `scoring.RULES`.
-      options: of a choice, by its letters' order.
-      answer_format: what the rule needs besides, such as "Int" of MMLongBench-Doc; "" without it.
-      where: file and line or record, for messages.
+      question: as it is asked, options and instruction included.
+      answers: those that count as right, of a choice its letter; none: what re-prefill answers is right.
+      scorer: a key of `scoring.SCORERS`. kind: the category that tables are divided by; "" without one.
+      options: of a choice, by their letters' order.
+      screen: "1080x2400", the size that points of an action are in; "": thousandths.
+      where: file and line or number, for messages.
     """
 
     id: str
@@ -57,41 +43,62 @@ class Item:
     pieces: tuple[Piece, ...]
     question: str
     answers: tuple[str, ...]
-    kind: str
-    rule: str
+    scorer: str = "exact_match"
+    kind: str = ""
     options: tuple[str, ...] = ()
-    answer_format: str = ""
+    screen: str = ""
     where: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """A line, record or field of a data set that is left out, and why; the rest goes on.
+class Refusal(NamedTuple):
+    """A record that is left out while the rest goes on.
 
     Attributes:
-      where: file and line or record. reason: names the field, what was found and what was expected.
+      where: file and line or number. reason: names the field, what it holds and what was expected.
     """
 
     where: str
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ItemSet:
+class DataSet(NamedTuple):
     """A data set that was read.
 
     Attributes:
-      format: its name, a key of `formats.READERS`.
-      source: what was read.
-      items: those that can be asked.
-      refusals: what was left out, a line each.
-      chunk_rule: one sentence: what makes a piece of a context in this format.
-      digest: of all that the items consist of but pixels: two sets with the same digest ask the same.
+      name: of its field map. source: what was read. about: one sentence: what a piece of its contexts is.
+      items: those that can be asked. refusals: what was left out.
+      media: keeps the images that were inside data files on disk, as long as it lives.
     """
 
-    format: str
+    name: str
     source: Path
+    about: str
     items: Sequence[Item]
     refusals: Sequence[Refusal]
-    chunk_rule: str
-    digest: str
+    media: Any = None
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that the items consist of but pixels; the same wherever the data lies."""
+        digest = hashlib.sha256()
+        for item in self.items:
+            pieces = [content_key(piece.content, self.source.parent) for piece in item.pieces]
+            content = [item.id, item.cluster, item.question, item.answers, item.scorer, item.kind, item.options]
+            digest.update(json.dumps([*content, item.screen, pieces]).encode() + b"\n")
+        return digest.hexdigest()
+
+
+def content_key(content: PieceContent, base: Path | None = None) -> str:
+    """Names what a piece shows: equal names show the same.
+
+    Args:
+      base: files are named from this folder on where they are below it, else by their names. None: by their paths.
+    """
+    if isinstance(content, Text):
+        return f"text {content}"
+    if isinstance(content, Video):
+        frames = content.source if isinstance(content.source, list) else [content.source]
+        return f"video {[content_key(frame, base) for frame in frames]} {content.frames} {content.rate}"
+    if base is None:
+        return f"image {content}"
+    return f"image {content.relative_to(base).as_posix() if content.is_relative_to(base) else content.name}"

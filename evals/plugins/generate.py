@@ -34,14 +34,10 @@ class ReusedProcessor:
 
         Args:
           messages: as `ReusedChat.answer` takes them.
-          variables: `tokenize`, `return_dict`, `return_tensors` and `add_generation_prompt` are what they are in a call
-            that generates, and change nothing; further ones are refused.
+          variables: those of a call that generates (`tokenize`, `return_dict`, …), which change nothing.
 
         Returns:
-          input_ids [1,T] and `messages`: what `ReusedModel.generate` takes.
-
-        Raises:
-          InputError: another variable. What `ModelBackbone.chat` raises.
+          input_ids [1,T] and `messages`: what `ReusedModel.generate` takes. Raises InputError for another variable.
         """
         others = set(variables) - {"tokenize", "return_dict", "return_tensors", "add_generation_prompt", "padding"}
         if others:
@@ -81,15 +77,12 @@ class ReusedModel:
           input_ids, messages: of `ReusedProcessor.apply_chat_template`.
 
         Returns:
-          The prompt's ids and those behind them.
-
-        Raises:
-          What `ReusedChat.answer` raises.
+          The prompt's ids and those behind them. Raises as `ReusedChat.answer`.
         """
         sampling: dict[str, Any] = {}
         if do_sample:
             sampling = {"temperature": 1.0 if temperature is None else temperature, "top_p": top_p or 1.0}
             sampling |= {"top_k": top_k or None, "seed": seed}
         stop = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        found = self.chat.answer(messages, steps=max_new_tokens, stop=stop, **sampling)
-        return np.concatenate([input_ids, np.array([found.ids], np.int64)], axis=1)
+        answer = self.chat.answer(messages, steps=max_new_tokens, stop=stop, **sampling)
+        return np.concatenate([input_ids, np.array([answer.ids], np.int64)], axis=1)

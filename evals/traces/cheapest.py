@@ -21,9 +21,9 @@ from models.random_weights import config_of
 from ..bench import shapes
 from ..harness.environment import environment
 from ..harness.tables import markdown_table
-from ..measure import formats
 from .computer_use import draw_computer_use, trace_of_episodes
 from .mooncake import draw_mooncake, read_mooncake
+from .readers.cua_trace import read_episodes
 from .step_prices import PROMPTS, WAYS, Unit, bounded, means, questions_of, shares, shown_pieces, step_prices
 from .window_tracker import TraceSizes
 
@@ -71,7 +71,7 @@ def tokens_of(event: Event) -> int:
 def imported(folder: Path, steps: int = STEPS, seed: int = 0) -> list[ImportedTrace]:
     """Draws a session of each format into a folder, and reads it."""
     requests = draw_computer_use(folder / "computer_use" / "h_cua.jsonl", steps, seed, words=200)
-    episodes = formats.read_episodes(requests, "cua_trace").episodes
+    episodes = read_episodes(requests).episodes
     screens = trace_of_episodes(episodes, folder / "computer_use", "computer use")
     blocks = read_mooncake(draw_mooncake(folder / "mooncake.jsonl", steps, seed))
     return [ImportedTrace(trace.kind, trace, TraceSizes.of(trace, tokens_of)) for trace in (screens, blocks)]

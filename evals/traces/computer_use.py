@@ -1,6 +1,6 @@
 """Recorded episodes of agents as traces of windows; traces as computer-use requests, as AIPerf replays them ("H CUA").
 
-Every format of `evals.measure` that has episodes is imported. A step's screenshots enter, those that have left since
+A step's screenshots enter, those that have left since
 leave, one that comes again with the same bytes is recalled, the question is what the next action is, and the answer
 stays as a text behind it.
 
@@ -26,10 +26,10 @@ from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.optional_packages import require
 
-from ..measure.episodes import Episode, action_text, canonical, question_of
-from ..measure.formats.cua_trace import INSTRUCTION, OMITTED
-from ..measure.items import Piece, StoredImage
 from .new_files import write_file
+from .readers.cua_trace import INSTRUCTION, OMITTED
+from .readers.episodes import Episode, action_text, canonical, question_of
+from .readers.items import Piece, StoredImage
 
 _ACTION = re.compile(r"Action \d+: (.*)\n", re.DOTALL)
 _QUESTION = re.compile(rf"Goal: (.*)\n{re.escape(INSTRUCTION)}\nNext action:", re.DOTALL)

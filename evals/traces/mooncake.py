@@ -29,8 +29,8 @@ from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.strict_json import object_of
 from kvpatch_jax.window import LIMIT
 
-from ..measure.stored_bytes import StoredBytes
 from .new_files import write_file
+from .readers.stored_bytes import StoredBytes
 from .window_tracker import NO_COSTS, TracedQuestion, TraceSizes, moments
 
 BLOCK = 512

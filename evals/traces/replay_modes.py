@@ -33,8 +33,8 @@ from models import ModelBackbone
 
 from ..arms.reused_page import cut
 from ..measure.contexts import HostKV, joined, on_host
-from ..measure.trajectories.prompts import computed_behind
 from ..oracles import HostExecutor
+from .cached_prefix import computed_behind
 from .held_prompts import HeldPrompt, HoldingRule
 from .prefix_cache import PrefixCache, canonical_of, length_of, span
 from .window_tracker import Moment, TraceConfig, TraceContents, TracedClose, TracedFork, TracedQuestion

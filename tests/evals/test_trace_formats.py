@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 
-from evals.measure import formats
-from evals.measure.formats.cua_trace import OMITTED
 from evals.traces.computer_use import draw_computer_use, trace_of_episodes, write_computer_use
 from evals.traces.mooncake import draw_mooncake, read_mooncake, write_mooncake
+from evals.traces.readers.cua_trace import OMITTED, read_episodes
 from evals.traces.window_tracker import NO_COSTS, TracedQuestion, TraceSizes, moments
 from kvpatch_jax.errors import InputError, TraceError
 from kvpatch_jax.traces import Event, Trace
@@ -124,7 +123,7 @@ def test_hostile_mooncake_files_are_refused(tmp_path):
 @pytest.mark.slow
 def test_computer_use_200_steps_come_back_as_they_were(tmp_path):
     path = draw_computer_use(tmp_path / "h_cua.jsonl", 200, 0)
-    found = formats.read_episodes(path)
+    found = read_episodes(path)
     assert (found.format, list(found.refusals), len(found.episodes[0].steps)) == ("cua_trace", [], 200)
     trace = trace_of_episodes(found.episodes, tmp_path / "trace", found.format)
     ops = Counter(event.op for event in trace)
@@ -135,7 +134,7 @@ def test_computer_use_200_steps_come_back_as_they_were(tmp_path):
         assert len(chunks) == min(number + 1, 3)
         assert sum(entry.kind == "text" for entry in moment.pieces) == 1 + 2 * number  # all texts stay
 
-    again = formats.read_episodes(write_computer_use(trace, tmp_path / "again.jsonl"))
+    again = read_episodes(write_computer_use(trace, tmp_path / "again.jsonl"))
     assert trace_of_episodes(again.episodes, tmp_path / "trace", again.format).events == trace.events
 
 

@@ -58,7 +58,7 @@ def data(tmp_path_factory):
                 "texts": ["Read this well."] if context % 2 else [],
                 "question": "What is in it?",
                 "answer": "hello",
-                "rule": "squad_f1",
+                "scorer": "token_f1",
             }
         )
     path = folder / "questions.jsonl"

@@ -1,4 +1,4 @@
-"""Ten items of each format that `evals.measure` reads, laid out as released; texts and images were drawn for this."""
+"""Ten items of each data set that `evals.measure` has a map of, laid out as released; all were drawn for this."""
 
 import io
 import tarfile
@@ -19,26 +19,17 @@ PATHS = {
     "musique": "musique/musique_ans_dev.jsonl",
     "gui_odyssey": "gui_odyssey",
     "android_control": "android_control/android_control-00000-of-00001",
-    "cua_trace": "cua_trace/h_cua.jsonl",
     "osworld": "osworld/trajectories.jsonl",
     "jsonl": "jsonl/items.jsonl",
 }
-"""What is read of each format, below the folder of all. cua_trace_3/ has a trace whose requests show three screens."""
+"""What is read of each, below the folder of all."""
 
 
-def unpack(folder: Path, *names: str) -> Path:
-    """Unpacks the folders of these formats, or of all; returns the folder."""
+def unpack(folder: Path) -> Path:
+    """Unpacks all; returns the folder."""
     with tarfile.open(Path(__file__).with_name("released.tar.xz")) as archive:
-        wanted = [
-            member for member in archive if not names or member.name.removeprefix("./").partition("/")[0] in names
-        ]
-        archive.extractall(folder, wanted, filter="data")
+        archive.extractall(folder, filter="data")
     return folder
-
-
-def released(folder: Path, name: str) -> Path:
-    """Unpacks one format; returns the path to read."""
-    return unpack(folder, name) / PATHS[name]
 
 
 def png(lines: list[str], colour: str = "white", size: tuple[int, int] = (96, 64)) -> bytes:

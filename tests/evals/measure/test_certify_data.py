@@ -1,6 +1,5 @@
 """A certificate from a user's own data: contexts are windows, as recorded windows of the same are."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +8,7 @@ from PIL import Image
 
 from evals.certify.own_images import OwnImageSource, recorded_sizes, windows_of_items
 from evals.certify.recorded_windows import RecordedWindow
-from evals.measure import formats
+from evals.measure import fields
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import InputError
 from models import Buckets, load
@@ -40,7 +39,7 @@ def asked(tmp_path_factory):
 @pytest.mark.slow
 def test_contexts_of_a_data_set_are_the_windows_that_a_recording_of_them_is(asked):
     folder, recorded = asked
-    backbone, data = load(shipped(MAIN), dtype="float32", buckets=Buckets()), formats.read(folder / "data.jsonl")
+    backbone, data = load(shipped(MAIN), dtype="float32", buckets=Buckets()), fields.read(folder / "data.jsonl")
     windows = windows_of_items(data)
     assert [(len(own.images), own.questions) for own in windows[:-1]] == [(3, own.questions) for own in recorded]
     assert len(windows[-1].images) == 1
@@ -62,12 +61,12 @@ def test_contexts_of_a_data_set_are_the_windows_that_a_recording_of_them_is(aske
 def test_data_without_enough_contexts_of_images_is_refused(asked, tmp_path):
     folder, _ = asked
     with pytest.raises(InputError, match=r"--data: got windows 1 of 1, 6 of 3 pieces; expected 40 or more of a size"):
-        recorded_sizes(windows_of_items(formats.read(folder / "data.jsonl")), 40, 40, 2, "--data")
+        recorded_sizes(windows_of_items(fields.read(folder / "data.jsonl")), 40, 40, 2, "--data")
 
     path = tmp_path / "texts.jsonl"
     path.write_text(json.dumps({"texts": ["A page."], "question": "What?", "answer": "x"}) + "\n")
     with pytest.raises(InputError, match=r"of whose 0 items none has a context of images and texts"):
-        windows_of_items(dataclasses.replace(formats.read(path), items=[]))
+        windows_of_items(fields.read(path)._replace(items=[]))
 
 
 @pytest.mark.slow
@@ -85,15 +84,13 @@ def test_texts_are_chunks_among_images_and_what_cannot_be_read_is_a_line(asked, 
         lines.append({"pieces": pieces, "question": names[0], "answer": "x"})
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    data = formats.read(tmp_path / "data.jsonl", verify=True)
-    assert len(data.items) == 6
-    assert [own.where for own in data.refusals] == ["data.jsonl:4"]
+    data = fields.read(tmp_path / "data.jsonl")
+    assert (len(data.items), data.refusals) == (7, [])
     backbone, windows = load(shipped(MAIN), dtype="float32", buckets=Buckets()), windows_of_items(data)
     sizes = recorded_sizes(windows, 2, 6, 2, "--data")
     source = OwnImageSource.of_items(backbone, data, sizes, 5, windows)
     said = capsys.readouterr().out
-    assert said.count("left out: ") == 1
-    assert said.startswith("left out: data.jsonl:6: text 'a word unheard of': got 'a'")
+    assert [line.partition(" ")[2][9:21] for line in said.splitlines()] == ["data.jsonl:4", "data.jsonl:6"]
     assert (source.sizes.counts, source.modalities) == ((5,), ("image", "text"))
     # The second chunk is the text as the tokenizer has it, embedded.
     [first, *_] = source.specs

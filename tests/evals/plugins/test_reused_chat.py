@@ -119,18 +119,14 @@ def test_the_call_that_transformers_code_makes(backbone):
         ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}], "without its image"),
         ([{"role": "user", "content": [{"type": "tool"}, {"type": "text", "text": "a"}]}], "content 0"),
         ([{"role": "user", "content": 7}], "got content 7; expected a text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "https://x.org/a"}, {"type": "text", "text": "a"}]}],
+            "x.org",
+        ),
     ],
 )
 def test_messages_of_another_form_are_refused(backbone, messages, message):
-    with pytest.raises(InputError, match=message):
-        ReusedChat(backbone).answer(messages)
-
-
-def test_an_address_in_place_of_an_image_is_refused(backbone):
-    messages = [
-        {"role": "user", "content": [{"type": "image", "url": "https://x.org/a.png"}, {"type": "text", "text": "a"}]}
-    ]
-    with pytest.raises(kvp.errors.KVPatchError, match=r"x\.org"):
+    with pytest.raises(kvp.errors.KVPatchError, match=message):
         ReusedChat(backbone).answer(messages)
 
 
@@ -168,14 +164,14 @@ def lmms_eval(monkeypatch):
     def get_model(name: str):
         plugin = os.environ["LMMS_EVAL_PLUGINS"]
         # The command line looks for the tasks of every plugin first.
-        found = importlib.util.find_spec(f"{plugin}.tasks")
-        assert found is not None
-        assert found.submodule_search_locations
+        tasks = importlib.util.find_spec(f"{plugin}.tasks")
+        assert tasks is not None
+        assert tasks.submodule_search_locations
         class_name = importlib.import_module(f"{plugin}.models").AVAILABLE_MODELS[name]
-        found = getattr(importlib.import_module(f"{plugin}.models.{name}"), class_name)
-        assert issubclass(found, Model)
-        assert found.is_simple
-        return found
+        model = getattr(importlib.import_module(f"{plugin}.models.{name}"), class_name)
+        assert issubclass(model, Model)
+        assert model.is_simple
+        return model
 
     yield get_model
     sys.modules.pop("evals.plugins.lmms.models.kvpatch", None)

@@ -43,8 +43,7 @@ class KVPatch(Base):
           approximate: False reuses what is exact alone.
           batch_size, device: lmms-eval passes them to every model; requests are answered one by one, where jax is.
 
-        Raises:
-          InputError: another option. What `models.load` raises.
+        Raises InputError for another option, and as `models.load`.
         """
         super().__init__()
         if options:
@@ -67,31 +66,23 @@ class KVPatch(Base):
             if self.system_prompt:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
             until = options.get("until", ())
-            found = self.chat.answer(
+            answer = self.chat.answer(
                 messages,
                 steps=options.get("max_new_tokens", MOST_NEW_TOKENS),
                 temperature=options.get("temperature") or 0.0,
                 top_p=options.get("top_p") or 1.0,
                 stop=[until] if isinstance(until, str) else list(until),
             )
-            answers.append(found.text)
-            self.cache_hook.add_partial("generate_until", request.args, found.text)
+            answers.append(answer.text)
+            self.cache_hook.add_partial("generate_until", request.args, answer.text)
         return answers
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Refuses: no task of images that is in use asks for it.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Refuses with NotImplementedError: no task of images that is in use asks for likelihoods."""
         raise NotImplementedError("kvpatch: got a task of likelihoods; expected one that generates")
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Refuses: rounds depend on the answers before them.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Refuses with NotImplementedError: rounds depend on the answers before them."""
         raise NotImplementedError("kvpatch: got a task of several rounds; expected one answer per request")
 
     def clean(self) -> None:

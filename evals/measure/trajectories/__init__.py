@@ -1,1 +1,0 @@
-"""Agents' recorded episodes as an evaluation: what keeping a window, or dropping it, costs and loses at every step."""

@@ -1,0 +1,1 @@
+"""Computer-use requests, as AIPerf replays them, read as episodes."""
