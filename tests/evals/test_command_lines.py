@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
     ("program", "flag", "known"),
     [
         ("evals.run", "--config=nope", "expected a TOML file"),
-        pytest.param("evals.train", "--backbone=nope", "qwen3_vl_moe", marks=pytest.mark.slow),
-        pytest.param("evals.certify", "--model=nope", "qwen3_vl_moe", marks=pytest.mark.slow),
+        pytest.param("evals.train", "--backbone=nope", "kimi_vl", marks=pytest.mark.slow),
+        pytest.param("evals.certify", "--model=nope", "documents/qwen2_5_vl", marks=pytest.mark.slow),
         pytest.param("evals.bench", "--suite=nope", "operators", marks=pytest.mark.slow),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import kvpatch_jax as kvp
-from evals.trained import shipped
+from evals.trained import shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
@@ -366,7 +366,7 @@ def test_bad_input_raises_typed_errors_and_changes_nothing(backbone, segments, u
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["documents/kimi_vl", "documents/qwen2_5_vl_mha"])
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name.endswith(("kimi_vl", "_mha", "qwen3_vl"))])
 def test_trained_families_reuse_too(name):
     trained = load(shipped(name), dtype="float32", buckets=Buckets(32, 1))
     rng = np.random.default_rng(0)
