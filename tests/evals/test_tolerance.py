@@ -1,95 +1,72 @@
-"""Histories of a chunk, the rows that are made of answers behind them, and the page that shows the rows."""
-
-import json
-from typing import Any
+"""Histories of a chunk say what stood in front, and KV formed behind the true one loses nothing."""
 
 import numpy as np
 import pytest
 
-from evals.tolerance import bounds, document, rows
-from evals.tolerance.contexts import QUICK, specs_of
-from evals.tolerance.histories import ALONE, KINDS, LEAD, MEANS, OTHER, OWN, SUM, TRUTH, HistoryPiece, histories
-from evals.tolerance.suite import load_backbone, records_of
+from evals.harness import config, runner
+from evals.harness.methods import BLIND, REFERENCE
+from evals.task.contexts import SIZES, sample
+from evals.task.questions import ask
+from evals.trained import ROOT
+from evals.windows.contents import TaskPieces, TaskTail
+from evals.windows.lines import text_piece
+from evals.windows.tolerance import MENDED, SUM, TOLERANCE, Contexts, History, histories, measure_tolerance
+from kvpatch_jax.errors import InputError
+from models import load
 
 
-def names(history: Any) -> str:
+def letters(history: History) -> str:
     """Writes a history as letters: capitals of its own context, small ones of another's."""
-    return "".join("ABCDEFGH"[piece.place] if piece.source == OWN else "abcdefgh"[piece.place] for piece in history)
+    return "".join("abcdefgh"[piece.place] if piece.other else "ABCDEFGH"[piece.place] for piece in history)
 
 
 def test_histories_differ_from_the_truth_in_what_their_names_say():
-    found = {kind: history for kind, history in histories(4).items() if history is not None}
-    shown = {kind: names(history) for kind, history in found.items()}
-    assert shown[TRUTH] == "ABCD"
-    assert shown["far differ"] == "abcD"
-    assert shown["farthest differs"] == "aBCD"
-    assert shown["far missing"] == "D"
-    assert shown["farthest missing"] == "BCD"
-    assert shown["far moved"] == "BCAD"
-    assert shown["ends exchanged"] == "DBCA"
-    assert shown["nearest differs"] == "ABCd"
-    assert shown["nearest missing"] == "ABC"
-    assert shown["all differ"] == "abcd"
-    assert shown[LEAD] == ""
-    assert histories(4)[ALONE] is None
-    assert [piece.served for piece in found["nearest canonical"]] == ["exact"] * 3 + ["canonical"]
-    assert {piece.served for piece in found["all patched"]} == {"patched"}
+    behind_four = histories(4)
+    assert behind_four[BLIND] is None
+    written = {arm: letters(history) for arm, history in behind_four.items() if history is not None}
+    assert written == {
+        REFERENCE: "ABCD",
+        "far differ": "abcD",
+        "farthest differs": "aBCD",
+        "far missing": "D",
+        "far moved": "BCAD",
+        "nearest differs": "ABCd",
+        "nearest missing": "ABC",
+        "all differ": "abcd",
+        "the lead alone": "",
+        "all canonical": "ABCD",
+        "all patched": "ABCD",
+    }
+    # Behind two pieces the farthest is all that is far, and cannot move.
+    assert set(written) - set(histories(2)) == {"farthest differs", "far moved"}
+    for count in (2, 3, 8):
+        assert len(histories(count)) == len(set(histories(count).values()))
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_no_history_is_listed_twice(count):
-    found = list(histories(count).values())
-    assert len(found) == len(set(found))
-    assert set(histories(count)) <= set(KINDS)
-    for kinds in MEANS.values():
-        assert set(kinds) & set(histories(count))
-
-
-def test_nothing_is_far_behind_one_piece():
+def test_what_is_not_there_is_refused():
     with pytest.raises(ValueError, match="got 1 pieces in front; expected 2 or more"):
         histories(1)
-    assert HistoryPiece(OTHER, 0).served == "exact"
-
-
-def record(kind: str, kl: list[float], held_out: bool, form: str = "whole") -> dict[str, Any]:
-    labels = {"task": "sheets", "front": 3, "held_out": held_out, "kind": kind, "form": form}
-    first = 100 if held_out else 0
-    return labels | {"kl": kl, "flips": [0.0] * len(kl), "cluster": [first + number for number in range(len(kl))]}
-
-
-def test_rows_say_how_far_answers_are_off_and_how_many_hardly_are():
-    records = [record(ALONE, [0.4, 0.2], False), record("far differ", [0.1, 0.02], False)]
-    found = {(row["arm"], row["metric"]): row["value"] for row in rows.mean_rows(records)}
-    assert found["far differ", "kl"] == pytest.approx(0.06)
-    assert found["far differ", "within"] == 0.5
-    assert found["far differ", "eta"] == pytest.approx(1 - 0.12 / 0.6)
-    assert found[ALONE, "eta"] == pytest.approx(0.0)
-
-
-def test_bounds_are_of_one_half_and_tried_on_the_other():
-    calibration, held_out = np.linspace(0, 1, 20), [0.5, 0.99, 1.5, 2.0]
-    records = [record("far differ", calibration.tolist(), False), record("far differ", held_out, True)]
-    found = {row["metric"]: row["value"] for row in bounds.bound_rows(records)}
-    assert 0.9 <= found["bound"] <= 1.0
-    assert found["coverage"] in (0.25, 0.5)
-    # Nine contexts at least are needed for nine in ten.
-    assert bounds.bound_rows([record("far differ", [0.1] * 8, False), record("far differ", held_out, True)]) == []
-
-
-def test_the_page_shows_the_published_rows():
-    kept = json.loads((document.ROOT / document.KEPT).read_text())
-    page = (document.ROOT / document.PAGE).read_text()
-    assert document.section(kept) in page
+    ((_, _, run, parts),) = runner.plan(config.read_config("tolerance", [], ["quick"]))
+    assert len(parts) == 1
+    with pytest.raises(InputError, match=r"tolerance\.probes: got 'poems\.front=2'"):
+        TOLERANCE.parts(run._replace(probes=("poems.front=2",)))
 
 
 @pytest.mark.slow
 def test_kv_behind_the_true_history_loses_nothing():
-    backbone = load_backbone("qwen2_5_vl")
-    spec = next(iter(specs_of("small", QUICK)))
-    found = list(records_of(backbone, QUICK, spec))
-    assert found[0]["kind"] == TRUTH
-    assert max(found[0]["kl"]) == 0
-    assert max(max(record["kl"]) for record in found) > 0.01
-    # Sums of single deficits are measured beside histories.
-    by_kind = {record["kind"]: record["kl"] for record in found}
-    assert max(by_kind[SUM]) > 0.01
+    """Two sheets and a page of four cells: patches have all directions, and mend what another history lacks."""
+    rng, backbone = np.random.default_rng(1), load(ROOT / "documents/qwen2_5_vl", dtype="float32")
+    contexts = sample(rng, 4, SIZES["tiny"])
+    images = TaskPieces.of(backbone, contexts, np.arange(4))
+    tail = TaskTail(images.prefix, ask(contexts, rng, {"chain": 6}), np.zeros(6, int))
+    lead = text_piece(backbone, np.full((4, 3), 30), "lead")
+    measured = measure_tolerance(
+        Contexts(backbone, lead, images.sheets, images.page, tail, images.clusters), "documents.front=2"
+    )
+    valid, reference = measured.questions.valid, measured.answers[REFERENCE]
+    kl = {arm: answers.divergence_from(reference)[valid].max() for arm, answers in measured.answers.items()}
+    for arm in (REFERENCE, "all patched", MENDED):
+        assert kl[arm] < 1e-3
+    # What another history lacks is lost, and so is what sums of single deficits have too much.
+    for arm in (BLIND, "far differ", "all differ", SUM):
+        assert kl[arm] > 0.01

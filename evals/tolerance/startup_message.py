@@ -1,5 +1,0 @@
-"""The first line of the program. Imported before all else, because what follows takes seconds to import."""
-
-from ..console import say_at_once
-
-say_at_once("evals.tolerance.__main__", "kvpatch_jax: which antecedents matter to a chunk; loading libraries …")
