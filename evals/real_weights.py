@@ -129,14 +129,3 @@ def _problem(weights: RealWeights, file: Path) -> str | None:
     with file.open("rb") as data:
         begin = data.read(len(MAGIC))
     return None if begin == MAGIC else f"first bytes {begin!r}"
-
-
-def checkpoint(path: str | None) -> Path:
-    """Finds a file or directory that is named, or SmolLM2's weights.
-
-    Raises:
-      InputError: it is not there.
-    """
-    if path is not None and not Path(path).exists():
-        raise InputError(f"--checkpoint: got {path!r}; expected a GGUF file or a checkpoint directory")
-    return weights_file("smollm2") if path is None else Path(path)
