@@ -8,8 +8,7 @@ import pytest
 from evals.harness import config, runner
 from evals.harness.frame import Lookup
 from evals.harness.methods import REFERENCE
-from evals.task.vocabulary import vocabulary
-from evals.windows.revisits import REVISITS, questions_of, task_contents
+from evals.windows.revisits import REVISITS
 from evals.windows.visits import (
     BATCHED,
     CONTEXTS,
@@ -80,28 +79,9 @@ def test_other_ways_prefill_what_they_do_not_have():
     assert again[ONE_BY_ONE + KEPT] == again[BATCHED + KEPT] == 0
     assert again[ONE_BY_ONE] == work[ONE_BY_ONE]
     assert again[MPIC] == work[MPIC] - 1110
-
-
-def test_other_ways_count_flops_behind_the_lead_and_the_branch_alone():
-    whole = counted_work(Visit("a", (0, 1)), [10, 100], 4, 2, flops, {})
-    assert whole[REPREFILL][1] == 10 * 1004 + 10 * 1004 + 100 * 1014
-    forked = counted_work(Visit("a", (0, 1), forked=1), [10, 100], 4, 2, flops, {})
-    assert forked[REPREFILL][0] == 110
-    # What the parent computed is in the branch's cache.
-    assert forked[ONE_BY_ONE][0] == 100
-
-
-def test_questions_are_of_what_stands_together_at_the_end():
-    contents = task_contents("documents", 2, 0)
-    asks = {
-        (4, 0, 1, 3): ("value", "unit"),
-        (0, 4, 7, 3): ("letter", "digit", "first", "second"),
-        (4, 0): ("value", "unit"),
-    }
-    for shown, words in asks.items():
-        question = questions_of(contents, Visit("a", shown), 4, seed=1)[-1]
-        assert vocabulary("documents").names[question.ids[0]] in words
-        assert question.tokens == len(question.ids) == 2
+    # FLOPs are counted behind the lead; what a fork's parent computed is in the branch's cache.
+    assert counted_work(Visit("a", (0, 1)), tokens, 4, 2, flops, {})[REPREFILL][1] == 20 * 1004 + 100 * 1014
+    assert counted_work(Visit("a", (0, 1), forked=1), tokens, 4, 2, flops, {})[ONE_BY_ONE][0] == 100
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,9 @@ from evals.harness.frame import Lookup
 from evals.harness.methods import BLIND, REFERENCE
 from evals.task.contexts import SIZES, latest, sample
 from evals.trained import ROOT
+from evals.windows import operations
 from evals.windows.contents import TaskPieces
-from evals.windows.operations import (
-    OPERATIONS,
-    SLIDE_KINDS,
-    WINDOWS,
-    measure_parts,
-    reordered,
-    slide_questions,
-    with_foreign,
-)
+from evals.windows.operations import OPERATIONS, SLIDE_KINDS, WINDOWS, slide_questions
 from evals.windows.records import Measured, records_of, rows_of
 from kvpatch_jax.errors import InputError
 from models import load
@@ -106,7 +99,7 @@ def test_a_hybrid_needs_both_parts_and_a_transformer_has_one(hybrid: TaskPieces,
     for part in ("rows.rank=32", "transition.whole"):
         assert both.mean() < kl[part].mean()
     with pytest.raises(InputError, match="got a transformer; expected a hybrid"):
-        list(measure_parts(transformer, np.random.default_rng(0)))
+        list(operations.measure_parts(transformer, np.random.default_rng(0)))
 
 
 def test_meaning_follows_the_sheets():
@@ -114,8 +107,8 @@ def test_meaning_follows_the_sheets():
     contexts = sample(np.random.default_rng(0), 4, SIZES["4"])
     order, replaced = np.array([2, 0, 1]), np.array([False, True, False])
     sources = {
-        "reordered": (reordered(contexts, order), [(0, 2), (0, 0), (0, 1)]),
-        "foreign": (with_foreign(contexts, replaced), [(0, 0), (1, 1), (0, 2)]),
+        "reordered": (operations.reordered(contexts, order), [(0, 2), (0, 0), (0, 1)]),
+        "foreign": (operations.with_foreign(contexts, replaced), [(0, 0), (1, 1), (0, 2)]),
     }
     for changed, standing in sources.values():
         value, unit, times = latest(changed)
