@@ -1,8 +1,5 @@
-"""Certification: what each mode of reuse loses on a backbone, with bounds that were tested on other windows.
+"""Certificates: what every way of serving a chunk loses on a backbone, with bounds that were tested on other windows.
 
-Run by `python -m evals.certify`. `window_sizes` says how many windows of which sizes, and `window_sources` provides
-them (images of the small task, the user's images, or texts); `packed_questions` packs what is asked behind them.
-`serving_modes` serves every window in every mode, with the stored prefills of `other_histories`. `scores` computes
-bounds and their coverage, `plans` and `mixtures` test them where methods are mixed, and `certification` makes the
-certificate. `time_estimate` says beforehand how long all of that takes.
+`windows` lists what is measured on, `lines` prefills and serves it, `modes` are the ways of serving, `scores` makes
+bounds of what they lose, `mixtures` tests the bounds where ways are mixed, and `certification` joins all of it.
 """

@@ -1,242 +1,106 @@
-"""Certifies a backbone: `python -m evals.certify --model=DIR --out=FILE`.
+"""Certifies a backbone: `python -m evals.certify --model=DIR --images=FOLDER --out=certificate.json`.
 
-Serves windows of chunks, of one size or several, in every way of reuse and asks behind them, on the user's own images
-or texts or, without any, on what every machine has. Says how long that takes before it starts; writes bounds that plans
-hold to, tried on held-out windows, and recommends a rank.
+Serves windows of chunks in every mode of reuse and asks behind them, on a user's own images, texts or data or, without
+any, on what every machine has. Writes bounds that plans hold to, tried on held-out windows, and recommends a rank. A
+killed run goes on where it was when the same command is given again.
 """
 
-from . import startup_message as startup_message  # isort: split
+from absl import flags
 
-from .. import extra as extra  # isort: split
+from ..harness import program
 
-import dataclasses
-import functools
-import resource
-import tempfile
-import time
-from collections.abc import Sequence
-from pathlib import Path
-
-from absl import app, flags
-
-from kvpatch_jax.errors import InputError
-from models import Buckets, ModelBackbone, load
-
-from ..command_line import begin_program, errors_as_one_line
-from ..compilation import Compilations
-from ..console import Progress, in_words
-from ..harness.environment import environment
-from ..measure import fields
-from ..measure.items import DataSet
-from ..trained import shipped
-from .certification import certify, table
-from .certification_run import CertificationRun
-from .journal import Journal
-from .own_images import OwnImageSource, recorded_sizes, windows_of_items
-from .packed_questions import QUESTIONS
-from .recorded_windows import read_windows
-from .scores import least_windows
-from .serving_modes import OPTIONAL_POINTS, RANKS
-from .time_estimate import announcement, expected_steps, measured_pace
-from .window_sizes import CertifiedSizes
-from .window_sources import DrawnImageSource, TextSource, WindowSource, drawn_images_fit
-
-SEED = 40961
-
-_MODEL = flags.DEFINE_string("model", None, "a checkpoint directory or GGUF file, or the name of a shipped small model")
+_MODEL = flags.DEFINE_string("model", None, "a checkpoint directory, GGUF file, shipped instance or real weights' name")
 _IMAGES = flags.DEFINE_string("images", None, "a folder of images to measure on, such as screenshots of your agent's")
 _TEXTS = flags.DEFINE_string("texts", None, "a folder of texts to measure on (.txt, .md, .rst)")
 _QUESTIONS = flags.DEFINE_string("questions", None, "a file of questions to ask behind images or texts, a line each")
-_WINDOWS = flags.DEFINE_string(
-    "windows",
-    None,
-    "a file of JSON lines: windows as your agent had them, of the images of --images, and their questions",
-)
-_DATA = flags.DEFINE_string(
-    "data",
-    None,
-    "a data set as evals.measure reads it: contexts of images and texts are the windows, its questions asked",
-)
-_FORMAT = flags.DEFINE_string("format", None, "of --data, where the file does not say")
+_DATA = flags.DEFINE_string("data", None, "a data set as evals.measure reads it, or your agent's log: the windows")
 _OUT = flags.DEFINE_string("out", None, "the certificate's file")
 _NUMBER = flags.DEFINE_list("n", ["64"], "windows, half of them held out; of every size, or a number for each")
-_BATCH = flags.DEFINE_integer(
-    "batch", 32, "windows of the least size in one forward, of larger ones fewer: less for large models", lower_bound=1
-)
+_BATCH = flags.DEFINE_integer("batch", 16, "windows of the least size in one forward: less for large models", 1)
 _CHUNKS = flags.DEFINE_list("chunks", ["4"], "chunks of a window: 3 or more, or several numbers such as 4,8,16,32")
-_SKIP = flags.DEFINE_list(
-    "skip", [], f"methods to leave out, which are uncertified then: any of {', '.join(OPTIONAL_POINTS)}"
-)
-_LEVEL = flags.DEFINE_float(
-    "level", 0.95, "of the bounds: the share of answers behind new windows that they are to hold for", 0.5, 0.999
-)
+_SKIP = flags.DEFINE_list("skip", [], "points to leave out, which are uncertified then")
+_LEVEL = flags.DEFINE_float("level", 0.95, "share of the answers behind new windows that bounds hold for", 0.5, 0.999)
 _KL = flags.DEFINE_float("kl", None, "nats that an answer may lose: recommends the smallest rank whose bound is within")
-_RANKS = flags.DEFINE_list("ranks", [str(rank) for rank in RANKS], "of the patches, at least 1")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "as models.load takes it: a certificate is of the weights in one dtype"
-)
-_SEED = flags.DEFINE_integer("seed", SEED, "of what is drawn; the default was first used once all this was written")
+_RANKS = flags.DEFINE_list("ranks", ["4", "8", "16", "32", "64"], "of the patches")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "a certificate is of the weights in one dtype")
+_SEED = flags.DEFINE_integer("seed", 40961, "of what is drawn")
 
 
-def check_flags() -> tuple[CertifiedSizes, tuple[int, ...], frozenset[str]]:
-    """Refuses contradicting flags before anything is loaded; returns sizes of windows, ranks and what is left out."""
-    if _IMAGES.value is not None and _TEXTS.value is not None:
-        raise InputError("--images, --texts: got both; expected one of them, or neither")
+def main() -> None:
+    """Checks the flags, measures, writes the certificate and prints it."""
+    import shutil
+    import time
+    from pathlib import Path
 
-    counts, chunks = _numbers("n", _NUMBER.value, 2), _numbers("chunks", _CHUNKS.value, 3)
-    least = least_windows(_LEVEL.value)
-    if _DATA.value is not None:
-        others = (_IMAGES, _TEXTS, _QUESTIONS, _WINDOWS)
-        if any(other.value is not None for other in others) or flags.FLAGS["chunks"].present or len(counts) > 1:
-            raise InputError(
-                "--data: expected one --n at most, and neither images, texts, questions, windows nor chunks"
-            )
-        windows = windows_of_items(_data())
-        sizes = recorded_sizes(windows, 2 * least, max(counts), _BATCH.value, "--data")
-    elif _WINDOWS.value is not None:
-        if _IMAGES.value is None or _QUESTIONS.value is not None or flags.FLAGS["chunks"].present or len(counts) > 1:
-            raise InputError(
-                "--windows: expected --images with it, one --n at most, and neither --questions nor --chunks"
-            )
-        sizes = recorded_sizes(read_windows(Path(_WINDOWS.value)), 2 * least, max(counts), _BATCH.value)
-    else:
-        sizes = CertifiedSizes(chunks, counts * len(chunks) if len(counts) == 1 else counts, _BATCH.value)
-    if sizes.fewest[0] < least:
-        raise InputError(f"--n: got {min(counts)}; expected {2 * least} or more for --level={_LEVEL.value:g}")
+    from kvpatch_jax.errors import InputError
+    from models import Buckets, load
 
-    out = Path(_OUT.value or "")
+    from ..harness.environment import environment
+    from ..harness.intervals import least_clusters
+    from ..harness.runner import model_path
+    from . import certification, modes, sources
+
+    began, out, least = time.perf_counter(), Path(_OUT.value or ""), 2 * least_clusters(_LEVEL.value)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out: got {out}, which is a folder, or lies in none; expected a file's name")
-    unknown = sorted(set(_SKIP.value) - set(OPTIONAL_POINTS))
-    if unknown:
-        raise InputError(f"--skip: got {', '.join(unknown)}; expected any of {', '.join(OPTIONAL_POINTS)}")
-    return sizes, tuple(sorted(set(_numbers("ranks", _RANKS.value, 1)))), frozenset(_SKIP.value)
+    if unknown := sorted(set(_SKIP.value) - set(modes.OPTIONAL_POINTS)):
+        raise InputError(f"--skip: got {', '.join(unknown)}; expected any of {', '.join(modes.OPTIONAL_POINTS)}")
+    given = {flag.name for flag in (_IMAGES, _TEXTS, _DATA, _QUESTIONS) if flag.value is not None}
+    if len(given - {"questions"}) > 1 or given == {"data", "questions"}:
+        raise InputError(
+            f"--{', --'.join(sorted(given))}: got them together; expected one, or --questions with folders"
+        )
+    chunks, counts = integers(_CHUNKS, sources.LEAST_CHUNKS), integers(_NUMBER, least)
+    if list(chunks) != sorted(set(chunks)) or len(counts) not in (1, len(chunks)):
+        raise InputError(f"--chunks, --n: got {chunks}, {counts}; expected ascending sizes, and one n or one for each")
+    sizes = dict(zip(chunks, counts * (len(chunks) // len(counts)), strict=True))
+    ranks, seed, batch = tuple(sorted(set(integers(_RANKS, 1)))), _SEED.value, _BATCH.value
+    asked = sources.QUESTIONS if _QUESTIONS.value is None else sources.read_questions(Path(_QUESTIONS.value))
 
-
-@functools.cache
-def _data() -> DataSet:
-    """Reads the data set of --data, and prints a line for what is left out of it. Images are decoded once."""
-    data = fields.read(Path(_DATA.value or ""), _FORMAT.value)
-    for refusal in data.refusals:
-        print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
-    return data
-
-
-def _numbers(flag: str, values: Sequence[str], least: int) -> tuple[int, ...]:
-    """Reads the integers of a flag."""
-    if not values or not all(value.strip().isdecimal() and int(value) >= least for value in values):
-        raise InputError(f"--{flag}: got {','.join(values)!r}; expected integers >= {least}")
-    return tuple(int(value) for value in values)
-
-
-def source_of(backbone: ModelBackbone, sizes: CertifiedSizes) -> WindowSource:
-    """Returns the windows that the flags ask for.
-
-    Args:
-      sizes: of the windows, and how many.
-
-    Raises:
-      InputError: too few images or texts, or no questions; fewer calibration windows than the level needs.
-    """
-    questions, seed = QUESTIONS, _SEED.value
-    if _QUESTIONS.value is not None:
-        path = Path(_QUESTIONS.value)
-        if not path.is_file():
-            raise InputError(f"--questions: got {path}, which is no file; expected one with a question a line")
-        questions = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-        if not questions:
-            raise InputError(f"--questions: got {path}, which is empty; expected a question a line")
-
+    # Images come in many sizes, which buckets keep to few programs.
+    buckets = Buckets() if given & {"images", "data"} else None
+    backbone = load(model_path(_MODEL.value or ""), dtype=_DTYPE.value, buckets=buckets)
     if _DATA.value is not None:
-        least = 2 * least_windows(_LEVEL.value)
-        source = OwnImageSource.of_items(backbone, _data(), sizes, seed, windows_of_items(_data()), least=least)
-    elif _IMAGES.value is not None and _WINDOWS.value is not None:
-        windows = read_windows(Path(_WINDOWS.value))
-        source = OwnImageSource.recorded(backbone, Path(_IMAGES.value), windows, sizes, seed)
+        windows = sources.data_windows(backbone, Path(_DATA.value), least, counts[0], batch)
     elif _IMAGES.value is not None:
-        source = OwnImageSource.of(backbone, Path(_IMAGES.value), sizes, seed, questions)
-    elif _TEXTS.value is None and drawn_images_fit(backbone):
-        source = DrawnImageSource.of(sizes, seed)
+        windows = sources.image_windows(backbone, Path(_IMAGES.value), sizes, seed, asked, batch)
+    elif _TEXTS.value is None and sources.reads_task(backbone):
+        windows = sources.task_windows(backbone, sizes, seed, batch)
     else:
         folder = None if _TEXTS.value is None else Path(_TEXTS.value)
-        source = TextSource.of(backbone, folder, sizes, seed, questions)
+        windows = sources.text_windows(backbone, folder, sizes, seed, asked, batch)
+    calibration, held_out = windows.fewest
+    print(f"{windows.shown}: {calibration} windows of a size for calibration, {held_out} held out", flush=True)
 
-    # A folder may have fewer texts than --n.
-    calibration, held_out = source.sizes.fewest
-    least = least_windows(_LEVEL.value)
-    if calibration < least:
-        raise InputError(
-            f"certify: got {calibration} calibration windows of {source.content}; expected {least} or more for "
-            f"--level={_LEVEL.value:g}"
-        )
-    each = " or more of each size" if len(source.sizes.chunks) > 1 else ""
-    print(f"{source.content}: {calibration} windows{each} for calibration, {held_out} held out", flush=True)
-    return source
-
-
-def journal_of(backbone: ModelBackbone, name: str, source: WindowSource, ranks: tuple[int, ...]) -> Journal:
-    """Returns the journal of an earlier run for the same certificate, and reports what it has.
-
-    Raises:
-      InputError: the earlier run measured something else.
-    """
-    out = Path(_OUT.value or "")
+    served = modes.ModeSet(ranks, tuple(windows.by_size), frozenset(_SKIP.value))
     config = {
-        "model": name,
+        "model": Path(_MODEL.value or "").name,
         "backbone": backbone.fingerprint,
-        "content": source.content,
-        "questions": None if _QUESTIONS.value is None else Path(_QUESTIONS.value).read_text(encoding="utf-8"),
-        "recorded": None if _WINDOWS.value is None else Path(_WINDOWS.value).read_text(encoding="utf-8"),
-        "windows": list(source.sizes.counts),
-        "chunks": list(source.sizes.chunks),
-        "batch": _BATCH.value,
-        "seed": _SEED.value,
-        "ranks": list(ranks),
-        "skip": sorted(_SKIP.value),
+        "windows": [windows.digest, *windows.by_size],
+        "batch": batch,
+        "seed": seed,
+        "modes": [list(ranks), sorted(served.skip)],
         "versions": environment(("kvpatch-jax", "jax"))["versions"],
     }
-    return Journal(out.with_name(f"{out.name}.parts"), config)
-
-
-def main(arguments: list[str]) -> None:
-    """Parses flags, measures, writes, prints."""
-    begin_program(arguments)
-    began, compilations = time.perf_counter(), Compilations()
-
-    with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:
-        sizes, ranks, skip = check_flags()
-        model = _MODEL.value or ""  # required: absl refuses to go on without it
-        path = Path(model) if Path(model).is_file() else shipped(model)
-        own = _IMAGES.value is not None or _DATA.value is not None
-        buckets = Buckets() if own else None  # sizes of images differ
-        backbone = load(path, dtype=_DTYPE.value, buckets=buckets)
-        source = source_of(backbone, sizes)
-
-        journal = journal_of(backbone, path.name, source, ranks)
-        run = CertificationRun(backbone, source, Path(folder), ranks, journal, skip=skip)
-        batches = len(source.specs)
-        measured = sum(run.is_measured(number) for number in range(batches))
-        if measured:
-            print(f"{measured} of {batches} batches were measured by an earlier run: {journal.file}", flush=True)
-
-        # Each step moves the progress bar by what it was expected to take.
-        expected = [*expected_steps(run, measured_pace(run))]
-        print(announcement(run, sum(expected)), flush=True)
-        progress, pace = Progress({}, more=sum(expected)), iter(expected)
-        run = dataclasses.replace(run, step=lambda name: progress(name, seconds=next(pace, 0.0)))
-        certificate = certify(run, path.name, level=_LEVEL.value, goal=_KL.value, plan_seed=_SEED.value)
-        progress.close()
-        certificate.write(_OUT.value or "")
-        journal.delete()
-
-    print(table(certificate))
+    parts = out.with_name(f"{out.name}.parts")
+    run = certification.Certification(windows, served, parts, config, _LEVEL.value, _KL.value, seed)
+    certificate = run.certify()
+    certificate.write(out)
+    shutil.rmtree(parts)
+    print(certification.table(certificate))
     print(f"rank {certificate.recommended_rank}: {certificate.recommended.reason}")
-    took = f"{in_words(time.perf_counter() - began)}, {in_words(time.process_time())} of it on a core"
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    programs = f"{compilations.count} programs, {most:.1f} GiB at most"
-    print(f"{took}; {programs}; {_OUT.value}, digest {certificate.digest}")
+    print(f"{program.in_words(time.perf_counter() - began)}; {out}, digest {certificate.digest}")
+
+
+def integers(flag, least: int) -> tuple[int, ...]:
+    """Reads the integers of a flag."""
+    from kvpatch_jax.errors import InputError
+
+    if not flag.value or not all(value.strip().isdecimal() and int(value) >= least for value in flag.value):
+        raise InputError(f"--{flag.name}: got {','.join(flag.value)!r}; expected integers >= {least}")
+    return tuple(int(value) for value in flag.value)
 
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["model", "out"])
-    app.run(main)
+    program.start(main, "kvpatch_jax: what modes of reuse lose, with bounds; loading libraries …")

@@ -1,143 +1,132 @@
-"""Measures a backbone in every mode of reuse, and makes its certificate."""
+"""Measures a backbone in every mode of reuse, part by part, and makes its certificate."""
 
 import dataclasses
 import datetime
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from kvpatch_jax import Text
 from kvpatch_jax.plan import Certificate
 
+from ..harness.lines import divergence
+from ..harness.parts import Part, Record, run_parts
 from ..harness.tables import aligned_table
-from ..probes.window.image_sequence import read_behind
-from .certification_run import CertificationRun, Step, batch_name
-from .plans import measure_plans
-from .scores import Scores, recommend, rows_of
-from .serving_modes import ModeSet, served_batches, serving_modes
-from .window_sources import WindowBatch
+from .mixtures import mixed
+from .modes import PROMISES, ModeSet, PromisedBatch, slid_window
+from .scores import Scores, plan_row, recommend, rows_of
+from .windows import PlannedBatch, WindowSet
 
 
-class Measurement(NamedTuple):
-    """Scores of all windows, and how large these were.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Certification:
+    """What is certified, to which level, and (in nats) for which goal.
 
     Attributes:
-      scores: answer by answer, by the windows' chunks.
-      asked: what was asked, in words.
-      tokens: of the largest window.
-      spans: the least and the largest span of a chunk besides the lead.
+      folder: of finished parts. config: what they depend on, the model's name among it.
+      seed: of what is mixed.
     """
 
-    scores: dict[int, Scores]
-    asked: str
-    tokens: int
-    spans: tuple[int, int]
+    windows: WindowSet
+    modes: ModeSet
+    folder: Path
+    config: Mapping[str, Any]
+    level: float
+    goal: float | None = None
+    seed: int = 0
 
+    def certify(self) -> Certificate:
+        """Measures what the folder lacks: every mode first, then mixtures of modes on held-out windows."""
+        batches = list(self.windows.batches())
+        certificate = self._certificate(self._records("windows", self._measure, batches))
+        # Mixtures were made by certain numbers, whatever the day.
+        name = f"mixtures by {dataclasses.replace(certificate, made='any day').digest}"
+        mixtures: dict[tuple[int, float], list[Record]] = {}
+        held_out = [planned for planned in batches if planned.held_out]
+        for records in self._records(name, functools.partial(self._mix, certificate), held_out):
+            for record in records:
+                mixtures.setdefault((record["size"], -record["goal"]), []).append(record)
+        return dataclasses.replace(certificate, plans=tuple(plan_row(mixtures[key]) for key in sorted(mixtures)))
 
-def measure(run: CertificationRun) -> Measurement:
-    """Serves and asks every batch in every mode. Batches that the journal has are not measured again."""
-    by_size = {size: Scores() for size in run.source.sizes.chunks}
-    asked, tokens, spans = "", 0, set[int]()
-    for number, spec in enumerate(run.source.specs):
-        part = run.journal.part(batch_name(number))
-        if part is None:
-            windows = run.source.load(run.backbone, spec, run.folder)
-            own, size = score_batch(windows, run.modes, run.step)
-            facts = {"asked": windows.questions.description, "tokens": size, "spans": sorted(set(windows.spans))}
-            part = run.journal.add(batch_name(number), scores=own.to_json(), **facts)
+    def _records(
+        self, name: str, measure: Callable[[int, PlannedBatch], Iterable[Record]], batches: Sequence[PlannedBatch]
+    ) -> list[list[Record]]:
+        parts = []
+        for number, planned in enumerate(batches):
+            work = float(len(planned.windows) * planned.chunks)
+            parts.append(Part(f"{name} {number}", functools.partial(measure, number, planned), work))
+        records = run_parts(self.folder, self.config, parts)
+        return [records[part.key] for part in parts]
 
-        # Scores are read back even if just measured, so that a resumed run cannot differ.
-        by_size[spec.chunks].add(Scores.from_json(part["scores"]))
-        asked, tokens = part["asked"], max(tokens, part["tokens"])
-        spans.update(part["spans"])
+    def _measure(self, number: int, planned: PlannedBatch) -> Iterator[Record]:
+        """Serves and asks a batch in every mode: a record of its windows, then one of each mode."""
+        windows = self.windows.load(planned)
+        questions, kept = windows.questions, slid_window(windows, planned.chunks)
+        yield {
+            "size": planned.chunks,
+            "cluster": questions.of_answers(windows.clusters).tolist(),
+            "held_out": planned.held_out,
+            "tokens": windows.lead.size + sum(piece.size for piece in windows.pieces),
+            "spans": sorted({piece.chunk.span for piece in (*windows.older, *windows.pieces)}),
+        }
+        for batch in (PromisedBatch(windows, promise, kept) for promise in PROMISES):
+            promised = questions.ask(batch.line, batch.whole)
+            for mode, cache in batch.modes(self.modes):
+                served = questions.ask(batch.line, cache)
+                kl, flips = divergence(promised, served), promised.argmax(axis=-1) != served.argmax(axis=-1)
+                scored = {"kl": questions.answers(kl).tolist(), "flips": questions.answers(flips).tolist()}
+                yield {"mode": list(mode), **scored}
 
-    # Behind pieces that are served as promised, a patch that is formed now is the stored one.
-    for scores in by_size.values() if run.modes.has("fresh") else ():
-        for table in (scores.kl, scores.flips):
-            for (point, rank, behind, promise), values in list(table.items()):
-                if point == "stored" and behind == 0 and rank in run.modes.fresh_ranks:
-                    table["fresh", rank, behind, promise] = values
+    def _mix(self, certificate: Certificate, number: int, planned: PlannedBatch) -> Iterator[Record]:
+        rng = np.random.default_rng([self.seed, 4, number])
+        return mixed(self.windows.load(planned), certificate, self.modes.ranks, rng)
 
-    return Measurement(by_size, asked, tokens, (min(spans), max(spans)))
-
-
-def score_batch(windows: WindowBatch, modes: ModeSet, step: Step) -> tuple[Scores, int]:
-    """Returns the scores of a batch of windows in every mode, and the tokens of one of them."""
-    scores, questions, size = Scores(), windows.questions, 0
-    for batch in served_batches(windows, modes):
-        size = batch.line.size
-        tail = questions.behind(batch.line.end)
-        promised = read_behind(batch.line, batch.whole, tail)
-
-        for mode in serving_modes(batch, modes):
-            served = read_behind(batch.line, mode.cache, tail)
-            key = mode.point, mode.rank, mode.behind, mode.promise
-            kl, flips = served.divergence_from(promised), promised.predicted != served.predicted
-            scores.kl.setdefault(key, []).append(questions.scored(kl)[questions.valid])
-            scores.flips.setdefault(key, []).append(questions.scored(flips)[questions.valid])
-            step(f"{mode.point} {mode.rank or ''}")
-
-    cluster = questions.of_valid(windows.clusters)
-    scores.cluster.append(cluster)
-    scores.held_out.append(np.full(len(cluster), windows.held_out))
-    return scores, size
-
-
-def certify(
-    run: CertificationRun, model: str, *, level: float, goal: float | None = None, plan_seed: int | None = None
-) -> Certificate:
-    """Measures and certifies.
-
-    Args:
-      model: its name.
-      level: of the bounds.
-      goal: of the recommended rank, in nats.
-      plan_seed: for measuring plans by the certificate too, whose rows are added; None: no plans.
-    """
-    source = run.source
-    by_size, asked, tokens, spans = measure(run)
-    scores = [*by_size.values()]
-    rows = sorted(rows_of(scores, level), key=lambda row: (row.promise, row.point, row.behind, row.rank))
-    certificate = Certificate(
-        backbone=run.backbone.fingerprint,
-        model=model,
-        made=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        level=level,
-        calibration=source.sizes.fewest[0],
-        held_out=source.sizes.fewest[1],
-        chunks=source.sizes.most,
-        tokens=tokens,
-        content=source.content,
-        asked=asked,
-        disjoint=source.disjoint,
-        rows=tuple(rows),
-        recommended=recommend(scores, goal, level),
-        spans=spans,
-        modalities=source.modalities,
-    )
-    if plan_seed is None:
-        return certificate
-    return dataclasses.replace(certificate, plans=measure_plans(run, certificate, plan_seed))
-
-
-RANK_UNITS = {"repair": " %", "survivor": " slides"}
-HEAD = ("promise", "way", "others", "rank", "KL, mean", "bound", "held-out within", "η", "flips")
+    def _certificate(self, parts: Sequence[Sequence[Record]]) -> Certificate:
+        """Makes the certificate of all measured modes, without mixtures."""
+        source, by_size = self.windows, dict[int, list[Sequence[Record]]]()
+        for part in parts:
+            by_size.setdefault(part[0]["size"], []).append(part)
+        scores = [Scores.of(batches) for batches in by_size.values()]
+        shown = [(len(window.pieces), name) for window in source.windows for name in window.pieces]
+        values = [source.contents.values[name] for _, name in shown]
+        spans = [span for part in parts for span in part[0]["spans"]]
+        return Certificate(
+            backbone=source.contents.backbone.fingerprint,
+            model=self.config["model"],
+            made=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            level=self.level,
+            calibration=source.fewest[0],
+            held_out=source.fewest[1],
+            chunks=max(by_size),
+            tokens=max(part[0]["tokens"] for part in parts),
+            content=f"{source.shown}, digest {source.digest}",
+            asked=source.asked,
+            disjoint=len(set(shown)) == len(shown),
+            spans=(min(spans), max(spans)),
+            modalities=tuple(sorted({"text" if isinstance(value, Text | list) else "image" for value in values})),
+            rows=tuple(rows_of(scores, self.level)),
+            recommended=recommend(scores, self.goal, self.level),
+        )
 
 
 def table(certificate: Certificate) -> str:
-    """Returns a certificate as text: a line for each row and for each plan."""
-    cells = []
+    """Returns a certificate as text: a line for each row and for each mixture."""
+    units, cells = {"repair": " %", "survivor": " slides"}, []
     for row in certificate.rows:
-        rank = f"{row.rank}{RANK_UNITS.get(row.point, '')}" if row.rank else "–"
-        share = f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"
+        rank = f"{row.rank}{units.get(row.point, '')}" if row.rank else "–"
         eta = "–" if row.eta is None else f"{row.eta:.3f}"
-        losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", share, eta, f"{row.flips:.2%}"]
+        losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", _share(row), eta, f"{row.flips:.2%}"]
         cells.append([row.promise, row.point, str(row.behind), rank, *losses])
-
-    lines = [aligned_table(HEAD, cells)]
+    head = ("promise", "way", "others", "rank", "KL, mean", "bound", "held-out within", "η", "flips")
+    lines = [aligned_table(head, cells)]
     for plan in certificate.plans:
-        share = f"{plan.coverage:.1%} [{plan.coverage_low:.1%}, {plan.coverage_high:.1%}]"
-        lines.append(
-            f"{plan.name}: {share} of {plan.answers} held-out answers within {plan.kl:.3g} nats; "
-            f"{plan.approximate:.0%} of the chunks approximate"
-        )
+        answers = f"{_share(plan)} of {plan.answers} held-out answers within {plan.kl:.3g} nats"
+        lines.append(f"{plan.name}: {answers}; {plan.approximate:.0%} of the chunks approximate")
     return "\n".join(lines)
+
+
+def _share(row: Any) -> str:
+    return f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"

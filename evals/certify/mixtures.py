@@ -1,101 +1,69 @@
-"""Windows whose pieces are served in methods drawn at random: are answers within the bound of the worst method?
+"""Held-out windows whose pieces are served in different modes at once: are answers within the bound of the worst mode?
 
-Certificates compose by that rule (`Certificate.together`). Plans test it with canonicals and patches; here stored
-prefills of other windows, and pieces that are prefilled behind whatever is served in front, are among the methods.
+Certificates compose by that rule (`Certificate.together`), and plans rely on it. Modes are drawn, for every piece, from
+those of a whole window that are within a bound, and a prefill that reads whatever is served in front of it.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.plan import DEFAULT_KL, Certificate
 
-from ..probes.window.image_sequence import KV, AgentLoop, ImageSequence, cut, read_behind
-from .certification_run import CertificationRun
-from .other_histories import LIKENESSES, stored_pieces
+from ..harness.lines import Line, Loop, cut, divergence
+from ..harness.parts import Record
+from .modes import LIKENESSES, stored_prefills
 from .scores import rounded
-from .serving_modes import padded_to_chunk, patched_kv, room_of
-from .window_sources import WindowBatch
+from .windows import WindowBatch
 
-Method = tuple[str, int]
-"""Point and rank."""
-PREFILL: Method = ("prefill", 0)
 DRAWS = 4
-"""Mixtures of each batch."""
+"""Mixtures of each batch, for each bound."""
+PREFILL = ("prefill", 0)
+"""Point and rank of a piece that is prefilled."""
 
 
-def mixture_goals(certificate: Certificate, size: int) -> list[float]:
-    """Returns the bounds that mixtures are tested at, descending: of "near", and the default one.
+def goals_of(certificate: Certificate, ranks: Sequence[int], size: int) -> list[float]:
+    """Lists the bounds that mixtures are tested at, descending.
 
-    Args:
-      size: chunks of the windows.
+    They are those of windows patched throughout, at ranks between the extremes, of stored prefills, and the default.
     """
-    bounds = [DEFAULT_KL, certificate.bound("near", behind=size - 1)]
+    bounds = [certificate.bound("stored", rank, behind=size - 1) for rank in ranks[1:-1] or ranks]
+    bounds += [DEFAULT_KL, certificate.bound("near", behind=size - 1)]
     return sorted({rounded(bound) for bound in bounds if bound}, reverse=True)
 
 
-class Mixer:
-    """Serves a batch of windows in mixtures of methods.
-
-    Attributes:
-      windows: the batch.
-    """
-
-    def __init__(self, windows: WindowBatch):
-        """Computes what mixtures share: the promised windows, and stored prefills."""
-        self.windows, self._room = windows, room_of(windows)
-        self._line = ImageSequence(windows.backbone, [windows.lead, *windows.pieces])
-        self._target = self._line.prefill()
-        self._stored: dict[str, Any] = {likeness: kv for likeness, kv in stored_pieces(windows, self._room)}
-        self._tail = windows.questions.behind(self._line.end)
-        self._promised = read_behind(self._line, self._line.engine(self._target), self._tail)
-
-    def answers(
-        self, run: CertificationRun, goal: float, certificate: Certificate, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Draws mixtures of prefills and of all methods with a bound of at most `goal`, and asks behind them.
-
-        Returns:
-          KL of each answer, its window, and the share of pieces that were not prefilled.
-        """
-        questions, methods = self.windows.questions, _methods(certificate, run.ranks, len(self.windows.pieces), goal)
-        kls, shares = [], []
+def mixed(
+    windows: WindowBatch, certificate: Certificate, ranks: Sequence[int], rng: np.random.Generator
+) -> Iterator[Record]:
+    """Yields for every bound the KL of each answer, its window, and the share of pieces that were not prefilled."""
+    line, questions = Line(windows.backbone, [windows.lead, *windows.pieces]), windows.questions
+    size = len(windows.pieces)
+    target = line.prefill()
+    promised = questions.ask(line, line.engine(target))
+    for goal in goals_of(certificate, ranks, size):
+        # A prefill, and the modes of a whole window with a bound of at most the goal.
+        points = [("bare", 0), *((likeness, 0) for likeness in LIKENESSES), *(("stored", rank) for rank in ranks)]
+        bounds = {way: certificate.bound(*way, behind=size - 1) for way in points}
+        within = [PREFILL, *(way for way, bound in bounds.items() if bound is not None and rounded(bound) <= goal)]
+        kl, shares = list[float](), list[float]()
         for _ in range(DRAWS):
-            drawn = [methods[number] for number in rng.integers(len(methods), size=len(self.windows.pieces))]
-            served = read_behind(self._line, self._line.engine(self._served(drawn)), self._tail)
-            kls.append(questions.scored(served.divergence_from(self._promised))[questions.valid])
-            shares.append(np.mean([method != PREFILL for method in drawn]))
-        cluster = np.tile(questions.of_valid(self.windows.clusters), DRAWS)
-        return np.concatenate(kls), cluster, float(np.mean(shares))
-
-    def _served(self, methods: Sequence[Method]) -> list[KV]:
-        """Returns the phase-free KV of the lead and every piece, each prefill behind what is served in front."""
-        windows = self.windows
-        loop = AgentLoop(windows.backbone, self._room, windows.lead)
-        for place, (piece, (point, rank)) in enumerate(zip(windows.pieces, methods, strict=True), 1):
-            chunk = piece.chunk
-            if (point, rank) == PREFILL:
-                loop.append(piece)
-                continue
-            if point == "bare":
-                kv = cut(piece.canonical, slice(chunk.length))
-            elif point == "stored":
-                whole = padded_to_chunk(chunk, self._target[place])
-                kv = patched_kv(chunk, kvp.form_patch(chunk, whole, rank, self._line.antecedent(place), dense=False))
-            else:
-                kv = self._stored[point][place]
-            loop.held.append((piece, kv))
-        return loop.parts
-
-
-def _methods(certificate: Certificate, ranks: Sequence[int], size: int, goal: float) -> list[Method]:
-    """Returns a prefill, and every method that a whole window may be served in."""
-    methods = [("bare", 0), *((likeness, 0) for likeness in LIKENESSES), *(("stored", rank) for rank in ranks)]
-    within = []
-    for point, rank in methods:
-        bound = certificate.bound(point, rank, behind=size - 1)
-        if bound is not None and rounded(bound) <= goal:
-            within.append((point, rank))
-    return [PREFILL, *within]
+            ways = [within[number] for number in rng.integers(len(within), size=size)]
+            loop = Loop(windows.backbone, windows.room)
+            loop.append(windows.lead)
+            for place, (piece, (point, rank)) in enumerate(zip(windows.pieces, ways, strict=True), 1):
+                kv = None  # of a prefill behind what is served in front
+                if point == "bare":
+                    kv = cut(piece.chunk.kv, slice(piece.size))
+                elif point == "stored":
+                    conditioned, antecedent = piece.padded(target[place]), line.antecedent(place)
+                    patch = kvp.form_patch(piece.chunk, conditioned, rank, antecedent, dense=False)
+                    kv = piece.patched(patch)
+                elif point in LIKENESSES:
+                    kv = stored_prefills(windows)[point][place]
+                loop.append(piece, kv)
+            served = questions.ask(line, line.engine(loop.parts))
+            kl += questions.answers(divergence(promised, served)).tolist()
+            shares.append(float(np.mean([way != PREFILL for way in ways])))
+        cluster = questions.of_answers(windows.clusters).tolist() * DRAWS
+        yield {"size": size, "goal": goal, "kl": kl, "cluster": cluster, "share": float(np.mean(shares))}

@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import itertools
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,8 +62,15 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
     Raises:
       InputError: fewer than `count`.
     """
+    return long_documents(backbone, SOURCES[domain](), domain, count, tokens, most)
+
+
+def long_documents(
+    backbone: Any, texts: Iterable[tuple[str, str]], domain: str, count: int, tokens: int, most: int
+) -> list[Document]:
+    """Reads the first of named texts that are long enough. Arguments and errors as of `documents`."""
     chosen: list[Document] = []
-    for name, text in SOURCES[domain]():
+    for name, text in texts:
         if len(text) < 2 * tokens:  # fewer than two characters a token is rare, and none of these texts
             continue
         ids = np.asarray(backbone.ids(text[: 12 * most]), np.int32)[:most]
@@ -104,12 +111,6 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
             names[f"{package}/{inside}"] = path
     for name in _shuffled(list(names)):
         yield name, names[name]
-
-
-def library_modules() -> list[Path]:
-    """Lists the standard library's modules of two levels, by name, without its tests."""
-    paths = [*LIBRARY.glob("[a-z]*.py"), *LIBRARY.glob("[a-z]*/[a-z_]*.py")]
-    return sorted(path for path in paths if path.parts[-2] not in ("site-packages", "test"))
 
 
 def documentation(path: Path) -> str:
