@@ -19,6 +19,7 @@ from ..harness.parts import Record
 from .modes import Mode
 
 Values = Float[np.ndarray, " answers"]
+Clusters = Int[np.ndarray, " answers"]
 SUFFICIENT, NEGLIGIBLE = 0.9, 1e-3
 """Share of blind reuse's KL that a sufficient rank removes; mean KL, in nats, below which patches are hardly needed."""
 LEAST_BOUND = 1e-6
@@ -32,7 +33,7 @@ class Scores:
 
     kl: Mapping[Mode, Values]
     flips: Mapping[Mode, Values]
-    cluster: Int[np.ndarray, " answers"]
+    cluster: Clusters
     held_out: Bool[np.ndarray, " answers"]
 
     @classmethod
@@ -47,7 +48,7 @@ class Scores:
         sides = [np.full(len(windows["cluster"]), windows["held_out"]) for windows, *_ in parts]
         return cls(kl, flips, np.concatenate(clusters), np.concatenate(sides))
 
-    def calibration(self, mode: Mode) -> tuple[Values, Values]:
+    def calibration(self, mode: Mode) -> tuple[Values, Clusters]:
         """Returns KL and window of the answers that calibrate."""
         return self.kl[mode][~self.held_out], self.cluster[~self.held_out]
 

@@ -273,11 +273,14 @@ def packed(rows: Sequence[Sequence[Question]], lengths: Sequence[int]) -> Packed
 
     Args:
       rows: of each window, one or more; those at one place have equally many scored tokens.
-      lengths: tokens of the longest question at each place, in all batches, so that one program reads them all. A
-        window with fewer questions repeats its last one, which does not count.
+      lengths: tokens of the longest question at each place, in all batches, so that one program reads them all. What
+        fills up windows with fewer questions does not count.
     """
-    columns = [[row[min(place, len(row) - 1)] for row in rows] for place in range(len(lengths))]
-    ids, scored = [], []
+    ids, scored, columns = [], [], list[list[Question]]()
+    for place in range(len(lengths)):
+        answers = next((len(row[place].scored) for row in rows if place < len(row)), 1)
+        filler = Question((0,), (0,) * answers)
+        columns.append([row[place] if place < len(row) else filler for row in rows])
     for column, length, start in zip(columns, lengths, np.cumsum([0, *lengths[:-1]]), strict=True):
         # Tokens that fill a question up stand behind the scored ones, which do not see them.
         ids.append([(*question.ids, *[0] * (length - len(question.ids))) for question in column])

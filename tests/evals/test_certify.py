@@ -278,7 +278,7 @@ def test_canonicals_lose_what_pieces_prefilled_alone_lose_and_whole_patches_noth
 
 def test_packed_questions_do_not_see_each_other_and_are_read_at_their_own_tokens():
     asked = packed([[Question((7, 7, 7), (1, 2))], [Question((5, 6), (0, 1)), Question((9,), (0, 0))]], [3, 2])
-    assert asked.ids.tolist() == [[7, 7, 7, 7, 7], [5, 6, 0, 9, 0]]
+    assert asked.ids.tolist() == [[7, 7, 7, 0, 0], [5, 6, 0, 9, 0]]
     assert asked.steps.tolist() == [0, 1, 2, 0, 1]
     assert asked.valid.tolist() == [[True, False], [True, True]]
     assert [np.flatnonzero(asked.among[token]).tolist() for token in (1, 3)] == [[0, 1], [3]]
@@ -305,19 +305,18 @@ def test_windows_of_a_log_have_what_was_before_them_and_what_cannot_be_read_is_a
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    windows = sources.data_windows(backbone, log, 2, 4, 2)
+    windows = sources.data_windows(backbone, log, 2, 6, 2)
     refusals = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
     assert any("unheard" in line for line in refusals)
-    assert len(windows.windows) == 4
-    assert windows.fewest == (2, 2)
-    first, second, *held_out = windows.windows
-    assert [len(window.questions) for window in (first, second, *held_out)] == [1, 2, 1, 1]
+    assert windows.fewest == (3, 2)
+    first, second, third, *held_out = windows.windows
+    assert [len(window.questions) for window in (first, second, third, *held_out)] == [1, 2, 1, 1, 1]
     assert second.before == first.pieces
-    assert first.before == second.pieces  # nothing of the other half
+    assert first.before == third.pieces  # nothing of the other half
     text = backbone.embed(**backbone.prepare([backbone.ids(" ".join(words[:3]))]))
     np.testing.assert_array_equal(windows.contents.tokens(first.pieces[1]).embeddings, text.embeddings)
     planned = list(windows.batches())
-    assert [(batch.held_out, batch.clusters) for batch in planned] == [(False, [0, 1]), (True, [2, 3])]
+    assert [(batch.held_out, batch.clusters) for batch in planned] == [(False, [0, 1]), (False, [2]), (True, [3, 4])]
     assert windows.load(planned[0]).questions.valid.tolist() == [[True, False], [True, True]]
     with pytest.raises(InputError, match="--data: got contexts of 3 pieces; expected 10 or more of one number"):
         sources.data_windows(backbone, log, 10, 10, 2)
