@@ -253,16 +253,13 @@ def recorded(draw: Draw, turns: Sequence[int], folder: Path) -> Path:
     for task in range(RECORDED):
         count = turns[task % len(turns)] + 1
         scene = Scene(count + PAGES, rng)
-        *_, before, shown = ((), *(turn.images for turn in draw(scene, count, rng)))
+        *_, shown = (turn.images for turn in draw(scene, count, rng))
         asked = [scene.turn(shown, rng).question for _ in range(QUESTIONS)]
-        for image in {*before, *shown}:
+        for image in shown:
             scene.pictures[image].save(folder / f"{task:03}-{image:02}.png")
-        window = {
-            "images": [f"{task:03}-{image:02}.png" for image in shown],
-            "questions": [" ".join(names[token] for token in question) for question in asked],
-            "before": [f"{task:03}-{image:02}.png" for image in before if image not in shown],
-        }
-        lines.append(json.dumps(window))
+        images = [f"{task:03}-{image:02}.png" for image in shown]
+        for question in asked:
+            lines.append(json.dumps({"images": images, "question": " ".join(names[token] for token in question)}))
     path = folder / "windows.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -279,7 +276,7 @@ def certify(folder: Path, loop: str, draw: Draw, turns: Sequence[int]) -> Path:
         return path
     images.mkdir(parents=True, exist_ok=True)
     windows = recorded(draw, turns, images)
-    flags = [f"--model={MODEL}", "--dtype=float32", f"--images={images}", f"--windows={windows}", f"--out={path}"]
+    flags = [f"--model={MODEL}", "--dtype=float32", f"--data={windows}", f"--out={path}"]
     flags += ["--n=160", "--batch=32", "--ranks=8,16", "--skip=update,fresh,repair"]
     subprocess.run([sys.executable, "-m", "evals.certify", *flags], check=True)
     return path
