@@ -47,9 +47,7 @@ def main() -> None:
         raise InputError(f"--skip: got {', '.join(unknown)}; expected any of {', '.join(modes.OPTIONAL_POINTS)}")
     given = {flag.name for flag in (_IMAGES, _TEXTS, _DATA, _QUESTIONS) if flag.value is not None}
     if len(given - {"questions"}) > 1 or given == {"data", "questions"}:
-        raise InputError(
-            f"--{', --'.join(sorted(given))}: got them together; expected one, or --questions with folders"
-        )
+        raise InputError(f"{', '.join(sorted(given))}: got them together; expected one, or --questions with a folder")
     chunks, counts = integers(_CHUNKS, sources.LEAST_CHUNKS), integers(_NUMBER, least)
     if list(chunks) != sorted(set(chunks)) or len(counts) not in (1, len(chunks)):
         raise InputError(f"--chunks, --n: got {chunks}, {counts}; expected ascending sizes, and one n or one for each")
@@ -69,8 +67,7 @@ def main() -> None:
     else:
         folder = None if _TEXTS.value is None else Path(_TEXTS.value)
         windows = sources.text_windows(backbone, folder, sizes, seed, asked, batch)
-    calibration, held_out = windows.fewest
-    print(f"{windows.shown}: {calibration} windows of a size for calibration, {held_out} held out", flush=True)
+    print(f"{windows.shown}: {'{} windows of a size for calibration, {} held out'.format(*windows.fewest)}", flush=True)
 
     served = modes.ModeSet(ranks, tuple(windows.by_size), frozenset(_SKIP.value))
     config = {
@@ -83,8 +80,7 @@ def main() -> None:
         "versions": environment(("kvpatch-jax", "jax"))["versions"],
     }
     parts = out.with_name(f"{out.name}.parts")
-    run = certification.Certification(windows, served, parts, config, _LEVEL.value, _KL.value, seed)
-    certificate = run.certify()
+    certificate = certification.certify(windows, served, parts, config, _LEVEL.value, _KL.value, seed)
     certificate.write(out)
     shutil.rmtree(parts)
     print(certification.table(certificate))

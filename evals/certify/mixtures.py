@@ -15,7 +15,7 @@ from ..harness.lines import Line, Loop, cut, divergence
 from ..harness.parts import Record
 from .modes import LIKENESSES, stored_prefills
 from .scores import rounded
-from .windows import WindowBatch
+from .windows import PlannedBatch, WindowSet
 
 DRAWS = 4
 """Mixtures of each batch, for each bound."""
@@ -34,11 +34,11 @@ def goals_of(certificate: Certificate, ranks: Sequence[int], size: int) -> list[
 
 
 def mixed(
-    windows: WindowBatch, certificate: Certificate, ranks: Sequence[int], rng: np.random.Generator
+    source: WindowSet, certificate: Certificate, ranks: Sequence[int], seed: int, planned: PlannedBatch
 ) -> Iterator[Record]:
     """Yields for every bound the KL of each answer, its window, and the share of pieces that were not prefilled."""
-    line, questions = Line(windows.backbone, [windows.lead, *windows.pieces]), windows.questions
-    size = len(windows.pieces)
+    windows, rng = source.load(planned), np.random.default_rng([seed, 4, planned.number])
+    line, questions, size = Line(windows.backbone, [windows.lead, *windows.pieces]), windows.questions, planned.chunks
     target = line.prefill()
     promised = questions.ask(line, line.engine(target))
     for goal in goals_of(certificate, ranks, size):

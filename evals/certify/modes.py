@@ -66,8 +66,7 @@ class PromisedBatch:
 
     Attributes:
       kept: the agent's window after these pieces came in one by one, and as many older ones left.
-      line: the lead and the pieces, in order. places: of the pieces in it. last: the last of them.
-      target: phase-free KV of each as promised. whole: the same in the engine frame.
+      target: phase-free KV of each piece of the line as promised. whole: the same in the engine frame.
     """
 
     def __init__(self, windows: WindowBatch, promise: Promise, kept: Loop):

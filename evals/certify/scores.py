@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from kvpatch_jax.plan import CertifiedLoss, CertifiedPlan, RankChoice
 
 from ..harness import intervals
-from ..harness.intervals import Interval, conformal_bound, covered
+from ..harness.intervals import conformal_bound, covered
 from ..harness.parts import Record
 from .modes import Mode
 
@@ -54,15 +54,11 @@ class Scores:
 
 
 def rows_of(by_size: Sequence[Scores], level: float) -> list[CertifiedLoss]:
-    """Makes a certified row for every mode.
+    """Makes a certified row for every mode. InputError: too few calibration windows of a size.
 
     A bound is the largest of those of each size in which the mode was measured; means are over all windows of these.
-
-    Raises:
-      InputError: too few calibration windows of a size.
     """
-    modes = dict.fromkeys(mode for scores in by_size for mode in scores.kl)
-    rows = [_row(mode, by_size, level) for mode in modes]
+    rows = [_row(mode, by_size, level) for mode in {mode for scores in by_size for mode in scores.kl}]
     return sorted(rows, key=lambda row: (row.promise, row.point, row.behind, row.rank))
 
 
@@ -74,7 +70,7 @@ def _row(mode: Mode, by_size: Sequence[Scores], level: float) -> CertifiedLoss:
     highest = max(intervals.mean(scores.flips[mode], scores.cluster).high for scores in measured)
     kl, flips = (np.concatenate([getattr(scores, name)[mode] for scores in measured]) for name in ("kl", "flips"))
     cluster, held_out = (np.concatenate([getattr(s, name) for s in measured]) for name in ("cluster", "held_out"))
-    share = covered(kl[held_out] <= bound, cluster[held_out])
+    coverage = _coverage(kl[held_out] <= bound, cluster[held_out])
     mean, flipped, eta = intervals.mean(kl, cluster), intervals.mean(flips, cluster), math.nan
     blind = Mode("bare", 0, mode.behind, mode.promise)
     if all(blind in scores.kl for scores in measured):
@@ -82,11 +78,9 @@ def _row(mode: Mode, by_size: Sequence[Scores], level: float) -> CertifiedLoss:
     return CertifiedLoss(
         *mode,
         # An interval always contains its value.
-        kl=rounded(mean.value),
-        kl_low=rounded(min(mean.low, mean.value)),
-        kl_high=rounded(max(mean.high, mean.value)),
+        *map(rounded, (mean.value, min(mean.low, mean.value), max(mean.high, mean.value))),
         kl_bound=bound,
-        **_coverage(share),
+        **coverage,
         eta=rounded(eta) if math.isfinite(eta) else None,
         flips=rounded(flipped.value),
         flips_high=rounded(max(highest, flipped.high, flipped.value)),
@@ -104,20 +98,19 @@ def plan_row(records: Sequence[Record]) -> CertifiedPlan:
         windows=len(np.unique(cluster)),
         answers=len(kl),
         approximate=rounded(float(np.mean([record["share"] for record in records]))),
-        **_coverage(covered(kl <= goal, cluster)),
+        **_coverage(kl <= goal, cluster),
     )
 
 
-def _coverage(share: Interval) -> dict[str, float]:
-    ends = {"coverage": share.value, "coverage_low": share.low, "coverage_high": share.high}
-    return {name: rounded(value) for name, value in ends.items()}
+def _coverage(within: Bool[np.ndarray, " answers"], cluster: Clusters) -> dict[str, float]:
+    share = covered(within, cluster)
+    return {"coverage": rounded(share.value), "coverage_low": rounded(share.low), "coverage_high": rounded(share.high)}
 
 
 def recommend(by_size: Sequence[Scores], goal: float | None, level: float) -> RankChoice:
     """Recommends the smallest sufficient rank of stored patches, by calibration windows alone, all chunks patched.
 
-    A rank suffices if its bound is at most `goal` nats; without a goal, if it removes the share SUFFICIENT of blind
-    reuse's KL; of every size and promise.
+    Its bound is at most `goal` nats; without a goal it removes the share SUFFICIENT of blind reuse's KL.
     """
     cases = []
     for scores in by_size:

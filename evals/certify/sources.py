@@ -40,8 +40,6 @@ MOST_ASKED = 16
 LEAST_CHUNKS, TASK_CHUNKS = 3, 4
 """Chunks of the smallest window, and of a context of the task."""
 TASK_QUESTIONS = {"page": 2, "sheet": 2, "chain": 3, "aggregate": 2, "override": 2}
-"""Questions about a context of the task, by kind."""
-
 Sizes = dict[int, int]
 """How many windows have so many chunks; ascending."""
 
@@ -61,11 +59,7 @@ def read_questions(path: Path) -> list[str]:
 
 
 def questions_of(backbone: ModelBackbone, questions: Sequence[str]) -> tuple[Question, ...]:
-    """Returns the questions whose words the tokenizer knows, each scored at its last token.
-
-    Raises:
-      InputError: there is none.
-    """
+    """Returns the questions whose words the tokenizer knows, scored at their last tokens. InputError: there is none."""
     known = []
     for question in questions:
         try:
@@ -74,19 +68,15 @@ def questions_of(backbone: ModelBackbone, questions: Sequence[str]) -> tuple[Que
             continue
         known += [Question(tuple(ids), (len(ids) - 1,))] if ids else []
     if not known:
-        raise InputError(
-            f"certify: got {len(questions)} questions, such as {questions[0]!r:.60}, without a word that the tokenizer "
-            "knows; expected questions in its vocabulary (--questions=FILE, a line each)"
-        )
+        shown = f"{len(questions)} questions, such as {questions[0]!r:.60}, in words that the tokenizer does not know"
+        raise InputError(f"certify: got {shown}; expected questions in its vocabulary (--questions=FILE, a line each)")
     return tuple(known)
 
 
 def image_windows(
     backbone: ModelBackbone, folder: Path, sizes: Sizes, seed: int, asked: Sequence[str], batch: int
 ) -> WindowSet:
-    """Draws windows from either half of the images in a folder.
-
-    A window shows images of similar sizes, as one agent's images have, so that few shapes occur.
+    """Draws windows from either half of the images in a folder, each of similar sizes, as one agent's images have.
 
     Raises:
       InputError: too few images, or no question in words that the tokenizer knows. ImageError: an unreadable one.
@@ -97,10 +87,7 @@ def image_windows(
     contents = Contents(backbone, dict(zip(names, files, strict=True)))
     pools = np.split(rng.permutation(len(names)), [halved(len(names))[0]])
     if len(pools[1]) < 2 * most:
-        raise InputError(
-            f"certify: got {len(names)} images in {folder}; expected {4 * most} or more: two halves with windows of "
-            f"{most} and as many that were there before"
-        )
+        raise InputError(f"--images: got {len(names)} in {folder}; expected {4 * most} or more for windows of {most}")
     shapes, windows = [contents.shape(name) for name in names], list[Window]()
     for chunks, count in sizes.items():
         for pool, number in zip(pools, halved(count), strict=True):
@@ -114,10 +101,7 @@ def image_windows(
 def deal(
     pool: np.ndarray, windows: int, count: int, rng: np.random.Generator, shapes: Sequence[Any]
 ) -> list[list[int]]:
-    """Draws `count` items for each window, neighbours by shape.
-
-    If the pool is too small, windows share items; one window never shows an item twice.
-    """
+    """Draws `count` items for each window, neighbours by shape; windows share items if the pool is too small."""
     if len(pool) >= windows * count:
         drawn = sorted(rng.permutation(pool)[: windows * count].tolist(), key=shapes.__getitem__)
         return np.reshape(drawn, (windows, count)).tolist()
@@ -132,12 +116,9 @@ def deal(
 def text_windows(
     backbone: ModelBackbone, folder: Path | None, sizes: Sizes, seed: int, asked: Sequence[str], batch: int
 ) -> WindowSet:
-    """Cuts windows of consecutive pieces, one of each document, after the pieces in front of them.
+    """Cuts windows of consecutive pieces, one of each document of a folder (None: of Python's documentation).
 
     Windows of all sizes end where the text goes on, and those of one half are of the same documents.
-
-    Args:
-      folder: of texts; None: the documentation of Python's standard library.
 
     Raises:
       InputError: too few texts that are long enough.
@@ -173,11 +154,10 @@ def text_windows(
 def data_windows(backbone: ModelBackbone, path: Path, least: int, most: int, batch: int) -> WindowSet:
     """Takes the contexts of a data set, or of an agent's log, as windows, and asks their questions behind them.
 
-    What was there before a window are the contexts in front of it. Contexts with videos are left out: what was measured
-    of a clip's frames holds for no other number of frames.
+    Contexts with videos are left out: what was measured of a clip's frames holds for no other number of frames.
 
     Args:
-      path: as `evals.measure` reads it. least, most: windows of one size that are needed, and that are measured.
+      least, most: windows of one size that are needed, and that are measured.
 
     Raises:
       InputError: too few contexts of every size that the backbone can read; a line is printed for each other.
@@ -205,10 +185,8 @@ def data_windows(backbone: ModelBackbone, path: Path, least: int, most: int, bat
         print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
     enough = {size: windows for size, windows in by_size.items() if len(windows) >= least}
     if not enough:
-        raise InputError(
-            f"--data: got contexts of {', '.join(map(str, sorted(by_size))) or 'no'} pieces; expected {least} or more "
-            f"of one number that can be read, from {LEAST_CHUNKS} pieces on"
-        )
+        shown = ", ".join(map(str, sorted(by_size))) or "no"
+        raise InputError(f"--data: got contexts of {shown} pieces; expected {least} or more of {LEAST_CHUNKS} or more")
     chosen = []
     for windows in enough.values():
         edge = halved(len(windows))[0]
@@ -236,14 +214,10 @@ def reads_task(backbone: ModelBackbone) -> bool:
 
 
 def task_windows(backbone: ModelBackbone, sizes: Sizes, seed: int, batch: int) -> WindowSet:
-    """Draws contexts of the task, each for one window alone; earlier contexts stand in front of the one asked about.
-
-    Raises:
-      InputError: windows without room for a context.
-    """
+    """Draws contexts of the task for one window each; questions are about the last. InputError: no room for one."""
     if min(sizes) < TASK_CHUNKS:
         raise InputError(f"--chunks: got {min(sizes)}; expected {TASK_CHUNKS} or more of the task's images")
-    values, windows, words = {}, list[Window](), vocabulary().names
+    values, windows = {}, list[Window]()
     for chunks, number in numbered(sizes):
         rng, total, images = np.random.default_rng([seed, chunks, number]), chunks + max(sizes), list[np.ndarray]()
         contexts = [sample(rng, 1, SIZES[str(TASK_CHUNKS)]) for _ in range(-(-total // TASK_CHUNKS))]
@@ -251,9 +225,7 @@ def task_windows(backbone: ModelBackbone, sizes: Sizes, seed: int, batch: int) -
             images += task_images(context)
         names = tuple(f"{chunks} chunks, {number}, {place}" for place in range(total))
         values |= dict(zip(names, images[-total:], strict=True))
-        drawn = ask(contexts[-1], rng, TASK_QUESTIONS)
-        answered = [tokens for tokens in drawn.columns() if (drawn.answer[0, tokens] >= 0).any()]
-        asked = [" ".join(words[token] for token in drawn.ids[0, tokens]) for tokens in answered]
+        asked = ask(contexts[-1], rng, TASK_QUESTIONS).in_words(vocabulary())
         windows.append(Window(names[-chunks:], names[:-chunks], questions_of(backbone, asked)))
     described = f"at most {sum(TASK_QUESTIONS.values())} questions of the task, a token each"
     return WindowSet(Contents(backbone, values), windows, f"images drawn by the task, seed {seed}", described, batch)

@@ -36,11 +36,12 @@ class Window(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """Windows of one shape, with their numbers among all windows."""
+    """Windows of one shape, with their numbers among all windows; and the batch's number among those of its half."""
 
     windows: list[Window]
     clusters: list[int]
     held_out: bool
+    number: int
 
     @property
     def chunks(self) -> int:
@@ -50,13 +51,7 @@ class PlannedBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowBatch:
-    """A batch of windows, prefilled piece by piece.
-
-    Attributes:
-      lead: pinned in front. pieces: the chunks, in order.
-      older: what was there before; the first replaces the first piece where an antecedent is to have changed.
-      clusters: number of each window, [B].
-    """
+    """A batch of windows: the pinned lead, the chunks, what was there before, and the number of each window."""
 
     backbone: ModelBackbone
     lead: Piece
@@ -80,11 +75,7 @@ class Contents:
         self._tokens: dict[str, Tokens] = {}
 
     def tokens(self, name: str) -> Tokens:
-        """Embeds what has this name, at positions from its own start.
-
-        Raises:
-          InputError: an unknown word. ImageError: an image that cannot be read.
-        """
+        """Embeds what has this name. InputError: an unknown word. ImageError: an image that cannot be read."""
         if name not in self._tokens:
             value = self.values[name]
             # Of a text the ids alone: the tokenizer's start and end tokens stand around prompts, not pieces.
@@ -104,11 +95,9 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowSet:
-    """All windows that are measured.
+    """All windows that are measured; of each size those that calibrate come first.
 
     Attributes:
-      contents: of their chunks.
-      windows: those of one size one after the other, those that calibrate first.
       shown, asked: in words, what they show and what is asked behind them.
       batch: windows of the least size in one forward; larger ones are fewer, so that a forward has as many tokens.
     """
@@ -147,15 +136,16 @@ class WindowSet:
 
     def batches(self) -> Iterator[PlannedBatch]:
         """Yields all windows in batches of one shape, of one half."""
-        first = 0
+        first, numbers = 0, {False: itertools.count(), True: itertools.count()}
         for chunks, windows in self.by_size.items():
             groups: dict[Any, list[int]] = {}
             for row, window in enumerate(windows):
                 held_out = row >= halved(len(windows))[0]
                 groups.setdefault((held_out, *self.contents.shape(*window.pieces, *window.before)), []).append(row)
-            for group, rows in groups.items():
+            for (held_out, *_), rows in groups.items():
                 for part in itertools.batched(rows, self.rows(chunks)):
-                    yield PlannedBatch([windows[row] for row in part], [first + row for row in part], group[0])
+                    clusters, number = [first + row for row in part], next(numbers[held_out])
+                    yield PlannedBatch([windows[row] for row in part], clusters, held_out, number)
             first += len(windows)
 
     def load(self, planned: PlannedBatch) -> WindowBatch:

@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from .contexts import CODES, DIGITS, DOCUMENTS, ITEMS, LETTERS, SECONDS, VALUES, Contexts, latest
-from .vocabulary import parts_of, vocabulary
+from .vocabulary import Vocabulary, parts_of, vocabulary
 
 KINDS = ("page", "sheet", "chain", "override", "aggregate", "list")
 LISTED = 4
@@ -41,6 +41,11 @@ class Questions:
     def columns(self) -> list[np.ndarray]:
         """Lists where the tokens of each question are."""
         return [np.flatnonzero(self.number == question) for question in range(len(self.kind))]
+
+    def in_words(self, words: Vocabulary) -> list[str]:
+        """Lists what is asked of the first context, those questions that have an answer."""
+        answered = [tokens for tokens in self.columns() if (self.answer[0, tokens] >= 0).any()]
+        return [" ".join(words.names[token] for token in self.ids[0, tokens]) for tokens in answered]
 
 
 def ask(

@@ -17,7 +17,7 @@ from PIL import Image
 
 import kvpatch_jax as kvp
 from evals.certify import scores, sources
-from evals.certify.certification import Certification, table
+from evals.certify.certification import certify, table
 from evals.certify.modes import Mode, ModeSet
 from evals.certify.windows import Contents, Window, WindowSet, lead_ids
 from evals.harness.intervals import conformal_bound, covered, least_clusters
@@ -216,7 +216,7 @@ def histories(backbone: ModelBackbone) -> Histories:
 def measured(histories: Histories, tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     modes = ModeSet((8, 64), (3, CHUNKS))
     folder = tmp_path_factory.mktemp("parts")
-    return Certification(histories.windows(), modes, folder, {"model": "small"}, level=0.5).certify()
+    return certify(histories.windows(), modes, folder, {"model": "small"}, level=0.5)
 
 
 def agrees(certificate: Certificate, expected: float, *mode: Any) -> None:
