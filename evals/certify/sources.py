@@ -12,9 +12,8 @@ from models import ModelBackbone
 
 from ..harness.files import images_of, texts_of
 from ..harness.lines import Question
-from ..measure import formats
-from ..measure.items import Refusal
-from ..measure.plan import content_key
+from ..measure import fields
+from ..measure.items import Refusal, content_key
 from ..task.contexts import SIZES, sample
 from ..task.drawing import images_of as task_images
 from ..task.questions import ask
@@ -162,7 +161,7 @@ def data_windows(backbone: ModelBackbone, path: Path, least: int, most: int, bat
     Raises:
       InputError: too few contexts of every size that the backbone can read; a line is printed for each other.
     """
-    data, values = formats.read(path, verify=True), dict[str, Any]()
+    data, values = fields.read(path), dict[str, Any]()
     left_out, contexts = list(data.refusals), dict[tuple[str, ...], list[Any]]()
     for item in data.items:
         names = tuple(content_key(piece.content) for piece in item.pieces)
@@ -170,7 +169,7 @@ def data_windows(backbone: ModelBackbone, path: Path, least: int, most: int, bat
             values |= {name: piece.content for name, piece in zip(names, item.pieces, strict=True)}
             contexts.setdefault(names, []).append(item)
 
-    contents, by_size = Contents(backbone, values), dict[int, list[Window]]()
+    contents, by_size = Contents(backbone, values, data.media), dict[int, list[Window]]()
     for names, items in contexts.items():
         windows = by_size.setdefault(len(names), [])
         if len(names) >= LEAST_CHUNKS and len(windows) < most:

@@ -68,10 +68,14 @@ class WindowBatch:
 
 
 class Contents:
-    """What windows show, by name, each embedded once: images (files or arrays), `Text`, or token ids."""
+    """What windows show, by name, each embedded once: images (files or arrays), `Text`, or token ids.
 
-    def __init__(self, backbone: ModelBackbone, values: Mapping[str, Any]):
-        self.backbone, self.values = backbone, values
+    Args:
+      media: keeps files of a data set on disk as long as it lives.
+    """
+
+    def __init__(self, backbone: ModelBackbone, values: Mapping[str, Any], media: Any = None):
+        self.backbone, self.values, self.media = backbone, values, media
         self._tokens: dict[str, Tokens] = {}
 
     def tokens(self, name: str) -> Tokens:
