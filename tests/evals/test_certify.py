@@ -318,7 +318,7 @@ def test_windows_of_a_log_have_what_was_before_them_and_what_cannot_be_read_is_a
     planned = list(windows.batches())
     assert [(batch.held_out, batch.clusters) for batch in planned] == [(False, [0, 1]), (False, [2]), (True, [3, 4])]
     assert windows.load(planned[0]).questions.valid.tolist() == [[True, False], [True, True]]
-    with pytest.raises(InputError, match="--data: got contexts of 3 pieces; expected 10 or more of one number"):
+    with pytest.raises(InputError, match="--data: got contexts of 3 pieces; expected 10 or more of 3 or more"):
         sources.data_windows(backbone, log, 10, 10, 2)
 
 
