@@ -1,0 +1,1 @@
+"""Agents' loops: which screenshots stand in each prompt, what computing it takes, and what reuse loses."""

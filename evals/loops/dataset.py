@@ -1,0 +1,202 @@
+"""Agents' loops as a data set of the harness: what every prompt costs in each way of reuse, and what answers lose.
+
+A loop is episodes under a policy. Tokens are counted in pieces at the sizes of real agents: sessions run a small model
+and say which pieces took a forward, the other ways are priced. A probe is a policy, or "recorded": windows as a trace
+has them.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.traces import Trace
+from models import Buckets, ModelBackbone, load
+
+from ..harness import intervals
+from ..harness.datasets import Run
+from ..harness.frame import Row, measured_row
+from ..harness.parts import Part, Record
+from . import computer_use, costs, mooncake
+from .drawn import drawn_episode
+from .episodes import Episode, Sizes, Visit, episodes_of, recorded_visits
+from .policies import POLICIES, visits_of
+from .replay import SESSIONS, SessionReplay, reordered_divergence, store_folder
+
+REPREFILL, PREFIX, ORDERED = "re-prefill", "prefix cache", "ordered prefix cache"
+PRICED = (REPREFILL, PREFIX, ORDERED, "remember")
+"""Arms that need no model to be counted."""
+ARMS = (REPREFILL, PREFIX, ORDERED, *SESSIONS)
+RECORDED, ALONE = "recorded", "tokens alone"
+"""The probe of a trace's own windows; the model of rows that no model was run for."""
+READERS = {"ours": Trace.read, "mooncake": mooncake.read_mooncake, "computer_use": computer_use.read_computer_use}
+SETTINGS = {"steps": 40, "long": 200, "every": 4, "trace": "", "format": "ours"}
+"""Rounds of a drawn episode, with a model and without; a round in so many is asked; a trace's file and format."""
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: str) -> ModelBackbone:
+    """Loads a model that pads to powers of two, so that prompts of all lengths compile few programs."""
+    return load(path, dtype="float32", buckets=Buckets(64, 1))
+
+
+class LoopDataset:
+    """Loops of agents; see `harness.datasets.RecordedDataset`."""
+
+    name = "loops"
+
+    def parts(self, run: Run) -> list[Part]:
+        """Lists the parts: an episode under a policy, by one model or none.
+
+        Raises:
+          InputError: an unknown probe, method, setting or format, or a trace that is not there.
+        """
+        settings = {**SETTINGS, **run.settings}
+        probes = run.probes or ((RECORDED,) if settings["trace"] else tuple(POLICIES))
+        for what, values, known in (
+            ("probes", probes, (*POLICIES, RECORDED) if settings["trace"] else POLICIES),
+            ("methods", run.methods, ARMS),
+            ("settings", run.settings, SETTINGS),
+            ("settings.format", [settings["format"]], READERS),
+        ):
+            if unknown := [value for value in values if value not in known]:
+                raise InputError(f"loops.{what}: got {unknown[0]!r}; expected some of {', '.join(known)}")
+
+        parts = []
+        episodes = 1 if settings["trace"] else run.n
+        for probe in probes:
+            for model, path in {ALONE: "", **run.models}.items():
+                for number in range(episodes):
+                    visits = functools.partial(_visits, probe, settings, run.seed + number, contents=bool(path))
+                    arms = [arm for arm in run.methods if path or arm in PRICED]
+                    measure = functools.partial(
+                        measure_loop, visits, arms, path, settings["every"], (probe, model, number)
+                    )
+                    work = 1.0 if path else 0.02
+                    parts.append(Part(f"loops.{probe}, {model}, episode {number}", measure, work))
+        return parts
+
+    def rows(self, records: Mapping[str, Iterable[Record]]) -> list[Row]:
+        """Makes rows: tokens computed at a step, over the prefix cache's, KL and the share of decisions that stay."""
+        found: dict[tuple[str, str, str], list[Record]] = {}
+        for part in records.values():
+            for record in part:
+                found.setdefault((record["probe"], record["model"], record["arm"]), []).append(record)
+
+        rows = []
+        for (probe, model, arm), episodes in found.items():
+            spent, cluster = _joined(episodes, "tokens")
+            row = functools.partial(measured_row, probe, model, arm)
+            rows.append(row("tokens", intervals.mean(spent, cluster)))
+            cached = found.get((probe, model, PREFIX))
+            if cached:
+                rows.append(row("over_prefix_cache", intervals.ratio(spent, _joined(cached, "tokens")[0], cluster)))
+            kl, cluster = _joined(episodes, "kl")
+            if len(kl):
+                flips, _ = _joined(episodes, "flips")
+                rows.append(row("kl", intervals.mean(kl, cluster)))
+                rows.append(row("decisions", intervals.mean(1 - flips, cluster)))
+        return rows
+
+
+LOOPS = LoopDataset()
+
+
+def _joined(episodes: Sequence[Record], field: str) -> tuple[np.ndarray, np.ndarray]:
+    """Joins a field of all episodes, in their order, and the episode of each value."""
+    ordered = sorted(episodes, key=lambda record: record["episode"])
+    values = [np.asarray(record[field], float) for record in ordered]
+    numbers = [np.full(len(part), record["episode"]) for part, record in zip(values, ordered, strict=True)]
+    return np.concatenate(values), np.concatenate(numbers)
+
+
+def _visits(probe: str, settings: Mapping[str, Any], seed: int, *, contents: bool) -> list[Visit]:
+    """Lists the prompts of a probe: drawn, or of a trace."""
+    if not settings["trace"]:
+        steps = settings["steps" if contents else "long"]
+        kind = "opened" if probe == "reopened" else "walk"
+        episode = drawn_episode(kind, f"episode {seed}", seed, steps, Sizes(), contents=contents)
+        return visits_of(episode, POLICIES[probe])
+
+    trace = READERS[settings["format"]](Path(settings["trace"]))
+    if probe == RECORDED:
+        visits = list(recorded_visits(trace, Sizes()))
+    else:
+        episodes: list[Episode] = episodes_of(trace, Sizes())
+        visits = [visit for episode in episodes for visit in visits_of(episode, POLICIES[probe])]
+    if contents and any(piece.shown.item is None for visit in visits for piece in visit.pieces):
+        raise InputError(f"loops.trace: got {settings['trace']}, whose contents are not known; expected no models")
+    return visits
+
+
+def measure_loop(
+    visits: Any, arms: Sequence[str], path: str, every: int, names: tuple[str, str, int]
+) -> Iterator[Record]:
+    """Serves the prompts of a loop in every way.
+
+    Args:
+      visits: makes the prompts. path: of the model; "": none.
+      every: a prompt in so many is asked. names: probe, model and episode.
+
+    Yields:
+      A record of each arm: "tokens" computed at every prompt; "kl" and "flips" of every answer that was compared.
+    """
+    prompts: list[Visit] = visits()
+    backbone = _loaded(path) if path else None
+    for arm in arms:
+        spent, kls, flips = list[int](), list[float](), list[int]()
+        with contextlib.ExitStack() as stack:
+            way = _Session(backbone, arm, stack) if backbone and arm in SESSIONS else _Priced(backbone, arm)
+            for number, visit in enumerate(prompts):
+                spent.append(costs.tokens(way.computed(visit)))
+                if backbone is not None and arm not in (REPREFILL, PREFIX) and number % every == every - 1:
+                    kl, flipped = way.divergence(visit)
+                    kls += [float(f"{value:.6g}") for value in kl]
+                    flips += flipped
+        probe, model, episode = names
+        record = {"probe": probe, "model": model, "arm": arm, "episode": episode}
+        yield {**record, "tokens": spent, "kl": kls, "flips": flips}
+
+
+class _Priced:
+    """A way whose computed pieces follow from the prompts alone."""
+
+    def __init__(self, backbone: ModelBackbone | None, arm: str):
+        self.backbone, self.arm = backbone, arm
+        self.cache, self.kept = costs.PrefixCache(), dict[str, costs.Kept]()
+        self.order: Sequence[Any] = ()
+
+    def computed(self, visit: Visit) -> Sequence[Any]:
+        if self.arm == REPREFILL:
+            return visit.pieces
+        if self.arm == "remember":
+            return self.kept.setdefault(visit.session, costs.Kept()).computed(visit.pieces)
+        self.order = self.cache.ordered(visit.pieces) if self.arm == ORDERED else visit.pieces
+        return self.cache.computed(self.order)
+
+    def divergence(self, visit: Visit) -> tuple[list[float], list[int]]:
+        assert self.backbone is not None  # only with a model are answers compared
+        return reordered_divergence(self.backbone, visit.pieces, self.order, visit.questions)
+
+
+class _Session:
+    """A way that a session serves, one for each session of the loop."""
+
+    def __init__(self, backbone: ModelBackbone, arm: str, stack: contextlib.ExitStack):
+        self.backbone, self.arm, self.stack = backbone, arm, stack
+        self.sessions: dict[str, SessionReplay] = {}
+
+    def computed(self, visit: Visit) -> Sequence[Any]:
+        if visit.session not in self.sessions:
+            folder = Path(self.stack.enter_context(store_folder()))
+            replay = SessionReplay(self.backbone, self.arm, folder)
+            self.stack.callback(replay.close)
+            self.sessions[visit.session] = replay
+        return self.sessions[visit.session].serve(visit.pieces)
+
+    def divergence(self, visit: Visit) -> tuple[list[float], list[int]]:
+        return self.sessions[visit.session].divergence(visit.questions)

@@ -1,0 +1,208 @@
+"""Episodes of agents: what was seen and said, round after round, as traces record it."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.errors import TraceError
+from kvpatch_jax.traces import Event, Trace
+from kvpatch_jax.window import Costs, Entry, Window
+
+CHARACTERS = 4
+"""Characters of a token of text, where a trace states no tokens."""
+LINE = 60
+"""Characters of a reply that a list of earlier actions keeps."""
+NO_COSTS = Costs("0" * 64, 1, 0, 0, 0, ForwardCosts((0,), (0,), (0,), 0))
+"""Of windows that are followed and not served."""
+
+
+class Sizes(NamedTuple):
+    """Tokens of what no trace states: a screenshot, a reply, the system text, a line that stands for a round, and a
+    text in place of a screenshot.
+    """
+
+    screenshot: int = 1300
+    reply: int = 60
+    system: int = 200
+    line: int = 15
+    placeholder: int = 10
+
+
+class Shown(NamedTuple):
+    """Something that a prompt shows.
+
+    Attributes:
+      content: names it; the same name shows the same.
+      tokens: how many it has.
+      item: as `Session.add` takes it; None: nobody knows.
+    """
+
+    content: str
+    tokens: int
+    item: Any = None
+
+
+class Piece(NamedTuple):
+    """Something at a place of a prompt.
+
+    Attributes:
+      id: of the place; what is shown there may be replaced by something else.
+      shown: what is there.
+      movable: whether the order in which movable pieces stand has no meaning.
+    """
+
+    id: str
+    shown: Shown
+    movable: bool = False
+
+
+class Round(NamedTuple):
+    """One request of an agent.
+
+    Attributes:
+      screens: screenshots that came with it.
+      text: other observations; None without.
+      reply: what the agent answered; None where it is not recorded.
+      line: the reply as a list of earlier actions has it.
+      questions: asked at this point, to compare answers.
+    """
+
+    screens: tuple[Shown, ...]
+    text: Shown | None = None
+    reply: Shown | None = None
+    line: Shown | None = None
+    questions: tuple[str, ...] = ()
+
+
+class Episode(NamedTuple):
+    """What an agent saw and did.
+
+    Attributes:
+      name: unique in a run.
+      system: in front of all. goal: the first text of the user.
+      rounds: in order.
+      placeholder: stands where a screenshot has left.
+    """
+
+    name: str
+    system: Shown
+    goal: Shown
+    rounds: tuple[Round, ...]
+    placeholder: Shown
+
+
+class Visit(NamedTuple):
+    """One prompt of a session: its pieces from the front, and questions to compare answers by."""
+
+    session: str
+    pieces: tuple[Piece, ...]
+    questions: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------------- traces
+
+
+def shown(trace: Trace, event: Event, sizes: Sizes) -> Shown:
+    """Makes what an event places: its files or its text, with the tokens that the trace states or those of `sizes`."""
+    paths = trace.payloads(event)
+    item = kvp.Text(event.text) if event.text else (paths[0] if len(paths) == 1 else list(paths) or None)
+    text = max(1, len(event.text or "") // CHARACTERS)
+    tokens = event.tokens or (sizes.screenshot if event.kind == "chunk" else text)
+    return Shown(event.content or event.text or f"{event.session} {event.chunk}", tokens, item)
+
+
+def _written(text: str, tokens: int | None = None) -> Shown:
+    """Makes a text."""
+    return Shown(text, tokens or max(1, len(text) // CHARACTERS), kvp.Text(text))
+
+
+def episodes_of(trace: Trace, sizes: Sizes) -> list[Episode]:
+    """Reads what was seen and said in a trace, an episode for each session; which pieces left is the policies' choice.
+
+    Texts before the first chunk are the system's. The first text behind a question is the agent's reply, all others
+    are observations.
+    """
+    placeholder = _written("[Image omitted by context cleaning]", sizes.placeholder)
+    episodes = []
+    for session in trace.sessions:
+        system, rounds, seen = list[str](), list[Round](), dict[str, Shown]()
+        screens, texts = list[Shown](), list[str]()
+        for event in trace.of(session):
+            if event.op in ("add", "replace", "recall") and event.kind == "chunk" and event.chunk is not None:
+                known = seen[event.chunk] if event.op == "recall" else shown(trace, event, sizes)
+                seen[event.chunk] = known
+                screens.append(known)
+            elif event.op in ("add", "replace"):
+                (texts if rounds or screens else system).append(event.text or "")
+            elif event.op == "ask" and rounds and not screens and not texts:
+                rounds[-1] = rounds[-1]._replace(questions=(*rounds[-1].questions, event.text or ""))
+            elif event.op == "ask":
+                if rounds and texts:
+                    reply = texts.pop(0)
+                    rounds[-1] = rounds[-1]._replace(reply=_written(reply), line=_written(reply[:LINE]))
+                text = _written("\n".join(texts)) if texts else None
+                rounds.append(Round(tuple(screens), text, questions=(event.text or "",)))
+                screens, texts = [], []
+        opening = _written("\n".join(system)) if system else _written("You are an agent.", sizes.system)
+        goal = _written(rounds[0].questions[0] or "Go on.") if rounds else _written("Go on.")
+        episodes.append(Episode(session, opening, goal, tuple(rounds), placeholder))
+    return episodes
+
+
+def recorded_visits(trace: Trace, sizes: Sizes) -> Iterator[Visit]:
+    """Follows the windows of a trace, and yields what each session's window shows at every question.
+
+    Raises:
+      TraceError: a branch, which begins with another session's KV; an event that a window refuses, with its number.
+    """
+    windows, pieces = dict[str, Window](), dict[tuple[str, str], Piece]()
+    empty = Window.empty(NO_COSTS, promise="remember", lead=_lead(trace))
+    for number, event in enumerate(trace):
+        window = windows.get(event.session, empty)
+        if event.op == "fork":
+            raise TraceError(f"event {number}: got a branch of {event.session!r:.40}; expected sessions alone")
+        if event.op == "ask":
+            placed = [pieces[event.session, piece.entry.id] for piece in window.pieces]
+            if event.tokens is not None:
+                # A question of which the length alone is known is a part of the prompt.
+                placed.append(Piece("question", Shown(event.text or "", event.tokens)))
+            yield Visit(event.session, tuple(placed), (event.text or "",))
+        elif event.op == "close":
+            windows.pop(event.session, None)
+        else:
+            entry = None
+            if event.op in ("add", "replace") and event.chunk is not None:
+                content = shown(trace, event, sizes)
+                span = event.span or content.tokens
+                entry = Entry(event.chunk, content.content, content.tokens, span, event.kind, event.order_free)
+                pieces[event.session, event.chunk] = Piece(event.chunk, content, event.order_free)
+            try:
+                windows[event.session] = _changed(window, event, entry)
+            except ValueError as error:
+                raise TraceError(f"event {number}, {event.op} of {event.session!r:.40}: {error}") from error
+
+
+def _lead(trace: Trace) -> int | None:
+    lead = trace.parameters.get("lead")
+    return lead if isinstance(lead, int) and not isinstance(lead, bool) else None
+
+
+def _changed(window: Window, event: Event, entry: Entry | None) -> Window:
+    """Makes the window after an event; before a chunk enters, the oldest leave down to the number that it states."""
+    chunk = event.chunk or ""
+    if event.op in ("add", "recall") and event.keep is not None and event.kind == "chunk":
+        window, _ = window.slide(max(event.keep - 1, 0))
+    match event.op:
+        case "add" if entry is not None:
+            return window.append(entry)[0]
+        case "replace" if entry is not None:
+            return window.replace(event.replaced or "", entry)[0]
+        case "slide":
+            return window.slide(event.keep or 0)[0]
+        case "recall":
+            return window.recall(chunk)[0]
+        case "evict":
+            return window.evict(chunk)[0]
+        case _:
+            return window.reorder(event.order)[0]
