@@ -96,3 +96,8 @@ class PrefixCache:
 def tokens(pieces: Sequence[Piece]) -> int:
     """Counts the tokens of pieces."""
     return sum(piece.shown.tokens for piece in pieces)
+
+
+def same(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+    """Returns whether two prompts show the same at the same places."""
+    return [(piece.id, piece.shown.content) for piece in first] == [(piece.id, piece.shown.content) for piece in second]

@@ -9,7 +9,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.session import compared, embedded, prefilled_logits
 from models import ModelBackbone
 
-from .costs import changes
+from .costs import changes, same
 from .episodes import Piece
 
 SESSIONS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ class SessionReplay:
     def serve(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         """Makes the window show a prompt. Returns the pieces that took a forward."""
         evicted, replaced, entering = changes(self._before, pieces)
-        if self.exact and not entering and tuple(pieces) != tuple(self._before[: len(pieces)]):
+        if self.exact and not entering and not same(pieces, self._before[: len(pieces)]):
             # What stays is mended when something enters behind it.
             evicted, entering = (*evicted, pieces[-1]), (pieces[-1],)
             replaced = tuple(piece for piece in replaced if piece.id != pieces[-1].id)
@@ -83,7 +83,7 @@ def reordered_divergence(
     backbone: ModelBackbone, pieces: Sequence[Piece], order: Sequence[Piece], questions: Sequence[str]
 ) -> tuple[list[float], list[int]]:
     """Computes KL(prompt ‖ prompt in another order) of each question's answer in nats, and which decisions differ."""
-    if list(order) == list(pieces):
+    if same(order, pieces):
         return [0.0] * len(questions), [0] * len(questions)
     kls, flips = list[float](), list[int]()
     for question in questions:

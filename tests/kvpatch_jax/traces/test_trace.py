@@ -208,9 +208,8 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     """A real session: what the trace says of its windows is what they held."""
     from session_cases import QUESTION, image_of, reader
 
-    from evals.traces.window_tracker import TraceContents, TracedQuestion, config_of, moments
+    from evals.loops.episodes import Sizes, recorded_visits
     from kvpatch_jax import Session
-    from kvpatch_jax.window import Costs
 
     backbone, held = reader(), []
     with Recorder(tmp_path / "t.jsonl") as recorder, Session(backbone, keep=2) as session:
@@ -218,7 +217,7 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
 
         def ask(who) -> None:
             str(who.ask(QUESTION, steps=1))
-            held.append([piece.entry.content for piece in who.window.pieces])
+            held.append([(piece.entry.content, piece.entry.tokens) for piece in who.window.pieces])
 
         session.add("w5 w6")
         for step in range(4):
@@ -226,20 +225,13 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
             ask(session)
         back = session.recall(image_of(0))
         ask(session)
-        branch = session.fork()
-        branch.add(image_of(9))
-        ask(branch)
         session.slide(1)
         session.replace(back, image_of(7))
         ask(session)
-        branch.close()
-    trace = Trace.read(tmp_path / "t.jsonl")
-    assert config_of(trace) == ("remember", None)
-    contents = TraceContents.of(trace, backbone)
-    found = [each for each in moments(trace, contents, Costs.of(backbone)) if isinstance(each, TracedQuestion)]
-    assert [[entry.content for entry in each.pieces] for each in found] == held
-    assert len(found) == 7
-    assert {each.text for each in found} == {QUESTION}
+    visits = list(recorded_visits(Trace.read(tmp_path / "t.jsonl"), Sizes()))
+    assert [[(piece.shown.content, piece.shown.tokens) for piece in visit.pieces] for visit in visits] == held
+    assert len(visits) == 6
+    assert {visit.questions for visit in visits} == {(QUESTION,)}
 
 
 def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):

@@ -1,1 +1,0 @@
-"""Computer-use requests, as AIPerf replays them, read as episodes."""

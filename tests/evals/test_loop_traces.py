@@ -1,0 +1,136 @@
+"""Traces of others: what is read of Mooncake's and computer-use files, and what is refused by line and field."""
+
+import base64
+import gzip
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evals.harness.datasets import Run
+from evals.loops.computer_use import OMITTED, read_computer_use
+from evals.loops.dataset import LOOPS
+from evals.loops.episodes import Sizes, episodes_of, recorded_visits
+from evals.loops.mooncake import read_mooncake
+from kvpatch_jax.errors import InputError, TraceError
+from kvpatch_jax.traces import Event, Trace
+
+LINES = [
+    {"timestamp": 0, "session_id": "a", "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+    {"delay": 500, "session_id": "a", "input_length": 1600, "hash_ids": [0, 1, 3, 4]},
+    {"timestamp": 250.5, "input_length": 600, "output_length": 9},
+    {"delay": 100, "session_id": "a", "input_length": 1300, "hash_ids": [0, 9, 4]},
+    {"session_id": "a", "text_input": "And now?", "output_length": 7},
+]
+
+
+def written(path, lines):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_mooncake_requests_are_windows_of_blocks(tmp_path):
+    path = written(tmp_path / "m.jsonl", LINES)
+    trace = read_mooncake(path)
+    visits = list(recorded_visits(trace, Sizes()))
+    prompts = [[piece.shown.content.removeprefix("mooncake ") for piece in visit.pieces] for visit in visits]
+    assert prompts[0] == ["0", "1", "2, 76 tokens"]
+    assert prompts[2] == ["0", "1", "3", "4, 64 tokens"]
+    assert prompts[3] == ["0", "9", "4, 276 tokens"]
+    # The request without a session has blocks that nobody else has; by its time it is second.
+    assert prompts[1] == ["3.0", "3.1, 88 tokens"]
+    assert [sum(piece.shown.tokens for piece in visit.pieces) for visit in visits[:4]] == [1100, 600, 1600, 1300]
+    (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read_mooncake(tmp_path / "m.jsonl.gz").events == trace.events
+
+
+def test_mooncake_is_priced_without_a_model(tmp_path):
+    path = written(tmp_path / "m.jsonl", LINES[:4])
+    run = Run({}, (), ("re-prefill", "prefix cache"), 1, 1, 0, {"trace": str(path), "format": "mooncake"})
+    rows = LOOPS.rows({part.key: list(part.measure()) for part in LOOPS.parts(run)})
+    found = {row["arm"]: row["value"] for row in rows if row["metric"] == "tokens"}
+    assert found == {"re-prefill": (1100 + 600 + 1600 + 1300) / 4, "prefix cache": (1100 + 600 + 576 + 788) / 4}
+    with pytest.raises(InputError, match="contents are not known"):
+        list(LOOPS.parts(run._replace(models={"m": "some/model"}))[-1].measure())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hash_ids": [0, 1]}, r"line 1, hash_ids: got 2 for input_length 1100; expected 3"),
+        ({"hash_ids": [0, 1, "2"]}, r"line 1, hash_ids: got .*whole numbers"),
+        ({"input_length": True}, r"line 1, input_length: got True"),
+        ({"input_length": 1 << 29}, r"line 1, hash_ids: .*at most 16384"),
+        ({"text_input": "both"}, r"line 1, input_length: got both"),
+        ({"timestamp": -1}, r"line 1, timestamp: got -1; expected milliseconds"),
+        ({"messages": []}, r"line 1, 'messages': got such a field"),
+        ({"type": "bailian_trace"}, r"line 1, type: got 'bailian_trace'"),
+    ],
+)
+def test_a_mooncake_line_is_refused_by_its_field(tmp_path, change, message):
+    with pytest.raises(TraceError, match=message):
+        read_mooncake(written(tmp_path / "m.jsonl", [LINES[0] | change]))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_mooncake(tmp_path / "none.jsonl")
+
+
+def screenshot(number: int) -> dict:
+    file = io.BytesIO()
+    Image.fromarray(np.full((28, 28, 3), number, np.uint8)).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}, "uuid": str(number)}
+
+
+def requests() -> list[dict]:
+    """Three requests of one session, each with its newest screenshot alone, and one that begins again."""
+    gone = {"type": "text", "text": OMITTED}
+    call = {"id": "1", "type": "function", "function": {"name": "click", "arguments": '{"x": 1}'}}
+    system = {"role": "system", "content": "You use a computer."}
+    lines = []
+    for turn in range(3):
+        messages: list[dict] = [system]
+        for number in range(turn + 1):
+            words = [{"type": "text", "text": "Pay the bill."}] if not number else []
+            messages.append({"role": "user", "content": [*words, screenshot(number) if number == turn else gone]})
+            if number < turn:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        lines.append({"session_id": "a", "messages": messages, "tools": [], "output_length": 9})
+    return [*lines, {"session_id": "a", "messages": [system, {"role": "user", "content": [screenshot(9)]}]}]
+
+
+def test_computer_use_shows_what_each_request_shows(tmp_path):
+    trace = read_computer_use(written(tmp_path / "h.jsonl", requests()))
+    visits = list(recorded_visits(trace, Sizes()))
+    kinds = [[piece.id.partition(" ")[0] for piece in visit.pieces] for visit in visits]
+    assert kinds[:3] == [["text", "text", "screen"], ["text"] * 3 + ["screen"], ["text"] * 4 + ["screen"]]
+    assert [visit.session for visit in visits] == ["a", "a", "a", "a #3"]
+    first, again = episodes_of(trace, Sizes())
+    assert (len(first.rounds), len(again.rounds)) == (3, 1)
+    assert first.system.item == "You use a computer.\nPay the bill."
+    assert "click" in first.rounds[0].reply.item
+    assert Image.open(first.rounds[2].screens[0].item).getpixel((0, 0)) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"session_id": 3}, "line 1, session_id: got 3"),
+        ({"messages": None}, "line 1, messages: got None"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "line 1, messages: got the part"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},
+            "line 1, part 0: got 'https://x'; expected a data URL",
+        ),
+    ],
+)
+def test_a_computer_use_line_is_refused_by_its_field(tmp_path, change, message):
+    with pytest.raises(TraceError, match=message):
+        read_computer_use(written(tmp_path / "h.jsonl", [requests()[0] | change]))
+
+
+def test_a_branch_is_refused():
+    events = (Event(0, "a", "add", "one", "1", tokens=3, span=3), Event(1, "a", "fork", branch="b"))
+    with pytest.raises(TraceError, match="event 1: got a branch of 'a'"):
+        list(recorded_visits(Trace(events), Sizes()))
