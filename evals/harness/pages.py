@@ -89,11 +89,22 @@ def nats(value: float) -> str:
     return f"{value:.2g}"
 
 
-NUMBERS: dict[str, Callable[[float], str]] = {"share": share, "three": three, "two": two, "nats": nats}
+def whole(value: float) -> str:
+    """Writes a whole number, thousands apart."""
+    return f"{round(value):,}".replace(",", " ")
+
+
+NUMBERS: dict[str, Callable[[float], str]] = {
+    "share": share,
+    "three": three,
+    "two": two,
+    "nats": nats,
+    "whole": whole,
+}
 
 
 def cell(row: Any, form: str) -> str:
-    """Writes a statistic: "share", "three", "two" or "nats", with its interval where the form ends in "±"."""
+    """Writes a statistic: "share", "three", "two", "nats" or "whole", with its interval where the form ends in "±"."""
     number = NUMBERS[form.rstrip("±")]
     if not math.isfinite(row.value):
         return "–"

@@ -7,6 +7,7 @@ has them.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,14 @@ class LoopDataset:
                 raise InputError(f"loops.{what}: got {unknown[0]!r}; expected some of {', '.join(known)}")
 
         parts = []
-        episodes = 1 if settings["trace"] else run.n
-        for probe in probes:
+        episodes = range(1 if settings["trace"] else run.n)
+        for number, probe in itertools.product(episodes, probes):
             for model, path in {ALONE: "", **run.models}.items():
-                for number in range(episodes):
-                    visits = functools.partial(_visits, probe, settings, run.seed + number, contents=bool(path))
-                    arms = [arm for arm in run.methods if path or arm in PRICED]
-                    measure = functools.partial(
-                        measure_loop, visits, arms, path, settings["every"], (probe, model, number)
-                    )
-                    work = 1.0 if path else 0.02
-                    parts.append(Part(f"loops.{probe}, {model}, episode {number}", measure, work))
+                visits = functools.partial(_visits, probe, settings, run.seed + number, contents=bool(path))
+                arms = [arm for arm in run.methods if path or arm in PRICED]
+                place, every = (probe, model, number), settings["every"]
+                measure = functools.partial(measure_loop, visits, arms, path, every, place)
+                parts.append(Part(f"loops.{probe}, {model}, episode {number}", measure, 1.0 if path else 0.02))
         return parts
 
     def rows(self, records: Mapping[str, Iterable[Record]]) -> list[Row]:
