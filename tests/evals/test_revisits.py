@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from evals.harness import config, runner
@@ -110,7 +109,7 @@ def test_what_is_run_agrees_with_what_is_counted(lookup: Lookup):
         assert tokens[REFERENCE] < tokens[f"{BATCHED}, run"] < tokens[f"{ONE_BY_ONE}, run"] <= tokens[REPREFILL]
         # A session that forgets prefills its window again whenever a chunk leaves; a cache may know the prompt.
         assert tokens[ONE_BY_ONE] <= tokens[f"{ONE_BY_ONE}, run"]
-        assert np.isclose(tokens[BATCHED], tokens[f"{BATCHED}, run"], rtol=0.1)
+        assert tokens[BATCHED] <= tokens[f"{BATCHED}, run"]
 
 
 def test_unknown_contents_are_refused():

@@ -1,1 +1,0 @@
-"""Images of a window one behind the other, for certificates."""
