@@ -32,7 +32,10 @@ _RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, a
 
 def main() -> None:
     """Measures, and writes answers.jsonl, results.json, rows.csv, table.md and report.html."""
+    import shlex
+    import sys
     from pathlib import Path
+    from typing import Any
 
     from kvpatch_jax.errors import InputError
     from kvpatch_jax.repair import METHODS
@@ -44,7 +47,8 @@ def main() -> None:
         methods = "\n".join(f"{name:26} {(method.__doc__ or '').splitlines()[0]}" for name, method in METHODS.items())
         print(fields.help_text() if flags.FLAGS.fields else methods)
         return
-    request = job.Request(**{name: flags.FLAGS[name].value for name in job.Request._fields})
+    values: dict[str, Any] = {name: flags.FLAGS[name].value for name in job.Request._fields}
+    request = job.Request(**values)
     if not request.model or not request.data:
         raise InputError(f"--model, --data: got {request.model!r}, {request.data!r}; expected both; see --help")
     # Workers of a cluster may run in another folder.
@@ -69,7 +73,12 @@ def main() -> None:
         print(f"{len(records)} of {len(planned.parts)} contexts are finished: the last shard writes the report")
         return
     items = [record for part in planned.parts for record in records[part.key]]
-    print(report.write(out, items, planned.config, planned.left_out))
+    for record in items:
+        if "refused" in record:
+            print(f"left out: {record['where']}: {record['refused']}", flush=True)
+    flagged = [flag for flag in sys.argv[1:] if not flag.startswith(("--shard", "--ray", "--out"))]
+    command = shlex.join(["python", "-m", "evals.measure", *flagged])
+    print(report.write(out, items, planned.config, planned.left_out, command))
     print(f"report: {out / 'report.html'}")
 
 

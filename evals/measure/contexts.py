@@ -242,9 +242,10 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     """Joins tokens on the host, one behind the other; parts without deepstack features get zeros."""
     deep = next((part.deepstack for part in parts if part.deepstack is not None), None)
     deepstack = []
-    for part in parts if deep is not None else ():
-        zeros = np.zeros((*part.embeddings.shape[:2], *deep.shape[2:]), deep.dtype)
-        deepstack.append(zeros if part.deepstack is None else np.asarray(part.deepstack))
+    if deep is not None:
+        for part in parts:
+            zeros = np.zeros((*part.embeddings.shape[:2], *deep.shape[2:]), deep.dtype)
+            deepstack.append(zeros if part.deepstack is None else np.asarray(part.deepstack))
     return Tokens(
         np.concatenate([np.asarray(part.embeddings) for part in parts], axis=1),  # pyright: ignore[reportArgumentType]
         np.concatenate([np.asarray(part.positions) for part in parts], axis=1),

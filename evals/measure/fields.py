@@ -168,17 +168,19 @@ def read(
     for number, entry in enumerate(entries()):
         if number not in drawn and not shared:
             continue
+        if isinstance(entry, Refusal):
+            refusals += [entry] if number in drawn else []
+            continue
         try:
-            found = [] if isinstance(entry, Refusal) else _items(entry, chosen, folder, keep)
-            refused = [entry] if isinstance(entry, Refusal) else []
-            for item in found:
-                if item.id in items:
-                    raise InputError(f"id: got {item.id!r:.80}, as {items[item.id].where} has; expected another")
+            record_items = {item.id: item for item in _items(entry, chosen, folder, keep)}
+            if taken := sorted(items.keys() & record_items.keys()):
+                raise InputError(f"id: got {taken[0]!r:.80}, as {items[taken[0]].where} has; expected another")
+            items |= record_items if number in drawn else {}
         except (InputError, ImageError) as error:
-            found, refused = [], [Refusal(entry.where, str(error))]
-        if number in drawn:
-            items |= {item.id: item for item in found}
-            refusals += refused
+            refusals += [Refusal(entry.where, str(error))] if number in drawn else []
+        except (TypeError, ValueError, AttributeError) as error:
+            reason = f"record: got {error}; expected columns of the kinds that the map {chosen.name} has"
+            refusals += [Refusal(entry.where, reason)] if number in drawn else []
     return DataSet(chosen.name, path, chosen.piece, list(items.values()), refusals, folder)
 
 
@@ -214,7 +216,7 @@ def _map_of(name: str | None, path: Path, entries: Iterator[Record | Refusal]) -
         raise InputError(f"--data: got {path}, of which no record can be read{reason}")
     maps = field_maps()
     if name is not None:
-        return next((fields for fields in maps if fields.name == name), None) or read_map(Path(name))
+        return {fields.name: fields for fields in maps}.get(name) or read_map(Path(name))
     fitting = [fields for fields in maps if fields.fits(entry.values)]
     if len(fitting) != 1:
         names = ", ".join(fields.name for fields in fitting) or "none"
@@ -309,8 +311,8 @@ def _answers(fields: FieldMap, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _choices(fields: FieldMap, values: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the options: those of a list, or the columns of one each that a record has."""
-    found = [value for column in fields.options if (value := lookup(values, column)) is not None]
-    listed = found[0] if len(fields.options) == 1 and found else found
+    present = [value for column in fields.options if (value := lookup(values, column)) is not None]
+    listed = present[0] if len(fields.options) == 1 and present else present
     return tuple(re.sub(r"^[A-Z][.:)]\s*", "", str(option)) for option in listed)
 
 
@@ -358,7 +360,7 @@ def _numbered(values: Mapping[str, Any], column: str) -> Any:
 
 def _listed_pieces(source: Source, values: Mapping[str, Any], media: MediaFolder) -> Iterator[Piece]:
     column = source.texts or source.mixed
-    entries = lookup(values, column)
+    entries: Any = lookup(values, column)
     if isinstance(entries, Mapping):
         # The hub writes a list of objects as an object of lists.
         entries = list(zip(*entries.values(), strict=True))
@@ -381,8 +383,8 @@ def _marked_pieces(source: Source, values: Mapping[str, Any], media: MediaFolder
     """Divides a text at its images; those that the question shows stand behind it, since a question is a text."""
     texts, images = str(values.get(source.marked, "")).split(source.mark), list(lookup(values, source.images) or ())
     if len(images) < len(texts) - 1:
-        found = f"{source.images}: got {len(images)} images"
-        raise InputError(f"{found}; expected {len(texts) - 1}, as {source.mark} is written")
+        counts = f"got {len(images)} images; expected {len(texts) - 1}"
+        raise InputError(f"{source.images}: {counts}, as {source.mark} is written")
     texts += [""] * (len(images) + 1 - len(texts))
     for number, text in enumerate(texts, 1):
         parts = split_text(text, source.characters)

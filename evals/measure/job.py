@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,11 +61,11 @@ def plan(request: Request) -> Plan:
       InputError: data that cannot be read, or that this model cannot be asked. What `models.load` raises.
     """
     arms = [parse(name) for name in dict.fromkeys((REFERENCE, BLIND, *(request.arms or ARMS)))]
-    path = model_path(request.model)
+    path = located(request.model)
     media = None if request.media is None else Path(request.media)
     sample = {"keep": request.keep, "limit": request.limit, "seed": request.seed}
     data = fields.read(Path(request.data), request.fields, media=media, **sample)
-    backbone = load(path, dtype=request.dtype, buckets=Buckets())
+    backbone = load(str(path), dtype=request.dtype, buckets=Buckets())
     frame = frame_of(backbone, request.frame)
 
     reasons = {item.id: missing(backbone, frame, item) for item in data.items}
@@ -88,6 +89,20 @@ def plan(request: Request) -> Plan:
     }
     pieces = sum(len(context.pieces) for context in contexts)
     return Plan(parts, config, data, len(asked), pieces, left_out)
+
+
+def located(name: str) -> Path:
+    """Finds a model: real weights or a shipped instance by name, a checkpoint, a GGUF file, a repository of the hub.
+
+    Raises:
+      InputError: it is none of these.
+    """
+    try:
+        return model_path(name)
+    except InputError:
+        if Path(name).is_file() or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            return Path(name)
+        raise
 
 
 def longest_prompt(path: Path) -> int | None:

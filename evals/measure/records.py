@@ -150,13 +150,13 @@ READERS: dict[str, Callable[[Stream, str], Iterator[Record | Refusal]]] = {
 
 def lookup(values: Mapping[str, Any], column: str) -> Any:
     """Returns what a column holds, "a.b" or "a.0" what lies deeper; None where there is nothing."""
-    found: Any = values
+    value: Any = values
     for key in column.split("."):
-        if isinstance(found, list | tuple) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
         else:
-            found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+            value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str | None:

@@ -91,11 +91,14 @@ def _metrics(records: Sequence[Record], arm: str) -> Iterator[tuple[str, Interva
     yield "closed", intervals.ratio(score - blind, reference - blind, cluster) if clear else UNDEFINED
 
 
-def write(out: Path, records: Sequence[Record], config: Mapping[str, Any], left_out: Sequence[Refusal]) -> str:
+def write(
+    out: Path, records: Sequence[Record], config: Mapping[str, Any], left_out: Sequence[Refusal], command: str
+) -> str:
     """Writes answers.jsonl, results.json, rows.csv, table.md and report.html; returns a table for the terminal.
 
     Args:
       records: of all items, in the plan's order. left_out: what readers and vocabulary refused.
+      command: that measured, without what says how the work was shared.
     """
     measured = [record for record in records if "refused" not in record]
     model, rows = str(config["model"]), frame.without_nan(rows_of(measured, str(config["model"])))
@@ -113,7 +116,7 @@ def write(out: Path, records: Sequence[Record], config: Mapping[str, Any], left_
             "left_out": lines,
             "unserved": dict(sorted(failed)),
         },
-        **{"command": "python -m evals.measure", "items": len(measured)},
+        **{"command": command, "items": len(measured)},
     }
     results = frame.write_rows({"config": {**config, **about}, "environment": machine, "rows": rows}, out)
     frame.frame(rows).to_csv(out / "rows.csv", index=False)

@@ -108,7 +108,9 @@ def _action(text: str) -> dict[str, Any] | None:
         value = json.loads(text[start : end + 1]) if start >= 0 else None
     except (ValueError, RecursionError):
         return None
-    kind = next((key for key in _TYPES if isinstance(value, dict) and isinstance(value.get(key), str)), None)
+    if not isinstance(value, dict):
+        return None
+    kind = next((key for key in _TYPES if isinstance(value.get(key), str)), None)
     if kind is None:
         return None
     arguments = value.pop("arguments", None)

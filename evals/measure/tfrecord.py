@@ -38,17 +38,17 @@ def examples(stream: io.BufferedIOBase, name: str) -> Iterator[dict[str, list[An
 
 
 def _features(body: bytes) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for _, features in _fields(body):
         for _, entry in _fields(features):
             parts = dict(_fields(entry))
             for kind, values in _fields(parts.get(2, b"")):
-                column = found.setdefault(parts[1].decode(), [])
+                column = columns.setdefault(parts[1].decode(), [])
                 if kind == 1:
                     column += [_text(value) for _, value in _fields(values)]
                 elif kind == 3:
                     column += _integers(values)
-    return found
+    return columns
 
 
 def _text(value: bytes) -> str | bytes:

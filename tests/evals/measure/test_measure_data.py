@@ -143,6 +143,7 @@ def test_a_damaged_tfrecord_ends_with_a_line(data, tmp_path):
         ({"images": [3]}, "images[0]: got 3; expected a file's name"),
         ({"images": []}, "images: got no images and no texts; expected at least one"),
         ({"texts": [""]}, "texts[0]: got ''; expected a text"),
+        ({"texts": 3}, "record: got 'int' object is not iterable; expected columns of the kinds that"),
         ({"pieces": [{"page": 1}]}, "pieces[0]: got {'page': 1}; expected a text or an image"),
         ({"question": " "}, "question: got ' '; expected a text"),
         ({"answer": True}, "answer: got True; expected a text or a number"),

@@ -42,7 +42,7 @@ def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(checkpoint, d
             records = run_parts(tmp_path / out, planned.config, planned.parts, Shard(*shard))
         assert len(records) == len(planned.parts)
         items = [record for part in planned.parts for record in records[part.key]]
-        report.write(tmp_path / out, items, planned.config, planned.left_out)
+        report.write(tmp_path / out, items, planned.config, planned.left_out, "command")
     for name in FILES:
         assert len({(tmp_path / out / name).read_bytes() for out in ("one", "two", "cut")}) == 1, name
 
