@@ -22,9 +22,10 @@ import numpy as np
 from kvpatch_jax import Text
 from kvpatch_jax.errors import ImageError, InputError
 
+from ..harness.files import IMAGE_SUFFIXES
 from .episodes import Steps, step_items
 from .items import DataSet, Item, Piece, Refusal
-from .media import IMAGE_SUFFIXES, MediaFolder
+from .media import MediaFolder
 from .records import Record, data_files, filled, lookup, read_records
 from .scoring import LETTERS, SCORERS
 

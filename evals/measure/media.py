@@ -18,13 +18,14 @@ from kvpatch_jax.cache.media import VIDEO_SUFFIXES
 from kvpatch_jax.errors import ImageError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
+from ..harness.files import IMAGE_SUFFIXES
+
 DPI = 144
 """Dots per inch that pages of PDFs are drawn at, as MMLongBench-Doc's are."""
 LARGEST = 256 << 20
 """Largest image, as RGB pixels and as a file, in bytes: 89 megapixels."""
 FRAME_RATE = 1.0
 """Frames in a second of a folder of frames, as Video-MME's are extracted."""
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{128,}={0,2}")
