@@ -108,19 +108,13 @@ def certificate_of(
 
 def table(certificate: Certificate) -> str:
     """Returns a certificate as text: a line for each row and for each mixture."""
-    units, cells = {"repair": " %", "survivor": " slides"}, []
+    names = ("promise", "point", "behind", "rank", "kl", "kl_bound", "coverage", "coverage_low", "eta", "flips")
+    cells = []
     for row in certificate.rows:
-        rank = f"{row.rank}{units.get(row.point, '')}" if row.rank else "–"
-        eta = "–" if row.eta is None else f"{row.eta:.3f}"
-        losses = [f"{row.kl:.2e}", f"{row.kl_bound:.2e}", _share(row), eta, f"{row.flips:.2%}"]
-        cells.append([row.promise, row.point, str(row.behind), rank, *losses])
-    head = ("promise", "way", "others", "rank", "KL, mean", "bound", "held-out within", "η", "flips")
-    lines = [aligned_table(head, cells)]
+        values = [getattr(row, name) for name in names]
+        cells.append([f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
+    lines = [aligned_table(names, cells)]
     for plan in certificate.plans:
-        answers = f"{_share(plan)} of {plan.answers} held-out answers within {plan.kl:.3g} nats"
-        lines.append(f"{plan.name}: {answers}; {plan.approximate:.0%} of the chunks approximate")
+        within = f"{plan.coverage:.1%} [{plan.coverage_low:.1%}, {plan.coverage_high:.1%}] of {plan.answers} answers"
+        lines.append(f"{plan.name}: {within} within; {plan.approximate:.0%} of the chunks approximate")
     return "\n".join(lines)
-
-
-def _share(row: Any) -> str:
-    return f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"

@@ -24,10 +24,7 @@ PREFILL = ("prefill", 0)
 
 
 def goals_of(certificate: Certificate, ranks: Sequence[int], size: int) -> list[float]:
-    """Lists the bounds that mixtures are tested at, descending.
-
-    They are those of windows patched throughout, at ranks between the extremes, of stored prefills, and the default.
-    """
+    """Lists the bounds that mixtures are tested at: of patches at inner ranks, of stored prefills, and the default."""
     bounds = [certificate.bound("stored", rank, behind=size - 1) for rank in ranks[1:-1] or ranks]
     bounds += [DEFAULT_KL, certificate.bound("near", behind=size - 1)]
     return sorted({rounded(bound) for bound in bounds if bound}, reverse=True)

@@ -191,9 +191,8 @@ def slid_window(windows: WindowBatch, slides: int) -> Loop:
 def stored_prefills(windows: WindowBatch) -> dict[str, dict[int, KV]]:
     """Prefills every piece behind other histories, as a store finds prefills again; phase-free KV by place.
 
-    "near": behind the same lead, unrelated pieces and the piece that is nearest here. "mean": the mean of several of
-    those. A history has as many pieces as precede the piece here; the first piece, whose nearest is the lead, is served
-    as it was computed behind the lead and an unrelated piece.
+    "near": behind the same lead, unrelated pieces and the piece that is nearest here, in all as many as here; of the
+    first piece, whose nearest is the lead, an unrelated one. "mean": the mean of several of those.
     """
     pieces, older, fronts = windows.pieces, windows.older, list[Loop]()
     for first in (number * max(1, len(older) // HISTORIES) for number in range(HISTORIES)):

@@ -11,7 +11,7 @@ from kvpatch_jax.errors import InputError, KVPatchError
 from models import ModelBackbone
 
 from ..harness.files import images_of, texts_of
-from ..harness.lines import Question
+from ..harness.lines import Contents, Question
 from ..measure import fields
 from ..measure.items import Refusal, content_key
 from ..task.contexts import SIZES, sample
@@ -19,18 +19,18 @@ from ..task.drawing import images_of as task_images
 from ..task.questions import ask
 from ..task.vocabulary import vocabulary
 from ..texts.corpus import SOURCES, long_documents
-from .windows import Contents, Window, WindowSet, halved
+from .windows import Window, WindowSet, halved
 
-QUESTIONS = """
-What is shown?
-What changed since the last one?
-What is in the first one?
-How many are there?
-Which one is the largest?
-What does the text say?
-Is the last one like the first?
-In one word, it is
-""".strip().split("\n")
+QUESTIONS = [
+    "What is shown?",
+    "What changed since the last one?",
+    "What is in the first one?",
+    "How many are there?",
+    "Which one is the largest?",
+    "What does the text say?",
+    "Is the last one like the first?",
+    "In one word, it is",
+]
 """Asked behind a user's images and texts; an answer is the next token behind each."""
 PIECE, CONTINUED = 64, 16
 """Tokens of a text's chunk, and of the continuation behind a window, which is scored."""
@@ -57,8 +57,8 @@ def read_questions(path: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def questions_of(backbone: ModelBackbone, questions: Sequence[str]) -> tuple[Question, ...]:
-    """Returns the questions whose words the tokenizer knows, scored at their last tokens. InputError: there is none."""
+def questions_of(backbone: ModelBackbone, questions: Sequence[str], least: int = 1) -> tuple[Question, ...]:
+    """Returns the questions whose words the tokenizer knows, scored at their last tokens. InputError: too few."""
     known = []
     for question in questions:
         try:
@@ -66,7 +66,7 @@ def questions_of(backbone: ModelBackbone, questions: Sequence[str]) -> tuple[Que
         except InputError:
             continue
         known += [Question(tuple(ids), (len(ids) - 1,))] if ids else []
-    if not known:
+    if len(known) < least:
         shown = f"{len(questions)} questions, such as {questions[0]!r:.60}, in words that the tokenizer does not know"
         raise InputError(f"certify: got {shown}; expected questions in its vocabulary (--questions=FILE, a line each)")
     return tuple(known)
@@ -130,10 +130,7 @@ def text_windows(
         texts = ((paths[place].name, paths[place].read_text(encoding="utf-8", errors="replace")) for place in order)
     size, count = 2 * most * PIECE + CONTINUED, max(sizes.values())
     documents = [tuple(document.ids.tolist()) for document in long_documents(backbone, texts, where, count, size, size)]
-    try:
-        questions = questions_of(backbone, asked)
-    except InputError:
-        questions = ()  # the continuation is scored anyway
+    questions = questions_of(backbone, asked, least=0)  # the continuation is scored anyway
     values, windows, half, scored = {}, [], CONTINUED // 2, tuple(range(CONTINUED))
     for chunks, number in numbered(sizes):
         # Those held out of smaller sizes are of documents held out of the largest number.

@@ -9,18 +9,17 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpatch_jax import Text
-from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone
 
-from ..harness.lines import PackedQuestions, Piece, Question, joined_tokens, make_piece, packed
+from ..harness.lines import Contents, PackedQuestions, Piece, Question, packed
 
 LEAD = "The following is looked at from the first to the last."
 LEAD_WORDS = 4
@@ -65,36 +64,6 @@ class WindowBatch:
         """Tokens that every window of the batch is padded to, with one piece more than it shows."""
         largest = sorted((piece.size for piece in (*self.older, *self.pieces)), reverse=True)
         return self.lead.size + sum(largest[: len(self.pieces) + 1])
-
-
-class Contents:
-    """What windows show, by name, each embedded once: images (files or arrays), `Text`, or token ids.
-
-    Args:
-      media: keeps files of a data set on disk as long as it lives.
-    """
-
-    def __init__(self, backbone: ModelBackbone, values: Mapping[str, Any], media: Any = None):
-        self.backbone, self.values, self.media = backbone, values, media
-        self._tokens: dict[str, Tokens] = {}
-
-    def tokens(self, name: str) -> Tokens:
-        """Embeds what has this name. InputError: an unknown word. ImageError: an image that cannot be read."""
-        if name not in self._tokens:
-            value = self.values[name]
-            # Of a text the ids alone: the tokenizer's start and end tokens stand around prompts, not pieces.
-            items = [self.backbone.ids(str(value)) if isinstance(value, Text) else value]
-            self._tokens[name] = self.backbone.embed(**self.backbone.prepare(items))
-        return self._tokens[name]
-
-    def shape(self, *names: str) -> tuple[Any, ...]:
-        """Returns a sort key that puts contents of one shape next to one another, in order of their tokens."""
-        tokens = [self.tokens(name) for name in names]
-        return tuple((part.embeddings.shape, np.asarray(part.positions).tobytes()) for part in tokens)
-
-    def batch(self, names: Sequence[str], id: str, content: str) -> Piece:
-        """Prefills a piece of a batch of windows, alone."""
-        return make_piece(self.backbone, joined_tokens([self.tokens(name) for name in names], axis=0), id, content)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 import kvpatch_jax as kvp
-from kvpatch_jax import ops
+from kvpatch_jax import Text, ops
 from kvpatch_jax.backbone import Tokens, ahead_of
 from kvpatch_jax.window.padding import bucket, padded_chunk, padded_tokens, zero_padded
 from models import ModelBackbone
@@ -105,6 +105,36 @@ def make_piece(backbone: ModelBackbone, tokens: Tokens, id: str, content: str) -
         content=content,
     )
     return Piece(tokens, padded_chunk(chunk, bucket(backbone.buckets, len(local))))
+
+
+class Contents:
+    """What windows show, by name, each embedded once: images (files or arrays), `Text`, or token ids.
+
+    Args:
+      media: keeps files of a data set on disk as long as it lives.
+    """
+
+    def __init__(self, backbone: ModelBackbone, values: Mapping[str, Any], media: Any = None):
+        self.backbone, self.values, self.media = backbone, values, media
+        self._tokens: dict[str, Tokens] = {}
+
+    def tokens(self, name: str) -> Tokens:
+        """Embeds what has this name. InputError: an unknown word. ImageError: an image that cannot be read."""
+        if name not in self._tokens:
+            value = self.values[name]
+            # Of a text the ids alone: the tokenizer's start and end tokens stand around prompts, not pieces.
+            items = [self.backbone.ids(str(value)) if isinstance(value, Text) else value]
+            self._tokens[name] = self.backbone.embed(**self.backbone.prepare(items))
+        return self._tokens[name]
+
+    def shape(self, *names: str) -> tuple[Any, ...]:
+        """Returns a sort key that puts contents of one shape next to one another, in order of their tokens."""
+        tokens = [self.tokens(name) for name in names]
+        return tuple((part.embeddings.shape, np.asarray(part.positions).tobytes()) for part in tokens)
+
+    def batch(self, names: Sequence[str], id: str, content: str) -> Piece:
+        """Prefills a piece of a batch of windows, alone."""
+        return make_piece(self.backbone, joined_tokens([self.tokens(name) for name in names], axis=0), id, content)
 
 
 class Line:
