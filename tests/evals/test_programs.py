@@ -1,0 +1,114 @@
+"""The programs of the evaluation: help, one line for each mistake, time left; and README's block and the notebooks."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evals.harness import program
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("evals.run", "evals.measure", "evals.certify", "evals.bench", "evals.train")
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+
+
+def run(arguments: list[str], folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.mark.parametrize("name", [PROGRAMS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS[1:])])
+def test_help_lists_flags_and_nothing_is_measured(name: str):
+    done = run(["-m", name, "--help"])
+    assert "--out" in done.stdout
+    assert "loading" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "known"),
+    [
+        ("evals.run", "--config=nope", "expected a TOML file"),
+        pytest.param("evals.train", "--backbone=nope", "kimi_vl", marks=pytest.mark.slow),
+        pytest.param("evals.certify", "--model=nope", "documents/qwen2_5_vl", marks=pytest.mark.slow),
+        pytest.param("evals.bench", "--suite=nope", "operators", marks=pytest.mark.slow),
+    ],
+)
+def test_an_unknown_name_ends_in_one_line(tmp_path: Path, name: str, flag: str, known: str):
+    done = run(["-m", name, flag, f"--out={tmp_path / 'out'}"])
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1, done.stderr
+    assert "'nope'" in lines[0]
+    assert known in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("argument", "message"), [("--nope", "nope"), ("nope", "unexpected argument 'nope'")])
+def test_an_unknown_flag_or_argument_is_named(argument: str, message: str):
+    done = run(["-m", "evals.run", argument])
+    assert done.returncode == 1
+    assert message in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_package_is_named_before_anything_is_done():
+    with pytest.raises(SystemExit, match=r"error: packages no_such_package are not installed; expected the extra"):
+        program.start(lambda: pytest.fail("it has begun"), needs=("no_such_package",))
+
+
+def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch):
+    """Twice as slow as expected: the estimate goes from the expected time to nearly twice that."""
+    now = [0.0]
+    monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
+    progress = program.Progress(100.0, expected=100.0)
+    assert progress.left() == pytest.approx(100.0)
+    for _ in range(80):
+        now[0] += 2.0
+        progress.advance(1.0, "part")
+    assert 1.8 * 20 < (progress.left() or 0.0) < 2 * 20
+    progress.close()
+    assert [program.in_words(seconds) for seconds in (4.0, 175.0, 7300.0)] == ["5 s", "3 min", "2 h 2 min"]
+
+
+# ----------------------------------------------------------------------------------------------- README and notebooks
+
+
+def program_of(notebook: Path) -> str:
+    cells = re.findall(r"^```\{code-cell\}.*?\n(.*?)^```$", notebook.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(cells) >= 3
+    return "\n".join(cells)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_a_program_whose_imports_are_there(notebook: Path):
+    for statement in ast.walk(ast.parse(program_of(notebook), str(notebook))):
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            exec(compile(ast.Module([statement], []), str(notebook), "exec"), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(notebook: Path, tmp_path: Path):
+    file = tmp_path / f"{notebook.stem}.py"
+    file.write_text(program_of(notebook), encoding="utf-8")
+    done = run(["-W", "error", str(file)], tmp_path, MPLBACKEND="Agg", TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.slow
+def test_readmes_first_block_prints_what_it_says(tmp_path: Path):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    code, output = re.search(r"```python\n(.*?)```\s*```text\n(.*?)```", readme, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    for folder in ("evals", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    done = run(["-c", code], tmp_path)
+    assert (done.stdout, done.returncode) == (output, 0), done.stderr
