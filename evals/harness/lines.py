@@ -22,7 +22,7 @@ from kvpatch_jax.backbone import Tokens, ahead_of
 from kvpatch_jax.window.padding import bucket, padded_chunk, padded_tokens, zero_padded
 from models import ModelBackbone
 
-KV = dict[str, Float[np.ndarray, "L B T K H"]]
+KV = dict[str, Float[np.ndarray, "L B _ _ _"]]
 """{channel: [L, B, T, K, H]} on the host."""
 RUN = 512
 """Tokens of a window that are run at a time."""
