@@ -222,7 +222,7 @@ class Loop:
         seen = np.concatenate([np.arange(self.room) < line.size, np.zeros(size, bool)])
         mask = seen[None] | np.pad(np.tri(size, dtype=bool), [(0, 0), (self.room, 0)])
         mask = np.broadcast_to(mask, (len(piece.tokens.embeddings), 1, *mask.shape))
-        context = line.engine(self.parts, self.room)
+        context = {name: jnp.asarray(kv) for name, kv in line.engine(self.parts, self.room).items()}
         return prefilled(self.backbone, piece.tokens.shift(np.int32(line.end)), context, mask)
 
     def append(self, piece: Piece, kv: KV | None = None) -> None:
