@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 import kvpatch_jax as kvp
 from kvpatch_jax import Text, ops
@@ -280,7 +280,7 @@ class PackedQuestions(NamedTuple):
         logits = backbone.prefill(tokens, context, mask, logits=self.scored).logits
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
-    def answers(self, values: Float[np.ndarray, "B P"]) -> Float[np.ndarray, " answers"]:
+    def answers(self, values: Shaped[np.ndarray, "B P"]) -> Float[np.ndarray, " answers"]:
         """Averages what was scored over the tokens of each answer, and returns the answers that count."""
         count = self.valid.shape[1]
         sums = np.stack([np.bincount(self.owner, row, count) for row in np.asarray(values, np.float64)])
