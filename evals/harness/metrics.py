@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from kvpatch_jax import KVLayout, deficit
 from kvpatch_jax.repair import Repaired, SplicedCache, kv_bytes, reprefill_flops
-from kvpatch_jax.repair.spliced_cache import canonical_of
+from kvpatch_jax.repair.spliced_cache import canonical_of, input_bytes
 
 from . import intervals
 from .frame import Row, measured_row
@@ -73,6 +73,15 @@ def cost_shares(repaired: Repaired, backbone: Any, splice: SplicedCache) -> dict
     }
     kept = {f"kept.antecedents={count}": size.per_antecedent(count) / whole for count in ANTECEDENTS}
     return {**shares, **kept}
+
+
+def reference_shares(backbone: Any, splice: SplicedCache) -> dict[str, float]:
+    """Computes what re-prefill costs, as `cost_shares` does: it keeps what its tokens are run from, and nothing else."""
+    tokens = splice.slots.shape[1]
+    inputs = input_bytes(splice) * tokens / kv_bytes(backbone.layout, tokens)
+    kept = {f"kept.antecedents={count}": inputs / count for count in ANTECEDENTS}
+    nothing = dict.fromkeys(("stored_bytes", "canonical_bytes", "shared_bytes", "forming_flops"), 0.0)
+    return {**nothing, "input_bytes": inputs, "moved_bytes": inputs, "serving_flops": 1.0, **kept}
 
 
 @jax.jit

@@ -143,6 +143,7 @@ def measure_batch(
         "kind": questions.kind[valid].tolist(),
         "cluster": clusters[valid].tolist(),
         "answer": questions.answer[valid].tolist(),
+        **({} if number else {"costs": metrics.reference_shares(backbone, batch.splice)}),
     }
     if run.settings.get("deficit"):
         yield metrics.deficit_record(batch.splice, backbone.layout)
