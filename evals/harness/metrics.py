@@ -76,7 +76,7 @@ def cost_shares(repaired: Repaired, backbone: Any, splice: SplicedCache) -> dict
 
 
 def reference_shares(backbone: Any, splice: SplicedCache) -> dict[str, float]:
-    """Computes what re-prefill costs, as `cost_shares` does: it keeps what its tokens are run from, and nothing else."""
+    """Computes what re-prefill costs, as `cost_shares` does: it keeps what its tokens are run from alone."""
     tokens = splice.slots.shape[1]
     inputs = input_bytes(splice) * tokens / kv_bytes(backbone.layout, tokens)
     kept = {f"kept.antecedents={count}": inputs / count for count in ANTECEDENTS}
