@@ -1,1 +1,0 @@
-"""Figures, tables and the HTML page of a run."""

@@ -1,1 +1,0 @@
-"""What a results file holds: intervals over clustered questions, rows, and where they were measured."""
