@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import InputError
 
-from .program import Progress, in_words
+from .program import Progress
 
 Record = dict[str, Any]
 """What a part yields; JSON holds it."""
@@ -216,81 +216,3 @@ def add_part(file: Path, part: Mapping[str, Any]) -> None:
     """Adds a finished part to a file that `finished_parts` has read."""
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(part) + "\n")
-
-
-class PlannedPart(NamedTuple):
-    """A part still to be measured.
-
-    Attributes:
-      name: its key in the file of parts.
-      measure: yields its records, from the parts that were finished before.
-      tokens: that it runs, about; the time that is left is estimated from them.
-    """
-
-    name: str
-    measure: Callable[[Sequence[Mapping[str, Any]]], Iterable[Mapping[str, Any]]]
-    tokens: int = 0
-
-
-TOKENS_PER_SECOND = 310.0
-"""Of two quiet cores, about, for a first estimate of the time; then of what was measured."""
-ESTIMATED_TOKENS = 30_000
-"""How many measured tokens the first estimate is worth: the first parts compile."""
-
-
-class ExpectedPace(NamedTuple):
-    """How fast parts are expected to be measured.
-
-    Attributes:
-      tokens_per_second: before anything is measured.
-      worth: how many measured tokens this estimate is worth.
-    """
-
-    tokens_per_second: float = TOKENS_PER_SECOND
-    worth: float = ESTIMATED_TOKENS
-
-
-ASSUMED_PACE = ExpectedPace()
-
-
-def measure_parts(
-    file: Path,
-    config: Mapping[str, Any],
-    planned: Sequence[PlannedPart],
-    limit: int = 0,
-    pace: ExpectedPace = ASSUMED_PACE,
-) -> list[dict[str, Any]]:
-    """Measures the parts that a file lacks, adds each as it is done, and prints the time that is left.
-
-    Args:
-      file, config: as `finished_parts` takes them.
-      planned: all parts, in the order in which they are measured.
-      limit: at most so many parts now; 0 for all.
-      pace: the first estimate of the time.
-
-    Returns:
-      All finished parts: {"part", "cpu_seconds", "records"}.
-    """
-    finished = finished_parts(file, config)
-    names = {part["part"] for part in finished}
-    missing = [part for part in planned if part.name not in names]
-    tokens_left = sum(part.tokens for part in missing)
-    began, tokens = time.perf_counter(), 0
-
-    # The file may hold parts of other models, which are not of this plan.
-    done = len(planned) - len(missing)
-    for part in missing[: limit or None]:
-        started = time.process_time()
-        records = list(part.measure(finished))
-        line = {"part": part.name, "cpu_seconds": round(time.process_time() - started, 2), "records": records}
-        add_part(file, line)
-        finished.append(line)
-
-        done += 1
-        tokens += part.tokens
-        tokens_left -= part.tokens
-        spent = time.perf_counter() - began + pace.worth / pace.tokens_per_second
-        left = f"; about {in_words(spent / (tokens + pace.worth) * tokens_left)} left" if part.tokens else ""
-        print(f"{done}/{len(planned)} {part.name}: {line['cpu_seconds']:.0f} CPU s{left}", flush=True)
-
-    return finished

@@ -9,21 +9,14 @@ from kvpatch_jax.errors import InputError
 ROOT = Path(__file__).parent
 DRAWINGS = ("documents", "plain")
 """Drawings of the task (`evals.task`) that instances read; a folder each."""
-SHEETS = ROOT / "sheets"
 DOCUMENTS = ROOT / "documents"
-MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
+MAIN = "documents/qwen2_5_vl"
 
 
 def shipped_names() -> list[str]:
     """Lists the shipped instances, "documents/qwen2_5_vl" and others."""
     folders = [path.parent for drawing in DRAWINGS for path in (ROOT / drawing).glob("*/config.json")]
     return sorted(folder.relative_to(ROOT).as_posix() for folder in folders)
-
-
-def backbone_names() -> list[str]:
-    """Lists the instances of the glyph task to compare with each other: all but the control, the first one first."""
-    names = [path.parent.name for path in ROOT.glob("*/config.json") if path.parent.name != CONTROL]
-    return sorted(names, key=lambda name: (not name.startswith(MAIN), name))
 
 
 def shipped(name: str) -> Path:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from evals.harness import intervals
-from evals.harness.frame import Rows
+from evals.harness.frame import Lookup, measured_row, without_nan
 from evals.harness.intervals import Interval
-from tests.evals.made_rows import as_row
 
 
 def draw(seed=0, clusters=40, size=6):
@@ -108,15 +107,13 @@ def test_bad_lengths_are_named():
 
 def test_rows_round_trip_as_strict_json():
     rows = [
-        as_row("repair.visible", "small_no_window", "blind", "accuracy.chain", Interval(0.8, 0.7, 0.9, 10)),
-        as_row("repair.visible", "small", "patch.rank=16", "bytes", 0.12),
-        as_row("repair.visible", "small", "patch.rank=2", "eta.chain", Interval(math.nan, math.nan, math.nan, 5)),
+        measured_row("documents.4", "a", "blind", "accuracy.chain", Interval(0.8, 0.7, 0.9, 10)),
+        measured_row("documents.4", "a", "patch.rank=2", "eta.chain", Interval(math.nan, math.nan, math.nan, 5)),
     ]
-    rows = Rows(json.loads(json.dumps({"rows": rows}, allow_nan=False)))
-    assert rows.model == "small"
-    assert rows.get("repair.visible", "patch.rank=16", "bytes").value == 0.12
-    assert math.isnan(rows.get("repair.visible", "patch.rank=2", "eta.chain").value)
-    assert rows.get("repair.visible", "patch.rank=2", "eta.chain").n == 5
-    assert rows.get("slide", "keep", "kl.chain").n == 0
-    assert rows.settings("repair.visible", "patch.rank=") == [(2, "patch.rank=2"), (16, "patch.rank=16")]
-    assert rows.kinds("repair.visible", "eta") == ["chain"]
+    lookup = Lookup(json.loads(json.dumps(without_nan(rows), allow_nan=False)))
+    assert lookup.get("documents.4", "a", "blind", "accuracy.chain") == (0.8, 0.7, 0.9, 10)
+    undefined = lookup.get("documents.4", "a", "patch.rank=2", "eta.chain")
+    assert math.isnan(undefined.value)
+    assert undefined.n == 5
+    assert lookup.get("slide", "a", "keep", "kl.chain").n == 0
+    assert lookup.values("arm", {"probe": "documents.4"}) == ["blind", "patch.rank=2"]

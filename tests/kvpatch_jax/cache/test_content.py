@@ -31,7 +31,7 @@ ALPHA = np.concatenate([RGB, np.random.default_rng(4).integers(0, 255, (24, 40, 
 
 @pytest.fixture(scope="module")
 def backbone():
-    return load(Path(__file__).parents[3] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
+    return load(Path(__file__).parents[3] / "evals" / "trained" / "documents" / "qwen2_5_vl", dtype="float32")
 
 
 @pytest.fixture

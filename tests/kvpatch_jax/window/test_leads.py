@@ -24,7 +24,7 @@ DIGEST = "a lead"
 
 @pytest.fixture(scope="module")
 def backbone():
-    return load(Path(__file__).parents[3] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
+    return load(Path(__file__).parents[3] / "evals" / "trained" / "documents" / "qwen2_5_vl", dtype="float32")
 
 
 @pytest.fixture
