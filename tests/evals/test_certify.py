@@ -213,7 +213,7 @@ def histories(backbone: ModelBackbone) -> Histories:
 
 @pytest.fixture(scope="module")
 def measured(histories: Histories, tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    modes = ModeSet((8, 64), (3, CHUNKS))
+    modes = ModeSet((2, 64), (3, CHUNKS))
     folder = tmp_path_factory.mktemp("parts")
     return certify(histories.windows(), modes, folder, {"model": "small"}, level=0.5)
 
@@ -268,7 +268,7 @@ def test_canonicals_lose_what_pieces_prefilled_alone_lose_and_whole_patches_noth
         for point in ("stored", "update", "fresh"):
             agrees(measured, 0.0, point, 64, count - 1)
     agrees(measured, 0.0, "prefill", 0, CHUNKS - 1)
-    few, many = (measured.row("orbit", rank, behind=0) for rank in (8, 64))
+    few, many = (measured.row("orbit", rank, behind=0) for rank in (2, 64))
     assert None not in (few, many)
     assert few.kl != many.kl, "each rank is served at that rank"
     assert [plan.windows for plan in measured.plans] == [1] * len(measured.plans) != []
