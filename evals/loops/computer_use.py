@@ -21,10 +21,9 @@ from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.atomic_files import replace
 
+from .episodes import OMITTED
 from .json_lines import numbered_objects
 
-OMITTED = "[Image omitted by context cleaning]"
-"""The text in place of a screenshot that has left."""
 LINE = 256 << 20
 """The largest number of bytes of a line: a request with 100 screenshots has about 60 MB."""
 QUESTION = "What is the next action?"

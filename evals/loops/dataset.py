@@ -24,7 +24,7 @@ from ..harness.frame import Row, measured_row
 from ..harness.parts import Part, Record
 from . import computer_use, costs, mooncake
 from .drawn import drawn_episode
-from .episodes import Episode, Sizes, Visit, episodes_of, recorded_visits
+from .episodes import OMITTED, Episode, Sizes, Visit, episodes_of, recorded_visits
 from .policies import POLICIES, visits_of
 from .replay import SESSIONS, SessionReplay, reordered_divergence, store_folder
 
@@ -35,8 +35,9 @@ ARMS = (REPREFILL, PREFIX, ORDERED, *SESSIONS)
 RECORDED, ALONE = "recorded", "tokens alone"
 """The probe of a trace's own windows; the model of rows that no model was run for."""
 READERS = {"ours": Trace.read, "mooncake": mooncake.read_mooncake, "computer_use": computer_use.read_computer_use}
-SETTINGS = {"steps": 40, "long": 200, "every": 4, "trace": "", "format": "ours"}
-"""Rounds of a drawn episode, with a model and without; a round in so many is asked; a trace's file and format."""
+SETTINGS = {"steps": 40, "long": 200, "every": 4, "trace": "", "format": "ours", "placeholder": OMITTED}
+"""Rounds of a drawn episode, with a model and without; a round in so many is asked; a trace's file, its format, and the
+text that policies put in place of its screenshots."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -124,7 +125,7 @@ def _visits(probe: str, settings: Mapping[str, Any], seed: int, *, contents: boo
     if probe == RECORDED:
         visits = list(recorded_visits(trace, Sizes()))
     else:
-        episodes: list[Episode] = episodes_of(trace, Sizes())
+        episodes: list[Episode] = episodes_of(trace, Sizes(), settings["placeholder"])
         visits = [visit for episode in episodes for visit in visits_of(episode, POLICIES[probe])]
     if contents and any(piece.shown.item is None for visit in visits for piece in visit.pieces):
         raise InputError(f"loops.trace: got {settings['trace']}, whose contents are not known; expected no models")

@@ -11,6 +11,8 @@ from kvpatch_jax.window import Costs, Entry, Window
 
 CHARACTERS = 4
 """Characters of a token of text, where a trace states no tokens."""
+OMITTED = "[Image omitted by context cleaning]"
+"""The text in place of a screenshot that has left."""
 LINE = 60
 """Characters of a reply that a list of earlier actions keeps."""
 NO_COSTS = Costs("0" * 64, 1, 0, 0, 0, ForwardCosts((0,), (0,), (0,), 0))
@@ -80,13 +82,13 @@ class Episode(NamedTuple):
 
     Attributes:
       name: unique in a run.
-      system: in front of all. goal: the first text of the user.
+      system: in front of all; None: nothing. goal: the first text of the user.
       rounds: in order.
       placeholder: stands where a screenshot has left.
     """
 
     name: str
-    system: Shown
+    system: Shown | None
     goal: Shown
     rounds: tuple[Round, ...]
     placeholder: Shown
@@ -117,13 +119,15 @@ def _written(text: str, tokens: int | None = None) -> Shown:
     return Shown(text, tokens or max(1, len(text) // CHARACTERS), kvp.Text(text))
 
 
-def episodes_of(trace: Trace, sizes: Sizes) -> list[Episode]:
+def episodes_of(trace: Trace, sizes: Sizes, placeholder: str = OMITTED) -> list[Episode]:
     """Reads what was seen and said in a trace, an episode for each session; which pieces left is the policies' choice.
 
     Texts before the first chunk are the system's. The first text behind a question is the agent's reply, all others
-    are observations.
+    are observations. The first question is the goal.
+
+    Args:
+      placeholder: the text in place of a screenshot that a policy lets leave.
     """
-    placeholder = _written("[Image omitted by context cleaning]", sizes.placeholder)
     episodes = []
     for session in trace.sessions:
         system, rounds, seen = list[str](), list[Round](), dict[str, Shown]()
@@ -144,9 +148,9 @@ def episodes_of(trace: Trace, sizes: Sizes) -> list[Episode]:
                 text = _written("\n".join(texts)) if texts else None
                 rounds.append(Round(tuple(screens), text, questions=(event.text or "",)))
                 screens, texts = [], []
-        opening = _written("\n".join(system)) if system else _written("You are an agent.", sizes.system)
-        goal = _written(rounds[0].questions[0] or "Go on.") if rounds else _written("Go on.")
-        episodes.append(Episode(session, opening, goal, tuple(rounds), placeholder))
+        opening = _written("\n".join(system)) if system else None
+        goal = _written((rounds and rounds[0].questions[0]) or placeholder)
+        episodes.append(Episode(session, opening, goal, tuple(rounds), _written(placeholder, sizes.placeholder)))
     return episodes
 
 

@@ -23,8 +23,9 @@ def four_rounds(episode: Episode, number: int) -> list[Piece]:
     """Shows the last four rounds; all older ones are lines of a list in the first user text, in front of the images."""
     first = max(0, number + 1 - ROUNDS)
     lines = [older.line for older in episode.rounds[:first] if older.line is not None]
-    goal = joined([episode.goal, *lines])
-    return [Piece("system", episode.system), Piece("goal", goal, movable=True), *_rounds(episode, first, number)]
+    *system, goal = _front(episode)
+    goal = goal._replace(shown=joined([goal.shown, *lines]), movable=True)
+    return [*system, goal, *_rounds(episode, first, number)]
 
 
 def batch_8_at_20(episode: Episode, number: int) -> list[Piece]:
@@ -90,7 +91,8 @@ def joined(texts: Sequence[Shown]) -> Shown:
 
 
 def _front(episode: Episode) -> list[Piece]:
-    return [Piece("system", episode.system), Piece("goal", episode.goal)]
+    goal = Piece("goal", episode.goal)
+    return [goal] if episode.system is None else [Piece("system", episode.system), goal]
 
 
 def _rounds(episode: Episode, first: int, last: int) -> list[Piece]:

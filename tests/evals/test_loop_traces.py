@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from evals.harness.datasets import Run
-from evals.loops.computer_use import OMITTED, read_computer_use
+from evals.loops.computer_use import read_computer_use
 from evals.loops.dataset import LOOPS
-from evals.loops.episodes import Sizes, episodes_of, recorded_visits
+from evals.loops.episodes import OMITTED, Sizes, episodes_of, recorded_visits
 from evals.loops.mooncake import read_mooncake
 from kvpatch_jax.errors import InputError, TraceError
 from kvpatch_jax.traces import Event, Trace

@@ -6,7 +6,7 @@ import pytest
 
 from evals.harness.datasets import Run
 from evals.loops.costs import Kept, PrefixCache, changes, tokens
-from evals.loops.dataset import ALONE, LOOPS, SETTINGS
+from evals.loops.dataset import ALONE, LOOPS
 from evals.loops.drawn import drawn_episode
 from evals.loops.episodes import Episode, Piece, Round, Shown, Sizes, Visit
 from evals.loops.policies import POLICIES, visits_of
@@ -143,4 +143,3 @@ def test_what_no_loop_has_is_refused(change, message):
     run = Run({}, (), ("re-prefill",), 1, 1, 0, {})._replace(**change)
     with pytest.raises(InputError, match=message):
         LOOPS.parts(run)
-    assert set(SETTINGS) == {"steps", "long", "every", "trace", "format"}
