@@ -73,7 +73,7 @@ class LoopDataset:
         for number, probe in itertools.product(episodes, probes):
             for model, path in {ALONE: "", **run.models}.items():
                 visits = functools.partial(_visits, probe, settings, run.seed + number, contents=bool(path))
-                arms = [arm for arm in run.methods if path or arm in PRICED]
+                arms = [arm for arm in run.methods or ARMS if path or arm in PRICED]
                 place, every = (probe, model, number), settings["every"]
                 measure = functools.partial(measure_loop, visits, arms, path, every, place)
                 parts.append(Part(f"loops.{probe}, {model}, episode {number}", measure, 1.0 if path else 0.02))

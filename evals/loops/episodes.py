@@ -149,7 +149,7 @@ def episodes_of(trace: Trace, sizes: Sizes, placeholder: str = OMITTED) -> list[
                 rounds.append(Round(tuple(screens), text, questions=(event.text or "",)))
                 screens, texts = [], []
         opening = _written("\n".join(system)) if system else None
-        goal = _written((rounds and rounds[0].questions[0]) or placeholder)
+        goal = _written(rounds[0].questions[0] if rounds and rounds[0].questions[0] else placeholder)
         episodes.append(Episode(session, opening, goal, tuple(rounds), _written(placeholder, sizes.placeholder)))
     return episodes
 

@@ -12,7 +12,7 @@ from PIL import Image
 from evals.harness.datasets import Run
 from evals.loops.computer_use import read_computer_use
 from evals.loops.dataset import LOOPS
-from evals.loops.episodes import OMITTED, Sizes, episodes_of, recorded_visits
+from evals.loops.episodes import OMITTED, Shown, Sizes, episodes_of, recorded_visits
 from evals.loops.mooncake import read_mooncake
 from kvpatch_jax.errors import InputError, TraceError
 from kvpatch_jax.traces import Event, Trace
@@ -108,8 +108,8 @@ def test_computer_use_shows_what_each_request_shows(tmp_path):
     assert [visit.session for visit in visits] == ["a", "a", "a", "a #3"]
     first, again = episodes_of(trace, Sizes())
     assert (len(first.rounds), len(again.rounds)) == (3, 1)
-    assert first.system.item == "You use a computer.\nPay the bill."
-    assert "click" in first.rounds[0].reply.item
+    assert first.system == Shown("You use a computer.\nPay the bill.", 8, "You use a computer.\nPay the bill.")
+    assert "click" in str(first.rounds[0].reply)
     assert Image.open(first.rounds[2].screens[0].item).getpixel((0, 0)) == (2, 2, 2)
 
 
