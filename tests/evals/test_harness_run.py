@@ -123,8 +123,9 @@ def test_every_shipped_configuration_names_what_there_is():
             for data in read.data:
                 dataset = find_dataset(data.dataset)
                 assert set(data.probes) <= set(getattr(dataset, "probes", data.probes))
-            for method in read.methods:
-                assert parse(method).name == method
+                # Data sets with parts of their own name ways of serving a window, not methods of one splice.
+                for method in () if hasattr(dataset, "parts") else data.methods or read.methods:
+                    assert parse(method).name == method
 
 
 def test_a_name_says_method_budget_and_settings():
