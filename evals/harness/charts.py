@@ -35,7 +35,7 @@ def draw_chart(lookup: Lookup, chart: Mapping[str, Any], out: Path) -> Path | No
     from matplotlib.figure import Figure
 
     place = {name: chart[name] for name in ("probe", "model") if name in chart}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
         figure = Figure(figsize=(4.6, 3.6), layout="constrained")
         axis = figure.subplots()
         drawn = 0

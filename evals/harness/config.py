@@ -135,7 +135,7 @@ def _build(kind: type, table: Mapping[str, Any], path: Path) -> Any:
         raise InputError(f"{path}: got the key {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
     if "seconds" in values:
-        values["seconds"] = float(values["seconds"])
+        values["seconds"] = float(str(values["seconds"]))
     for name, number in values.items():
         if name in ("n", "batch", "threads") and (not isinstance(number, int) or number < (kind is RunConfig)):
             raise InputError(f"{path}: got {name} = {number!r}; expected a whole number, at least 1")

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
-from kvpatch_jax.errors import InputError
-
 Items = Shaped[np.ndarray, "items"]
 LOW, HIGH = 2.5, 97.5
 
@@ -141,6 +139,8 @@ def conformal_bound(values: Items, cluster: Items, level: float) -> float:
     weight = level * (len(clusters) + 1)
     if weight > len(clusters):
         least = least_clusters(level)
+        from kvpatch_jax.errors import InputError
+
         raise InputError(f"bound: got {len(clusters)} clusters for level {level:g}; expected {least} or more")
     order = np.argsort(values, kind="stable")
     weights = np.cumsum(1 / counts[where[order]])

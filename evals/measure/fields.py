@@ -368,7 +368,7 @@ def _listed_pieces(source: Source, values: Mapping[str, Any], media: MediaFolder
     for number, entry in enumerate([entries] if isinstance(entries, str) else entries or ()):
         field = f"{column}[{number}]"
         if source.mixed and isinstance(entry, Mapping) and set(entry) == {"image"}:
-            contents = media.read(entry["image"], f"{field}.image")
+            contents = media.read(dict(entry)["image"], f"{field}.image")
             yield from (Piece(content, f"image {number + 1}") for content in contents)
             continue
         parts = entry if isinstance(entry, Mapping) else {"": entry}

@@ -177,7 +177,7 @@ class TaskDataset:
         def draw(number: int, size: int) -> TaskBatch:
             return self.batch(backbone, probe, number, size, run.seed)
 
-        return prepared(draw, backbone, run.methods)
+        return prepared(draw, backbone, run.methods)  # pyright: ignore[reportArgumentType]
 
 
 DOCUMENTS = TaskDataset("documents", tuple(PROBES))

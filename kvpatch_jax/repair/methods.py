@@ -1,5 +1,7 @@
 """All methods of reuse by name."""
 
+from collections.abc import Callable
+
 from .deviation import cacheblend, cacheblend_gradual, kvshare, oracle_delta, random_tokens
 from .entropy_coding import cachegen
 from .leading_tokens import attention_sink, first_k, vlcache
@@ -10,10 +12,10 @@ from .references import blind, encoder_cached_reprefill, full_reprefill, layer_r
 from .rounding_error import gear
 from .shared_forms import anchored, joint_pair
 from .sparse_differences import block_differences
-from .spliced_cache import Method
+from .spliced_cache import Repaired
 from .stored_forms import low_rank, quantised, shadowkv
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, Callable[..., Repaired]] = {
     # Nothing is repaired, or everything is computed.
     "blind": blind,
     "full_reprefill": full_reprefill,

@@ -29,7 +29,7 @@ from ..patching import (
     quantise,
     truncate,
 )
-from ..window.costs import adding_flops, transition_adding_flops
+from ..patching.patch_flops import adding_flops, transition_adding_flops
 from .repair_budget import RepairBudget
 from .spliced_cache import (
     NUMBER_BYTES,

@@ -18,28 +18,11 @@ from jaxtyping import Float
 from ..backbone import Backbone, ForwardCosts, seen_pairs
 from ..cache import Patch, fingerprint_of
 from ..core import AnyArray, KVLayout
+from ..patching.patch_flops import adding_flops as adding_flops
+from ..patching.patch_flops import transition_adding_flops as transition_adding_flops
 
 ROTATION = 3
 """FLOPs per rotated number: two products and a sum."""
-
-
-def adding_flops(patch: Patch) -> int:
-    """Returns FLOPs per token of multiplying a patch's factors and adding them."""
-    return sum(_row_flops(patch, channel.name) for channel in patch.metadata.layout.token_channels)
-
-
-def transition_adding_flops(patch: Patch) -> int:
-    """Returns FLOPs of multiplying and adding a patch's factors of a transition, whatever the number of tokens."""
-    return sum((channel.rows or 0) * _row_flops(patch, channel.name) for channel in patch.metadata.layout.parts)
-
-
-def _row_flops(patch: Patch, name: str) -> int:
-    if name not in patch.factors:
-        return 0
-    # Two for each rank and feature (multiply and add), over the patch's own layers; a dense correction is only added.
-    metadata, rank = patch.metadata, patch.ranks[name]
-    layers = len(metadata.layout.rows_of(name, metadata.layers))
-    return (1 if rank is None else 2 * rank) * metadata.layout.channel(name).features * layers
 
 
 def composing_flops(layout: KVLayout) -> int:

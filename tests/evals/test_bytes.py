@@ -35,6 +35,7 @@ def test_a_base_is_kept_once_and_a_patch_for_each_antecedent():
     batch = VERSIONS.batch(backbone, "4", 0, 2, 0)
     splice = batch.splice
     assert len(splice.others) == 3
+    assert splice.recorded is not None
     for other in splice.others:
         assert np.abs(np.asarray(other.kv["v"]) - np.asarray(splice.recorded["v"])).max() > 0.1
 

@@ -71,7 +71,7 @@ def test_threads_measure_what_one_measures(tmp_path):
 
 
 def test_a_failing_part_keeps_the_finished_ones(tmp_path):
-    broken = Part("broken", lambda: iter([1 / 0]))
+    broken = Part("broken", lambda: [{"value": 1 / 0}])
     with pytest.raises(ZeroDivisionError):
         run_parts(tmp_path, CONFIG, [*PARTS[:4], broken, *PARTS[4:]])
     finished = set(stored_records(tmp_path, CONFIG))

@@ -83,6 +83,7 @@ def test_a_run_measures_methods_at_the_same_bytes_and_tokens(tmp_path):
     methods = "re-prefill,blind,patch.bytes=0.15,first_k.budget=0.15,quantised.bytes=0.01"
     config = read_config("repairs", ["n=2", "batch=2", f"methods={methods}"])
     results = runner.run(config, tmp_path)
+    assert results is not None
     assert results == json.loads((tmp_path / "results.json").read_text())
     lookup = Lookup(results["rows"])
     place = {"probe": "documents.4", "model": config.models[0]}

@@ -122,6 +122,7 @@ def test_passages_stand_behind_the_text_before_them_or_another_documents(backbon
     for row, front in enumerate(fronts):
         tokens = backbone.embed(np.concatenate([start_tokens(backbone), front, ids[row * 12 : row * 12 + 12]])[None])
         kv = backbone.prefill(tokens).kv
+        assert batch.splice.recorded is not None
         for name, value in kv.items():
             np.testing.assert_allclose(batch.splice.recorded[name][:, row], value[:, 0, 13:], atol=1e-4)
     assert batch.prompts[2, 0].tolist() == ids[36:40].tolist()

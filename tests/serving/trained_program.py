@@ -105,7 +105,7 @@ def own_answers(drawn):
         questions = backbone.embed(drawn.tokens[index]).shift(starts[-1])
         for way, cache in caches.items():
             rows = {name: np.repeat(value, len(drawn.kind), axis=1) for name, value in cache.items()}
-            logits = backbone.prefill(questions, rows).logits[:, -1]
+            logits = backbone.prefill(questions, rows).logits[:, -1]  # pyright: ignore[reportArgumentType]
             answers.setdefault(way, []).append(np.asarray(jax.nn.log_softmax(logits)))
     return {way: np.stack(rows) for way, rows in answers.items()}
 

@@ -154,9 +154,9 @@ def test_every_way_in_has_one_verdict(ways_in, text: str):
 def test_files_that_are_there_change_no_verdict(backbone, shot, monkeypatch):
     """So that a batch, a prompt and a test mean the same on every machine."""
     monkeypatch.chdir(shot.parent)
-    before = backbone.prepare(["r0"])["input_ids"]
-    (shot.parent / "r0").write_text("")  # a word of the small backbone's vocabulary
-    assert np.array_equal(before, backbone.prepare(["r0"])["input_ids"])
+    before = backbone.prepare(["C6"])["input_ids"]
+    (shot.parent / "C6").write_text("")  # a word of the small backbone's vocabulary
+    assert np.array_equal(before, backbone.prepare(["C6"])["input_ids"])
 
 
 def test_a_text_may_look_like_a_file(store):
@@ -210,7 +210,7 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
 
 
 def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
-    items = [{"front": [f"page {number}.png"], "question": "r0"} for number in range(3)]
+    items = [{"front": [f"page {number}.png"], "question": "C6"} for number in range(3)]
     with pytest.raises(AmbiguousTextError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
         kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()
@@ -297,8 +297,8 @@ def test_ids_come_from_the_content_by_default(backbone, tmp_path):
     assert first.id == kvp.make_chunk(backbone, [page()]).id == kvp.make_chunk(backbone, [Image.fromarray(page())]).id
     assert first.id == chunk_id(backbone.fingerprint, page())
     assert first.id != kvp.make_chunk(backbone, [page()[::-1].copy()]).id
-    assert kvp.make_chunk(backbone, ["r0"]).id == chunk_id(backbone.fingerprint, "r0")
-    assert kvp.make_chunk(backbone, ["r0", [13]]).id == chunk_id(backbone.fingerprint, "r0", [13])
+    assert kvp.make_chunk(backbone, ["C6"]).id == chunk_id(backbone.fingerprint, "C6")
+    assert kvp.make_chunk(backbone, ["C6", [13]]).id == chunk_id(backbone.fingerprint, "C6", [13])
     assert kvp.make_chunk(backbone, [page()], id="page").id == "page"
 
 
