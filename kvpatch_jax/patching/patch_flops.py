@@ -1,6 +1,21 @@
-"""FLOPs of adding a patch to its chunk."""
+"""FLOPs of placing a chunk and of adding a patch to it."""
 
 from ..cache import Patch
+from ..core import KVLayout
+
+ROTATION = 3
+"""FLOPs per rotated number: two products and a sum."""
+
+
+def composing_flops(layout: KVLayout) -> int:
+    """Returns FLOPs of composing two transitions: M₂M₁ and M₂B₁ + B₂ of every head."""
+    flops, numbers = 0, {channel.name: (channel.rows or 0) * channel.features for channel in layout.parts}
+    for channel in layout.parts:
+        if channel.name == "map":
+            # A matrix multiplies each column of map and state; decays multiply each number.
+            each = 2 * channel.width if channel.width > 1 else 1
+            flops += layout.depth(channel.name) * each * (numbers["map"] + numbers["state"])
+    return flops
 
 
 def adding_flops(patch: Patch) -> int:

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import KV, Backbone, Tokens
 from ..core import KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
+from ..patching.patch_flops import ROTATION, composing_flops
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
-from ..window.costs import ROTATION, composing_flops
 from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
 
 AnyArray = jax.Array | np.ndarray

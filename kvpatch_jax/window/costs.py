@@ -18,22 +18,10 @@ from jaxtyping import Float
 from ..backbone import Backbone, ForwardCosts, seen_pairs
 from ..cache import Patch, fingerprint_of
 from ..core import AnyArray, KVLayout
+from ..patching.patch_flops import ROTATION as ROTATION
 from ..patching.patch_flops import adding_flops as adding_flops
+from ..patching.patch_flops import composing_flops as composing_flops
 from ..patching.patch_flops import transition_adding_flops as transition_adding_flops
-
-ROTATION = 3
-"""FLOPs per rotated number: two products and a sum."""
-
-
-def composing_flops(layout: KVLayout) -> int:
-    """Returns FLOPs of composing two transitions: M₂M₁ and M₂B₁ + B₂ of every head."""
-    flops, numbers = 0, {channel.name: (channel.rows or 0) * channel.features for channel in layout.parts}
-    for channel in layout.parts:
-        if channel.name == "map":
-            # A matrix multiplies each column of map and state; decays multiply each number.
-            each = 2 * channel.width if channel.width > 1 else 1
-            flops += layout.depth(channel.name) * each * (numbers["map"] + numbers["state"])
-    return flops
 
 
 @dataclasses.dataclass(frozen=True)
