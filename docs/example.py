@@ -35,14 +35,13 @@ def answer(question: str, bill_kv: dict) -> str:
     return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
 
 
-# What does the list say about the item in a cell of the bill? That needs both images. Six cells, drawn at random.
+# What does the list say about the item in a cell of the bill? That needs both images. Five cells.
 questions = {
     "unit of D2?": "d",
     "unit of E1?": "pc",
     "unit of D7?": "l",
     "unit of G6?": "g",
     "unit of B4?": "h",
-    "value of F1?": "1",
 }
 for question, right in questions.items():
     print(f"{question:>14}  right {right:4} blind {answer(question, blind):4} patched {answer(question, patched)}")
