@@ -87,8 +87,8 @@ def scored(kl: Mapping[tuple[str, int], float], held_out: float = 1.0, size: int
         for (point, rank), mean in kl.items():
             values = mean * rng.uniform(0.9, 1.1, 96) * np.where(side, held_out, 1.0)
             for column, numbers in zip(tables, (values, (values > 1).astype(float)), strict=True):
-                column[Mode(*(point, rank, behind, promise))] = numbers  # pyright: ignore[reportCallIssue]
-    return scores.Scores(*tables, cluster, side)
+                column[Mode(*(point, rank, behind, promise))] = numbers
+    return scores.Scores(tables[0], tables[1], cluster, side)
 
 
 def rows(*by_size: scores.Scores) -> dict[Any, Any]:
