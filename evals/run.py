@@ -24,11 +24,8 @@ _PUBLISH = flags.DEFINE_boolean("publish", False, "also write docs/NAME.json, fr
 
 def main() -> None:
     """Runs the configuration that was asked for, and writes its report."""
-    import json
     import time
     from pathlib import Path
-
-    from kvpatch_jax.errors import InputError
 
     from .harness import config as configurations
     from .harness import report, runner
@@ -43,11 +40,7 @@ def main() -> None:
     if _RAY.value is None:
         results = runner.run(config, out, Shard.of(_SHARD.value), _LIMIT.value)
     else:
-        try:
-            resources = dict(json.loads(_RESOURCES.value))
-        except ValueError as error:
-            raise InputError(f"--ray_resources: got {_RESOURCES.value!r:.80}; expected a JSON object") from error
-        results = runner.run_on_ray(config, out, _RAY.value, _SHARDS.value, resources)
+        results = runner.run_on_ray(config, out, _RAY.value, _SHARDS.value, _RESOURCES.value)
 
     if results is None:
         print(f"parts are missing in {out}: the same command, or the other shards, measure them", flush=True)

@@ -104,6 +104,23 @@ class Run(NamedTuple):
     seed: int
     settings: Mapping[str, Any]
 
+    @property
+    def batches(self) -> list[tuple[int, int]]:
+        """Numbers and sizes of the batches that the contexts make; the last one may be smaller."""
+        starts = range(0, self.n, self.batch)
+        return [(number, min(self.batch, self.n - start)) for number, start in enumerate(starts)]
+
+    def probes_of(self, dataset: Any, default: int = 1) -> tuple[str, ...]:
+        """Returns the probes asked for, or the data set's first ones.
+
+        Raises:
+          InputError: an unknown probe.
+        """
+        probes = self.probes or dataset.probes[:default]
+        if unknown := [probe for probe in probes if probe not in dataset.probes]:
+            raise InputError(f"{dataset.name}.probes: got {unknown[0]!r}; expected some of {', '.join(dataset.probes)}")
+        return probes
+
 
 @runtime_checkable
 class Dataset(Protocol):

@@ -109,7 +109,7 @@ class ProbeRecords:
     """The records of one probe and model, joined over batches in the order of the contexts.
 
     Args:
-      records: as `measured_records` yields them, those of a batch together, the reference's first.
+      records: as `runner.measure_batch` yields them, those of a batch together, the reference's first.
       kinds: names of the kinds of question.
     """
 

@@ -127,6 +127,25 @@ def run_parts(
     return stored_records(out, config)
 
 
+def run_shards_on_ray(task: Callable[[int, int], None], address: str, shards: int, resources: str) -> None:
+    """Runs `task(index, count)` of every shard on a Ray cluster; a lost worker's shard resumes from its file.
+
+    Args:
+      address: as `ray.init` takes it, or "local": a cluster on this machine for the run.
+      resources: what a task occupies, as JSON of `ray.remote`'s options.
+
+    Raises:
+      InputError: resources that are no object. ShardError: shards that failed more often than they are tried again.
+    """
+    from kvpatch_jax.batch import run_shards
+
+    try:
+        occupied = dict(json.loads(resources))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--ray_resources: got {resources!r:.80}; expected a JSON object") from error
+    run_shards(task, shards, address=None if address == "local" else address, resources=occupied)
+
+
 def make_out(folder: Path) -> None:
     """Makes the folder of --out. Raises InputError for one that is or lies below a file."""
     try:

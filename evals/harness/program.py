@@ -5,6 +5,7 @@ once and a missing package is named before it is needed.
 """
 
 import importlib.util
+import shlex
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 EXTRA = ("absl", "jinja2", "matplotlib", "optax", "pandas", "PIL", "tokenizers", "tqdm")
 """Packages of the extra `[evals]`, by the names that they are imported by."""
+PLACES = ("out", "shard", "shards", "ray", "ray_resources", "limit")
+"""Flags that say where a run is written and who shares the work; rows do not depend on them."""
 
 
 def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EXTRA) -> None:
@@ -51,6 +54,23 @@ def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EX
             raise SystemExit(f"error: {error}") from None
 
     app.run(begin)
+
+
+def repeated_command(name: str) -> str:
+    """Returns the command that repeats a run, without flags that say where it is written and who shares the work.
+
+    Args:
+      name: of the program, "evals.run".
+    """
+    words, arguments = [], iter(sys.argv[1:])
+    for argument in arguments:
+        flag, equals, _ = argument.lstrip("-").partition("=")
+        if flag not in PLACES:
+            words.append(argument)
+        elif not equals:
+            # The value stands in a word of its own.
+            next(arguments, None)
+    return shlex.join(["python", "-m", name, *words])
 
 
 def quiet_backends() -> None:

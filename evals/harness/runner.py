@@ -3,8 +3,6 @@
 import functools
 import hashlib
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,12 @@ from typing import Any
 from kvpatch_jax.errors import InputError, KVPatchError
 
 from . import frame, metrics
-from .config import DataConfig, RunConfig
+from .config import RunConfig
 from .datasets import Dataset, Run, find_dataset
 from .environment import environment
 from .methods import REFERENCE, Arm, parse
-from .parts import WHOLE, Part, Record, Shard, run_parts, stored_records
+from .parts import WHOLE, Part, Record, Shard, run_parts, run_shards_on_ray, stored_records
+from .program import repeated_command
 
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "pillow")
 
@@ -81,7 +80,11 @@ def described(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def plan(config: RunConfig) -> list[tuple[DataConfig, Any, Run, list[Part]]]:
+Plan = list[tuple[Any, Run, list[Part]]]
+"""Data sets, what each is asked for, and its parts."""
+
+
+def plan(config: RunConfig) -> Plan:
     """Lists the parts of every data set of a run.
 
     Raises:
@@ -99,24 +102,26 @@ def plan(config: RunConfig) -> list[tuple[DataConfig, Any, Run, list[Part]]]:
             parts = list(dataset.parts(run))
         else:
             parts = spliced_parts(dataset, run, data.dtype or config.dtype)
-        plans.append((data, dataset, run, parts))
+        plans.append((dataset, run, parts))
     return plans
+
+
+def parts_of(plans: Plan) -> list[Part]:
+    """Lists the parts of all data sets, in the order in which they are measured."""
+    return [part for *_, parts in plans for part in parts]
 
 
 def spliced_parts(dataset: Dataset, run: Run, dtype: str) -> list[Part]:
     """Lists the parts of a data set of splices: a batch of contexts of one probe, read by one model."""
     arms = [parse(name) for name in run.methods]
-    probes = run.probes or dataset.probes[:1]
-    if unknown := [probe for probe in probes if probe not in dataset.probes]:
-        raise InputError(f"{dataset.name}.probes: got {unknown[0]!r}; expected some of {', '.join(dataset.probes)}")
+    probes = run.probes_of(dataset)
     if not run.methods or run.methods[0] != REFERENCE:
         raise InputError(f"methods: got {list(run.methods)[:1]}; expected {REFERENCE} first, which others are held to")
 
     parts = []
     # Models alternate within a batch of contexts, so that its images are drawn once.
     for probe in probes:
-        for number in range(-(-run.n // run.batch)):
-            size = min(run.batch, run.n - number * run.batch)
+        for number, size in run.batches:
             for model in run.models:
                 measure = functools.partial(measure_batch, dataset, run, arms, dtype, model, probe, number, size)
                 parts.append(Part(part_key(dataset, probe, model, number), measure, float(size * len(arms))))
@@ -175,22 +180,23 @@ def _prepared(dataset: Dataset, run: Run, path: str, dtype: str) -> dict[str, di
     return _PREPARED[key]
 
 
-def rows_of(config: RunConfig, records: Mapping[str, list[Record]]) -> tuple[list[frame.Row], dict[str, str]]:
+def rows_of(
+    config: RunConfig, plans: Plan, records: Mapping[str, list[Record]]
+) -> tuple[list[frame.Row], dict[str, str]]:
     """Makes all rows of finished parts, and says which arms were not served and why.
 
     Rows do not depend on the order in which parts were finished.
     """
     rows: list[frame.Row] = []
     unserved: dict[str, str] = {}
-    for _, dataset, run, parts in plan(config):
+    for dataset, run, parts in plans:
         keys = [part.key for part in parts if part.key in records]
         if hasattr(dataset, "rows"):
             rows += dataset.rows({key: records[key] for key in keys})
             continue
-        for probe in run.probes or dataset.probes[:1]:
+        for probe in run.probes_of(dataset):
             for model in run.models:
-                numbers = range(-(-run.n // run.batch))
-                batches = [records.get(part_key(dataset, probe, model, number), []) for number in numbers]
+                batches = [records.get(part_key(dataset, probe, model, number), []) for number, _ in run.batches]
                 flat = [record for batch in batches for record in batch]
                 name = f"{dataset.name}.{probe}"
                 unserved |= {f"{name}, {model}, {line['arm']}": line["unserved"] for line in flat if "unserved" in line}
@@ -210,45 +216,39 @@ def run(config: RunConfig, out: Path, shard: Shard = WHOLE, limit: int = 0) -> d
     Raises:
       InputError: the configuration names what does not exist, or the folder has parts of another one.
     """
-    plans = plan(config)
-    parts = [part for *_, part_list in plans for part in part_list]
+    plans, description = plan(config), described(config)
     seconds = config.seconds or None
-    records = run_parts(out, described(config), parts, shard, limit=limit, threads=config.threads, seconds=seconds)
-    return finish(config, out, records)
+    records = run_parts(out, description, parts_of(plans), shard, limit=limit, threads=config.threads, seconds=seconds)
+    return _finish(config, plans, description, out, records)
 
 
-def run_on_ray(config: RunConfig, out: Path, address: str, shards: int, resources: Mapping[str, Any]) -> Any:
+def run_on_ray(config: RunConfig, out: Path, address: str, shards: int, resources: str) -> dict[str, Any] | None:
     """Measures a run as tasks of a Ray cluster, a shard each; every worker sees models and `out` under these paths.
 
-    Args:
-      address: as `ray.init` takes it, or "local": a cluster on this machine for the run.
-      resources: what a task occupies, as `ray.remote` takes it.
+    Args, Raises: as `run_shards_on_ray`.
     """
-    from kvpatch_jax.batch import run_shards
-
-    describe = described(config)
-    stored_records(out, describe)
-    task = functools.partial(_ray_shard, config, out.resolve())
-    run_shards(task, shards, address=None if address == "local" else address, resources=resources)
-    return finish(config, out, stored_records(out, describe))
+    plans, description = plan(config), described(config)
+    stored_records(out, description)
+    run_shards_on_ray(functools.partial(_ray_shard, config, out.resolve()), address, shards, resources)
+    return _finish(config, plans, description, out, stored_records(out, description))
 
 
 def _ray_shard(config: RunConfig, out: Path, index: int, count: int) -> None:
-    parts = [part for *_, part_list in plan(config) for part in part_list]
     # The worker of a run that was killed may still be ending.
+    parts = parts_of(plan(config))
     run_parts(out, described(config), parts, Shard(index, count), threads=config.threads, patience=60.0)
 
 
-def finish(config: RunConfig, out: Path, records: Mapping[str, list[Record]]) -> dict[str, Any] | None:
+def _finish(
+    config: RunConfig, plans: Plan, description: Mapping[str, Any], out: Path, records: Mapping[str, list[Record]]
+) -> dict[str, Any] | None:
     """Writes results.json where every part is finished; returns the results, or None."""
-    keys = [part.key for *_, parts in plan(config) for part in parts]
-    if set(keys) - set(records):
+    if {part.key for part in parts_of(plans)} - set(records):
         return None
-    rows, unserved = rows_of(config, records)
-    command = shlex.join(["python", "-m", "evals.run", *sys.argv[1:]])
-    told = {**described(config), "name": config.name, "title": config.title, "seeds": list(config.seeds)}
+    rows, unserved = rows_of(config, plans, records)
+    about = {**description, "name": config.name, "title": config.title, "seeds": list(config.seeds)}
     results = {
-        "config": {**told, "command": command, "unserved": unserved},
+        "config": {**about, "command": repeated_command("evals.run"), "unserved": unserved},
         "environment": environment(PACKAGES),
         "rows": rows,
     }

@@ -32,8 +32,6 @@ _RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, a
 
 def main() -> None:
     """Measures, and writes answers.jsonl, results.json, rows.csv, table.md and report.html."""
-    import shlex
-    import sys
     from pathlib import Path
     from typing import Any
 
@@ -76,8 +74,7 @@ def main() -> None:
     for record in items:
         if "refused" in record:
             print(f"left out: {record['where']}: {record['refused']}", flush=True)
-    flagged = [flag for flag in sys.argv[1:] if not flag.startswith(("--shard", "--ray", "--out"))]
-    command = shlex.join(["python", "-m", "evals.measure", *flagged])
+    command = program.repeated_command("evals.measure")
     print(report.write(out, items, planned.config, planned.left_out, command))
     print(f"report: {out / 'report.html'}")
 

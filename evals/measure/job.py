@@ -1,7 +1,6 @@
 """A measurement as parts, made alike in every process: data read, model loaded, contexts planned."""
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from kvpatch_jax.utils import strict_json
 from models import Buckets, load
 
 from ..harness.methods import BLIND, REFERENCE, parse
-from ..harness.parts import Part, Shard, run_parts
+from ..harness.parts import Part, Shard, run_parts, run_shards_on_ray
 from ..harness.runner import model_path
 from . import fields
 from .contexts import frame_of, missing
@@ -121,20 +120,9 @@ def run_on_ray(request: Request, out: Path, address: str, shards: int, resources
 
     Model, data and `out` are seen by every worker under the same paths. What a lost worker measured is not lost.
 
-    Args:
-      address: as `ray.init` takes it, or "local". resources: what a task occupies, as JSON of `ray.remote`'s options.
-
-    Raises:
-      InputError: resources that are no object. ShardError: shards that failed more often than they are tried again.
+    Args, Raises: as `run_shards_on_ray`.
     """
-    from kvpatch_jax.batch import run_shards
-
-    try:
-        occupied = dict(json.loads(resources))
-    except (ValueError, TypeError) as error:
-        raise InputError(f"--ray_resources: got {resources!r:.80}; expected a JSON object") from error
-    task = functools.partial(_run_shard, request, out.resolve())
-    run_shards(task, shards, address=None if address == "local" else address, resources=occupied)
+    run_shards_on_ray(functools.partial(_run_shard, request, out.resolve()), address, shards, resources)
 
 
 def _run_shard(request: Request, out: Path, index: int, count: int) -> None:

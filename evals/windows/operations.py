@@ -293,12 +293,9 @@ class Windows:
         Raises:
           InputError: an unknown operation.
         """
-        probes = run.probes or self.probes[:3]
-        if unknown := sorted(set(probes) - set(self.probes)):
-            raise InputError(f"windows.probes: got {unknown[0]!r}; expected some of {', '.join(self.probes)}")
+        probes = run.probes_of(self, 3)
         parts = []
-        for number in range(-(-run.n // run.batch)):
-            size = min(run.batch, run.n - number * run.batch)
+        for number, size in run.batches:
             for model in run.models:
                 for probe in probes:
                     measure = functools.partial(self.measure, run, model, probe, number, size)

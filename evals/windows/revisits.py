@@ -14,7 +14,6 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import Buckets
-from kvpatch_jax.errors import InputError
 from kvpatch_jax.session import embedded
 from kvpatch_jax.session.logit_comparison import compared, served_logits
 from kvpatch_jax.window import Costs
@@ -291,9 +290,7 @@ class Revisits:
         Raises:
           InputError: an unknown probe.
         """
-        probes = run.probes or self.probes[:1]
-        if unknown := sorted(set(probes) - set(self.probes)):
-            raise InputError(f"revisits.probes: got {unknown[0]!r}; expected some of {', '.join(self.probes)}")
+        probes = run.probes_of(self)
         parts = []
         for probe in probes:
             content, _, window = probe.partition(".window=")

@@ -14,7 +14,6 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import KV
-from kvpatch_jax.errors import InputError
 from models import ModelBackbone
 
 from ..harness.datasets import Run
@@ -246,14 +245,11 @@ class Tolerance:
         Raises:
           InputError: an unknown probe.
         """
-        probes = run.probes or self.probes[:1]
-        if unknown := sorted(set(probes) - set(self.probes)):
-            raise InputError(f"tolerance.probes: got {unknown[0]!r}; expected some of {', '.join(self.probes)}")
+        probes = run.probes_of(self)
         parts = []
         for probe in probes:
             for model in run.models:
-                for number in range(-(-run.n // run.batch)):
-                    size = min(run.batch, run.n - number * run.batch)
+                for number, size in run.batches:
                     measure = functools.partial(self.measure, run, model, probe, number, size)
                     work = size * int(probe.rpartition("=")[2])
                     parts.append(Part(f"tolerance.{probe}, {model}, batch {number}", measure, float(work)))

@@ -33,6 +33,7 @@ def cells_of(path: Path) -> list[str]:
 
 
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if blocks_of(path) or cells_of(path)]
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.md"))
 FAST = ("certificates",)
 """Pages that run by default; others take more than a few seconds."""
 FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
@@ -92,6 +93,11 @@ def test_the_example_s_patch_is_right_where_blind_reuse_is_not(tmp_path: Path):
     assert any(blind != right for right, blind, _ in answers)
 
 
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_several_cells(notebook: Path):
+    assert len(cells_of(notebook)) >= 3
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_a_program_whose_imports_are_there(page: Path):
     for statement in ast.walk(ast.parse(program(page), str(page))):
@@ -106,7 +112,9 @@ def test_a_page_is_a_program_whose_imports_are_there(page: Path):
 )
 def test_a_page_runs(page: Path, tmp_path: Path):
     holds = f"assert {HOLDS[page.stem]}" if page.stem in HOLDS else ""
-    run(["-"], tmp_path, f"{program(page)}\n{holds}\n")
+    printed = run(["-"], tmp_path, f"{program(page)}\n{holds}\n")
+    # A notebook shows what it does.
+    assert printed or len(cells_of(page)) == 0
 
 
 def test_guides_use_every_public_name():

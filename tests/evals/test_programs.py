@@ -1,8 +1,6 @@
-"""The programs of the evaluation: help, one line for each mistake, time left; and README's block and the notebooks."""
+"""The programs of the evaluation: help, one line for each mistake, time left, the command of a run."""
 
-import ast
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,6 @@ from evals.harness import program
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("evals.run", "evals.measure", "evals.certify", "evals.bench", "evals.train")
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
 
 
 def run(arguments: list[str], folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -78,37 +75,7 @@ def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch):
     assert [program.in_words(seconds) for seconds in (4.0, 175.0, 7300.0)] == ["5 s", "3 min", "2 h 2 min"]
 
 
-# ----------------------------------------------------------------------------------------------- README and notebooks
-
-
-def program_of(notebook: Path) -> str:
-    cells = re.findall(r"^```\{code-cell\}.*?\n(.*?)^```$", notebook.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(cells) >= 3
-    return "\n".join(cells)
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_a_program_whose_imports_are_there(notebook: Path):
-    for statement in ast.walk(ast.parse(program_of(notebook), str(notebook))):
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            exec(compile(ast.Module([statement], []), str(notebook), "exec"), {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(notebook: Path, tmp_path: Path):
-    file = tmp_path / f"{notebook.stem}.py"
-    file.write_text(program_of(notebook), encoding="utf-8")
-    done = run(["-W", "error", str(file)], tmp_path, MPLBACKEND="Agg", TMPDIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
-@pytest.mark.slow
-def test_readmes_first_block_prints_what_it_says(tmp_path: Path):
-    readme = (ROOT / "README.md").read_text("utf-8")
-    code, output = re.search(r"```python\n(.*?)```\s*```text\n(.*?)```", readme, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    for folder in ("evals", "docs"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    done = run(["-c", code], tmp_path)
-    assert (done.stdout, done.returncode) == (output, 0), done.stderr
+@pytest.mark.parametrize("flags", [["--out=/somewhere", "--shard=0/2"], ["--out", "/somewhere", "--shard", "0/2"]])
+def test_the_command_of_a_run_names_no_place(monkeypatch: pytest.MonkeyPatch, flags: list[str]):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config=main", *flags, "--set", "n=64"])
+    assert program.repeated_command("evals.run") == "python -m evals.run --config=main --set n=64"

@@ -113,7 +113,7 @@ def test_what_is_run_agrees_with_what_is_counted(lookup: Lookup):
 
 
 def test_unknown_contents_are_refused():
-    ((_, _, run, parts),) = runner.plan(config.read_config("revisits", [], ["quick"]))
+    ((_, run, parts),) = runner.plan(config.read_config("revisits", [], ["quick"]))
     assert [part.key for part in parts] == ["revisits.documents.window=2, documents/qwen2_5_vl, trace 0"]
     with pytest.raises(InputError, match=r"revisits\.probes: got 'poems\.window=4'"):
         REVISITS.parts(run._replace(probes=("poems.window=4",)))

@@ -171,7 +171,7 @@ def test_rows_are_of_an_operation_and_its_setting():
 
 
 def test_unknown_operations_are_refused_and_every_configuration_plans():
-    ((_, dataset, run, parts),) = runner.plan(config.read_config("windows", [], ["quick"]))
+    ((dataset, run, parts),) = runner.plan(config.read_config("windows", [], ["quick"]))
     assert dataset is WINDOWS is find_dataset("windows")
     assert len(parts) == 3
     with pytest.raises(InputError, match=r"windows\.probes: got 'nope'"):
