@@ -108,7 +108,7 @@ class PatchInventory:
 
         Args:
           store: None: nothing, until something is added.
-          lead: digest of what canonicals were prefilled behind (`Executor.lead`).
+          lead: digest of what canonicals were prefilled behind (`PagedExecutor.lead`).
           prefills: the stored prefills that it offers. None: none.
           encodings: of canonicals that it offers, and of those whose patches it does (`PagedExecutor.encodings`).
         """

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..cache import brief
 from ..errors import CertificateError, PlanError
-from ..window import UNKNOWN_WAYS, AtHand, Edits, Entry, Executor, Fidelity, Rotate, Window, arrange
+from ..window import UNKNOWN_WAYS, AtHand, Edits, Entry, Fidelity, PagedExecutor, Rotate, Window, arrange
 from .certificate import Certificate
 from .device_costs import DeviceCosts
 from .goal import Goal
@@ -137,7 +137,7 @@ class Plan:
 
         return tuple(chunks)
 
-    def provide(self, executor: Executor) -> None:
+    def provide(self, executor: PagedExecutor) -> None:
         """Gives an executor the canonicals and patches that the edits need and the inventory has in memory."""
         # What the inventory knows of a store only, the executor fetches by itself.
         for option, piece in zip(self._selection.options, self.window.pieces, strict=True):
@@ -226,7 +226,7 @@ def plan(
     stored: PatchInventory,
     certificate: Certificate | None = None,
     costs: DeviceCosts | None = None,
-    executor: Executor | None = None,
+    executor: PagedExecutor | None = None,
     uncertified: bool = False,
     forming: bool = False,
 ) -> Plan:
@@ -300,7 +300,7 @@ def _check_arguments(window: Any, goal: Any, stored: Any, certificate: Any, cost
         ("goal", goal, Goal, "a Goal, or None"),
         ("stored", stored, PatchInventory, "a PatchInventory, such as PatchInventory.of(store, backbone)"),
         ("costs", costs, DeviceCosts | None, "DeviceCosts, or None"),
-        ("executor", executor, Executor | None, "a HostExecutor or PagedExecutor, or None"),
+        ("executor", executor, PagedExecutor | None, "a PagedExecutor or None"),
     ):
         if not isinstance(value, kind):
             raise PlanError(f"plan.{name}: got {value!r:.80}; expected {expected}")
@@ -332,7 +332,7 @@ def _entries(window: Window, wanted: Any) -> list[Entry]:
     return entries if entries[:1] == pinned[:1] else [*pinned, *entries]
 
 
-def _at_hand(window: Window, inventory: PatchInventory, executor: Executor | None) -> AtHand:
+def _at_hand(window: Window, inventory: PatchInventory, executor: PagedExecutor | None) -> AtHand:
     """Returns whether a canonical or patch needs no `Fetch`: the inventory or the executor has it in memory."""
     places = window.places
 

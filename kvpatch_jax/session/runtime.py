@@ -117,7 +117,7 @@ class Runtime(Protocol):
           stop: token ids that end the answer.
 
         Raises:
-          As `Executor.stream`.
+          As `PagedExecutor.stream`.
         """
         ...
 

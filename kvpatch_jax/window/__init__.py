@@ -41,14 +41,9 @@ from .canonical_encoding import CANONICALS as CANONICALS
 from .canonical_encoding import CanonicalEncoding as CanonicalEncoding
 from .canonical_encoding import encoding_choice as encoding_choice
 from .costs import ROTATION as ROTATION
-from .costs import CostMeter as CostMeter
 from .costs import adding_flops as adding_flops
 from .costs import composing_flops as composing_flops
 from .costs import transition_adding_flops as transition_adding_flops
-from .edit_plan import ResolvedEdit as ResolvedEdit
-from .edit_plan import check_pieces as check_pieces
-from .edit_plan import resolve_edits as resolve_edits
-from .edit_run import PrefillObserver as PrefillObserver
 from .entry import BARE_WAYS as BARE_WAYS
 from .entry import LIMIT as LIMIT
 from .entry import UNKNOWN as UNKNOWN
@@ -72,9 +67,7 @@ from .padding import bucket as bucket
 from .padding import padded_chunk as padded_chunk
 from .padding import padded_patch as padded_patch
 from .padding import padded_tokens as padded_tokens
-from .padding import trimmed_patch as trimmed_patch
 from .padding import zero_padded as zero_padded
-from .patch_former import Executor as Executor
 from .rearrangement import KEEP as KEEP
 from .rearrangement import PREFILL as PREFILL
 from .rearrangement import AtHand as AtHand
@@ -85,7 +78,6 @@ from .slot_table import ResidentPiece as ResidentPiece
 from .slot_table import all_slots as all_slots
 from .sources import Encodings as Encodings
 from .sources import PatchStore as PatchStore
-from .sources import PieceSources as PieceSources
 from .sources import asked_behind as asked_behind
 from .sources import stored as stored
 from .sources import stored_patches as stored_patches

@@ -88,7 +88,7 @@ class PagedExecutor:
         self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
         self.encodings = tuple(None if word is None else str(KVEncoding.of(word)) for word in encodings)
         self.sources = PieceSources(
-            backbone, buckets=self.buckets, single=True, lead=self.lead, dtype=self.dtype, encodings=self.encodings
+            backbone, buckets=self.buckets, lead=self.lead, dtype=self.dtype, encodings=self.encodings
         )
         self.formers: list[PrefillObserver] = []
 

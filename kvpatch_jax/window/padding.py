@@ -1,7 +1,6 @@
 """Padding of tokens, chunks and patches to buckets, on the host: on a device every length would compile a program."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,9 +20,6 @@ from ..core import (
     is_low_rank,
 )
 from ..core.encoding import resize as resize_packed
-
-Resize = Callable[[AnyArray, int, int], AnyArray]
-"""Returns an array with another size of an axis."""
 
 
 def bucket(buckets: Buckets | None, size: int) -> int:
@@ -63,7 +59,7 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
             continue
         # Packed tokens are rows of a matrix, and stay packed.
         packed = isinstance(value, PackedArray)
-        kv[name] = _resized(value, -2, size, zero_padded) if packed else jnp.asarray(zero_padded(value, -3, size))
+        kv[name] = _padded(value, -2, size) if packed else jnp.asarray(zero_padded(value, -3, size))
     hidden = None
     if chunk.hidden is not None:
         hidden = {layer: zero_padded(value, -2, size) for layer, value in chunk.hidden.items()}
@@ -73,15 +69,6 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
 
 def padded_patch(patch: Patch, size: int) -> Patch:
     """Pads a patch for its chunk padded to `size`: nothing is added to padding."""
-    return _resized_patch(patch, size, zero_padded)
-
-
-def trimmed_patch(patch: Patch, length: int) -> Patch:
-    """Cuts a patch to the tokens of its chunk that count."""
-    return _resized_patch(patch, length, lambda leaf, axis, size: np.asarray(leaf).take(range(size), axis))
-
-
-def _resized_patch(patch: Patch, size: int, resize: Resize) -> Patch:
     if patch.tokens in (None, size):
         return patch
 
@@ -91,22 +78,22 @@ def _resized_patch(patch: Patch, size: int, resize: Resize) -> Patch:
             # A transition has as many rows whatever the number of tokens.
             factors[name] = own
         elif isinstance(own, RaggedFactors):
-            factors[name] = dataclasses.replace(own, u=_resized(own.u, -1, size, resize))
+            factors[name] = dataclasses.replace(own, u=_padded(own.u, -1, size))
         elif is_low_rank(own):
-            factors[name] = _resized(own[0], -2, size, resize), own[1]
+            factors[name] = _padded(own[0], -2, size), own[1]
         else:
-            factors[name] = _resized(own, -3, size, resize)
+            factors[name] = _padded(own, -3, size)
     return Patch(factors, patch.metadata)
 
 
-def _resized(leaf: Any, axis: int, size: int, resize: Resize) -> Any:
-    """Returns what is kept of a chunk or patch with another number of tokens."""
+def _padded(leaf: Any, axis: int, size: int) -> Any:
+    """Pads one array of a chunk or patch."""
     if isinstance(leaf, PackedArray):
         have = leaf.columns if axis == -1 else leaf.planes[0].shape[axis]
         return jax.tree.map(jnp.asarray, leaf if have == size else resize_packed(leaf, axis, size, host=True))
     if not isinstance(leaf, Quantised):
-        return jnp.asarray(resize(leaf, axis, size))
+        return jnp.asarray(zero_padded(leaf, axis, size))
 
-    # Values and scales of a rounded factor are resized alike, unless one scale is for all tokens.
-    scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(resize(leaf.scale, axis, size))
-    return Quantised(jnp.asarray(resize(leaf.values, axis, size)), scale)
+    # Values and scales of a rounded factor are padded alike, unless one scale is for all tokens.
+    scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(zero_padded(leaf.scale, axis, size))
+    return Quantised(jnp.asarray(zero_padded(leaf.values, axis, size)), scale)

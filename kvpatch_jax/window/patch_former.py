@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -16,13 +16,11 @@ from ..errors import InputError, PatchMismatchError
 from ..patching import Rank, conditioned, form_patch, lead_digest, lead_tokens, rank_by_channel
 from ..utils.background import JobQueue
 from .canonical_encoding import AUTO, CanonicalEncoding
-from .costs import Ledger
-from .edit_run import PrefillObserver
-from .edits import Edit
 from .entry import Entry, contents_differ
+from .executor import PagedExecutor
 from .padding import padded_chunk, zero_padded
 from .precompilation import samples
-from .sources import Lead, PatchStore, PieceSources, asked_behind, stored, stored_patches
+from .sources import Lead, PatchStore, asked_behind, stored, stored_patches
 from .stored_prefill import Likeness, StoredPrefills, likeness_keys
 from .window import Window
 
@@ -31,26 +29,6 @@ PENDING, PENDING_BYTES = 64, 512 << 20
 beyond are dropped and counted."""
 KEPT_ERRORS = 16
 """How many errors a former remembers, the last ones."""
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """What plans and patch formers need of an executor. See `PagedExecutor`."""
-
-    backbone: Backbone
-    sources: PieceSources
-    lead: str | None
-    formers: list[PrefillObserver]
-
-    def provide(
-        self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None
-    ) -> str | None:
-        """Provides inputs of a piece."""
-        ...
-
-    def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,7 +179,7 @@ class PatchFormer:
         if not self._queue.closed:
             self._enqueue(EncoderOutput(content, output))
 
-    def watch(self, executor: Executor) -> None:
+    def watch(self, executor: PagedExecutor) -> None:
         """Forms patches of an executor's prefills from now on.
 
         Raises:

@@ -158,7 +158,6 @@ class PieceSources:
         backbone: Backbone,
         *,
         buckets: Buckets | None,
-        single: bool,
         lead: str | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         encodings: Encodings = (None,),
@@ -167,12 +166,11 @@ class PieceSources:
 
         Args:
           buckets: what inputs are padded to, None for no padding.
-          single: refuses batches.
           lead: digest of what canonicals were prefilled behind; None accepts any.
           dtype: of the KV that forwards read, by which stored prefills are named.
           encodings: in which canonicals are read from a store, the first in preference.
         """
-        self._backbone, self._buckets, self._single, self._lead = backbone, buckets, single, lead
+        self._backbone, self._buckets, self._lead = backbone, buckets, lead
         self._dtype, self._encodings = dtype, encodings
         self._units: dict[str, PieceSource] = {}
 
@@ -401,7 +399,7 @@ class PieceSources:
             raise PatchMismatchError(
                 f"provide.chunk: got {brief(id)!r}, which was prefilled behind lead {chunk.lead}; expected {self._lead}"
             )
-        if self._single and chunk.batch is not None:
+        if chunk.batch is not None:
             raise InputError(f"provide.chunk: got a batch of {chunk.batch} of {brief(id)!r}; expected one chunk")
         if unit.tokens is not None and unit.length != chunk.length:
             raise ShapeError(f"provide.chunk: got {chunk.length} tokens of {brief(id)!r}; expected {unit.length}")
@@ -418,7 +416,7 @@ class PieceSources:
     def _with_tokens(self, id: str, unit: PieceSource, tokens: Tokens, length: int | None) -> PieceSource:
         check_tokens(tokens, "provide")
         rows, count = tokens.embeddings.shape[:2]
-        if self._single and rows != 1:
+        if rows != 1:
             raise InputError(f"provide.tokens: got {rows} rows of {brief(id)!r}; expected one")
 
         length = count if length is None else length

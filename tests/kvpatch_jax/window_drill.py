@@ -1,4 +1,4 @@
-"""A window driven through both executors and a naive one at once, operation by operation, everything compared."""
+"""A window driven through the executor and a naive one at once, operation by operation, everything compared."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import numpy as np
 from window_oracle import Naive, added, expect_equal, span_of, tiny, tokens_of
 
 import kvpatch_jax as kvp
-from evals.oracles import HostExecutor
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.window import Compact, Compose, Costs, Drop, Entry, PagedExecutor, Window
 
@@ -33,10 +32,9 @@ def canonical(backbone: Any, id: str, tokens: Tokens) -> kvp.Chunk:
 class Drill:
     """One loop's windows, by branch; pieces are called c0, c1, …"""
 
-    def __init__(self, name: str, pages: int = 48, page_size: int = 8, host: bool = True, **options: Any):
+    def __init__(self, name: str, pages: int = 48, page_size: int = 8, **options: Any):
         self.backbone = backbone_of(name)
         self.paged = PagedExecutor(self.backbone, pages, page_size, jnp.float32, **options)
-        self.executors = [self.paged, *([HostExecutor(self.backbone)] if host else [])]
         window = Window.empty(Costs.of(self.backbone, jnp.float32))
         self.windows, self.naive = {"": window}, {"": Naive(self.backbone)}
         self.tokens: dict[str, Tokens] = {}
@@ -53,29 +51,26 @@ class Drill:
         return self.naive[self.branch]
 
     def make(self, id: str) -> Entry:
-        """An entry whose tokens and canonical both executors have."""
+        """An entry whose tokens and canonical the executor has."""
         if id not in self.tokens:
             seed = int(id[1:])
             self.tokens[id] = tokens_of(self.backbone, seed, LENGTHS[seed % len(LENGTHS)])
             self.chunks[id] = canonical(self.backbone, id, self.tokens[id])
-            for executor in self.executors:
-                executor.provide(id, tokens=self.tokens[id], chunk=self.chunks[id])
+            self.paged.provide(id, tokens=self.tokens[id], chunk=self.chunks[id])
         return Entry.of(self.chunks[id], order_free=True)
 
     def do(self, changed: tuple[Window, tuple[Any, ...]], naive: Naive | None = None) -> None:
-        """Runs edits everywhere; what was counted must be what they said."""
+        """Runs edits; the costs that the ledger counts must be those that the edits state."""
         window, edits = changed
-        for executor in self.executors:
-            counted = executor.run(window, edits)
-            for kind in {type(edit) for edit in edits} - {Drop, Compact, Compose}:
-                said = [edit for edit in edits if isinstance(edit, kind)]
-                tally = counted.of(kind.__name__)
-                assert tally.bytes == sum(edit.bytes for edit in said), (kind, executor, counted)
-                assert tally.flops == sum(edit.flops for edit in said), (kind, executor, counted)
-            # What was composed before need not be composed again.
-            said, tally = [edit for edit in edits if isinstance(edit, Compose)], counted.of("transition")
-            assert tally.bytes <= sum(edit.bytes for edit in said)
-            assert tally.flops <= sum(edit.flops for edit in said)
+        ledger = self.paged.run(window, edits)
+        for kind in {type(edit) for edit in edits} - {Drop, Compact, Compose}:
+            stated, tally = [edit for edit in edits if isinstance(edit, kind)], ledger.of(kind.__name__)
+            assert tally.bytes == sum(edit.bytes for edit in stated), (kind, ledger)
+            assert tally.flops == sum(edit.flops for edit in stated), (kind, ledger)
+        # What was composed before need not be composed again.
+        stated, tally = [edit for edit in edits if isinstance(edit, Compose)], ledger.of("transition")
+        assert tally.bytes <= sum(edit.bytes for edit in stated)
+        assert tally.flops <= sum(edit.flops for edit in stated)
         self.windows[window.branch] = window
         if naive is not None:
             self.naive[window.branch] = naive
@@ -83,8 +78,7 @@ class Drill:
 
     def compare(self) -> None:
         """The branch at hand against the naive window, and the books against the slots."""
-        for executor in self.executors:
-            expect_equal(executor, self.window, self.model, self.bar)
+        expect_equal(self.paged, self.window, self.model, self.bar)
         books = self.paged.books
         assert (books.owners() == books.allocator.counts).all()
         assert set(books.branches) == {name for name, window in self.windows.items() if window.pieces}
@@ -121,8 +115,7 @@ class Drill:
         conditioned = self.model.run(self.tokens[id], start, index).kv
         kv = {name: np.asarray(value)[:, 0] for name, value in conditioned.items()}
         made = kvp.form_patch(self.chunks[id], kv, rank, self.window.target(there))
-        for executor in self.executors:
-            executor.provide(id, patch=made)
+        self.paged.provide(id, patch=made)
         return made
 
     def recall(self, id: str, how: str) -> None:
@@ -174,8 +167,7 @@ class Drill:
         tokens, part, index = self.tokens[id], self.model.find(id), self.window.index(id)
         if start_layer:
             hidden = {start_layer: self.backbone.prefill(tokens, hidden_at=(start_layer,)).hidden[start_layer]}
-            for executor in self.executors:
-                executor.provide(id, hidden=hidden)
+            self.paged.provide(id, hidden=hidden)
             tokens = tokens._replace(embeddings=hidden[start_layer])
         context = self.model.context(index)
         out = self.backbone.prefill(tokens.shift(part.start), context, start_layer=start_layer)
@@ -194,8 +186,7 @@ class Drill:
 
     def abandon(self) -> None:
         """Lets go of the branch at hand."""
-        for executor in self.executors:
-            executor.release(self.branch)
+        self.paged.release(self.branch)
         del self.windows[self.branch], self.naive[self.branch]
         self.branch = self.branch.rpartition("/")[0]
         self.compare()
@@ -206,9 +197,8 @@ class Drill:
     def ask(self, seed: int = 99) -> None:
         question = tokens_of(self.backbone, seed, 7)
         expected = self.model.run(question, self.window.next_start).logits
-        for executor in self.executors:
-            found = executor.prefill(self.window, question).logits
-            assert np.abs(np.asarray(found - expected)).max() <= self.bar * np.abs(np.asarray(expected)).max()
+        logits = self.paged.prefill(self.window, question).logits
+        assert np.abs(np.asarray(logits - expected)).max() <= self.bar * np.abs(np.asarray(expected)).max()
 
     def _bare(self, id: str) -> dict[str, np.ndarray]:
         return {name: np.asarray(value)[:, None] for name, value in self.chunks[id].kv.items()}

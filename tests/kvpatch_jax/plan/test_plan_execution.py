@@ -34,10 +34,9 @@ def test_executed_plans_cost_what_they_predicted():
     blind = plan(window, wanted, Goal(seconds=1.5), stored=stock, uncertified=True, costs=quick)
     assert [chunk.point for chunk in blind.chunks] == ["leading", "survivor", "stored", "bare", "prefill"]
 
-    for executor in drill.executors:
-        executor.forget("c1")  # what the stock has in memory is given again
-        executor.provide("c1", tokens=drill.tokens["c1"])
-        blind.provide(executor)
+    drill.paged.forget("c1")  # the stock provides again what it has in memory
+    drill.paged.provide("c1", tokens=drill.tokens["c1"])
+    blind.provide(drill.paged)
     place = len(model.parts)
     model.place("c1", drill.tokens["c1"], place, added(drill.chunks["c1"], patch))
     model.place(
@@ -83,8 +82,7 @@ def test_an_updated_patch_is_valid_behind_the_changed_antecedent():
     folded = stock.fold(old, correction)
     planned = plan(drill.window, wanted, stored=stock, uncertified=True, costs=quick)
     assert planned.chunks[-1].point == "update"
-    for executor in drill.executors:
-        planned.provide(executor)
+    planned.provide(drill.paged)
     assert folded.patch is not None
     drill.model.place("c2", drill.tokens["c2"], 2, added(drill.chunks["c2"], folded.patch))
     drill.do((planned.window, planned.edits))

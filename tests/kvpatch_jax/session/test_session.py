@@ -4,15 +4,14 @@
 import sys
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from session_cases import QUESTION, image_of, logits, state
+from window_oracle import Naive
 
 import kvpatch_jax as kvp
-from evals.oracles import HostExecutor
 from kvpatch_jax.errors import CertificateError, SessionClosedError, SessionError
-from kvpatch_jax.window import Costs, Entry, Window, window_state
+from kvpatch_jax.window import window_state
 
 BAR = 2e-5
 
@@ -22,24 +21,22 @@ def close_to(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def test_a_session_equals_the_same_operations_on_plain_arrays(backbone, session):
-    """Held against the same operations on plain arrays."""
-    host, window = HostExecutor(backbone), Window.empty(Costs.of(backbone, jnp.float32))
+    """The naive window prefills each image over a contiguous context and removes the one that slides out."""
+    naive, evicted = Naive(backbone), []
     question = backbone.embed(**backbone.prepare([QUESTION]))
     for step in range(5):
         image = image_of(step)
         name = session.add(image)
         tokens = backbone.embed(**backbone.prepare([image]))
-        host.provide(name, tokens=tokens)
-        entry = Entry.of_tokens(name, tokens, name, kind="chunk")
-        slid: tuple = ()
-        if window.lead_settled:
-            window, slid = window.slide(1)
-        window, placed = window.append(entry)
-        host.run(window, (*slid, *placed))
+        if len(naive.parts) == 3:
+            evicted.append(naive.parts[1].id)
+            naive.remove(evicted[-1])
+        naive.place(name, tokens, len(naive.parts))
         if step >= 2:  # full windows, before and after they slide: each size is programs of its own
-            assert close_to(logits(session), np.asarray(host.prefill(window, question).logits))
-    assert session.window.pieces == window.pieces
-    assert (len(session), session.gone) == (3, tuple(piece.entry.id for piece in window.evicted))
+            start = naive.parts[-1].start + naive.parts[-1].span
+            assert close_to(logits(session), np.asarray(naive.run(question, start).logits))
+    assert session.ids == tuple(part.id for part in naive.parts)
+    assert (len(session), session.gone) == (3, tuple(evicted))
     assert [session.fidelity(name) for name in session.ids] == ["exact", "survivor", "survivor"]
     stats = session.stats()
     assert (stats.added, stats.forwards, stats.left, stats.rotated) == (5, 5, 2, 3 - 1)

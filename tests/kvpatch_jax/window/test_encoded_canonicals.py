@@ -170,7 +170,7 @@ def test_a_patch_is_placed_on_the_base_that_it_was_formed_on():
 
 @pytest.mark.slow
 def test_a_former_forms_on_the_encoded_canonical_and_keeps_the_front_as_it_is():
-    store, drill = MemoryStore(), Drill("gqa", host=False)
+    store, drill = MemoryStore(), Drill("gqa")
     with PatchFormer(drill.backbone, store, 4, encoding=CanonicalEncoding("k8v8")) as former:
         former.watch(drill.paged)
         for id in ("c0", "c1", "c2"):
@@ -193,7 +193,7 @@ def test_a_former_forms_on_the_encoded_canonical_and_keeps_the_front_as_it_is():
     plain = MemoryStore()
     plain.put(padded_chunk(drill.chunks["c2"], 16))
     for known, counts in ((store, (0, 0, 0)), (plain, (3, 1, 2))):
-        other = Drill("gqa", host=False)
+        other = Drill("gqa")
         with PatchFormer(other.backbone, known, 4, encoding=CanonicalEncoding("k8v8")) as again:
             again.watch(other.paged)
             for id in ("c0", "c1", "c2"):

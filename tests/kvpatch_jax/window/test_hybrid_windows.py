@@ -28,7 +28,7 @@ SLOW = pytest.mark.slow
 
 
 def drill_of(*ids: str, **options: Any) -> Drill:
-    drill = Drill("hybrid", **{"host": False, **options})
+    drill = Drill("hybrid", **options)
     for id in ids:
         drill.append(id)
     return drill
@@ -37,8 +37,8 @@ def drill_of(*ids: str, **options: Any) -> Drill:
 @SLOW
 @pytest.mark.parametrize("options", [{}, {"aligned": False}])
 def test_every_edit_equals_a_prefill_over_contiguous_contexts(options: dict[str, Any]):
-    """Rows and composed transitions of both executors; bytes and FLOPs of the edits are what was executed."""
-    drill = drill_of("c0", "c1", "c2", host=True, **options)
+    """Rows and composed transitions; bytes and FLOPs of the edits are what was executed."""
+    drill = drill_of("c0", "c1", "c2", **options)
     assert [piece.fidelity for piece in drill.window.pieces] == ["exact"] * 3
     drill.ask()
     drill.reorder(["c2", "c1"])
@@ -227,14 +227,14 @@ def test_a_snapshot_is_placed_bit_for_bit():
     drill.bare("c1")
     kept = taken(drill.paged, drill.window)
     before = rows_of(drill.paged, drill.window)
-    other = Drill("hybrid", host=False)
+    other = Drill("hybrid")
     placed(other.paged, drill.window, kept)
     after = rows_of(other.paged, drill.window)
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_a_removal_patch_mends_rows_and_transition():
-    drill = drill_of("c0", "c1", "c2", host=True)
+    drill = drill_of("c0", "c1", "c2")
     conditioned = {name: np.asarray(value)[:, 0] for name, value in drill.model.find("c2").kv.items()}
     base = drill.window.antecedent("c2")
     drill.evict("c1")
@@ -242,8 +242,7 @@ def test_a_removal_patch_mends_rows_and_transition():
     target = {name: np.asarray(value)[:, 0] for name, value in out.kv.items()}
     ranks = {"rows": 8, "transition": 256}
     patch = kvp.removal_patch(drill.chunks["c2"], target, conditioned, ranks, drill.window.target("c2"), base)
-    for executor in drill.executors:
-        executor.provide("c2", patch=patch)
+    drill.paged.provide("c2", patch=patch)
     drill.model.find("c2").kv = {name: value[:, None] for name, value in target.items()}
     drill.do(drill.window.condition("c2", patch, fetched=True))
     drill.ask()

@@ -11,7 +11,6 @@ from window_drill import BAR, Drill, backbone_of
 from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
-from evals.oracles import HostExecutor
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, ShapeError, WindowError
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, Rotate, Window
@@ -57,7 +56,7 @@ def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
 
 @pytest.fixture
 def drill() -> Drill:
-    made = Drill("gqa", host=False)
+    made = Drill("gqa")
     for id in ("c0", "c1", "c2"):
         made.append(id)
     return made
@@ -66,7 +65,7 @@ def drill() -> Drill:
 @pytest.mark.parametrize("nan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_failed_forward_changes_neither_pool_nor_books(nan: bool):
     """Others were turned, dropped and overwritten by then."""
-    drill = Drill("gqa", host=False, pages=4)
+    drill = Drill("gqa", pages=4)
     broken = FailingPrefills(drill.backbone, nan)
     drill.paged.backbone = broken.backbone
     for id in ("c0", "c1", "c2"):
@@ -192,7 +191,7 @@ def test_a_fork_that_is_released_changes_no_bit(drill: Drill):
 
 
 def test_a_chunk_is_bare_in_a_fork_and_as_it_was_in_the_parent():
-    drill = Drill("gqa", host=False)
+    drill = Drill("gqa")
     for id in ("c0", "c1", "c2"):
         drill.append(id)
     drill.evict("c1")  # so that c2 was turned once
@@ -219,8 +218,7 @@ def test_a_removal_patch_is_added_to_the_conditioned_kv():
     }
     # The window remembers: what a prefill in its place would meet, and that is c0 as it stands.
     patch = kvp.removal_patch(drill.chunks["c2"], target, conditioned, 8, drill.window.target("c2"), base)
-    for executor in drill.executors:
-        executor.provide("c2", patch=patch)
+    drill.paged.provide("c2", patch=patch)
     drill.model.find("c2").kv = {name: value[:, None] for name, value in target.items()}
     drill.bar = 1e-3  # of rank 8
     drill.do(drill.window.condition("c2", patch, fetched=True))
@@ -229,7 +227,7 @@ def test_a_removal_patch_is_added_to_the_conditioned_kv():
 @pytest.mark.slow
 def test_forty_rotations_in_bfloat16_round_once():
     """Each is one rounding away from float64, because all start from the phase-free source."""
-    drill = Drill("gqa", host=False)
+    drill = Drill("gqa")
     paged = PagedExecutor(drill.backbone, 8, 8, jnp.bfloat16)
     window = Window.empty(drill.backbone)
     for id in ("c0", "c1"):
@@ -253,7 +251,6 @@ def test_remembering_is_the_model_under_a_chunk_banded_mask():
     Without a lead everything that stays moves up alike, so that distances are those of the history.
     """
     drill = Drill("gqa")
-    executors = drill.executors
     backbone, window = drill.backbone, Window.empty(drill.window.costs, lead=0)
     held, seen, parts = [], {}, []
     for index in range(6):
@@ -264,8 +261,7 @@ def test_remembering_is_the_model_under_a_chunk_banded_mask():
             window, edits = window.slide(2)
             held = held[1:]
         window, more = window.append(entry)
-        for executor in executors:
-            executor.run(window, (*edits, *more))
+        drill.paged.run(window, (*edits, *more))
         held.append(id)
         seen[id] = set(held)
         parts.append(id)
@@ -278,16 +274,15 @@ def test_remembering_is_the_model_under_a_chunk_banded_mask():
     kept = np.isin(owner, held)
     own = {name: value[:, :, kept] for name, value in dense.kv.items()}
     engine = kvp.to_engine(backbone.layout, own, np.arange(kept.sum(), dtype=np.int32), 0)
-    for executor in executors:
-        for name, value in rows_of(executor, window).items():
-            wanted = np.asarray(engine[name])[:, 0]
-            assert np.abs(value - wanted).max() <= 1e-5 * np.abs(wanted).max()
-        assert {window.fidelity(id) for id in held} == {"survivor"}
+    for name, value in rows_of(drill.paged, window).items():
+        expected = np.asarray(engine[name])[:, 0]
+        assert np.abs(value - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert {window.fidelity(id) for id in held} == {"survivor"}
 
 
 @pytest.mark.slow
 def test_compaction_is_suggested_only_if_it_pays():
-    drill = Drill("gqa", host=False, aligned=False)
+    drill = Drill("gqa", aligned=False)
     for index in range(5):
         drill.append(f"c{index}")
     assert drill.paged.compaction(steps=1000) is None  # without holes
@@ -329,32 +324,9 @@ def test_answers_equal_those_behind_plain_kv(drill: Drill):
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_are_windows_of_their_own():
-    """Batches on the host equal one row at a time, patched and bare."""
-    backbone = backbone_of("gqa")
-    rows = [[tokens_of(backbone, 20 + 3 * row + piece, 6) for piece in range(3)] for row in range(2)]
-    many = [Tokens(jnp.concatenate([one.embeddings for one in each]), np.concatenate([each[0].positions] * 2))
-            for each in zip(*rows, strict=True)]  # fmt: skip
-    found = []
-    for pieces in (*rows, many):
-        executor, window = HostExecutor(backbone), Window.empty(Costs.of(backbone, jnp.float32))
-        for index, tokens in enumerate(pieces):
-            executor.provide(f"c{index}", tokens=tokens)
-            window, edits = window.append(Entry.of_tokens(f"c{index}", tokens, kind="chunk"))
-            executor.run(window, edits)
-        window, edits = window.evict("c1")
-        executor.run(window, edits)
-        found.append(executor.context(window))
-    for name, value in found[2].items():
-        for row in range(2):
-            wanted = np.asarray(found[row][name])[:, 0]
-            assert np.abs(np.asarray(value)[:, row] - wanted).max() <= BAR * np.abs(wanted).max()
-
-
-@pytest.mark.slow
 def test_a_decoded_answer_becomes_a_piece_without_a_forward():
     """Token by token; appended it needs no forward, and turns like any other."""
-    drill = Drill("gqa", host=False)
+    drill = Drill("gqa")
     for id in ("c0", "c1", "c2"):
         drill.append(id)
     text = tokens_of(drill.backbone, 60, 6)
@@ -389,7 +361,7 @@ def test_a_decoded_answer_becomes_a_piece_without_a_forward():
 @pytest.mark.slow
 def test_a_decoded_answer_follows_a_compaction_and_ends_with_its_branch():
     """What grows behind one branch is moved with the pool, and is given up where its branch is released."""
-    drill = Drill("gqa", host=False, aligned=False)
+    drill = Drill("gqa", aligned=False)
     drill.append("c0")
     drill.fork("side")
     drill.append("c1")

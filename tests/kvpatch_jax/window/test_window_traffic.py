@@ -41,7 +41,7 @@ class PausableStore:
 
 
 def loop_of(shelf: PausableStore, rank: int = 8, **options) -> tuple[Drill, PatchFormer, Any]:
-    drill, counting = Drill("gqa", host=False), counting_of(backbone_of("gqa"))
+    drill, counting = Drill("gqa"), counting_of(backbone_of("gqa"))
     former = PatchFormer(counting, shelf, rank, **options)
     former.watch(drill.paged)
     drill.paged.store = shelf
@@ -208,7 +208,7 @@ def test_texts_and_mismatched_chunks_are_skipped():
 @pytest.mark.slow
 def test_a_store_on_the_disk_recalls_what_traffic_formed(tmp_path):
     with kvp.ChunkStore(tmp_path / "store") as store:
-        drill = Drill("gqa", host=False)
+        drill = Drill("gqa")
         drill.paged.store = store
         with PatchFormer(drill.backbone, store, 8) as former:
             former.watch(drill.paged)

@@ -34,7 +34,7 @@ def check(drill: Drill, expected: str) -> None:
 @pytest.mark.slow
 def test_kv_prefilled_behind_an_approximate_piece_stays_approximate():
     """Two windows of the same pieces: in one of them those that had not seen c4 were run again before c3 came."""
-    served, true = (Drill("gqa", host=False) for _ in range(2))
+    served, true = (Drill("gqa") for _ in range(2))
     for drill in (served, true):
         for id in ("c0", "c1", "c2"):
             drill.append(id)
@@ -61,7 +61,7 @@ def test_kv_prefilled_behind_an_approximate_piece_stays_approximate():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa", "mla", "mrope", "window", "experts", "unlike"])
 def test_exact_pieces_equal_a_prefill_of_the_window(name):
-    drill = Drill(name, host=False)
+    drill = Drill(name)
     for id in ("c0", "c1", "c2", "c3"):
         drill.append(id)
     check(drill, "eeee")

@@ -11,7 +11,7 @@ from window_drill import Drill
 
 @pytest.mark.parametrize("name", ["unlike", pytest.param("shared", marks=pytest.mark.slow)])
 def test_every_edit_equals_a_prefill_over_contiguous_contexts(name: str):
-    drill = Drill(name, host=False)
+    drill = Drill(name)
     layout = drill.backbone.layout
     assert [layout.layers_of(name) for name in layout.names] == [(1,), (1,), (0, 2), (0, 2)]
     assert layout.rope_of("k") != layout.rope_of("k_local")
@@ -31,7 +31,7 @@ def test_every_edit_equals_a_prefill_over_contiguous_contexts(name: str):
 
 def test_only_keys_that_turn_are_moved_each_by_its_own_rope():
     """A slide rotates the survivors' keys; their values keep every bit."""
-    drill = Drill("unlike", host=False)
+    drill = Drill("unlike")
     for id in ("c0", "c1", "c2"):
         drill.append(id)
     held = [piece.slots for piece in drill.paged.books.ordered("")][2]
