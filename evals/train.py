@@ -1,8 +1,8 @@
 """Train a small backbone on the documents drawing: `python -m evals.train --backbone=qwen2_5_vl --out=DIR`.
 
 Every choice is a field of `evals.task.recipe.Recipe`, a flag here, and is written beside the weights. Interrupted runs
-resume from the newest Orbax checkpoint in DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl
-and DIR/curve.png.
+resume from the newest Orbax checkpoint in DIR/checkpoints. Leaves DIR/model (a Hugging Face directory) and
+DIR/curve.jsonl.
 """
 
 import dataclasses
@@ -13,30 +13,28 @@ from .harness import program
 
 
 def main() -> None:
-    """Trains, saves the Hugging Face directory, draws the curve."""
+    """Trains, and saves the Hugging Face directory."""
     from absl import flags
 
     from .task.recipe import Recipe
-    from .task.trainer import Trainer, draw_curve
+    from .task.trainer import Trainer
 
     values: Any = flags.FLAGS
     recipe = Recipe(**{field.name: values[field.name].value for field in dataclasses.fields(Recipe)})
     trainer = Trainer(recipe, Path(values.out))
     began = trainer.resume()
-    until = min(values.until or recipe.steps, recipe.steps)
-    print(f"training from step {began} to {until}; {trainer.folder}")
-    trainer.train(until)
-    print(f"model in {trainer.export()}; curve in {draw_curve(trainer.folder)}")
+    print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
+    trainer.train(recipe.steps)
+    print(f"model in {trainer.export()}; curve in {trainer.folder / 'curve.jsonl'}")
 
 
 def define_flags() -> None:
-    """Defines --out, --until and one flag per field of the recipe. Importing this module leaves absl's flags alone."""
+    """Defines --out and one flag per field of the recipe. Importing this module leaves absl's flags alone."""
     from absl import flags
 
     from .task.recipe import Recipe
 
     flags.DEFINE_string("out", "out/train", "folder for checkpoints, curve and the model; a used one resumes")
-    flags.DEFINE_integer("until", 0, "stop at this step of the recipe; 0: at its end", lower_bound=0)
     define: dict[str, Any] = {"str": flags.DEFINE_string, "int": flags.DEFINE_integer, "float": flags.DEFINE_float}
     for field in dataclasses.fields(Recipe):
         define[type(field.default).__name__](field.name, field.default, field.metadata["help"])

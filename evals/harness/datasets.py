@@ -9,9 +9,13 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
-from kvpatch_jax.backbone import KV
+from kvpatch_jax.backbone import KV, Tokens
+from kvpatch_jax.core import AnyArray
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import Repaired, SplicedCache
 
@@ -77,12 +81,32 @@ class Batch(Protocol):
         ...
 
     def asked(self) -> SplicedCache:
-        """Returns a splice with a row per question, which has `question` and `seen`."""
+        """Returns a splice with a row per question, which has `question`."""
         ...
 
     def read_asked(self, repaired: Repaired) -> Answers:
         """Answers every question over its own row of a repaired cache."""
         ...
+
+
+def repeated_rows(tree: Any, count: int, axis: int = 0) -> Any:
+    """Repeats the rows of every array of a tree, the repetitions of a row behind one another."""
+    return jax.tree.map(lambda leaf: jnp.repeat(jnp.asarray(leaf), count, axis=axis), tree)
+
+
+def row_per_question(splice: SplicedCache, count: int, question: Tokens) -> SplicedCache:
+    """Makes a splice with a row for each of `count` questions per context; a question sees the whole cache."""
+    tokens, slots = repeated_rows((splice.tokens, splice.slots), count)
+    cache = repeated_rows(dict(splice.cache), count, axis=1)
+    return SplicedCache(tokens, cache, slots, question=question, chunks=splice.chunks)
+
+
+def question_mask(visible: Bool[AnyArray, "R S"], width: int) -> Bool[Array, "R 1 W keys"]:
+    """Makes the mask of questions of `width` tokens: the visible keys of the cache, and each question up to itself."""
+    rows, keys = visible.shape
+    seen = jnp.broadcast_to(jnp.asarray(visible)[:, None, None], (rows, 1, width, keys))
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (rows, 1, width, width))
+    return jnp.concatenate([seen, causal], axis=-1)
 
 
 class Run(NamedTuple):

@@ -6,9 +6,8 @@ and page all stand where nothing of them was computed. Axis letters: B contexts,
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
@@ -34,22 +33,16 @@ QUESTION_TOKENS = 2
 """Tokens that methods choose by: a list question is the asking word and the first code."""
 
 
-class Probe(NamedTuple):
-    """Contexts of one kind: the name of their size, and whether their faces were never drawn in training."""
-
-    size: str
-    unseen: bool = False
-
-
-PROBES = {"4": Probe("4"), "8": Probe("8"), "16": Probe("16"), "unseen": Probe("4", unseen=True)}
+UNSEEN = "unseen"
+"""The probe of contexts of size "4" in faces that training never draws; other probes are names of sizes."""
 
 
 @functools.lru_cache(maxsize=4)
-def drawn(drawing: str, probe: Probe, number: int, count: int, seed: int) -> tuple[Contexts, Questions]:
+def drawn(drawing: str, probe: str, number: int, count: int, seed: int) -> tuple[Contexts, Questions]:
     """Draws a batch of contexts and what is asked of them."""
-    size = SIZES[probe.size]
+    size = SIZES["4" if probe == UNSEEN else probe]
     rng = np.random.default_rng([seed, number, size.sheets])
-    contexts = sample(rng, count, size, unseen=probe.unseen, drawing=drawing)
+    contexts = sample(rng, count, size, unseen=probe == UNSEEN, drawing=drawing)
     return contexts, ask(contexts, rng, ASKED)
 
 
@@ -123,24 +116,11 @@ class TaskBatch:
     def asked(self) -> SplicedCache:
         """Returns a splice with a row per question, which sees all of the cache."""
         first = np.stack([columns[:QUESTION_TOKENS] for columns in self.packed.columns()])
-        count, rows = len(first), len(self.contexts) * len(first)
         ids, positions = (
-            value[:, first].reshape(rows, QUESTION_TOKENS, *value.shape[2:])
+            value[:, first].reshape(-1, QUESTION_TOKENS, *value.shape[2:])
             for value in (self.packed.ids, self.positions)
         )
-
-        def repeated(value: Any, axis: int = 0) -> jax.Array:
-            return jnp.repeat(jnp.asarray(value), count, axis=axis)
-
-        cache = {name: repeated(value, 1) for name, value in self.splice.cache.items()}
-        keys = next(iter(cache.values())).shape[2]
-        return SplicedCache(
-            jax.tree.map(repeated, self.splice.tokens),
-            cache,
-            repeated(self.splice.slots),
-            question=self.backbone.embed(ids, positions),
-            seen=jnp.ones((rows, keys), bool),
-        )
+        return datasets.row_per_question(self.splice, len(first), self.backbone.embed(ids, positions))
 
     def read_asked(self, repaired: Repaired) -> Answers:
         """Answers every question over its own row of a repaired cache."""
@@ -163,7 +143,7 @@ class TaskDataset:
     def batch(self, backbone: ModelBackbone, probe: str, number: int, size: int, seed: int) -> TaskBatch:
         """Draws one batch of contexts and prefills what is reused."""
         check_words(backbone.tokenizer, self.name)
-        batch = (self.name, PROBES[probe], number, size, seed)
+        batch = (self.name, probe, number, size, seed)
         contexts, questions = drawn(*batch)
         arrays = _inputs(backbone.config, backbone.image_config, *batch)
         # Batches are as large as the first, but for the last one: numbers of contexts need only be distinct.
@@ -180,7 +160,7 @@ class TaskDataset:
         return prepared(draw, backbone, run.methods)  # pyright: ignore[reportArgumentType]
 
 
-DOCUMENTS = TaskDataset("documents", tuple(PROBES))
+DOCUMENTS = TaskDataset("documents", ("4", "8", "16", UNSEEN))
 """Bills, charts and screens set in real faces."""
 PLAIN = TaskDataset("plain", ("4", "8", "16"))
 """The plain drawing, for instances that were trained on it."""

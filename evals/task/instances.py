@@ -1,7 +1,7 @@
 """The small backbones of the task, each a real family's architecture: four layers of width 128; a cell is one token.
 
 Of the attention families that share KV differently: grouped queries (Qwen2.5-VL), the same with features that enter
-several layers (Qwen3-VL's DeepStack), a latent with experts (Kimi-VL), as many KV heads as query heads (LLaVA).
+several layers (Qwen3-VL's DeepStack), a latent with experts (Kimi-VL), as many KV heads as query heads.
 """
 
 import functools
@@ -14,14 +14,14 @@ from models.inputs.images import PictureConfig
 from models.inputs.qwen_images import ImageConfig
 
 from .drawing import CELL, LINE
-from .vocabulary import END, IMAGE, ROW_MARKS, VIDEO, VISION_END, VISION_START, vocabulary
+from .vocabulary import END, IMAGE, VIDEO, VISION_END, VISION_START, vocabulary
 
 LAYERS, WIDTH, HEADS, HEAD_DIM = 4, 128, 4, 64
 PAPER, CONTRAST = 0.93, 0.25
 """Mean and deviation that pixels are normalised by: blank paper is about nothing, so that what is drawn stands out."""
 _PIXELS = {"image_mean": [PAPER] * 3, "image_std": [CONTRAST] * 3}
 _TEXT = {
-    "vocab_size": len(vocabulary()) - len(ROW_MARKS),
+    "vocab_size": len(vocabulary()),
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
@@ -134,26 +134,6 @@ def _kimi_vl() -> Instance:
     return Instance(_read("KimiVLForConditionalGeneration", raw), images)
 
 
-def _llava() -> Instance:
-    """Multi-head attention, positions 0, 1, 2, …; Pixtral's tower, as in Pixtral-12B, in which a cell is a patch."""
-    text = {**_TEXT, "vocab_size": len(vocabulary()), "model_type": "mistral", "sliding_window": None}
-    # Hundreds of tokens lie between an entry and a cell: most pairs must turn slowly to match content.
-    text |= {"num_key_value_heads": HEADS, "rope_theta": 1e6, "max_position_embeddings": 131072}
-    vision = {
-        "model_type": "pixtral",
-        "num_hidden_layers": 2,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "intermediate_size": 256,
-        "image_size": 18 * CELL,
-        "patch_size": CELL,
-    }
-    features = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    raw = {"image_token_index": IMAGE, **features, "text_config": text, "vision_config": vision}
-    sizes = {"size": {"longest_edge": 1024}, "patch_size": CELL, "spatial_merge_size": 1, "resample": 3}
-    return Instance(_read("LlavaForConditionalGeneration", raw), PictureConfig.from_dict({**_PIXELS, **sizes}))
-
-
 def _qwen2_5_vl_mha() -> Instance:
     """Qwen2.5-VL with as many KV heads as query heads."""
     return _qwen2_5_vl(HEADS)
@@ -164,7 +144,6 @@ INSTANCES = {
     "qwen2_5_vl_mha": _qwen2_5_vl_mha,
     "qwen3_vl": _qwen3_vl,
     "kimi_vl": _kimi_vl,
-    "llava": _llava,
 }
 
 

@@ -16,6 +16,7 @@ from kvpatch_jax.backbone import KV, Tokens, joined
 from kvpatch_jax.core import AnyArray
 from models import ModelBackbone
 
+from ..harness.datasets import question_mask, repeated_rows
 from .contexts import Contexts
 from .layout import Prefix, prefix_of, tower_inputs, within_question
 from .questions import Questions
@@ -91,8 +92,7 @@ def read(
     if backbone.layout.parts:
         # Linear attention knows of no mask: every question is a row of its own.
         count = len(questions.kind)
-        rows = {name: jnp.repeat(value, count, axis=1) for name, value in cache.items()}
-        return read_rows(backbone, questions, positions, rows)
+        return read_rows(backbone, questions, positions, repeated_rows(dict(cache), count, axis=1))
 
     tokens, (count, length) = backbone.embed(questions.ids, positions), questions.ids.shape
     keys = next(iter(cache.values())).shape[2]
@@ -120,12 +120,7 @@ def read_rows(
         ids, places = (
             value[:, packed].reshape(len(rows), length, *value.shape[2:]) for value in (questions.ids, positions)
         )
-        mask = None
-        if visible is not None:
-            seen = np.asarray(visible)[rows]
-            seen = np.broadcast_to(seen[:, None, None], (len(rows), 1, length, seen.shape[1]))
-            among = np.broadcast_to(np.tri(length, dtype=bool), (len(rows), 1, length, length))
-            mask = np.concatenate([seen, among], axis=3)
+        mask = None if visible is None else question_mask(np.asarray(visible)[rows], length)
         context = {name: value[:, rows] for name, value in cache.items()}
         logits = backbone.prefill(backbone.embed(ids, places), context, mask, logits="all").logits
         answers[:, packed.reshape(-1)] = _log_probabilities(logits).reshape(count, packed.size, -1)

@@ -20,7 +20,7 @@ def _choice(default: Any, about: str) -> Any:
 class Recipe:
     """Every choice of a training, with what it means; `python -m evals.train --help` lists them."""
 
-    backbone: str = _choice("qwen2_5_vl", "architecture: qwen2_5_vl, qwen3_vl, kimi_vl or llava")
+    backbone: str = _choice("qwen2_5_vl", "architecture: qwen2_5_vl, qwen2_5_vl_mha, qwen3_vl or kimi_vl")
     seed: int = _choice(0, "of the initial parameters and of every batch")
     steps: int = _choice(3200, "optimiser steps; the cosine schedule ends there")
     batch: int = _choice(8, "contexts per step")

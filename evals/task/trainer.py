@@ -124,7 +124,7 @@ class Trainer:
 
     def backbone(self) -> ModelBackbone:
         """Makes the trained backbone with the task's image settings and words."""
-        tokenizer = make_tokenizer(vocabulary().names[: self.config.text.vocabulary])
+        tokenizer = make_tokenizer(vocabulary().names)
         parameters = nnx.to_pure_dict(self.state)
         # Every question asks for one word, and nothing is trained to end behind it.
         return ModelBackbone(self.config, parameters, self.images, tokenizer, answer_tokens=1)
@@ -145,23 +145,3 @@ def _count(tally: Tally, right: np.ndarray, drawn: TrainingBatch) -> None:
         for name, where in ((kind, asked), (f"{kind}, page alone", asked & ~drawn.sees)):
             if where.any():
                 tally.setdefault(name, []).append((float(right[where].sum()), float(where.sum())))
-
-
-def draw_curve(folder: Path) -> Path:
-    """Draws DIR/curve.jsonl: accuracy by kind, and the loss."""
-    from matplotlib.figure import Figure
-
-    lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
-    # A resumed run writes some steps twice; the later line counts.
-    lines = list({line["step"]: line for line in lines}.values())
-    steps = [line["step"] for line in lines]
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name in KINDS:
-        left.plot(steps, [line.get(name, np.nan) for line in lines], label=name)
-    right.plot(steps, [line["loss"] for line in lines])
-    left.legend(frameon=False, fontsize=8)
-    left.set(title="accuracy on training batches", xlabel="step", ylim=(0, 1))
-    right.set(title="loss", xlabel="step", yscale="log")
-    figure.savefig(folder / "curve.png", dpi=110)
-    return folder / "curve.png"

@@ -10,7 +10,7 @@ from kvpatch_jax.repair import OtherAntecedent, pooled_embedding
 from models import ModelBackbone
 
 from .contexts import UNITS, VALUES, Contexts
-from .dataset import DOCUMENTS, PROBES, TaskBatch, drawn
+from .dataset import DOCUMENTS, TaskBatch, drawn
 from .questions import KINDS
 from .reading import image_tokens
 
@@ -37,7 +37,7 @@ class VersionsDataset:
 
     def batch(self, backbone: ModelBackbone, probe: str, number: int, size: int, seed: int) -> TaskBatch:
         """Draws one batch of pages, served behind the first of their antecedents."""
-        contexts, questions = drawn(DOCUMENTS.name, PROBES["4"], number, size, seed)
+        contexts, questions = drawn(DOCUMENTS.name, "4", number, size, seed)
         batch = TaskBatch(backbone, contexts, questions, clusters=number * 100_000 + np.arange(size))
         rng = np.random.default_rng([seed, number, 1])
         others = [behind(backbone, revalued(contexts, rng)) for _ in range(int(probe) - 1)]

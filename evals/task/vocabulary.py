@@ -29,8 +29,6 @@ EDGES = FILLS[:SECONDS]
 ICONS = ("disc", "square", "triangle", "plus", "diamond", "ring", "bars", "cross")
 SPECIAL = ("<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<end>")
 PAD, VISION_START, VISION_END, IMAGE, VIDEO, END = range(6)
-ROW_MARKS = ("[IMG_BREAK]", "[IMG_END]")
-"""What Pixtral's processor puts behind rows of an image. The last two tokens: other families' instances lack them."""
 LEFT_OUT = r"(?i)[?,]|\b(what|is|the|of|in|cell|item|code)\b"
 """What a question may say besides: "What is the unit of C6?" is read as "unit C6"."""
 
@@ -100,7 +98,6 @@ def vocabulary(drawing: str = "documents") -> Vocabulary:
         "second of screen": [f"{icon}-icon" for icon in ICONS],
         "code": CODE_NAMES,
         "item": items,
-        "row marks": ROW_MARKS,
     }
     return Vocabulary(groups)
 
@@ -132,7 +129,7 @@ def check_words(tokenizer: Any, drawing: str) -> None:
     """
     expected = vocabulary(drawing).names
     names = [] if tokenizer is None else [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
-    if names not in (expected, expected[: -len(ROW_MARKS)]):
+    if names != expected:
         raise InputError(
             f"model: got one without the words of the task, drawn as {drawing}; expected an instance of "
             f"evals/trained/{drawing}. What reuse loses on any other model: python -m evals.certify --model=DIRECTORY "

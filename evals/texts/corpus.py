@@ -20,13 +20,6 @@ from jaxtyping import Int
 
 from kvpatch_jax.errors import InputError
 
-LICENCES = {
-    "python": "Python Software Foundation License Version 2",
-    "numpy": "BSD-3-Clause",
-    "scipy": "BSD-3-Clause",
-    "sklearn": "BSD-3-Clause",
-    "matplotlib": "Matplotlib License (based on Python's)",
-}
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 LEAST_CHARACTERS = 200
 """Shorter documentation strings are mostly of one line, and left out."""
@@ -43,11 +36,6 @@ class Document(NamedTuple):
     name: str
     domain: str
     ids: Int[np.ndarray, " n"]
-
-    @property
-    def licence(self) -> str:
-        """The package's licence."""
-        return LICENCES[self.name.partition("/")[0]]
 
 
 def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) -> list[Document]:

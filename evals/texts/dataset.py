@@ -16,59 +16,16 @@ from ..harness.datasets import Questions
 from . import corpus
 from .splices import Ids, TextBatch, encode, spliced, start_tokens
 
-NAMES = (
-    "Anna",
-    "Tom",
-    "Maria",
-    "Peter",
-    "Laura",
-    "David",
-    "Emma",
-    "Robert",
-    "Julia",
-    "Paul",
-    "Sarah",
-    "Simon",
-    "Alice",
-    "Frank",
-    "Helen",
-    "James",
-)
-JOBS = (
-    "doctor",
-    "farmer",
-    "teacher",
-    "baker",
-    "lawyer",
-    "painter",
-    "pilot",
-    "nurse",
-    "writer",
-    "singer",
-    "driver",
-    "judge",
-    "chef",
-    "engineer",
-)
-CITIES = (
-    "Oslo",
-    "Paris",
-    "Rome",
-    "Berlin",
-    "Madrid",
-    "London",
-    "Vienna",
-    "Dublin",
-    "Tokyo",
-    "Boston",
-    "Milan",
-    "Prague",
-    "Chicago",
-    "Delhi",
-)
-COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "grey")
-THINGS = ("lamp", "drum", "chair", "clock", "bag", "cup", "kite", "coat", "bike", "car", "boat", "table", "hat", "ring")
-ROOMS = ("garden", "library", "kitchen", "office", "garage", "attic", "studio", "hall", "lab", "shop", "tower", "gym")
+_WORDS = """\
+Anna Tom Maria Peter Laura David Emma Robert Julia Paul Sarah Simon Alice Frank Helen James
+doctor farmer teacher baker lawyer painter pilot nurse writer singer driver judge chef engineer
+Oslo Paris Rome Berlin Madrid London Vienna Dublin Tokyo Boston Milan Prague Chicago Delhi
+red blue green yellow black white brown grey
+lamp drum chair clock bag cup kite coat bike car boat table hat ring
+garden library kitchen office garage attic studio hall lab shop tower gym
+"""
+NAMES, JOBS, CITIES, COLOURS, THINGS, ROOMS = (line.split() for line in _WORDS.splitlines())
+"""Names are of women and men by turns."""
 INSTRUCTION = "Answer the question from the documents.\n"
 KEYS = 5
 """Keys, rooms and people of a context of two hops."""
@@ -90,7 +47,7 @@ class FactContext(NamedTuple):
 
 def draw_facts(rng: np.random.Generator, documents: int) -> FactContext:
     """Draws documents about people, and a question about each: where they live, what they do, or a thing's colour."""
-    columns = [_pick(rng, words, documents) for words in (NAMES, JOBS, CITIES, COLOURS, THINGS, ROOMS)]
+    columns = [pick(rng, words, documents) for words in (NAMES, JOBS, CITIES, COLOURS, THINGS, ROOMS)]
     texts, asked = [], []
     for place, (name, job, city, colour, thing, room) in enumerate(zip(*columns, strict=True)):
         texts.append(
@@ -112,7 +69,7 @@ def draw_two_hops(rng: np.random.Generator, documents: int) -> FactContext:
 
     The second prompt names the key, so that one hop is left.
     """
-    names, colours, rooms = (_pick(rng, words, KEYS) for words in (NAMES, COLOURS, ROOMS))
+    names, colours, rooms = (pick(rng, words, KEYS) for words in (NAMES, COLOURS, ROOMS))
     rules = [f"The {colour} key opens the {room}." for colour, room in zip(colours, rooms, strict=True)]
     owners = [f"{name} has the {colour} key." for name, colour in zip(names, colours, strict=True)]
     front = " ".join(rules[place] for place in rng.permutation(KEYS))
@@ -126,7 +83,8 @@ def draw_two_hops(rng: np.random.Generator, documents: int) -> FactContext:
     return FactContext(f"Document about keys. {front}\n", f"Document about people. {chunk}\n", asked)
 
 
-def _pick(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
+def pick(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
+    """Draws different words."""
     return [words[int(place)] for place in rng.permutation(len(words))[:count]]
 
 

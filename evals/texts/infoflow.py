@@ -21,6 +21,7 @@ from kvpatch_jax.repair import SplicedCache, reordered_by_question
 
 from ..harness.datasets import Questions
 from . import corpus
+from .dataset import COLOURS, JOBS, NAMES, THINGS, pick
 from .splices import Ids, TextAnswers, TextBatch, encode, placed
 
 Parts = tuple[tuple[int, int], ...]
@@ -33,12 +34,7 @@ LEAST = CONTEXT // PASSAGES * 3 // 5
 SHARE = 0.15
 """Of each chunk's tokens, by whose scores chunks are reordered."""
 SEPARATOR = "\n\n"
-WOMEN = ("Anna", "Maria", "Laura", "Emma", "Julia", "Sarah", "Alice", "Helen")
-MEN = ("Tom", "Peter", "David", "Robert", "Paul", "Simon", "Frank", "James")
-JOBS = ("doctor", "farmer", "teacher", "baker", "lawyer", "painter", "pilot", "nurse")
-COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "grey")
-THINGS = ("lamp", "drum", "chair", "clock", "bag", "cup", "kite", "coat")
-PLACES = ("garden", "library", "kitchen", "cellar", "office", "garage", "attic", "studio")
+PLACES = ["garden", "library", "kitchen", "cellar", "office", "garage", "attic", "studio"]
 
 
 class PromptContext(NamedTuple):
@@ -92,13 +88,9 @@ def draw_prompt(backbone: Any, task: str, number: int, seed: int) -> PromptConte
     return PromptContext(np.concatenate(pieces), passage_parts(ends), asked, behind, len(right), choices)
 
 
-def _pick(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
-    return [words[int(place)] for place in rng.permutation(len(words))[:count]]
-
-
 def _draw_codes(rng: np.random.Generator) -> tuple[list[str], str, str, str]:
     """Draws sentences, question, answer and nothing that it could be confused with."""
-    places, codes = _pick(rng, PLACES, 4), rng.integers(1000, 9999, 4)
+    places, codes = pick(rng, PLACES, 4), rng.integers(1000, 9999, 4)
     sentences = [f"The code of the {place} is {code}." for place, code in zip(places, codes, strict=True)]
     which = int(rng.integers(4))
     return sentences, f"The code of the {places[which]} is", f" {codes[which]}", ""
@@ -106,8 +98,8 @@ def _draw_codes(rng: np.random.Generator) -> tuple[list[str], str, str, str]:
 
 def _draw_people(rng: np.random.Generator) -> tuple[list[str], str, str, str]:
     """Draws sentences, question, answer and the other name."""
-    woman, man = _pick(rng, WOMEN, 1)[0], _pick(rng, MEN, 1)[0]
-    jobs, colours, things = _pick(rng, JOBS, 2), _pick(rng, COLOURS, 2), _pick(rng, THINGS, 2)
+    woman, man = pick(rng, NAMES[::2], 1)[0], pick(rng, NAMES[1::2], 1)[0]
+    jobs, colours, things = (pick(rng, words[:8], 2) for words in (JOBS, COLOURS, THINGS))
     people = [f"{woman} is a {jobs[0]}.", f"{man} is a {jobs[1]}."]
     introduction = " ".join(people if rng.random() < 0.5 else people[::-1])
     things_of = f"She has a {colours[0]} {things[0]}. He has a {colours[1]} {things[1]}."

@@ -4,7 +4,6 @@ Axis letters: B contexts, R prompts of one context, A tokens whose logits are re
 layers, S keys, T tokens of the chunk, W tokens of a prompt, V vocabulary.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from kvpatch_jax.cache import Text
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import Repaired, SplicedCache
 
-from ..harness.datasets import Questions
+from ..harness.datasets import Questions, question_mask, repeated_rows, row_per_question
 
 Ids = Int[np.ndarray, " _"]
 
@@ -81,8 +80,8 @@ class TextBatch:
 
     def read(self, cache: KV, visible: Bool[Array, "B S"] | None = None) -> Any:
         """Reads every prompt after its context's cache."""
-        count = self.prompts.shape[1]
-        return self._read(_repeated_kv(cache, count), None if visible is None else _repeated(visible, count=count))
+        rows = repeated_rows(dict(cache), self.prompts.shape[1], axis=1)
+        return self._read(rows, repeated_rows(visible, self.prompts.shape[1]))
 
     def asked(self) -> SplicedCache:
         """Returns a splice with a row per prompt, which follows it and sees all of it.
@@ -90,16 +89,10 @@ class TextBatch:
         Raises:
           InputError: prompts differ in length.
         """
-        splice, count = self.splice, self.prompts.shape[1]
         if self.question is None:
             raise InputError("asked: got prompts of several lengths; expected a data set whose prompts have one length")
-        return splice.replace(
-            tokens=jax.tree.map(functools.partial(_repeated, count=count), splice.tokens),
-            cache=_repeated_kv(splice.cache, count),
-            slots=_repeated(splice.slots, count),
-            question=self._prompt_tokens(splice.cache).take(0, self.question),
-            **{name: None for name in ("front", "conditioned", "recorded", "hidden")},
-        )
+        question = self._prompt_tokens(self.splice.cache).take(0, self.question)
+        return row_per_question(self.splice, self.prompts.shape[1], question)
 
     def read_asked(self, repaired: Repaired) -> Any:
         """Reads every prompt after its own cache."""
@@ -110,24 +103,10 @@ class TextBatch:
         return placed(self.backbone.embed(rows), next(iter(cache.values())).shape[2])
 
     def _read(self, cache: KV, visible: Bool[Array, "R S"] | None) -> Any:
-        tokens, mask = self._prompt_tokens(cache), None
-        if visible is not None:
-            rows, width = tokens.embeddings.shape[:2]
-            seen = jnp.broadcast_to(jnp.asarray(visible)[:, None, None], (rows, 1, width, visible.shape[1]))
-            causal = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (rows, 1, width, width))
-            mask = jnp.concatenate([seen, causal], axis=-1)
+        mask = None if visible is None else question_mask(visible, self.prompts.shape[2])
         at = self.read_at.reshape(-1, self.read_at.shape[2])
-        logits = self.backbone.prefill(tokens, dict(cache), mask, logits=at).logits
-        contexts = len(self.prompts)
-        return self._answers(_log_softmax(logits).reshape(contexts, -1, logits.shape[-1]))
-
-
-def _repeated(value: Any, count: int, axis: int = 0) -> Array:
-    return jnp.repeat(jnp.asarray(value), count, axis=axis) if count > 1 else jnp.asarray(value)
-
-
-def _repeated_kv(cache: KV, count: int) -> dict[str, Array]:
-    return {name: _repeated(value, count, axis=1) for name, value in cache.items()}
+        logits = self.backbone.prefill(self._prompt_tokens(cache), dict(cache), mask, logits=at).logits
+        return self._answers(_log_softmax(logits).reshape(len(self.prompts), -1, logits.shape[-1]))
 
 
 def placed(tokens: Tokens, start: int) -> Tokens:

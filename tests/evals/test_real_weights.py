@@ -19,9 +19,7 @@ def installed(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder.parent / "__init__.py").touch()
         (folder / f"part{number}.bin").write_bytes(data)
-    tiny = real_weights.RealWeights(
-        "tiny.gguf", "MIT", "tiny-model-part{}", "data/*.bin", parts=2, bytes=sum(map(len, PARTS))
-    )
+    tiny = real_weights.RealWeights("tiny.gguf", "tiny-model-part{}", "data/*.bin", parts=2, bytes=sum(map(len, PARTS)))
     monkeypatch.setitem(real_weights.REAL_WEIGHTS, "tiny", tiny)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv(real_weights.CACHE, str(tmp_path / "cache"))

@@ -244,7 +244,7 @@ def test_a_prefix_is_what_the_family_makes_of_the_images(name: str, tmp_path: Pa
     for file, image in zip(files, images_of(contexts), strict=True):
         Image.fromarray(image).save(file)
     config, images = instance(name)
-    model = ModelBackbone(config, {}, images, make_tokenizer(vocabulary().names[: config.text.vocabulary]))
+    model = ModelBackbone(config, {}, images, make_tokenizer(vocabulary().names))
     prepared, prefix = model.prepare([*files]), prefix_of(config, images, contexts.size)
     np.testing.assert_array_equal(prepared["input_ids"][0], prefix.ids)
     positions, _ = prefix.positions(np.ones((1, 3), bool), np.zeros(1, int))
@@ -257,7 +257,7 @@ def fresh(name: str) -> ModelBackbone:
     return ModelBackbone(config, nnx.to_pure_dict(nnx.state(config.family.module(config, nnx.Rngs(0)))), images)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava",))])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_vl",))])
 def test_rows_of_questions_read_what_packed_questions_do(name: str):
     """A whole patch gives back re-prefill though all moved; a row per question answers as the packed ones."""
     rng, backbone = np.random.default_rng(2), fresh(name)
@@ -289,7 +289,7 @@ def test_batches_are_numbered_and_refuse_other_models():
     backbone = fresh("qwen2_5_vl")
     with pytest.raises(InputError, match="words"):
         DOCUMENTS.batch(backbone, "4", 0, 1, 0)
-    backbone.tokenizer = make_tokenizer(vocabulary().names[:395])
+    backbone.tokenizer = make_tokenizer(vocabulary().names)
     first, again, other = (DOCUMENTS.batch(backbone, "4", number, 2, 0) for number in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first.splice.cache, again.splice.cache)
     assert not set(first.clusters) & set(other.clusters)

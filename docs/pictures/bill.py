@@ -1,11 +1,23 @@
-"""Draws the README's picture: `python -m evals.task.picture`.
+"""Draws the README's picture: `PYTHONPATH=. python docs/pictures/bill.py` writes bill.png beside it.
 
 One bill behind its price lists, questions about it, and what re-prefill, blind reuse and a patch answer.
 """
 
 from pathlib import Path
 
-from ..harness import program
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+from evals.harness.methods import REFERENCE, parse
+from evals.task.contexts import DOCUMENTS, sample
+from evals.task.dataset import TaskBatch
+from evals.task.drawing import CELL, images_of
+from evals.task.questions import ask
+from evals.task.vocabulary import vocabulary
+from evals.trained import MAIN, shipped
+from models import load
 
 METHODS = {"re-prefill": "re-prefill", "blind": "blind\nreuse", "patch.rank=8": "patch,\nrank 8"}
 ASKED = {"chain": 3, "aggregate": 1}
@@ -15,31 +27,17 @@ WORDS = {
     "unit": "unit of the item\nin cell {}?",
     "most": "most frequent price\nin row {}?",
 }
-SEED, GAP = 7, 12
+SEED, GAP, CONTEXTS = 7, 12, 48
 
 
-def answered(instance: str, drawings: int = 48):
+def answered_bill():
     """Reads bills until re-prefill answers all questions about one.
 
     Returns:
       The bill (a batch of one), its questions, and by method the token answered at each question's end.
-
-    Raises:
-      InputError: no bill among the contexts is answered.
     """
-    import numpy as np
-
-    from kvpatch_jax.errors import InputError
-    from models import load
-
-    from ..harness.methods import REFERENCE, parse
-    from ..trained import shipped
-    from .contexts import DOCUMENTS, sample
-    from .dataset import TaskBatch
-    from .questions import ask
-
-    backbone = load(shipped(instance), dtype="float32")
-    contexts = sample(np.random.default_rng([SEED, 99]), drawings)
+    backbone = load(shipped(MAIN), dtype="float32")
+    contexts = sample(np.random.default_rng([SEED, 99]), CONTEXTS)
     for index in np.flatnonzero(contexts.document == DOCUMENTS.index("bill")):
         bill = contexts.take(np.array([index]))
         batch = TaskBatch(backbone, bill, ask(bill, np.random.default_rng([SEED, int(index)]), ASKED))
@@ -47,22 +45,14 @@ def answered(instance: str, drawings: int = 48):
         answers = {name: batch.read(cache) for name, cache in {REFERENCE: batch.reference, **caches}.items()}
         if answers[REFERENCE].predicted.all():
             ends = [columns[-1] for columns in batch.packed.columns()]
-            said = {name: answer.log_probabilities[0].argmax(axis=-1)[ends] for name, answer in answers.items()}
-            return bill, batch.packed, said
-    raise InputError(f"bill: got none whose questions re-prefill answers; expected one among {drawings} contexts")
+            tokens = {name: answer.log_probabilities[0].argmax(axis=-1)[ends] for name, answer in answers.items()}
+            return bill, batch.packed, tokens
+    raise SystemExit(f"got no bill whose questions re-prefill answers; expected one among {CONTEXTS} contexts")
 
 
-def draw(instance: str, path: Path) -> None:
+def draw(path: Path) -> None:
     """Draws the bill above and the answers below, readable on a telephone."""
-    import matplotlib.pyplot as plt
-    import numpy as np
-    from matplotlib.patches import Rectangle
-    from PIL import Image
-
-    from .drawing import CELL, images_of
-    from .vocabulary import vocabulary
-
-    bill, questions, said = answered(instance)
+    bill, questions, answers = answered_bill()
     images = images_of(bill)
     figure = plt.figure(figsize=(6.4, 7.3))
     above = figure.add_axes((0.01, 0.33, 0.98, 0.635))
@@ -99,27 +89,15 @@ def draw(instance: str, path: Path) -> None:
         ink = INKS[number] if number < len(INKS) else "black"
         figure.text(0.01, lines[number + 1], WORDS[asking].format(about), fontsize=11.5, color=ink, va="center")
         right = int(questions.answer[0, tokens[-1]])
-        for left, token in zip(columns, (right, *(int(said[name][number]) for name in METHODS)), strict=True):
+        for left, token in zip(columns, (right, *(int(answers[name][number]) for name in METHODS)), strict=True):
             text, ink = (names[token], "black") if token == right else (f"✗ {names[token]}", WRONG)
             figure.text(left, lines[number + 1], text, fontsize=12.5, color=ink, va="center")
 
     figure.savefig(path, dpi=110)
-    with Image.open(path) as drawn:  # noise takes many bytes
-        few = drawn.convert("RGB").quantize(240, dither=Image.Dither.NONE)
-    few.save(path, optimize=True)
-
-
-def main() -> None:
-    """Draws the picture with the instance and into the file that the flags name."""
-    from absl import flags
-
-    draw(flags.FLAGS.instance, Path(flags.FLAGS.out))
-    print(f"picture: {flags.FLAGS.out}")
+    with Image.open(path) as noisy:  # noise takes many bytes
+        few_colours = noisy.convert("RGB").quantize(240, dither=Image.Dither.NONE)
+    few_colours.save(path, optimize=True)
 
 
 if __name__ == "__main__":
-    from absl import flags
-
-    flags.DEFINE_string("out", "docs/pictures/bill.png", "the picture")
-    flags.DEFINE_string("instance", "documents/qwen2_5_vl", "an instance of evals/trained")
-    program.start(main, "evals.task.picture: loading libraries")
+    draw(Path(__file__).with_name("bill.png"))
