@@ -6,9 +6,9 @@ Every side is checked before it is timed, and timed in turns with the others; a 
   kernels    rotate_patch, splice, block_product and factorise beside XLA, a copy and a full SVD
   operators  apply_patch, pool.splice, relocate and form_patch beside x · 2, memcpy and prefills
   store      a ChunkStore beside raw files, safetensors, Orbax, SQLite, diskcache and LMDB, on the disk of --out
-  window     an agent's loop: a session beside re-prefill and prefix caches, on a decoder, a hybrid and SmolLM2-135M
-  backbones  prefill, decode, towers and loading of every family, beside transformers with --torch-python
-  costs      seconds per launch, FLOP and byte of a window's edits, for plans: writes device_costs.json; and planning
+  window     an agent's loop: a session beside re-prefill and prefix caches, on a decoder and a hybrid
+  backbones  prefill and decode of every architecture, beside transformers with --torch-python
+  costs      seconds per launch, FLOP and byte of a window's edits, for plans: writes device_costs.json
 """
 
 from ..harness import program
@@ -19,7 +19,6 @@ SUITES = ["kernels", "operators", "store", "window", "backbones", "costs"]
 def main() -> None:
     """Runs the benchmarks that --suite and --only name."""
     import importlib
-    import json
     from pathlib import Path
 
     from absl import flags
@@ -27,34 +26,33 @@ def main() -> None:
     from kvpatch_jax.errors import InputError
 
     from ..harness.environment import environment
-    from ..harness.frame import without_nan
+    from ..harness.frame import write_rows
     from .benchmark import BenchOptions, measure, table, wrong_rows
 
     values = flags.FLAGS
     if unknown := sorted(set(values.suite) - set(SUITES)):
         raise InputError(f"--suite: got {unknown[0]!r}; expected some of {', '.join(SUITES)}")
-    options = BenchOptions(values.quick, values.seed, values.out, values["torch-python"].value)
+    options = BenchOptions(values.quick, out=values.out, torch_python=values["torch-python"].value)
     chosen = []
     for name in values.suite:
         for benchmark in importlib.import_module(f"{__package__}.{name}").suite(options):
-            named = not values.only or any(word in benchmark.key for word in values.only)
-            if named and (values.only or not benchmark.large):
+            if any(word in benchmark.key for word in values.only) if values.only else not benchmark.large:
                 chosen.append(benchmark)
     if not chosen:
         raise InputError(f"--only: got {','.join(values.only)}, which no benchmark of {','.join(values.suite)} has")
 
-    config = {"suite": values.suite, "quick": values.quick, "repeats": values.repeats, "seed": values.seed}
+    config = {"suite": values.suite, "quick": values.quick, "repeats": values.repeats}
     results = {"config": config, "environment": environment(), "rows": [], "notes": []}
     for benchmark in chosen:
         print(f"\n{benchmark.key} ...", flush=True)
         rows, notes = measure(benchmark, 2 if values.quick else values.repeats)
         print(table(rows), *notes, sep="\n", flush=True)
-        results["rows"] += without_nan(rows)
+        results["rows"] += rows
         results["notes"] += notes
-        # What is measured is there, whatever becomes of the rest.
+        # Written after every benchmark, whatever becomes of the rest.
         if values.out:
             Path(values.out).mkdir(parents=True, exist_ok=True)
-            (Path(values.out) / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+            write_rows(results, Path(values.out))
 
     if len(chosen) > 1:
         print(f"\n{table(results['rows'])}")
@@ -69,7 +67,6 @@ if __name__ == "__main__":
     flags.DEFINE_list("only", [], "Words: benchmarks whose name or case has one of them, large ones too.")
     flags.DEFINE_bool("quick", False, "Tiny sizes: a preview, not a measurement.")
     flags.DEFINE_integer("repeats", 9, "Turns of each comparison.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of weights and data.")
     flags.DEFINE_string("out", None, "Folder of results.json; its disk is the store's.")
     flags.DEFINE_string("torch-python", None, "backbones: an interpreter with torch and transformers to compare with.")
     program.start(main, "evals.bench: loading libraries", needs=("absl",))

@@ -2,7 +2,7 @@
 # Kernels on the accelerator at hand: every kernel against float64, then timings beside XLA and torch. Needs no network.
 # One run stops within 9 minutes; the same command goes on where it was stopped. --tiny shows on a CPU that all runs.
 #
-#   bash evals/bench/accelerator.sh [--tiny] [--out=DIRECTORY] [--part=NAME] [--limit=SECONDS]
+#   bash evals/bench/accelerator.sh [--tiny] [--out=DIRECTORY]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHONPATH=. exec python3 -m evals.bench.accelerator "$@"

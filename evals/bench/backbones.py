@@ -2,7 +2,7 @@
 
 Both sides read the same float32 file, with as many threads as there are cores. `prefill`: the prompt's forward with its
 KV and the logits of every token. `generate`: the prompt and the tokens that follow greedily (ours one compiled
-program). `load`: reading a text model's checkpoint; beside it the bare safetensors file.
+program).
 """
 
 import contextlib
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import numpy as safetensors
 
 from kvpatch_jax.errors import InputError, KVPatchError
-from models import FAMILIES, load, save
+from models import save
 from models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
@@ -39,10 +38,8 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
     theirs = None if options.torch_python is None else TransformersWorker(options.torch_python)
     for name, raw in (tiny_models() | {"Qwen2-0.5B": LARGE}).items():
         if name in QUICK or not options.quick:
-            # Reading a file with a tower needs image settings, which drawn models have not.
-            reading = ["load"] * (FAMILIES[raw["architectures"][0]].vision is None)
             pair = functools.cache(functools.partial(ModelPair, raw, theirs, options.seed))
-            for operation in ("prefill", "generate", *reading):
+            for operation in ("prefill", "generate"):
                 prepare = functools.partial(_compared, pair, operation)
                 yield Benchmark(f"backbones.{operation}", name, prepare, large=name == "Qwen2-0.5B")
 
@@ -114,13 +111,13 @@ class ModelPair:
         self.backbone, self.theirs, self.errors = random_backbone(raw, seed), theirs, {}
         ids = random_ids(PROMPT, seed)
         self.ids = np.asarray([ids], np.int32)
-        folder = tempfile.TemporaryDirectory()
-        weakref.finalize(self, folder.cleanup)
-        self.folder = Path(save(self.backbone, Path(folder.name) / "checkpoint"))
         if theirs is not None:
-            path = self.folder / "logits.npy"
-            theirs.ask("open", directory=str(self.folder), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
-            self.errors = {"kvpatch_jax": difference(np.asarray(self.prefill().logits), np.load(path)) / AGREEMENT}
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = Path(save(self.backbone, Path(folder) / "checkpoint"))
+                path = checkpoint / "logits.npy"
+                theirs.ask("open", directory=str(checkpoint), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
+                logits = np.load(path)
+            self.errors = {"kvpatch_jax": difference(np.asarray(self.prefill().logits), logits) / AGREEMENT}
 
     def calls(self, operation: str) -> dict[str, Callable[[], float]]:
         """Lists the sides of an operation."""
@@ -128,9 +125,6 @@ class ModelPair:
         if self.theirs is not None:
             ask = functools.partial(self.theirs.ask, "seconds", name=operation, least=LEAST)
             calls["transformers"] = lambda: ask()["seconds"]
-        if operation == "load":
-            file = next(self.folder.glob("*.safetensors"))
-            calls["safetensors file"] = timed(lambda: safetensors.load_file(file), least=LEAST)
         return calls
 
     def prefill(self) -> Any:
@@ -140,10 +134,6 @@ class ModelPair:
     def generate(self) -> Any:
         """Runs the prompt and the tokens that follow, greedily."""
         return self.backbone.generate(self.backbone.embed(self.ids), NEW_TOKENS)
-
-    def load(self) -> Any:
-        """Reads the checkpoint."""
-        return load(self.folder, dtype="float32").parameters
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:

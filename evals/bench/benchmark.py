@@ -18,9 +18,6 @@ from ..harness.frame import Row, measured_row
 from ..harness.intervals import Interval
 from ..harness.tables import markdown_table
 
-Samples = dict[str, list[float]]
-"""Seconds of each side, turn by turn."""
-
 
 class Sides(NamedTuple):
     """What is compared, ready to run.
@@ -60,7 +57,7 @@ class Benchmark(NamedTuple):
 
 
 class BenchOptions(NamedTuple):
-    """What every suite is told: tiny sizes or not, the seed, the folder of --out, an interpreter with torch."""
+    """Options of every suite: tiny sizes or not, the seed, the folder of --out, an interpreter with torch."""
 
     quick: bool = False
     seed: int = 0
@@ -111,9 +108,9 @@ def timed(
 
 def interleave(
     calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1, pause: float = 0.0
-) -> Samples:
-    """Measures each side `repeats` times, in turns, so that a busy spell of the machine hits all alike."""
-    samples: Samples = {name: [] for name in calls}
+) -> dict[str, list[float]]:
+    """Measures the seconds of each side `repeats` times, in turns: a busy spell of the machine hits all alike."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm_ups + repeats):
         for name, measure in calls.items():
             seconds = measure()
@@ -178,7 +175,7 @@ def measure(benchmark: Benchmark, repeats: int) -> tuple[list[Row], list[str]]:
     for arm, seconds in samples.items():
         figures[arm, "seconds"] = seconds
         if arm != ours and ours in samples:
-            figures[arm, "over first"] = [other / own for other, own in zip(seconds, samples[ours], strict=True)]
+            figures[arm, "over first"] = [theirs / first for theirs, first in zip(seconds, samples[ours], strict=True)]
         if sides.moved:
             figures[arm, "GB/s"] = [sides.moved / 1e9 / value for value in seconds]
     if not wrong:

@@ -6,7 +6,7 @@ the last comparison: placing a chunk by it beside prefilling the chunk behind wh
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ START, PAGE_SIZE, THETA = 7, 64, 1e6
 class PlacingCase:
     """A bfloat16 chunk with channels k and v, a patch of it, and a pool that is donated and goes on."""
 
-    def __init__(self, layers: int, tokens: int, heads: int, width: int, rank: int, seed: int):
-        rng = np.random.default_rng(seed)
+    def __init__(self, sizes: tuple[int, ...], seed: int):
+        (layers, tokens, heads, width, rank), rng = sizes, np.random.default_rng(seed)
 
         def normal(*shape: int) -> jax.Array:
             return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
@@ -73,21 +73,27 @@ class PlacingCase:
 
 def suite(options: BenchOptions) -> Iterator[Benchmark]:
     """Yields the comparisons."""
-    sizes = (2, 16, 2, 16, 4) if options.quick else (28, 2048, 4, 128, 16)
-    name = " × ".join(map(str, sizes[:4])) + f", rank {sizes[4]}"
-    yield Benchmark("operators.place", name, functools.partial(_placings, sizes, options.seed))
-    yield Benchmark("operators.overhead", "2 × 16 × 2 × 16, rank 4", functools.partial(_overhead, options.seed))
+    small = (2, 16, 2, 16, 4)
+    for name, sizes, calls in (
+        ("operators.place", small if options.quick else (28, 2048, 4, 128, 16), 1),
+        # A chunk so small that checks and dispatch are all that is timed.
+        ("operators.overhead", small, 50),
+    ):
+        case = " × ".join(map(str, sizes[:4])) + f", rank {sizes[4]}"
+        yield Benchmark(name, case, functools.partial(_placings, sizes, calls, options.seed))
     tokens, front, rank = (16, 32, 4) if options.quick else (256, 768, 16)
-    for model, raw in {"tiny": TINY}.items() if options.quick else {"a twelfth of Qwen2-0.5B": MEDIUM}.items():
-        prepare = functools.partial(_patching, raw, tokens, front, rank, options.seed)
-        yield Benchmark("operators.patch", f"{model}, {tokens} tokens behind {front}, rank {rank}", prepare)
+    model, raw = ("tiny", TINY) if options.quick else ("a twelfth of Qwen2-0.5B", MEDIUM)
+    prepare = functools.partial(_patching, raw, tokens, front, rank, options.seed)
+    yield Benchmark("operators.patch", f"{model}, {tokens} tokens behind {front}, rank {rank}", prepare)
 
 
-def _calls(case: PlacingCase) -> dict[str, Callable[[], Any]]:
-    kv = dict(case.chunk.kv)
-    engine = case.apply(patched=False)
+def _placings(sizes: tuple[int, ...], calls: int, seed: int) -> Sides:
+    """Prepares every way of placing a chunk beside a jitted x · 2 of both channels: the least that any could take."""
+    layers, _, heads, width, _ = sizes
+    case = PlacingCase(sizes, seed)
+    kv, engine = dict(case.chunk.kv), case.apply(patched=False)
     double = jax.jit(lambda tree: jax.tree.map(lambda value: value * 2, tree))
-    return {
+    sides = {
         "x · 2": lambda: double(kv),
         "memcpy": lambda: [np.asarray(value).copy() for value in kv.values()],
         "blind": lambda: case.apply(patched=False),
@@ -96,29 +102,15 @@ def _calls(case: PlacingCase) -> dict[str, Callable[[], Any]]:
         "relocate": lambda: kvp.relocate(case.layout, engine, START, 99),
     }
 
-
-def _placings(sizes: tuple[int, ...], seed: int) -> Sides:
-    """Prepares every way of placing a chunk beside a jitted x · 2 of both channels: the least that any could take."""
-    layers, tokens, heads, width, rank = sizes
-    case = PlacingCase(layers, tokens, heads, width, rank, seed)
-
     def check() -> dict[str, float]:
-        applied = case.apply()
         keys = case.splice()["k"].reshape(layers, -1, heads, width)
-        return {"apply_patch": case.error(applied), "splice": case.error({"k": keys[:, case.slots]})}
+        return {"apply_patch": case.error(case.apply()), "splice": case.error({"k": keys[:, case.slots]})}
 
-    calls = {name: timed(call, clock=time.process_time) for name, call in _calls(case).items()}
-    return Sides(calls, check)
-
-
-def _overhead(seed: int) -> Sides:
-    """Prepares calls on a chunk so small that checks and dispatch are all that is timed."""
-    calls = _calls(PlacingCase(2, 16, 2, 16, 4, seed))
-    return Sides({name: timed(call, runs=50, clock=time.process_time) for name, call in calls.items()})
+    return Sides({name: timed(side, runs=calls, clock=time.process_time) for name, side in sides.items()}, check)
 
 
 def _patching(raw: dict[str, Any], tokens: int, front: int, rank: int, seed: int) -> Sides:
-    """Prepares serving a chunk by its patch beside prefilling it, forming the patch, and reuses until that has paid."""
+    """Prepares serving a chunk by its patch beside prefilling it, and forming the patch."""
     backbone: ModelBackbone = random_backbone(raw, seed)
     embedded = [backbone.embed(**backbone.prepare([random_ids(count, seed)])) for count in (front, tokens)]
     canonical = backbone.prefill(embedded[1]).kv
@@ -127,46 +119,25 @@ def _patching(raw: dict[str, Any], tokens: int, front: int, rank: int, seed: int
     chunk = kvp.Chunk(rows, local, tokens, tokens, "chunk", backbone.layout, backbone.fingerprint)
     context = kvp.to_engine(backbone.layout, backbone.prefill(embedded[0]).kv, embedded[0].positions, 0)
     behind = embedded[1].shift(front)
-
-    def prefill() -> Any:
-        return backbone.prefill(behind, context=context).kv
-
-    conditioned = {name: np.asarray(value)[:, 0] for name, value in prefill().items()}
-
-    def form() -> kvp.Patch:
-        return kvp.form_patch(chunk, conditioned, rank, ("front",))
-
-    patch = form()
-
-    def place() -> Any:
-        return kvp.apply_patch(kvp.Placed(chunk, patch, front, ("front",)))
+    prefilled = backbone.prefill(behind, context=context).kv
+    conditioned = {name: np.asarray(value)[:, 0] for name, value in prefilled.items()}
+    patch = kvp.form_patch(chunk, conditioned, rank, ("front",))
+    placed = kvp.Placed(chunk, patch, front, ("front",))
 
     def check() -> dict[str, float]:
         exact = kvp.to_engine(backbone.layout, conditioned, local, front)
         blind = kvp.apply_patch(kvp.Placed(chunk, None, front, ()))
-        distance = {}
-        for name, kv in (("patch", place()), ("blind", blind)):
-            distance[name] = sum(float(jnp.square(kv[key] - exact[key]).sum()) for key in exact)
+        patched, lost = (
+            sum(float(jnp.square(kv[name] - exact[name]).sum()) for name in exact)
+            for kv in (kvp.apply_patch(placed), blind)
+        )
         # Drawn weights say nothing of quality: a patch has to be nearer than blind reuse, no more.
-        return {"place by the patch": distance["patch"] / distance["blind"]}
+        return {"place by the patch": patched / lost}
 
     calls = {
-        "place by the patch": timed(place),
-        "prefill behind the front": timed(prefill),
+        "place by the patch": timed(lambda: kvp.apply_patch(placed)),
+        "prefill behind the front": timed(lambda: backbone.prefill(behind, context=context).kv),
         "prefill alone": timed(lambda: backbone.prefill(embedded[1]).kv),
-        "form the patch": timed(lambda: form().factors),
+        "form the patch": timed(lambda: kvp.form_patch(chunk, conditioned, rank, ("front",)).factors),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-
-    def recorded(name: str) -> Callable[[], float]:
-        return lambda: seconds[name].append(calls[name]()) or seconds[name][-1]
-
-    def figures() -> dict[tuple[str, str], list[float]]:
-        turns = list(zip(*seconds.values(), strict=True))[1:]
-        paid = []
-        for placed, conditioned_prefill, alone, formed in turns:
-            saved = conditioned_prefill - placed
-            paid.append((conditioned_prefill + alone + formed) / saved if saved > 0 else float("inf"))
-        return {("form the patch", "reuses until it has paid"): paid}
-
-    return Sides({name: recorded(name) for name in calls}, check, figures=figures)
+    return Sides(calls, check)

@@ -16,7 +16,6 @@ class Worker:
     """One model at a time, and a prompt."""
 
     model: Any
-    directory: str
     ids: Any
     new_tokens: int
 
@@ -35,9 +34,13 @@ class Worker:
         """Reads a checkpoint, and writes what both sides must agree on: the logits of every token of the prompt."""
         import numpy
         import torch
+        import transformers
 
-        self.directory, self.ids, self.new_tokens = directory, torch.tensor([ids]), new_tokens
-        report = self.load()
+        self.ids, self.new_tokens = torch.tensor([ids]), new_tokens
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+            kind = getattr(transformers, json.load(file)["architectures"][0])
+        self.model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        self.model.eval()
         if unread := [*report["missing_keys"], *report["unexpected_keys"]]:
             raise ValueError(f"got missing or unexpected keys {unread[:4]}; expected the model's own")
         numpy.save(path, self.prefill().logits.numpy())
@@ -50,17 +53,6 @@ class Worker:
             getattr(self, name)()
             calls += 1
         return {"seconds": (time.perf_counter() - begin) / calls}
-
-    def load(self) -> Any:
-        """Reads the checkpoint; returns what was missing or unexpected."""
-        import torch
-        import transformers
-
-        with open(os.path.join(self.directory, "config.json"), encoding="utf-8") as file:
-            kind = getattr(transformers, json.load(file)["architectures"][0])
-        self.model, report = kind.from_pretrained(self.directory, dtype=torch.float32, output_loading_info=True)
-        self.model.eval()
-        return report
 
     def prefill(self) -> Any:
         """Runs the prompt's forward, with its cache and the logits of every token."""
@@ -79,8 +71,8 @@ class Worker:
 def main() -> None:
     """Answers requests until stdin ends. Whatever a library prints goes to stderr."""
     # transformers tries to import a package `kernels`, and would find the module beside this script.
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [place for place in sys.path if place != here]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != folder]
     answers, sys.stdout = sys.stdout, sys.stderr
     worker = Worker()
     for line in sys.stdin:

@@ -7,21 +7,21 @@
 * `prefix hit`: what such a cache would cost if nothing in front had changed: one forward over chunk and question. No
   engine gets it here; it is the bar.
 
-Models are settings of the one loop: random weights of a decoder's and of a hybrid's shape, and SmolLM2-135M over texts.
-Random weights say nothing of quality: their KL shows that a window that only grows is what a re-prefill computes.
+Models have random weights of a decoder's and of a hybrid's shape. A window that only grows must be what a re-prefill
+computes; what a slide loses is measured by the data set `windows`.
 """
 
+import collections
 import functools
 import itertools
-import pydoc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import kvpatch_jax as kvp
-from models import ModelBackbone, load
+from kvpatch_jax.backbone import Tokens
+from models import ModelBackbone
 from models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
@@ -60,87 +60,54 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
             make = functools.partial(random_backbone, raw, options.seed)
             prepare = functools.partial(loop, make, LoopSizes(window=window), options.seed)
             yield Benchmark("window.step", f"{name}, {window} of 256 tokens", prepare, large)
-    prepare = functools.partial(loop, pretrained, LoopSizes(chunk=96, window=6), options.seed)
-    yield Benchmark("window.step", "SmolLM2-135M, 6 of 96 tokens", prepare, large=True)
-
-
-def pretrained() -> ModelBackbone:
-    """Loads SmolLM2-135M. Raises InputError where its package is not installed."""
-    from ..real_weights import weights_file
-
-    return load(weights_file("smollm2"), dtype="float32")
-
-
-def chunks_of(backbone: ModelBackbone, count: int, length: int, seed: int) -> list[list[int]]:
-    """Makes chunks of token ids: documentation of the standard library where the model reads text, else drawn ones."""
-    if backbone.tokenizer is None:
-        return [random_ids(length, seed + number) for number in range(count)]
-    text = "\n".join(pydoc.plain(pydoc.render_doc(name)) for name in ("argparse", "subprocess", "decimal"))
-    ids = np.asarray(backbone.prepare([text])["input_ids"])[0].tolist()
-    return [ids[first : first + length] for first in range(0, length * min(count, len(ids) // length), length)]
-
-
-class Prompts:
-    """The peers: prompts of lead, window and question in one forward, whole or behind what is cached."""
-
-    def __init__(self, backbone: ModelBackbone):
-        self.backbone = backbone
-        self.flops: dict[str, list[float]] = {}
-
-    def run(self, name: str, context: Any, ids: Sequence[int], hit: int) -> Callable[[], jax.Array]:
-        """Makes a forward of what follows the first `hit` tokens, and counts its FLOPs."""
-        costs = self.backbone.forward_costs
-        self.flops.setdefault(name, []).append(float(costs.flops(len(ids) - hit, hit) + costs.logit))
-        tokens = self.backbone.embed(**self.backbone.prepare([list(ids)]))
-        rest = tokens.take(hit, len(ids)) if hit else tokens
-        return lambda: self.backbone.prefill(rest, context=context).logits
-
-    def context(self, ids: Sequence[int]) -> Any:
-        """Computes the engine-frame cache of the first tokens, off the clock; None of none."""
-        if not ids:
-            return None
-        tokens = self.backbone.embed(**self.backbone.prepare([list(ids)]))
-        kv = self.backbone.prefill(tokens).kv
-        return jax.block_until_ready(kvp.to_engine(self.backbone.layout, kv, tokens.positions, 0))
 
 
 class Loop:
-    """One loop: the chunks, the session, and the window as a list of ids."""
+    """The chunks, a session over them, and the peers' prompts; figures of every step by side and metric."""
 
-    def __init__(self, backbone: ModelBackbone, sizes: LoopSizes, seed: int, steps: int = 64):
-        self.sizes, self.prompts, self.number = sizes, Prompts(backbone), 0
-        self.chunks = chunks_of(backbone, steps, sizes.chunk, seed)
+    def __init__(self, backbone: ModelBackbone, sizes: LoopSizes, seed: int):
+        self.backbone, self.sizes, self.steps, self.seed = backbone, sizes, 0, seed
         self.lead, self.question = random_ids(sizes.lead, seed + 1000), random_ids(sizes.question, seed + 1001)
         bucketed = with_buckets(backbone)
         self.session = kvp.Session(bucketed, keep=sizes.window, lead=[self.lead], prefills=0, rank=0)
-        self.flops: list[float] = []
-        self.kl: list[float] = []
-        self.flips: list[float] = []
+        self.figures: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+
+    def chunk(self, step: int) -> list[int]:
+        """Draws the token ids of a step's chunk."""
+        return random_ids(self.sizes.chunk, self.seed + step)
 
     def step(self) -> None:
         """Adds the next chunk, which makes the oldest one leave, and asks."""
-        before = self.session.stats().flops
-        # Names are of steps: chunks come again once all have been shown.
-        chunk = self.chunks[self.number % len(self.chunks)]
-        self.session.add(list(chunk), id=f"chunk {self.number}", kind="chunk")
-        self.number += 1
+        before, costs = self.session.stats().flops, self.backbone.forward_costs
+        self.session.add(self.chunk(self.steps), id=f"chunk {self.steps}", kind="chunk")
+        self.steps += 1
         assert self.session.ask(self.question, steps=1, stop=()).ids
-        costs, front = self.prompts.backbone.forward_costs, self.session.stats().tokens_held
-        question = costs.flops(len(self.question), front) + costs.logit
-        self.flops.append(float(self.session.stats().flops - before + question))
+        after = self.session.stats()
+        question = costs.flops(len(self.question), after.tokens_held) + costs.logit
+        self.figures["session", "FLOPs"].append(float(after.flops - before + question))
 
-    def window(self) -> list[list[int]]:
-        """Lists the chunks that are in the window."""
-        first = max(0, self.number - self.sizes.window)
-        return [self.chunks[number % len(self.chunks)] for number in range(first, self.number)]
+    def prompts(self) -> dict[str, Callable[[], jax.Array]]:
+        """Makes the peers' forwards on the window at hand, behind what each has cached, and counts their FLOPs."""
+        steps = range(max(0, self.steps - self.sizes.window), self.steps)
+        ids = [*self.lead, *itertools.chain.from_iterable(map(self.chunk, steps)), *self.question]
+        tokens = self.backbone.embed(**self.backbone.prepare([ids]))
+        hits = {"re-prefill": 0, "prefix cache": self.sizes.lead}
+        hits["prefix hit"] = len(ids) - self.sizes.chunk - self.sizes.question
 
-    def audit(self) -> float:
-        """Asks once more beside a re-prefill, off the clock; returns the KL in nats."""
-        audit = self.session.ask(self.question, steps=1, stop=(), audit=True).audit
-        assert audit is not None
-        self.kl.append(audit.kl)
-        self.flips.append(float(audit.flips))
-        return audit.kl
+        forwards, costs = {}, self.backbone.forward_costs
+        for name, hit in hits.items():
+            rest, context = tokens, None
+            if hit:
+                cached, rest = tokens.take(0, hit), tokens.take(hit, len(ids))
+                kv = self.backbone.prefill(cached).kv
+                context = jax.block_until_ready(kvp.to_engine(self.backbone.layout, kv, cached.positions, 0))
+            self.figures[name, "FLOPs"].append(float(costs.flops(len(ids) - hit, hit) + costs.logit))
+            forwards[name] = functools.partial(_logits, self.backbone, rest, context)
+        return forwards
+
+
+def _logits(backbone: ModelBackbone, tokens: Tokens, context: Any) -> jax.Array:
+    return backbone.prefill(tokens, context=context).logits
 
 
 def loop(make: Callable[[], ModelBackbone], sizes: LoopSizes, seed: int) -> Sides:
@@ -148,30 +115,23 @@ def loop(make: Callable[[], ModelBackbone], sizes: LoopSizes, seed: int) -> Side
     state = Loop(make(), sizes, seed)
     for _ in range(sizes.window):
         state.step()
-    exact = state.audit()
+    audit = state.session.ask(state.question, steps=1, stop=(), audit=True).audit
+    assert audit is not None
     # The first slides compile.
     for _ in range(2):
         state.step()
-    for values in (state.flops, state.kl, state.flips):
-        values.clear()
-    runs: dict[str, Callable[[], jax.Array]] = {}
+    state.figures.clear()
+    forwards: dict[str, Callable[[], jax.Array]] = {}
 
     def prepare() -> None:
-        """Prepares the peers' forwards on the window as it is after the session's step."""
-        state.audit()
-        ids = state.lead + list(itertools.chain.from_iterable(state.window())) + state.question
-        hit = len(ids) - sizes.chunk - sizes.question
-        runs["re-prefill"] = state.prompts.run("re-prefill", None, ids, 0)
-        runs["prefix cache"] = state.prompts.run("prefix cache", state.prompts.context(state.lead), ids, sizes.lead)
-        runs["prefix hit"] = state.prompts.run("prefix hit", state.prompts.context(ids[:hit]), ids, hit)
+        """Prepares the peers on the window as it is after the session's step."""
+        forwards.update(state.prompts())
 
     def figures() -> dict[tuple[str, str], list[float]]:
-        found = {("session", "KL"): state.kl, ("session", "flips"): state.flips, ("session", "FLOPs"): state.flops}
-        found |= {(name, "FLOPs"): flops for name, flops in state.prompts.flops.items()}
         state.session.close()
-        return found
+        return state.figures
 
-    calls = {"session": timed(state.step), "re-prefill": timed(lambda: runs["re-prefill"](), before=prepare)}
+    calls = {"session": timed(state.step), "re-prefill": timed(lambda: forwards["re-prefill"](), before=prepare)}
     for name in ("prefix cache", "prefix hit"):
-        calls[name] = timed(lambda name=name: runs[name]())
-    return Sides(calls, lambda: {"session": exact / EXACT}, figures=figures)
+        calls[name] = timed(lambda name=name: forwards[name]())
+    return Sides(calls, lambda: {"session": audit.kl / EXACT}, figures=figures)

@@ -117,9 +117,9 @@ def sample(
     if drawing == "documents":
         document = rng.integers(0, len(DOCUMENTS), count)
         # Both kinds of face are drawn, so that all else is the same with either.
-        others = rng.integers(0, len(UNSEEN), face.shape) + len(SEEN)
-        usual = rng.integers(0, 1 + round(variety * (len(SEEN) - 1)), face.shape)
-        face = others if unseen else usual
+        unseen_face = rng.integers(0, len(UNSEEN), face.shape) + len(SEEN)
+        seen_face = rng.integers(0, 1 + round(variety * (len(SEEN) - 1)), face.shape)
+        face = unseen_face if unseen else seen_face
     return Contexts(*meaning, document=document, face=face, variety=variety, size=size, drawing=drawing)
 
 
@@ -176,9 +176,9 @@ def latest(contexts: Contexts, shown: np.ndarray | None = None) -> tuple[np.ndar
 
     for sheet in range(contexts.sheets):
         item = contexts.sheet_item[:, sheet]
-        here = np.ones((count, 1), bool) if shown is None else shown[:, sheet, None]
+        present = np.ones((count, 1), bool) if shown is None else shown[:, sheet, None]
         for table, entries in ((value, contexts.sheet_value), (unit, contexts.sheet_unit)):
-            table[row, item] = np.where(here, entries[:, sheet], table[row, item])
-        times[row, item] += here
+            table[row, item] = np.where(present, entries[:, sheet], table[row, item])
+        times[row, item] += present
 
     return value, unit, times

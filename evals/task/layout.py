@@ -102,11 +102,11 @@ def prefix_of(config: Any, settings: Any, size: ContextSize, drawing: str = "doc
     Args:
       config, settings: of the backbone and of its images.
     """
-    vision, drawn, words = config.family.vision, DRAWINGS[drawing], vocabulary(drawing)
+    vision, style, words = config.family.vision, DRAWINGS[drawing], vocabulary(drawing)
 
     def image(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        rows, columns = shape[0] + drawn.titles, shape[1]
-        blank = np.zeros((rows * drawn.cell, columns * drawn.cell, 3), np.uint8)
+        rows, columns = shape[0] + style.titles, shape[1]
+        blank = np.zeros((rows * style.cell, columns * style.cell, 3), np.uint8)
         arrays = vision.process([blank], settings)
         ids = np.array(vision.tokens(config, arrays, 0, words), np.int32)
         return ids, config.family.positions(config, ids, arrays).astype(np.int32)
@@ -145,14 +145,14 @@ def pack(
     """
     count, length = len(ids), len(prefix.ids)
     total = length + len(number)
-    here = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
-    positions, behind = prefix.positions(here, start)
+    present = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
+    positions, behind = prefix.positions(present, start)
 
     # Images look at what precedes them, questions at the page, perhaps at the sheets, and at themselves.
-    there = here[:, prefix.place][:, None]
+    tokens_present = present[:, prefix.place][:, None]
     mask = np.zeros((count, total, total), bool)
-    mask[:, :length, :length] = np.tri(length, dtype=bool) & there
-    mask[:, length:, :length] = there & ((prefix.place == prefix.chunks - 1) | sees[..., None])
+    mask[:, :length, :length] = np.tri(length, dtype=bool) & tokens_present
+    mask[:, length:, :length] = tokens_present & ((prefix.place == prefix.chunks - 1) | sees[..., None])
     mask[:, length:, length:] = within_question(number)
     return {
         "input_ids": np.concatenate([np.broadcast_to(prefix.ids, (count, length)), ids], axis=1).astype(np.int32),

@@ -186,9 +186,9 @@ def _cells_by_group(
     }
     first, second = parts_of(document, item)
     for number, kind in enumerate(DOCUMENTS):
-        here = document == number
-        groups[f"first of {kind}"] = (both[here], first[here])
-        groups[f"second of {kind}"] = (both[here], second[here])
+        of_kind = document == number
+        groups[f"first of {kind}"] = (both[of_kind], first[of_kind])
+        groups[f"second of {kind}"] = (both[of_kind], second[of_kind])
     return groups
 
 

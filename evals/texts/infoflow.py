@@ -92,8 +92,8 @@ def _draw_codes(rng: np.random.Generator) -> tuple[list[str], str, str, str]:
     """Draws sentences, question, answer and nothing that it could be confused with."""
     places, codes = pick(rng, PLACES, 4), rng.integers(1000, 9999, 4)
     sentences = [f"The code of the {place} is {code}." for place, code in zip(places, codes, strict=True)]
-    which = int(rng.integers(4))
-    return sentences, f"The code of the {places[which]} is", f" {codes[which]}", ""
+    place = int(rng.integers(4))
+    return sentences, f"The code of the {places[place]} is", f" {codes[place]}", ""
 
 
 def _draw_people(rng: np.random.Generator) -> tuple[list[str], str, str, str]:

@@ -34,7 +34,7 @@ from kvpatch_jax.plan import DeviceCosts
 ROOT = Path(__file__).parents[2]
 QUICK = BenchOptions(quick=True)
 COUNTED = {
-    "kernels": (kernels, {"check.splice", "kernels.rotate_patch", "kernels.splice", "kernels.factorise"}),
+    "kernels": (kernels, {"kernels.rotate_patch", "kernels.splice", "kernels.block_product", "kernels.factorise"}),
     "operators": (operators, {"operators.place", "operators.overhead", "operators.patch"}),
     "store": (store, {"store.put", "store.get", "store.small get", "store.small evicting put"}),
     "window": (window, {"window.step"}),
@@ -122,36 +122,34 @@ def test_a_compiled_program_keeps_every_result_and_hands_its_pool_on():
 # --------------------------------------------------------------------------------------------------------- kernels
 
 
-def _checks(*names):
-    return [benchmark for benchmark in kernels.checks(True) if benchmark.name in names]
+def tiny_kernels(word: str) -> list[Benchmark]:
+    return [benchmark for benchmark in kernels.benchmarks(True) if word in benchmark.key]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["rotate_patch", "splice"])
-def test_a_wrong_kernel_is_refused_in_checks_and_timings(monkeypatch, operation):
+def test_a_wrong_kernel_is_refused(monkeypatch, operation):
+    benchmark = tiny_kernels(f"kernels.{operation}")[0]
     right = getattr(kernels, operation)
-    timings = [each for each in kernels.timings(True) if each.name == f"kernels.{operation}"][:1]
-    chosen = _checks(f"check.{operation}")[:2] + timings
-    assert wrong_rows(row for benchmark in chosen for row in measure(benchmark, 1)[0]) == []
+    assert wrong_rows(measure(benchmark, 1)[0]) == []
 
     # Eight columns of one token are wrong, as where a row comes from another place of a tile.
     def torn(*arrays, **plan):
-        found = right(*arrays, **plan)
-        return found.at[..., 4, :, 8:16].set(5) if operation == "rotate_patch" else found.at[:, :, ::3, :, 8:16].set(5)
+        rows = right(*arrays, **plan)
+        return rows.at[..., 4, :, 8:16].set(5) if operation == "rotate_patch" else rows.at[:, :, ::3, :, 8:16].set(5)
 
     monkeypatch.setattr(kernels, operation, torn)
-    for benchmark in chosen:
-        rows, notes = measure(benchmark, 1)
-        assert wrong_rows(rows) == [f"{benchmark.key}: xla"]
-        assert any("not timed" in note for note in notes)
-        assert not any(row["metric"] == "seconds" and row["arm"] == "xla" for row in rows)
+    rows, notes = measure(benchmark, 1)
+    assert wrong_rows(rows) == [f"{benchmark.key}: xla"]
+    assert any("not timed" in note for note in notes)
+    assert not any(row["metric"] == "seconds" and row["arm"] == "xla" for row in rows)
 
 
 @pytest.mark.slow
 def test_a_splice_into_a_slot_that_was_not_named_is_refused(monkeypatch):
     right = kernels.splice
-    monkeypatch.setattr(kernels, "splice", lambda pool, *arrays, **plan: right(pool, *arrays, **plan).at[-1, -1].add(1))
-    rows, _ = measure(_checks("check.splice, scattered")[0], 1)
+    monkeypatch.setattr(kernels, "splice", lambda pool, **plan: right(pool, **plan).at[-1, -1].add(1))
+    rows, _ = measure(tiny_kernels("kernels.splice")[0], 1)
     assert [row["value"] for row in rows] == [math.inf]
 
 
@@ -159,54 +157,54 @@ def test_a_splice_into_a_slot_that_was_not_named_is_refused(monkeypatch):
 def test_products_of_blocks_and_factors_are_held_against_float64(monkeypatch):
     product, factors = kernels.block_product, kernels.factorise
     monkeypatch.setattr(
-        kernels, "block_product", lambda x, stack, which, used, **plan: product(x, stack, (which + 1) % 5, used, **plan)
+        kernels, "block_product", lambda x, stack, expert, used, **plan: product(x, stack, (expert + 1) % 5, used)
     )
     monkeypatch.setattr(kernels, "factorise", lambda value, rank: factors(value.at[..., 0].set(0), rank))
-    chosen = [*_checks("kernels.block_product"), *(each for each in kernels.timings(True) if "factorise" in each.name)]
-    assert len(chosen) == 3
-    for benchmark in chosen:
+    for benchmark in (*tiny_kernels("block_product"), *tiny_kernels("factorise")):
         assert len(wrong_rows(measure(benchmark, 1)[0])) == 1
 
 
-def test_cases_have_every_shape_and_rank_at_least_so_long():
-    found = kernels.cases(False, 2048)
-    assert {case.rank for case in found} == set(kernels.RANKS)
-    assert min(case.tokens for case in found) >= 2048
-    assert all(case.rank or case.shape.rotary for case in found)
+def test_cases_have_every_rank_at_enough_tokens():
+    chosen = kernels.cases(False)
+    assert {case.rank for case in chosen} == set(kernels.RANKS)
+    assert min(case.tokens for case in chosen) >= kernels.LEAST_TOKENS
+    assert all(case.rank or case.shape.rotary for case in chosen)
 
 
 # ----------------------------------------------------------------------------------------------------- accelerator
 
 
-def _accelerator(out, *flags):
-    program = [str(ROOT / "evals" / "bench" / "accelerator.sh"), "--tiny", f"--out={out}", *flags]
+def accelerator(out: Path) -> subprocess.CompletedProcess[str]:
     folder = out / "bin"
     folder.mkdir(parents=True, exist_ok=True)
     # Not a symbolic link, which would lose the virtual environment's packages.
     (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "python3").chmod(0o700)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(["bash", *program], env=environment, capture_output=True, text=True, timeout=500, check=False)
+    program = ["bash", str(ROOT / "evals" / "bench" / "accelerator.sh"), "--tiny", f"--out={out}"]
+    return subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.mark.slow
 def test_the_accelerator_script_runs_and_resumes_behind_a_benchmark_that_died(tmp_path):
-    done = _accelerator(tmp_path, "--part=checks")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = accelerator(tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
     (written,) = tmp_path.glob("tiny-cpu-*.json")
     results = json.loads(written.read_text())
     assert results["wrong"] == []
-    assert {"check.splice", "check.rotate_patch", "kernels.block_product"} <= {row["probe"] for row in results["rows"]}
+    assert {"kernels.splice", "kernels.rotate_patch", "kernels.block_product"} <= {
+        row["probe"] for row in results["rows"]
+    }
 
     # The last benchmark died: its line says so, and the same command measures nothing of it again.
-    file = tmp_path / "parts-tiny" / "checks.jsonl"
+    file = tmp_path / "tiny-lines.jsonl"
     *lines, last = file.read_text().splitlines()
-    key = json.loads(last)["part"]
-    failed = {"part": key, "rows": [], "notes": [], "failed": f"{key}: the process ended with status -11"}
+    key = json.loads(last)["key"]
+    failed = {"key": key, "failed": f"{key}: the process ended with status -11"}
     file.write_text("\n".join([*lines, json.dumps(failed)]) + "\n")
-    done = _accelerator(tmp_path, "--part=checks")
-    assert done.returncode == 1
-    assert f"WRONG: {failed['failed']}" in done.stdout
+    process = accelerator(tmp_path)
+    assert process.returncode == 1
+    assert f"WRONG: {failed['failed']}" in process.stdout
     assert len(file.read_text().splitlines()) == len(lines) + 1
 
 
@@ -214,8 +212,8 @@ def test_the_accelerator_program_runs_where_little_is_installed():
     packages = ["absl", "einops", "jinja2", "matplotlib", "pandas", "safetensors", "tqdm", "xxhash"]
     absent = f"import sys; sys.modules.update(dict.fromkeys({packages}))"
     code = f"{absent}; import evals.bench.accelerator; print(*({{'kvpatch_jax', 'models'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout == "\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.stdout == "\n", process.stderr
 
 
 # ------------------------------------------------------------------------------------------------------- backbones
@@ -223,9 +221,9 @@ def test_the_accelerator_program_runs_where_little_is_installed():
 
 @pytest.mark.slow
 def test_ours_alone_has_every_operation():
-    chosen = [each for each in backbones.suite(QUICK) if "InternVL" in each.case]
+    chosen = [benchmark for benchmark in backbones.suite(QUICK) if "InternVL" in benchmark.case]
     rows, notes = zip(*(measure(benchmark, 1) for benchmark in chosen), strict=True)
-    assert [found[0]["probe"] for found in rows] == [f"backbones.{name}" for name in ("prefill", "generate")]
+    assert [side[0]["probe"] for side in rows] == [f"backbones.{name}" for name in ("prefill", "generate")]
     assert all("our numbers alone" in remarks[0] for remarks in notes)
 
 
@@ -257,15 +255,14 @@ def test_an_interpreter_without_torch_is_refused_in_one_line(tmp_path, body, mes
 @pytest.mark.skipif("KVPATCH_TORCH_PYTHON" not in os.environ, reason="no interpreter with torch and transformers")
 def test_both_sides_compute_the_same():
     options = QUICK._replace(torch_python=os.environ["KVPATCH_TORCH_PYTHON"])
-    chosen = [each for each in backbones.suite(options) if "Qwen2" in each.case and "generate" in each.name]
-    rows, _ = measure(chosen[0], 1)
+    rows, _ = measure(next(each for each in backbones.suite(options) if "generate Qwen2" in each.key), 1)
     assert wrong_rows(rows) == []
     assert {row["arm"] for row in rows if row["metric"] == "seconds"} == {"kvpatch_jax", "transformers"}
 
 
 def test_a_word_that_no_benchmark_has_ends_in_one_line():
     command = [sys.executable, "-m", "evals.bench", "--suite=operators", "--only=nope"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "nope" in done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode == 1
+    assert len(process.stderr.splitlines()) == 1
+    assert "nope" in process.stderr

@@ -4,13 +4,12 @@ from collections import Counter
 from pathlib import Path
 
 import jax
-import matplotlib
 import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from evals.harness.methods import parse
 from evals.task import contexts as meaning
@@ -22,7 +21,7 @@ from evals.task.instances import INSTANCES, instance
 from evals.task.layout import pack, prefix_of
 from evals.task.questions import KINDS, ask
 from evals.task.reading import place
-from evals.task.vocabulary import CODE_NAMES, UNIT_NAMES, VALUE_NAMES, WORDS, make_tokenizer, vocabulary
+from evals.task.vocabulary import CODE_NAMES, UNIT_NAMES, VALUE_NAMES, make_tokenizer, vocabulary
 from evals.trained import shipped
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone, load
@@ -39,52 +38,6 @@ def cells(image: np.ndarray, side: int = 28, titles: int = 1) -> np.ndarray:
 
 def of_kind(contexts: Contexts, kind: int) -> Contexts:
     return contexts.take(np.flatnonzero(contexts.document == kind)[:1])
-
-
-def templates(name: str, texts: list[str], width: int, right: bool) -> np.ndarray:
-    """Each text in every size, at places where a line may begin or end: [texts, ways, 14 · width], of unit norm."""
-    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
-    anchor, begin, inwards = ("rs", width - 1, -0.5) if right else ("ls", 1, 0.5)
-    fonts = [ImageFont.truetype(path, size) for size in np.arange(faces.SMALLEST, faces.LARGEST + 0.5, 0.5)]
-    every = np.zeros((len(texts), len(fonts), 2, 2, 9, 14, width), np.float32)
-    for (number, at, x, y), _ in np.ndenumerate(every[..., 0, 0, 0]):
-        # A text stands half a pixel further in or down, and its document a pixel off.
-        image = Image.new("L", (width + 2, 16))
-        corner = (1 + begin + x * inwards, 12 + y / 2)
-        ImageDraw.Draw(image).text(corner, texts[number], fill=255, font=fonts[at], anchor=anchor)
-        moved = np.lib.stride_tricks.sliding_window_view(np.asarray(image), (14, width))
-        every[number, at, x, y] = moved.reshape(9, 14, width)
-    every = every.reshape(len(texts), -1, 14 * width)
-    every -= every.mean(axis=2, keepdims=True)
-    return every / np.maximum(np.sqrt(np.square(every).sum(axis=2, keepdims=True)), 1e-9)
-
-
-def read_texts(crops: np.ndarray, name: str, texts: list[str], right: bool = False) -> list[str]:
-    """Reads crops [n,14,width,3]: the text whose best template correlates most."""
-    dark = -crops.mean(axis=-1).reshape(len(crops), -1)
-    dark -= dark.mean(axis=1, keepdims=True)
-    fits = np.stack([(dark @ ways.T).max(axis=1) for ways in templates(name, texts, crops.shape[2], right)])
-    return [texts[number] for number in fits.argmax(axis=0)]
-
-
-@pytest.mark.slow
-def test_bills_and_lists_show_their_words_codes_values_and_units():
-    """Templates set by Pillow directly read them off every cell, in faces that training never draws."""
-    bill = of_kind(sample(np.random.default_rng(3), 8, SIZES["small"], unseen=True), BILL)
-    *sheets, page = images_of(bill)
-    name = faces.FACES[bill.face[0, -1]]
-    assert name in faces.UNSEEN
-    of_page = cells(page)
-    assert read_texts(of_page[:, :14], name, list(WORDS)) == [WORDS[item] for item in bill.page_item[0]]
-    letters = read_texts(of_page[:, 14:, :14], name, list("ABCDEFGH"), right=True)
-    digits = read_texts(of_page[:, 14:, 14:], name, list("12345678"))
-    codes = [letter + digit for letter, digit in zip(letters, digits, strict=True)]
-    assert codes == [CODE_NAMES[code] for code in bill.page_code[0]]
-    name, of_sheet = faces.FACES[bill.face[0, 1]], cells(sheets[1])
-    values = read_texts(of_sheet[:, 14:, :14], name, list(VALUE_NAMES), right=True)
-    assert values == [VALUE_NAMES[value] for value in bill.sheet_value[0, 1]]
-    units = read_texts(of_sheet[:, 14:, 14:], name, list(UNIT_NAMES))
-    assert units == [UNIT_NAMES[unit] for unit in bill.sheet_unit[0, 1]]
 
 
 def nearest(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
