@@ -11,7 +11,7 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.plan import DEFAULT_KL, Certificate
 
-from ..harness.lines import Line, Loop, cut, divergence
+from ..harness.lines import GrowingWindow, Line, cut, divergence
 from ..harness.parts import Record
 from .modes import LIKENESSES, stored_prefills
 from .scores import rounded
@@ -46,7 +46,7 @@ def mixed(
         kl, shares = list[float](), list[float]()
         for _ in range(DRAWS):
             ways = [within[number] for number in rng.integers(len(within), size=size)]
-            loop = Loop(windows.backbone, windows.room)
+            loop = GrowingWindow(windows.backbone, windows.room)
             loop.append(windows.lead)
             for place, (piece, (point, rank)) in enumerate(zip(windows.pieces, ways, strict=True), 1):
                 kv = None  # of a prefill behind what is served in front

@@ -17,7 +17,7 @@ from kvpatch_jax.repair import SplicedCache, cacheblend
 from kvpatch_jax.window import Likeness, Promise
 from kvpatch_jax.window.padding import bucket, padded_tokens
 
-from ..harness.lines import KV, Line, Loop, cut, padded
+from ..harness.lines import KV, GrowingWindow, Line, cut, padded
 from .windows import WindowBatch
 
 PERCENT = 15
@@ -69,7 +69,7 @@ class PromisedBatch:
       target: phase-free KV of each piece of the line as promised. whole: the same in the engine frame.
     """
 
-    def __init__(self, windows: WindowBatch, promise: Promise, kept: Loop):
+    def __init__(self, windows: WindowBatch, promise: Promise, kept: GrowingWindow):
         self.windows, self.kept = windows, kept
         self.promise: Promise = promise
         self.line = Line(windows.backbone, [windows.lead, *windows.pieces])
@@ -130,7 +130,7 @@ class PromisedBatch:
     def _outdated(self, place: int, rank: int) -> kvp.Patch:
         """Forms a patch behind a window whose first piece was another one, with all between as it is."""
         windows, other = self.windows, self.windows.older[0]
-        front = Loop(windows.backbone, windows.room, [windows.lead], self.target[:1])
+        front = GrowingWindow(windows.backbone, windows.room, [windows.lead], self.target[:1])
         front.append(other)
         for between in range(2, place):
             front.append(self.line.pieces[between], self.target[between])
@@ -147,7 +147,7 @@ class PromisedBatch:
     def _fresh(self, rank: int, places: Sequence[int]) -> dict[int, KV]:
         """Serves the last pieces by patches formed of prefills behind the pieces in front, as those are served."""
         windows, first, served = self.windows, places[0], {}
-        front = Loop(windows.backbone, windows.room, self.line.pieces[:first], self.target[:first])
+        front = GrowingWindow(windows.backbone, windows.room, self.line.pieces[:first], self.target[:first])
         for place in places:
             piece = self.line.pieces[place]
             kv = piece.padded(front.prefill(piece))
@@ -179,9 +179,9 @@ class PromisedBatch:
         return cut(served, slice(line.size))
 
 
-def slid_window(windows: WindowBatch, slides: int) -> Loop:
+def slid_window(windows: WindowBatch, slides: int) -> GrowingWindow:
     """Returns the agent's window of a batch's pieces after so many older ones left, each when another piece came in."""
-    loop = Loop(windows.backbone, windows.room)
+    loop = GrowingWindow(windows.backbone, windows.room)
     loop.append(windows.lead)
     older = windows.older[len(windows.older) - slides :]
     return loop.slide([*older, *windows.pieces], len(windows.pieces))
@@ -194,17 +194,17 @@ def stored_prefills(windows: WindowBatch) -> dict[str, dict[int, KV]]:
     "near": behind the same lead, unrelated pieces and the piece that is nearest here, in all as many as here; of the
     first piece, whose nearest is the lead, an unrelated one. "mean": the mean of several of those.
     """
-    pieces, older, fronts = windows.pieces, windows.older, list[Loop]()
+    pieces, older, fronts = windows.pieces, windows.older, list[GrowingWindow]()
     for first in (number * max(1, len(older) // HISTORIES) for number in range(HISTORIES)):
         unrelated = [older[(first + place) % len(older)] for place in range(max(1, len(pieces) - 1))]
-        fronts.append(Loop(windows.backbone, windows.room).slide([windows.lead, *unrelated], len(pieces)))
+        fronts.append(GrowingWindow(windows.backbone, windows.room).slide([windows.lead, *unrelated], len(pieces)))
 
     stored: dict[str, dict[int, KV]] = {"near": {}, "mean": {}}
     for place, piece in enumerate(pieces, 1):
         several = []
         for front in fronts[:1] if place == 1 else fronts:
             count = 1 + max(1, place - 2)
-            history = Loop(windows.backbone, windows.room, front.pieces[:count], front.parts[:count])
+            history = GrowingWindow(windows.backbone, windows.room, front.pieces[:count], front.parts[:count])
             if place > 1:
                 history.append(pieces[place - 2])
             several.append(history.prefill(piece))

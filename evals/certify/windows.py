@@ -19,7 +19,7 @@ from kvpatch_jax import Text
 from kvpatch_jax.errors import InputError
 from models import ModelBackbone
 
-from ..harness.lines import Contents, PackedQuestions, Piece, Question, packed
+from ..harness.lines import BatchedPiece, Contents, PackedQuestions, Question, packed
 
 LEAD = "The following is looked at from the first to the last."
 LEAD_WORDS = 4
@@ -53,9 +53,9 @@ class WindowBatch:
     """A batch of windows: the pinned lead, the chunks, what was there before, and the number of each window."""
 
     backbone: ModelBackbone
-    lead: Piece
-    pieces: tuple[Piece, ...]
-    older: tuple[Piece, ...]
+    lead: BatchedPiece
+    pieces: tuple[BatchedPiece, ...]
+    older: tuple[BatchedPiece, ...]
     questions: PackedQuestions
     clusters: np.ndarray
 

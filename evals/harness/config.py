@@ -21,9 +21,9 @@ class DataConfig:
     """
 
     dataset: str
-    probes: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    probes: tuple[str, ...] = ()
     n: int = 0
     batch: int = 0
     dtype: str = ""
@@ -61,6 +61,16 @@ class RunConfig:
     report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tables: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def complete_data(self) -> list[DataConfig]:
+        """The data sets, with the run's values in place of what they leave out."""
+        names = ("models", "methods", "n", "batch", "dtype")
+        complete = []
+        for data in self.data:
+            left_out = {name: getattr(self, name) for name in names if not getattr(data, name)}
+            complete.append(dataclasses.replace(data, **left_out))
+        return complete
+
 
 def names() -> list[str]:
     """Lists the configurations that ship."""
@@ -94,7 +104,7 @@ def read_config(name: str, settings: Sequence[str] = (), variants: Sequence[str]
         key, equals, value = setting.partition("=")
         if not equals:
             raise InputError(f"--set: got {setting!r}; expected key=value")
-        raw[key] = _typed(key, value, RunConfig)
+        raw[key] = _typed(key, value)
         # A number of contexts that is asked for is that of every data set.
         if key in ("n", "batch"):
             raw["data"] = [{**data, key: 0} for data in raw.get("data", [])]
@@ -116,13 +126,16 @@ def _read_by(tables: Sequence[Mapping[str, Any]], models: Sequence[str]) -> list
     return remaining
 
 
-def _typed(key: str, value: str, kind: type) -> Any:
+def _typed(key: str, value: str) -> Any:
     """Reads the value of a setting by the type of the field."""
-    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    types = {field.name: str(field.type) for field in dataclasses.fields(RunConfig)}
     if key not in types:
         raise InputError(f"--set: got {key!r}; expected one of {', '.join(types)}")
-    if types[key].startswith("tuple"):
-        return value.split(",")
+    return value.split(",") if types[key].startswith("tuple") else toml_value(value)
+
+
+def toml_value(value: str) -> Any:
+    """Reads a value as TOML has it, or a bare word."""
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -38,7 +38,7 @@ DATASETS = {
 """Where each data set is, by the name that configurations use."""
 
 
-class Questions(NamedTuple):
+class QuestionTable(NamedTuple):
     """Questions of a batch of contexts: kind (index into the data set's kinds), whether it counts, and the right
     answer, [B, Q] each.
     """
@@ -47,10 +47,23 @@ class Questions(NamedTuple):
     valid: np.ndarray
     answer: np.ndarray
 
+    def columns(self, clusters: np.ndarray) -> Record:
+        """Lists kind, cluster and right answer of every question that counts, for the reference's record.
+
+        Args:
+          clusters: number of each context [B].
+        """
+        valid = self.valid
+        return {
+            "kind": self.kind[valid].tolist(),
+            "cluster": (clusters[:, None] + 0 * valid)[valid].tolist(),
+            "answer": self.answer[valid].tolist(),
+        }
+
 
 @runtime_checkable
 class Answers(Protocol):
-    """What was answered: predictions [B, Q], comparable with `Questions.answer`, and KL from a reference's answers."""
+    """What was answered: predictions [B, Q], as `QuestionTable.answer`, and KL from a reference's answers."""
 
     @property
     def predicted(self) -> np.ndarray: ...
@@ -74,7 +87,7 @@ class Batch(Protocol):
     splice: SplicedCache
     reference: KV
     clusters: np.ndarray
-    questions: Questions
+    questions: QuestionTable
 
     def read(self, cache: KV, visible: Any = None) -> Answers:
         """Answers every question over one cache per context; `visible` [B,S] marks the keys that it may see."""

@@ -17,12 +17,18 @@ def measured_row(probe: str, model: str, arm: str, metric: str, interval: Interv
     return {"probe": probe, "model": model, "arm": arm, "metric": metric, **interval._asdict()}
 
 
-def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Makes rows that strict JSON can hold: None for what is not finite."""
+def without_nan(rows: Iterable[Mapping[str, Any]], digits: int = 17) -> list[Row]:
+    """Makes rows that strict JSON can hold: None for what is not finite.
+
+    Args:
+      digits: of each number; six in files that documents are written from, for more would change with every run.
+    """
     cleaned = []
     for row in rows:
-        undefined = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        cleaned.append({**row, **dict.fromkeys(undefined)})
+        numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+        for name, value in numbers.items():
+            numbers[name] = float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        cleaned.append({**row, **numbers})
     return cleaned
 
 
@@ -31,17 +37,6 @@ def write_rows(results: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     written = {**results, "rows": without_nan(results["rows"])}
     (folder / "results.json").write_text(json.dumps(written, indent=1) + "\n")
     return written
-
-
-def rounded_row(row: Mapping[str, Any]) -> Row:
-    """Makes a row for a file that a document is written from: six digits of each number, None for what is not finite.
-
-    More digits would change with every run, and no document shows them.
-    """
-    numbers = {name: row[name] for name in ("value", "low", "high")}
-    for name, value in numbers.items():
-        numbers[name] = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-    return {**row, **numbers}
 
 
 class Lookup:

@@ -1,8 +1,8 @@
 """Bootstrap intervals of statistics over questions that come in clusters.
 
 Questions about one context share its images, so contexts, not questions, are resampled. The resamples depend on the
-number of contexts and the seed alone: two arms over the same questions are compared on the same draws (paired), and
-an interval never depends on which other arms were run. All intervals are 95 % percentile intervals.
+number of contexts alone: two arms over the same questions are compared on the same draws (paired), and an interval
+never depends on which other arms were run. All intervals are 95 % percentile intervals.
 """
 
 import functools
@@ -12,8 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
+from kvpatch_jax.errors import InputError
+
 Items = Shaped[np.ndarray, "items"]
 LOW, HIGH = 2.5, 97.5
+DRAWS = 1000
+"""Resamples of an interval."""
 
 
 class Interval(NamedTuple):
@@ -32,35 +36,26 @@ class Interval(NamedTuple):
 UNDEFINED = Interval(math.nan, math.nan, math.nan, 0)
 
 
-def mean(values: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+def mean(values: Items, cluster: Items) -> Interval:
     """Estimates the mean over items, resampling whole clusters.
 
     Args:
       values: numbers or booleans [items].
       cluster: which context each item belongs to [items], any labels.
-      seed: of the resamples; the same seed gives the same draws to every arm.
-      draws: how many resamples.
-
-    Raises:
-      ValueError: lengths differ, or draws < 1.
     """
-    return ratio(values, np.ones(len(values)), cluster, seed, draws)
+    return ratio(values, np.ones(len(values)), cluster)
 
 
-def paired_difference(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
-    """Estimates the mean of a − b over items [items], resampling whole clusters. Raises ValueError as `mean` does."""
-    _check(a, b, cluster)
-    return mean(np.asarray(a, np.float64) - np.asarray(b, np.float64), cluster, seed, draws)
+def paired_difference(a: Items, b: Items, cluster: Items) -> Interval:
+    """Estimates the mean of a − b over items [items], resampling whole clusters."""
+    return mean(np.asarray(a, np.float64) - np.asarray(b, np.float64), cluster)
 
 
-def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+def ratio(a: Items, b: Items, cluster: Items) -> Interval:
     """Estimates Σ a / Σ b over items [items], resampling whole clusters; NaN where Σ b is 0 or not finite.
 
-    Resamples whose Σ b is 0 are left out of the interval; n is the number of items. Raises ValueError as `mean` does.
+    Resamples whose Σ b is 0 are left out of the interval; n is the number of items.
     """
-    _check(a, b, cluster)
-    if draws < 1:
-        raise ValueError(f"draws: got {draws}; expected an integer >= 1")
     columns = np.stack([np.asarray(a, np.float64), np.asarray(b, np.float64)], axis=1)
     count, bottom = len(columns), columns[:, 1].sum()
     if not count or bottom == 0 or not math.isfinite(bottom):
@@ -73,7 +68,7 @@ def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) 
 
     # Summed by cluster first, a resample is a weighted sum of clusters: one matrix product for all draws.
     sums = np.stack([np.bincount(where, column, len(labels)) for column in columns.T], axis=1)
-    drawn = _resamples(len(labels), seed, draws) @ sums
+    drawn = _resamples(len(labels)) @ sums
     drawn = drawn[drawn[:, 1] != 0]
     if not len(drawn):
         return Interval(value, math.nan, math.nan, count)
@@ -81,22 +76,19 @@ def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) 
     return Interval(value, float(low), float(high), count)
 
 
-def eta(kl_arm: Items, kl_blind: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+def eta(kl_arm: Items, kl_blind: Items, cluster: Items) -> Interval:
     """Estimates η = 1 − Σ KL(re-prefill‖arm) / Σ KL(re-prefill‖blind), the share of blind's KL an arm removes.
 
     Args:
       kl_arm, kl_blind: nats per item [items].
-      cluster, seed, draws: as in `mean`.
+      cluster: as in `mean`.
 
     Returns:
       1 for re-prefill, 0 for blind reuse, negative for an arm worse than blind; NaN where Σ KL(blind) is 0 or not
       finite. n is the number of items.
-
-    Raises:
-      ValueError: lengths differ, or draws < 1.
     """
     # 1 − x turns the interval round: its low end comes from the ratio's high end.
-    share = ratio(kl_arm, kl_blind, cluster, seed, draws)
+    share = ratio(kl_arm, kl_blind, cluster)
     return Interval(1 - share.value, 1 - share.high, 1 - share.low, share.n)
 
 
@@ -105,24 +97,18 @@ def flip_recover(
     blind_pred: Items,
     arm_pred: Items,
     cluster: Items,
-    seed: int = 0,
-    draws: int = 1000,
 ) -> Interval:
     """Estimates the share an arm brings back of the items whose re-prefill decision blind reuse flips.
 
     Args:
       reference_pred, blind_pred, arm_pred: decisions [items] (token ids) of re-prefill, blind reuse and the arm.
-      cluster, seed, draws: as in `mean`.
+      cluster: as in `mean`.
 
     Returns:
       The share in 0…1; n is the number of flips; NaN when blind reuse flips nothing.
-
-    Raises:
-      ValueError: lengths differ, or draws < 1.
     """
-    _check(reference_pred, blind_pred, arm_pred, cluster)
     flipped = reference_pred != blind_pred
-    share = ratio(flipped & (arm_pred == reference_pred), flipped, cluster, seed, draws)
+    share = ratio(flipped & (arm_pred == reference_pred), flipped, cluster)
     return share._replace(n=int(flipped.sum()))
 
 
@@ -139,8 +125,6 @@ def conformal_bound(values: Items, cluster: Items, level: float) -> float:
     weight = level * (len(clusters) + 1)
     if weight > len(clusters):
         least = least_clusters(level)
-        from kvpatch_jax.errors import InputError
-
         raise InputError(f"bound: got {len(clusters)} clusters for level {level:g}; expected {least} or more")
     order = np.argsort(values, kind="stable")
     weights = np.cumsum(1 / counts[where[order]])
@@ -167,16 +151,10 @@ def covered(within: Items, cluster: Items) -> Interval:
     return Interval(share, max(0.0, min(middle - reach, share)), min(1.0, max(middle + reach, share)), len(cluster))
 
 
-def _check(*columns: np.ndarray) -> None:
-    shapes = [np.shape(column) for column in columns]
-    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-        raise ValueError(f"columns of items: got shapes {shapes}; expected one length, [items] each")
-
-
 @functools.lru_cache(maxsize=8)
-def _resamples(clusters: int, seed: int, draws: int) -> Shaped[np.ndarray, "draws clusters"]:
+def _resamples(clusters: int) -> Shaped[np.ndarray, "draws clusters"]:
     """Draws how often each cluster is in a resample; cached, for every arm of a probe is compared on the same draws."""
-    counts = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), draws)
+    counts = np.random.default_rng(0).multinomial(clusters, np.full(clusters, 1 / clusters), DRAWS)
     counts = counts.astype(np.float64)
     counts.flags.writeable = False
     return counts

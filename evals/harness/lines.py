@@ -1,11 +1,12 @@
 """Pieces of a window one behind the other: prefilled, served from what is cached, and asked about.
 
 Everything is a batch of windows that share all but their contents. KV of a piece is phase-free, and what is read is in
-the engine frame. Between forwards everything lies on the host, padded to the backbone's buckets: a line of another
-order or length compiles nothing. Axis letters: B windows, T tokens of a
-piece, n tokens of all questions, P scored ones, A answers, V vocabulary.
+the engine frame; of a hybrid model each piece's KV has its own transition. Between forwards everything lies on the
+host, padded to the backbone's buckets: a line of another order or length compiles nothing. Axis letters: B windows, T
+tokens of a piece, n tokens of all questions, P scored ones, A answers, V vocabulary.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 import kvpatch_jax as kvp
 from kvpatch_jax import Text, ops
+from kvpatch_jax.backbone import KV as ArrayKV
 from kvpatch_jax.backbone import Tokens, ahead_of
+from kvpatch_jax.core import PARTS
 from kvpatch_jax.window.padding import bucket, padded_chunk, padded_tokens, zero_padded
 from models import ModelBackbone
 
@@ -29,8 +32,9 @@ RUN = 512
 
 
 def cut(kv: Mapping[str, Any], where: slice) -> KV:
-    """Cuts tokens out of KV and brings them to the host."""
-    return {name: np.asarray(value)[:, :, where] for name, value in kv.items()}
+    """Cuts tokens out of KV and brings them to the host; a hybrid's transition stays that of all tokens."""
+    host = {name: np.asarray(value) for name, value in kv.items()}
+    return {name: value if name in PARTS else value[:, :, where] for name, value in host.items()}
 
 
 def padded(kv: Mapping[str, Any], size: int) -> KV:
@@ -63,7 +67,7 @@ def prefilled(backbone: ModelBackbone, tokens: Tokens, context: Any = None, mask
     return cut(backbone.prefill(padded_tokens(tokens, room), context, mask, chunk=many).kv, slice(size))
 
 
-class Piece(NamedTuple):
+class BatchedPiece(NamedTuple):
     """A chunk of every window, or the lead that is pinned in front.
 
     Attributes:
@@ -90,9 +94,17 @@ class Piece(NamedTuple):
         kv = {name: jnp.asarray(value) + added.get(name, 0.0) for name, value in chunk.kv.items()}
         return cut({name: value.astype(chunk.kv[name].dtype) for name, value in kv.items()}, slice(chunk.length))
 
+    def of_others(self, by: int = 1) -> "BatchedPiece":
+        """Gives each window the piece that the window `by` further on has in this place."""
+        rolled = jax.tree.map(lambda array: jnp.asarray(np.roll(array, -by, axis=0)), self.tokens)
+        kv = {name: np.roll(np.asarray(value), -by, axis=1) for name, value in self.chunk.kv.items()}
+        name = f"{self.chunk.id}+{by}"
+        chunk = dataclasses.replace(self.chunk, kv=kv, id=name, content=name)
+        return BatchedPiece(rolled._replace(positions=self.tokens.positions), chunk)
 
-def make_piece(backbone: ModelBackbone, tokens: Tokens, id: str, content: str) -> Piece:
-    """Prefills tokens alone, whose rows share their positions."""
+
+def make_piece(backbone: ModelBackbone, tokens: Tokens, id: str, content: str | None = None) -> BatchedPiece:
+    """Prefills tokens alone, whose rows share their positions. content: names what is shown; None: the id does."""
     local = np.asarray(tokens.positions)[0]
     chunk = kvp.Chunk(
         kv=prefilled(backbone, tokens),
@@ -102,9 +114,26 @@ def make_piece(backbone: ModelBackbone, tokens: Tokens, id: str, content: str) -
         id=id,
         layout=backbone.layout,
         backbone=backbone.fingerprint,
-        content=content,
+        content=content or id,
     )
-    return Piece(tokens, padded_chunk(chunk, bucket(backbone.buckets, len(local))))
+    return BatchedPiece(tokens, padded_chunk(chunk, bucket(backbone.buckets, len(local))))
+
+
+def text_piece(backbone: ModelBackbone, ids: Int[np.ndarray, "B T"], id: str) -> BatchedPiece:
+    """Makes a piece of token ids."""
+    return make_piece(backbone, backbone.embed(ids.astype(np.int32), positions_of(backbone, ids.shape)), id)
+
+
+def positions_of(backbone: ModelBackbone, shape: tuple[int, ...], steps: Any = None, start: int = 0) -> np.ndarray:
+    """Makes positions of rows of text tokens [B,T], with an axis for each of the rope's.
+
+    Args:
+      steps: place of each token behind `start`; None: one after the other.
+    """
+    steps = np.arange(shape[1]) if steps is None else steps
+    positions = np.broadcast_to(start + steps, shape).astype(np.int32)
+    axes = backbone.layout.rope.axes
+    return positions if axes is None else np.repeat(positions[..., None], axes, axis=2)
 
 
 class Contents:
@@ -132,7 +161,7 @@ class Contents:
         tokens = [self.tokens(name) for name in names]
         return tuple((part.embeddings.shape, np.asarray(part.positions).tobytes()) for part in tokens)
 
-    def batch(self, names: Sequence[str], id: str, content: str) -> Piece:
+    def batch(self, names: Sequence[str], id: str, content: str) -> BatchedPiece:
         """Prefills a piece of a batch of windows, alone."""
         return make_piece(self.backbone, joined_tokens([self.tokens(name) for name in names], axis=0), id, content)
 
@@ -147,7 +176,7 @@ class Line:
       slices: where each stands among the tokens.
     """
 
-    def __init__(self, backbone: ModelBackbone, pieces: Sequence[Piece]):
+    def __init__(self, backbone: ModelBackbone, pieces: Sequence[BatchedPiece]):
         self.backbone, self.pieces = backbone, tuple(pieces)
         edges = np.cumsum([0, *(piece.chunk.span for piece in self.pieces)])
         self.starts, self.end = edges[:-1].astype(np.int32), int(edges[-1])
@@ -173,8 +202,16 @@ class Line:
         return tuple(piece.chunk.id for piece in self.pieces[:place])
 
     def prefill(self) -> list[KV]:
-        """Prefills everything in one forward; phase-free KV of each piece."""
+        """Prefills everything in one forward; phase-free KV of each piece, of a model without transitions."""
         return self.parts(prefilled(self.backbone, self.tokens))
+
+    def conditioned(self) -> list[ArrayKV]:
+        """Prefills every piece behind those in front of it, a forward each; phase-free KV of each."""
+        return [dict(kv) for kv in kvp.conditioned(self.backbone, [piece.tokens for piece in self.pieces])]
+
+    def behind(self, parts: Sequence[ArrayKV], piece: BatchedPiece) -> ArrayKV:
+        """Prefills a piece behind the line, whose engine-frame KV is `parts`; phase-free KV of the piece."""
+        return dict(self.backbone.prefill(piece.tokens.shift(np.int32(self.end)), kvp.joined(*parts)).kv)
 
     def parts(self, kv: KV) -> list[KV]:
         """Cuts KV of the line into its pieces."""
@@ -191,10 +228,23 @@ class Line:
         turned = kvp.to_engine(self.backbone.layout, padded(joined(parts), size), positions, 0)
         return cut(turned, slice(self.size if room is None else room))
 
-    def serve(self, place: int, patch: kvp.Patch | None = None) -> KV:
-        """Serves a piece's canonical at its place, patched or bare, in the engine frame."""
+    def placed(self, parts: Sequence[ArrayKV]) -> list[ArrayKV]:
+        """Turns phase-free KV of every piece to its place, and leaves the pieces apart."""
+        moved = []
+        for piece, kv, start in zip(self.pieces, parts, self.starts.tolist(), strict=True):
+            moved.append(kvp.to_engine(piece.chunk.layout, kv, piece.tokens.positions, start))
+        return moved
+
+    def serve(self, place: int, patch: kvp.Patch | None = None, **base: Any) -> KV:
+        """Serves a piece at its place in the engine frame, patched or bare.
+
+        A patch that was formed behind others is served all the same: what that costs is what is measured.
+
+        Args:
+          base: `base` and `base_antecedent` of `kvp.Placed`, in place of the canonical.
+        """
         chunk = self.pieces[place].chunk
-        placed = kvp.Placed(chunk, patch, self.starts[place], self.antecedent(place), allow_stale=True)
+        placed = kvp.Placed(chunk, patch, self.starts[place], self.antecedent(place), allow_stale=True, **base)
         return cut(kvp.apply_patch(placed), slice(chunk.length))
 
     def with_served(self, cache: KV, pieces: Mapping[int, KV]) -> KV:
@@ -202,7 +252,7 @@ class Line:
         return joined([pieces.get(place, part) for place, part in enumerate(self.parts(cache))])
 
 
-class Loop:
+class GrowingWindow:
     """An agent's window as an engine keeps it: what comes in is prefilled behind it, once, and keeps that KV.
 
     Attributes:
@@ -210,11 +260,13 @@ class Loop:
       pieces: in the window, the lead first. parts: phase-free KV of each.
     """
 
-    def __init__(self, backbone: ModelBackbone, room: int, pieces: Sequence[Piece] = (), parts: Sequence[KV] = ()):
+    def __init__(
+        self, backbone: ModelBackbone, room: int, pieces: Sequence[BatchedPiece] = (), parts: Sequence[KV] = ()
+    ) -> None:
         self.backbone, self.room = backbone, bucket(backbone.buckets, room)
         self.pieces, self.parts = [*pieces], [*parts]
 
-    def prefill(self, piece: Piece) -> KV:
+    def prefill(self, piece: BatchedPiece) -> KV:
         """Prefills a piece behind the window, which stays as it is; phase-free KV."""
         if not self.pieces:
             return prefilled(self.backbone, piece.tokens)
@@ -225,13 +277,13 @@ class Loop:
         context = {name: jnp.asarray(kv) for name, kv in line.engine(self.parts, self.room).items()}
         return prefilled(self.backbone, piece.tokens.shift(np.int32(line.end)), context, mask)
 
-    def append(self, piece: Piece, kv: KV | None = None) -> None:
+    def append(self, piece: BatchedPiece, kv: KV | None = None) -> None:
         """Adds a piece with its KV, or (None) with that of a prefill behind the window."""
         kv = self.prefill(piece) if kv is None else kv
         self.pieces.append(piece)
         self.parts.append(kv)
 
-    def slide(self, pieces: Sequence[Piece], most: int) -> "Loop":
+    def slide(self, pieces: Sequence[BatchedPiece], most: int) -> "GrowingWindow":
         """Adds pieces one by one; the oldest behind the lead leaves for each where there are `most` already."""
         for piece in pieces:
             if len(self.pieces) > most:
@@ -270,9 +322,7 @@ class PackedQuestions(NamedTuple):
         """Asks everything behind a line over one of its engine-frame caches; log-probabilities of the next tokens."""
         backbone, rows = line.backbone, len(self.ids)
         room = bucket(backbone.buckets, line.size)
-        positions = np.broadcast_to(line.end + self.steps, self.ids.shape).astype(np.int32)
-        if backbone.layout.rope.axes is not None:
-            positions = np.repeat(positions[..., None], backbone.layout.rope.axes, axis=2)
+        positions = positions_of(backbone, self.ids.shape, self.steps, line.end)
         seen = np.broadcast_to(np.arange(room) < line.size, (rows, 1, len(self.steps), room))
         mask = np.concatenate([seen, np.broadcast_to(self.among, (rows, 1, *self.among.shape))], axis=3)
         context = {name: jnp.asarray(value) for name, value in padded(cache, room).items()}

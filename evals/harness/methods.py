@@ -1,12 +1,15 @@
 """Arms: a method of `kvpatch_jax.repair` with its budget and settings, by a name that rows carry."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import METHODS, RepairBudget, Repaired, SplicedCache, kv_bytes
+
+from .config import toml_value
 
 REFERENCE, BLIND = "re-prefill", "blind"
 """What every arm is measured against: the reference, and reuse without any repair."""
@@ -62,7 +65,7 @@ def parse(name: str) -> Arm:
     Raises:
       InputError: an unknown method, or a setting without a value.
     """
-    method, *pairs = _split(name)
+    method, *pairs = settings_of(name)
     if method not in METHODS and method != REFERENCE:
         raise InputError(f"method: got {name!r}; expected {REFERENCE} or one of {', '.join(METHODS)}, with settings")
     settings: dict[str, Any] = {}
@@ -70,31 +73,12 @@ def parse(name: str) -> Arm:
         key, equals, value = pair.partition("=")
         if not equals or not value:
             raise InputError(f"method {name!r}: got the setting {pair!r}; expected key=value")
-        settings[key] = _value(value)
+        settings[key] = toml_value(value)
     share = settings.pop("bytes", None)
     tokens = settings.pop("budget", 1.0 if settings else 0.0)
     return Arm(name, method, float(tokens), None if share is None else float(share), settings)
 
 
-def _split(name: str) -> list[str]:
-    """Splits at points that begin a setting, not at those of numbers."""
-    pieces = [""]
-    for index, letter in enumerate(name):
-        if letter == "." and index + 1 < len(name) and name[index + 1].isalpha():
-            pieces.append("")
-        else:
-            pieces[-1] += letter
-    return pieces
-
-
-def _value(text: str) -> Any:
-    """Reads a number or a word; "true" and "false" are booleans."""
-    if text in ("true", "false"):
-        return text == "true"
-    readers: tuple[Callable[[str], Any], ...] = (int, float)
-    for read in readers:
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+def settings_of(name: str) -> list[str]:
+    """Splits a name at the points that begin a setting, not at those of numbers: the method first."""
+    return re.split(r"\.(?=[A-Za-z])", name)

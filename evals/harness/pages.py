@@ -5,6 +5,7 @@ name, from committed rows; `--check` says which would change.
 """
 
 import base64
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from . import program
 from .frame import Lookup
+from .methods import settings_of
 from .tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +44,7 @@ NAMES = {
 
 def label(arm: str) -> str:
     """Puts an arm's name in words: "cacheblend.budget=0.15" → "CacheBlend, 15 % of tokens"."""
-    method, *settings = re.split(r"\.(?=[A-Za-z])", arm)
+    method, *settings = settings_of(arm)
     words = [NAMES.get(method, method.replace("_", " "))]
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -68,39 +70,14 @@ def share(value: float) -> str:
     return f"{percent:.0f} %" if percent >= 2 else f"{percent:.1f} %"
 
 
-def _interval(number: Callable[[float], str], row: Any) -> str:
-    if not (math.isfinite(row.low) and math.isfinite(row.high)) or row.low == row.high:
-        return number(row.value)
-    return f"{number(row.value)} ({number(row.low)} to {number(row.high)})"
-
-
-def three(value: float) -> str:
-    """Writes three decimals."""
-    return f"{value:.3f}"
-
-
-def two(value: float) -> str:
-    """Writes two decimals."""
-    return f"{value:.2f}"
-
-
-def nats(value: float) -> str:
-    """Writes two significant digits, as KL and other numbers of several orders of magnitude need."""
-    return f"{value:.2g}"
-
-
-def whole(value: float) -> str:
-    """Writes a whole number, thousands apart."""
-    return f"{round(value):,}".replace(",", " ")
-
-
 NUMBERS: dict[str, Callable[[float], str]] = {
     "share": share,
-    "three": three,
-    "two": two,
-    "nats": nats,
-    "whole": whole,
+    "three": "{:.3f}".format,
+    "two": "{:.2f}".format,
+    "nats": "{:.2g}".format,
+    "whole": lambda value: f"{round(value):,}".replace(",", " "),
 }
+"""Forms of numbers; "nats" is for those of several orders of magnitude, "whole" puts thousands apart."""
 
 
 def cell(row: Any, form: str) -> str:
@@ -108,7 +85,10 @@ def cell(row: Any, form: str) -> str:
     number = NUMBERS[form.rstrip("±")]
     if not math.isfinite(row.value):
         return "–"
-    return _interval(number, row) if form.endswith("±") else number(row.value)
+    spread = math.isfinite(row.low) and math.isfinite(row.high) and row.low != row.high
+    if not form.endswith("±") or not spread:
+        return number(row.value)
+    return f"{number(row.value)} ({number(row.low)} to {number(row.high)})"
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -169,15 +149,12 @@ def filled_pages() -> dict[Path, str]:
     """Fills every page that a configuration's tables name; returns the texts by path."""
     from . import config
 
-    pages: dict[Path, str] = {}
-    lookups: dict[Path, Lookup] = {}
+    pages, read = dict[Path, str](), functools.cache(Lookup.read)
     for name in config.names():
         for table in config.read_config(name).tables:
             if "page" not in table:
                 continue
-            source, page = ROOT / table["rows"], ROOT / table["page"]
-            lookup = lookups.setdefault(source, Lookup.read(source)) if source in lookups else Lookup.read(source)
-            lookups[source] = lookup
+            lookup, page = read(ROOT / table["rows"]), ROOT / table["page"]
             before = sentence(lookup, table["text"]) + "\n\n" if "text" in table else ""
             text = pages.get(page) or page.read_text()
             pages[page] = fill(text, table["name"], before + (markdown(lookup, table) if "columns" in table else ""))
@@ -229,11 +206,11 @@ def main() -> None:
     """Fills the pages, or says which are not up to date."""
     from absl import flags
 
-    stale = [path for path, text in filled_pages().items() if path.read_text() != text]
-    for path in stale:
+    stale = {path: text for path, text in filled_pages().items() if path.read_text() != text}
+    for path, text in stale.items():
         print(path.relative_to(ROOT))
         if not flags.FLAGS.check:
-            path.write_text(filled_pages()[path])
+            path.write_text(text)
     if flags.FLAGS.check and stale:
         raise SystemExit("error: these pages differ from their rows; expected python -m evals.harness.pages to be run")
 

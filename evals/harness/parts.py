@@ -99,9 +99,14 @@ def run_parts(
     Raises:
       InputError: the folder has parts of another configuration, or another process writes this shard.
     """
-    finished, config = stored_records(out, config), json.loads(json.dumps(config))
-    with alone(out / shard.file, patience):
-        finished_parts(out / shard.file, config)
+    make_out(out)
+    file = out / shard.file
+    with locked(file, patience):
+        finished = stored_records(out, config)
+        # A new file begins with what its parts depend on; a last line that was cut off by a kill leaves.
+        content = file.read_bytes() if file.exists() else b""
+        if (whole := _whole_lines(content, config)) != content:
+            file.write_bytes(whole)
         shares = itertools.islice(parts, shard.index, None, shard.count)
         missing = [part for part in shares if part.key not in finished][: limit or None]
         progress = Progress(sum(part.work for part in missing), seconds)
@@ -111,8 +116,8 @@ def run_parts(
             started = time.process_time()
             records = list(part.measure())
             line = {"part": part.key, "cpu_seconds": round(time.process_time() - started, 2), "records": records}
-            with writing:
-                add_part(out / shard.file, line)
+            with writing, file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
             progress.advance(part.work, part.key)
 
         with ThreadPoolExecutor(threads) as pool:
@@ -154,33 +159,19 @@ def make_out(folder: Path) -> None:
         raise InputError(f"--out: got {folder}, which is or lies below a file; expected a folder") from error
 
 
-def finished_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Reads the finished parts; begins the file where there is none, and drops a last line that was cut off.
+def read_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Reads the finished parts of a file and leaves it as it is: another process may be adding to it.
 
     Args:
       config: what the parts depend on, "model" among it, of JSON's types.
 
     Raises:
-      InputError: the folder is a file, or the file holds parts of another configuration, or something else.
-    """
-    make_out(file.parent)
-    parts = read_parts(file, config)
-    kept = file.read_bytes() if file.exists() else b""
-    whole = _whole_lines(kept, config)
-    if whole != kept:
-        file.write_bytes(whole)
-    return parts
-
-
-def read_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Reads the finished parts and leaves the file as it is: another process may be adding to it.
-
-    Args, Raises: as `finished_parts`.
+      InputError: the file holds parts of another configuration, or something else.
     """
     whole = _whole_lines(file.read_bytes() if file.exists() else b"", config)
     try:
         first, *parts = (json.loads(line) for line in whole.splitlines())
-        found = dict(first["config"])
+        stored = dict(first["config"])
         if not all(isinstance(part, dict) and "part" in part for part in parts):
             raise ValueError("a line is no part")
     except (ValueError, KeyError, TypeError) as error:
@@ -188,7 +179,7 @@ def read_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"--out: got {file}, which is not a file of parts ({error!r}); expected one: delete it, or choose another"
         ) from error
 
-    other = [name for name in {**config, **found} if name not in found or found[name] != config.get(name)]
+    other = [name for name in {**config, **stored} if name not in stored or stored[name] != config.get(name)]
     if other:
         raise InputError(
             f"--out: got {file}, which holds parts of another {', '.join(other)}; expected {config['model']}'s of this "
@@ -197,13 +188,13 @@ def read_parts(file: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _whole_lines(kept: bytes, config: Mapping[str, Any]) -> bytes:
+def _whole_lines(content: bytes, config: Mapping[str, Any]) -> bytes:
     """Returns the lines that were not cut off, or the first one of a new file."""
-    return kept[: kept.rfind(b"\n") + 1] or (json.dumps({"config": config}) + "\n").encode()
+    return content[: content.rfind(b"\n") + 1] or (json.dumps({"config": config}) + "\n").encode()
 
 
 @contextlib.contextmanager
-def alone(file: Path, patience: float = 0.0) -> Iterator[None]:
+def locked(file: Path, patience: float = 0.0) -> Iterator[None]:
     """Keeps other processes from a file of parts, where the system has such locks; a lock ends with its process.
 
     Args:
@@ -229,9 +220,3 @@ def alone(file: Path, patience: float = 0.0) -> Iterator[None]:
                         ) from None
                 time.sleep(0.5)
         yield
-
-
-def add_part(file: Path, part: Mapping[str, Any]) -> None:
-    """Adds a finished part to a file that `finished_parts` has read."""
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(part) + "\n")

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 EXTRA = ("absl", "jinja2", "matplotlib", "optax", "pandas", "PIL", "tokenizers", "tqdm")
 """Packages of the extra `[evals]`, by the names that they are imported by."""
@@ -96,20 +95,6 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: other instances of an architecture run the same ones again.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-class Compilations:
-    """Counts programs that jax compiles, or takes compiled from its cache on disk."""
-
-    def __init__(self) -> None:
-        """Listens from now on."""
-        import jax
-
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **details: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 def in_words(seconds: float) -> str:

@@ -33,7 +33,7 @@ def write(config: RunConfig, results: Mapping[str, Any], out: Path, *, publish: 
 
 def write_published(results: Mapping[str, Any], path: Path) -> None:
     """Writes the file that pages are filled from: numbers with six digits, a row per line."""
-    rows = frame.without_nan(frame.rounded_row(row) for row in results["rows"])
+    rows = frame.without_nan(results["rows"], digits=6)
     about = json.dumps({name: results[name] for name in ("config", "environment")}, indent=1)
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f'{about[:-2]},\n "rows": [\n{lines}\n]}}\n')

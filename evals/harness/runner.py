@@ -1,5 +1,6 @@
 """The runner of configurations: data sets × methods, part by part, and the rows made of the parts."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,11 +22,11 @@ PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "orbax-checkpoint",
 
 
 @functools.lru_cache(maxsize=4)
-def loaded(path: str, dtype: str = "float32") -> Any:
-    """Loads a model from a directory or a GGUF file; the last four stay in memory."""
+def loaded(path: str, dtype: str = "float32", buckets: Any = None) -> Any:
+    """Loads a model from a directory or a GGUF file, which pads to `buckets`; the last four stay in memory."""
     from models import load
 
-    return load(path, dtype=dtype)
+    return load(path, dtype=dtype, buckets=buckets)
 
 
 def model_path(name: str) -> Path:
@@ -53,60 +54,45 @@ def identity(path: Path) -> str:
 
 
 def described(config: RunConfig) -> dict[str, Any]:
-    """Describes what the parts of a run depend on, the models' files among it, of JSON's types.
+    """Describes what the parts of a run depend on, the models' files among it.
 
     Raises:
       InputError: a model is not found.
     """
-    models = sorted({model for data in config.data for model in data.models or config.models})
-    data = [
-        {
-            "dataset": data.dataset,
-            "models": list(data.models or config.models),
-            "methods": list(data.methods or config.methods),
-            "probes": list(data.probes),
-            "n": data.n or config.n,
-            "batch": data.batch or config.batch,
-            "dtype": data.dtype or config.dtype,
-            "settings": dict(data.settings),
-        }
-        for data in config.data
-    ]
+    data = config.complete_data
+    models = sorted({model for part in data for model in part.models})
     return {
         "model": ", ".join(models),
         "digests": {name: identity(model_path(name)) for name in models},
-        "data": data,
+        "data": [dataclasses.asdict(part) for part in data],
         "seed": config.seed,
     }
 
 
-Plan = list[tuple[Any, Run, list[Part]]]
+DatasetPlans = list[tuple[Any, Run, list[Part]]]
 """Data sets, what each is asked for, and its parts."""
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig) -> DatasetPlans:
     """Lists the parts of every data set of a run.
 
     Raises:
       InputError: an unknown data set, probe, method or model.
     """
     plans = []
-    for data in config.data:
+    for data in config.complete_data:
         dataset = find_dataset(data.dataset)
-        models = {name: str(model_path(name)) for name in data.models or config.models}
-        methods = data.methods or config.methods
-        run = Run(
-            models, data.probes, methods, data.n or config.n, data.batch or config.batch, config.seed, data.settings
-        )
+        models = {name: str(model_path(name)) for name in data.models}
+        run = Run(models, data.probes, data.methods, data.n, data.batch, config.seed, data.settings)
         if hasattr(dataset, "parts"):
             parts = list(dataset.parts(run))
         else:
-            parts = spliced_parts(dataset, run, data.dtype or config.dtype)
+            parts = spliced_parts(dataset, run, data.dtype)
         plans.append((dataset, run, parts))
     return plans
 
 
-def parts_of(plans: Plan) -> list[Part]:
+def parts_of(plans: DatasetPlans) -> list[Part]:
     """Lists the parts of all data sets, in the order in which they are measured."""
     return [part for *_, parts in plans for part in parts]
 
@@ -140,14 +126,10 @@ def measure_batch(
     backbone = loaded(run.models[model], dtype)
     batch = dataset.batch(backbone, probe, number, size, run.seed)
     prepared = _prepared(dataset, run, run.models[model], dtype)
-    reference, questions = batch.read(batch.reference), batch.questions
-    valid = questions.valid
-    clusters = batch.clusters[:, None] + 0 * valid
+    reference, valid = batch.read(batch.reference), batch.questions.valid
     yield {
         **metrics.answer_record(REFERENCE, reference, reference, valid),
-        "kind": questions.kind[valid].tolist(),
-        "cluster": clusters[valid].tolist(),
-        "answer": questions.answer[valid].tolist(),
+        **batch.questions.columns(batch.clusters),
         **({} if number else {"costs": metrics.reference_shares(backbone, batch.splice)}),
     }
     if run.settings.get("deficit"):
@@ -181,7 +163,7 @@ def _prepared(dataset: Dataset, run: Run, path: str, dtype: str) -> dict[str, di
 
 
 def rows_of(
-    config: RunConfig, plans: Plan, records: Mapping[str, list[Record]]
+    config: RunConfig, plans: DatasetPlans, records: Mapping[str, list[Record]]
 ) -> tuple[list[frame.Row], dict[str, str]]:
     """Makes all rows of finished parts, and says which arms were not served and why.
 
@@ -240,7 +222,11 @@ def _ray_shard(config: RunConfig, out: Path, index: int, count: int) -> None:
 
 
 def _finish(
-    config: RunConfig, plans: Plan, description: Mapping[str, Any], out: Path, records: Mapping[str, list[Record]]
+    config: RunConfig,
+    plans: DatasetPlans,
+    description: Mapping[str, Any],
+    out: Path,
+    records: Mapping[str, list[Record]],
 ) -> dict[str, Any] | None:
     """Writes results.json where every part is finished; returns the results, or None."""
     if {part.key for part in parts_of(plans)} - set(records):

@@ -21,16 +21,14 @@ from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.atomic_files import replace
 
+from ..measure.records import json_objects
 from .episodes import OMITTED
-from .json_lines import numbered_objects
 
-LINE = 256 << 20
-"""The largest number of bytes of a line: a request with 100 screenshots has about 60 MB."""
 QUESTION = "What is the next action?"
 _SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A part of a prompt: its text, or the data URL of a screenshot; `image` also where a screenshot has left."""
 
     text: str
@@ -44,12 +42,12 @@ def read_computer_use(path: Path, folder: Path | None = None) -> Trace:
       folder: where screenshots are written, each once; None: beside the file, in a folder of its name.
 
     Raises:
-      TraceError: a line that is none, naming line and field. InputError: no such file, or a damaged one.
+      TraceError: a field that does not fit, naming line and field. InputError: as `json_objects`.
     """
     folder = path.with_name(f"{path.name.partition('.')[0]}_screenshots") if folder is None else folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     histories, turns, events = dict[str, _History](), dict[str, int](), list[Event]()
-    for where, fields in numbered_objects(path, LINE):
+    for fields, where in json_objects(path):
         session, messages = fields.get("session_id"), fields.get("messages")
         if not isinstance(session, str) or not 0 < len(session) <= 200:
             raise TraceError(f"{where}, session_id: got {session!r:.80}; expected a text")
@@ -78,20 +76,18 @@ class _History:
 
     def __init__(self, session: str, folder: Path):
         self.session, self.folder = session, folder
-        self.parts: list[Part] = []
+        self.parts: list[PromptPart] = []
         self.ids: list[str | None] = []
 
-    def continues(self, parts: list[Part]) -> bool:
+    def continues(self, parts: list[PromptPart]) -> bool:
         """Returns whether a request has all that the one before had, screenshots there or left."""
-        if len(parts) < len(self.parts):
-            return False
-        for old, new in zip(self.parts, parts, strict=False):
-            left_or_back = old.image and new.image and OMITTED in (old.text, new.text)
-            if old != new and not left_or_back:
-                return False
-        return True
+        same = [
+            old == new or (old.image and new.image and OMITTED in (old.text, new.text))
+            for old, new in zip(self.parts, parts, strict=False)
+        ]
+        return len(parts) >= len(self.parts) and all(same)
 
-    def request(self, turn: int, parts: list[Part], where: str) -> Iterator[Event]:
+    def request(self, turn: int, parts: list[PromptPart], where: str) -> Iterator[Event]:
         """Yields the events that lead to a request, and its question."""
         for place, (old, new) in enumerate(zip(self.parts, parts, strict=False)):
             id = self.ids[place]
@@ -131,7 +127,7 @@ class _History:
         return digest, target.relative_to(self.folder).as_posix()
 
 
-def _parts(message: Any, where: str) -> Iterator[Part]:
+def _parts(message: Any, where: str) -> Iterator[PromptPart]:
     """Yields the parts of a message: texts, tool calls as JSON, and screenshots."""
     content = message.get("content") if isinstance(message, dict) else message
     if not isinstance(message, dict) or not isinstance(content, str | list | None):
@@ -144,10 +140,10 @@ def _parts(message: Any, where: str) -> Iterator[Part]:
             url = url.get("url") if isinstance(url, dict) else url
             if not isinstance(url, str):
                 raise TraceError(f"{where}, image_url: got {url!r:.60}; expected a data URL")
-            yield Part(url, True)
+            yield PromptPart(url, True)
         elif not isinstance(text, str):
             raise TraceError(f"{where}, text: got {text!r:.80}; expected a text")
         elif text.strip():
-            yield Part(OMITTED, True) if text.strip() == OMITTED else Part(text, False)
+            yield PromptPart(OMITTED, True) if text.strip() == OMITTED else PromptPart(text, False)
     for call in message.get("tool_calls") or ():
-        yield Part(json.dumps(call.get("function") if isinstance(call, dict) else call, sort_keys=True), False)
+        yield PromptPart(json.dumps(call.get("function") if isinstance(call, dict) else call, sort_keys=True), False)

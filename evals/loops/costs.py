@@ -7,7 +7,7 @@ prefix of pieces that any prompt ever had, to the token, and evicts nothing.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .episodes import Piece
+from .episodes import PromptPiece
 
 
 class Changes(NamedTuple):
@@ -19,15 +19,15 @@ class Changes(NamedTuple):
       entering: pieces that enter behind all others, in order.
     """
 
-    evicted: tuple[Piece, ...]
-    replaced: tuple[Piece, ...]
-    entering: tuple[Piece, ...]
+    evicted: tuple[PromptPiece, ...]
+    replaced: tuple[PromptPiece, ...]
+    entering: tuple[PromptPiece, ...]
 
 
-def changes(before: Sequence[Piece], pieces: Sequence[Piece]) -> Changes:
+def changes(before: Sequence[PromptPiece], pieces: Sequence[PromptPiece]) -> Changes:
     """Finds what makes one prompt of another: pieces stay up to the first that is new or stood further in front."""
     places = {piece.id: place for place, piece in enumerate(before)}
-    last, staying = -1, list[Piece]()
+    last, staying = -1, list[PromptPiece]()
     for piece in pieces:
         place = places.get(piece.id, -1)
         if place <= last:
@@ -41,14 +41,14 @@ def changes(before: Sequence[Piece], pieces: Sequence[Piece]) -> Changes:
     return Changes(evicted, replaced, tuple(pieces[len(staying) :]))
 
 
-class Kept:
+class Survivors:
     """Pieces that stay keep their KV, whatever left or changed in front of them: what enters is computed."""
 
     def __init__(self) -> None:
         """Starts without a prompt."""
-        self.before: Sequence[Piece] = ()
+        self.before: Sequence[PromptPiece] = ()
 
-    def computed(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def computed(self, pieces: Sequence[PromptPiece]) -> tuple[PromptPiece, ...]:
         """Lists the pieces of the next prompt that are computed."""
         difference = changes(self.before, pieces)
         self.before = pieces
@@ -62,7 +62,7 @@ class PrefixCache:
         """Starts without any."""
         self.chains: set[int] = {0}
 
-    def computed(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def computed(self, pieces: Sequence[PromptPiece]) -> tuple[PromptPiece, ...]:
         """Lists the pieces of the next prompt behind the longest prefix that is known, and learns all of its own."""
         chain, hit = 0, 0
         for place, piece in enumerate(pieces):
@@ -72,7 +72,7 @@ class PrefixCache:
             self.chains.add(chain)
         return tuple(pieces[hit:])
 
-    def ordered(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def ordered(self, pieces: Sequence[PromptPiece]) -> tuple[PromptPiece, ...]:
         """Orders a prompt for the cache, as ContextPilot does (arXiv 2511.03475): what extends a known prefix first.
 
         Movable pieces may stand anywhere, the others keep their order. Where no prefix is known any more, the movable
@@ -80,7 +80,7 @@ class PrefixCache:
         """
         fixed = [piece for piece in pieces if not piece.movable]
         movable = [piece for piece in pieces if piece.movable]
-        chain, order = 0, list[Piece]()
+        chain, order = 0, list[PromptPiece]()
         while fixed or movable:
             following = [*fixed[:1], *movable]
             known = [piece for piece in following if hash((chain, piece.shown.content)) in self.chains]
@@ -93,11 +93,11 @@ class PrefixCache:
         return (*order, *fixed, *movable)
 
 
-def tokens(pieces: Sequence[Piece]) -> int:
+def tokens(pieces: Sequence[PromptPiece]) -> int:
     """Counts the tokens of pieces."""
     return sum(piece.shown.tokens for piece in pieces)
 
 
-def same(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+def same(first: Sequence[PromptPiece], second: Sequence[PromptPiece]) -> bool:
     """Returns whether two prompts show the same at the same places."""
     return [(piece.id, piece.shown.content) for piece in first] == [(piece.id, piece.shown.content) for piece in second]

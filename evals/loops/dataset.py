@@ -16,16 +16,17 @@ import numpy as np
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Trace
-from models import Buckets, ModelBackbone, load
+from models import Buckets, ModelBackbone
 
 from ..harness import intervals
 from ..harness.datasets import Run
 from ..harness.frame import Row, measured_row
 from ..harness.parts import Part, Record
+from ..harness.runner import loaded
 from . import computer_use, costs, mooncake
 from .drawn import drawn_episode
-from .episodes import OMITTED, Episode, Sizes, Visit, episodes_of, recorded_visits
-from .policies import POLICIES, visits_of
+from .episodes import OMITTED, Prompt, PromptPiece, episodes_of, recorded_prompts
+from .policies import POLICIES, prompts_of
 from .replay import SESSIONS, SessionReplay, reordered_divergence, store_folder
 
 REPREFILL, PREFIX, ORDERED = "re-prefill", "prefix cache", "ordered prefix cache"
@@ -40,42 +41,37 @@ SETTINGS = {"steps": 40, "long": 200, "every": 4, "trace": "", "format": "ours",
 text that policies put in place of its screenshots."""
 
 
-@functools.lru_cache(maxsize=2)
-def _loaded(path: str) -> ModelBackbone:
-    """Loads a model that pads to powers of two, so that prompts of all lengths compile few programs."""
-    return load(path, dtype="float32", buckets=Buckets(64, 1))
-
-
 class LoopDataset:
     """Loops of agents; see `harness.datasets.RecordedDataset`."""
 
-    name = "loops"
+    name, probes = "loops", (*POLICIES, RECORDED)
 
     def parts(self, run: Run) -> list[Part]:
         """Lists the parts: an episode under a policy, by one model or none.
 
         Raises:
-          InputError: an unknown probe, method, setting or format, or a trace that is not there.
+          InputError: an unknown probe, method, setting or format.
         """
         settings = {**SETTINGS, **run.settings}
-        probes = run.probes or ((RECORDED,) if settings["trace"] else tuple(POLICIES))
         for what, values, known in (
-            ("probes", probes, (*POLICIES, RECORDED) if settings["trace"] else POLICIES),
             ("methods", run.methods, ARMS),
             ("settings", run.settings, SETTINGS),
             ("settings.format", [settings["format"]], READERS),
         ):
             if unknown := [value for value in values if value not in known]:
                 raise InputError(f"loops.{what}: got {unknown[0]!r}; expected some of {', '.join(known)}")
+        if settings["trace"]:
+            episodes, probes = range(1), run.probes_of(self) if run.probes else (RECORDED,)
+        else:
+            episodes, probes = range(run.n), run.probes_of(self, len(POLICIES))
 
         parts = []
-        episodes = range(1 if settings["trace"] else run.n)
         for number, probe in itertools.product(episodes, probes):
             for model, path in {ALONE: "", **run.models}.items():
-                visits = functools.partial(_visits, probe, settings, run.seed + number, contents=bool(path))
+                prompts = functools.partial(prompts_of_probe, probe, settings, run.seed + number, contents=bool(path))
                 arms = [arm for arm in run.methods or ARMS if path or arm in PRICED]
                 place, every = (probe, model, number), settings["every"]
-                measure = functools.partial(measure_loop, visits, arms, path, every, place)
+                measure = functools.partial(measure_loop, prompts, arms, path, every, place)
                 parts.append(Part(f"loops.{probe}, {model}, episode {number}", measure, 1.0 if path else 0.02))
         return parts
 
@@ -113,52 +109,50 @@ def _joined(episodes: Sequence[Record], field: str) -> tuple[np.ndarray, np.ndar
     return np.concatenate(values), np.concatenate(numbers)
 
 
-def _visits(probe: str, settings: Mapping[str, Any], seed: int, *, contents: bool) -> list[Visit]:
+def prompts_of_probe(probe: str, settings: Mapping[str, Any], seed: int, *, contents: bool) -> list[Prompt]:
     """Lists the prompts of a probe: drawn, or of a trace."""
-    if not settings["trace"]:
-        steps = settings["steps" if contents else "long"]
-        kind = "opened" if probe == "reopened" else "walk"
-        episode = drawn_episode(kind, f"episode {seed}", seed, steps, Sizes(), contents=contents)
-        return visits_of(episode, POLICIES[probe])
+    if not settings["trace"] and probe != RECORDED:
+        kind, steps = "opened" if probe == "reopened" else "walk", settings["steps" if contents else "long"]
+        return prompts_of(drawn_episode(kind, f"episode {seed}", seed, steps, contents=contents), POLICIES[probe])
 
     trace = READERS[settings["format"]](Path(settings["trace"]))
     if probe == RECORDED:
-        visits = list(recorded_visits(trace, Sizes()))
+        prompts = list(recorded_prompts(trace))
     else:
-        episodes: list[Episode] = episodes_of(trace, Sizes(), settings["placeholder"])
-        visits = [visit for episode in episodes for visit in visits_of(episode, POLICIES[probe])]
-    if contents and any(piece.shown.item is None for visit in visits for piece in visit.pieces):
+        episodes = episodes_of(trace, settings["placeholder"])
+        prompts = [prompt for episode in episodes for prompt in prompts_of(episode, POLICIES[probe])]
+    if contents and any(piece.shown.item is None for prompt in prompts for piece in prompt.pieces):
         raise InputError(f"loops.trace: got {settings['trace']}, whose contents are not known; expected no models")
-    return visits
+    return prompts
 
 
 def measure_loop(
-    visits: Any, arms: Sequence[str], path: str, every: int, names: tuple[str, str, int]
+    make_prompts: Any, arms: Sequence[str], path: str, every: int, names: tuple[str, str, int]
 ) -> Iterator[Record]:
     """Serves the prompts of a loop in every way.
 
     Args:
-      visits: makes the prompts. path: of the model; "": none.
+      make_prompts: makes the prompts. path: of the model; "": none.
       every: a prompt in so many is asked. names: probe, model and episode.
 
     Yields:
       A record of each arm: "tokens" computed at every prompt; "kl" and "flips" of every answer that was compared.
     """
-    prompts: list[Visit] = visits()
-    backbone = _loaded(path) if path else None
+    prompts: list[Prompt] = make_prompts()
+    # Prompts of all lengths compile few programs where a model pads to powers of two.
+    backbone = loaded(path, buckets=Buckets(64, 1)) if path else None
     for arm in arms:
         spent, kls, flips = list[int](), list[float](), list[int]()
         with contextlib.ExitStack() as stack:
             way = _Session(backbone, arm, stack) if backbone and arm in SESSIONS else _Priced(backbone, arm)
-            for number, visit in enumerate(prompts):
-                spent.append(costs.tokens(way.computed(visit)))
+            for number, prompt in enumerate(prompts):
+                spent.append(costs.tokens(way.computed(prompt)))
                 if backbone is not None and arm not in (REPREFILL, PREFIX) and number % every == every - 1:
-                    kl, flipped = way.divergence(visit)
+                    kl, flipped = way.divergence(prompt)
                     kls += [float(f"{value:.6g}") for value in kl]
                     flips += flipped
-        probe, model, episode = names
-        record = {"probe": probe, "model": model, "arm": arm, "episode": episode}
-        yield {**record, "tokens": spent, "kl": kls, "flips": flips}
+        record = dict(zip(("probe", "model", "episode"), names, strict=True))
+        yield {**record, "arm": arm, "tokens": spent, "kl": kls, "flips": flips}
 
 
 class _Priced:
@@ -166,20 +160,20 @@ class _Priced:
 
     def __init__(self, backbone: ModelBackbone | None, arm: str):
         self.backbone, self.arm = backbone, arm
-        self.cache, self.kept = costs.PrefixCache(), dict[str, costs.Kept]()
-        self.order: Sequence[Any] = ()
+        self.cache, self.survivors = costs.PrefixCache(), dict[str, costs.Survivors]()
+        self.order: Sequence[PromptPiece] = ()
 
-    def computed(self, visit: Visit) -> Sequence[Any]:
+    def computed(self, prompt: Prompt) -> Sequence[PromptPiece]:
         if self.arm == REPREFILL:
-            return visit.pieces
+            return prompt.pieces
         if self.arm == "remember":
-            return self.kept.setdefault(visit.session, costs.Kept()).computed(visit.pieces)
-        self.order = self.cache.ordered(visit.pieces) if self.arm == ORDERED else visit.pieces
+            return self.survivors.setdefault(prompt.session, costs.Survivors()).computed(prompt.pieces)
+        self.order = self.cache.ordered(prompt.pieces) if self.arm == ORDERED else prompt.pieces
         return self.cache.computed(self.order)
 
-    def divergence(self, visit: Visit) -> tuple[list[float], list[int]]:
+    def divergence(self, prompt: Prompt) -> tuple[list[float], list[int]]:
         assert self.backbone is not None  # only with a model are answers compared
-        return reordered_divergence(self.backbone, visit.pieces, self.order, visit.questions)
+        return reordered_divergence(self.backbone, prompt.pieces, self.order, prompt.questions)
 
 
 class _Session:
@@ -189,13 +183,13 @@ class _Session:
         self.backbone, self.arm, self.stack = backbone, arm, stack
         self.sessions: dict[str, SessionReplay] = {}
 
-    def computed(self, visit: Visit) -> Sequence[Any]:
-        if visit.session not in self.sessions:
+    def computed(self, prompt: Prompt) -> Sequence[PromptPiece]:
+        if prompt.session not in self.sessions:
             folder = Path(self.stack.enter_context(store_folder()))
             replay = SessionReplay(self.backbone, self.arm, folder)
             self.stack.callback(replay.close)
-            self.sessions[visit.session] = replay
-        return self.sessions[visit.session].serve(visit.pieces)
+            self.sessions[prompt.session] = replay
+        return self.sessions[prompt.session].serve(prompt.pieces)
 
-    def divergence(self, visit: Visit) -> tuple[list[float], list[int]]:
-        return self.sessions[visit.session].divergence(visit.questions)
+    def divergence(self, prompt: Prompt) -> tuple[list[float], list[int]]:
+        return self.sessions[prompt.session].divergence(prompt.questions)

@@ -13,7 +13,16 @@ from ..task.contexts import DOCUMENTS, SIZES, Contexts, sample
 from ..task.drawing import images_of
 from ..task.questions import ask
 from ..task.vocabulary import CODE_NAMES, vocabulary
-from .episodes import Episode, Round, Shown, Sizes
+from .episodes import (
+    LINE_TOKENS,
+    PLACEHOLDER_TOKENS,
+    REPLY_TOKENS,
+    SCREENSHOT_TOKENS,
+    SYSTEM_TOKENS,
+    Episode,
+    Round,
+    Shown,
+)
 
 SIZE = SIZES["8"]
 UNCHANGED, PAGE = 0.15, 0.3
@@ -26,7 +35,7 @@ LEAD = "value unit letter digit"
 """The system text, in words that the small models know."""
 
 
-def drawn_episode(kind: str, name: str, seed: int, steps: int, sizes: Sizes, *, contents: bool = True) -> Episode:
+def drawn_episode(kind: str, name: str, seed: int, steps: int, *, contents: bool = True) -> Episode:
     """Draws an episode.
 
     Args:
@@ -45,11 +54,11 @@ def drawn_episode(kind: str, name: str, seed: int, steps: int, sizes: Sizes, *, 
 
     rounds = []
     for shown, click in zip(screens, clicks, strict=True):
-        pictures = tuple(Shown(f"{name}, screen {screen}", sizes.screenshot, images[screen]) for screen in shown)
-        reply, line = text(click, sizes.reply), text(click, sizes.line)
+        pictures = tuple(Shown(f"{name}, screen {screen}", SCREENSHOT_TOKENS, images[screen]) for screen in shown)
+        reply, line = text(click, REPLY_TOKENS), text(click, LINE_TOKENS)
         rounds.append(Round(pictures, None, reply, line, asked(context, rng) if contents else ()))
-    system, goal = text(LEAD, sizes.system), text("most A", sizes.reply)
-    return Episode(name, system, goal, tuple(rounds), text("values", sizes.placeholder))
+    system, goal = text(LEAD, SYSTEM_TOKENS), text("most A", REPLY_TOKENS)
+    return Episode(name, system, goal, tuple(rounds), text("values", PLACEHOLDER_TOKENS))
 
 
 def walk(rng: np.random.Generator, steps: int) -> list[list[int]]:

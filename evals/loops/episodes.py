@@ -15,20 +15,11 @@ OMITTED = "[Image omitted by context cleaning]"
 """The text in place of a screenshot that has left."""
 LINE = 60
 """Characters of a reply that a list of earlier actions keeps."""
+SCREENSHOT_TOKENS, REPLY_TOKENS, SYSTEM_TOKENS, LINE_TOKENS, PLACEHOLDER_TOKENS = 1300, 60, 200, 15, 10
+"""Tokens of what no trace states, at the sizes of real agents: a screenshot, a reply, the system text, a line that
+stands for a round, and a text in place of a screenshot."""
 NO_COSTS = Costs("0" * 64, 1, 0, 0, 0, ForwardCosts((0,), (0,), (0,), 0))
 """Of windows that are followed and not served."""
-
-
-class Sizes(NamedTuple):
-    """Tokens of what no trace states: a screenshot, a reply, the system text, a line that stands for a round, and a
-    text in place of a screenshot.
-    """
-
-    screenshot: int = 1300
-    reply: int = 60
-    system: int = 200
-    line: int = 15
-    placeholder: int = 10
 
 
 class Shown(NamedTuple):
@@ -45,7 +36,7 @@ class Shown(NamedTuple):
     item: Any = None
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Something at a place of a prompt.
 
     Attributes:
@@ -94,23 +85,23 @@ class Episode(NamedTuple):
     placeholder: Shown
 
 
-class Visit(NamedTuple):
+class Prompt(NamedTuple):
     """One prompt of a session: its pieces from the front, and questions to compare answers by."""
 
     session: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
     questions: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------------- traces
 
 
-def shown(trace: Trace, event: Event, sizes: Sizes) -> Shown:
-    """Makes what an event places: its files or its text, with the tokens that the trace states or those of `sizes`."""
+def shown(trace: Trace, event: Event) -> Shown:
+    """Makes what an event places: its files or its text, with the tokens that the trace states, or usual ones."""
     paths = trace.payloads(event)
     item = kvp.Text(event.text) if event.text else (paths[0] if len(paths) == 1 else list(paths) or None)
     text = max(1, len(event.text or "") // CHARACTERS)
-    tokens = event.tokens or (sizes.screenshot if event.kind == "chunk" else text)
+    tokens = event.tokens or (SCREENSHOT_TOKENS if event.kind == "chunk" else text)
     return Shown(event.content or event.text or f"{event.session} {event.chunk}", tokens, item)
 
 
@@ -119,7 +110,7 @@ def _written(text: str, tokens: int | None = None) -> Shown:
     return Shown(text, tokens or max(1, len(text) // CHARACTERS), kvp.Text(text))
 
 
-def episodes_of(trace: Trace, sizes: Sizes, placeholder: str = OMITTED) -> list[Episode]:
+def episodes_of(trace: Trace, placeholder: str = OMITTED) -> list[Episode]:
     """Reads what was seen and said in a trace, an episode for each session; which pieces left is the policies' choice.
 
     Texts before the first chunk are the system's. The first text behind a question is the agent's reply, all others
@@ -134,7 +125,7 @@ def episodes_of(trace: Trace, sizes: Sizes, placeholder: str = OMITTED) -> list[
         screens, texts = list[Shown](), list[str]()
         for event in trace.of(session):
             if event.op in ("add", "replace", "recall") and event.kind == "chunk" and event.chunk is not None:
-                known = seen[event.chunk] if event.op == "recall" else shown(trace, event, sizes)
+                known = seen[event.chunk] if event.op == "recall" else shown(trace, event)
                 seen[event.chunk] = known
                 screens.append(known)
             elif event.op in ("add", "replace"):
@@ -150,18 +141,19 @@ def episodes_of(trace: Trace, sizes: Sizes, placeholder: str = OMITTED) -> list[
                 screens, texts = [], []
         opening = _written("\n".join(system)) if system else None
         goal = _written(rounds[0].questions[0] if rounds and rounds[0].questions[0] else placeholder)
-        episodes.append(Episode(session, opening, goal, tuple(rounds), _written(placeholder, sizes.placeholder)))
+        episodes.append(Episode(session, opening, goal, tuple(rounds), _written(placeholder, PLACEHOLDER_TOKENS)))
     return episodes
 
 
-def recorded_visits(trace: Trace, sizes: Sizes) -> Iterator[Visit]:
+def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
     """Follows the windows of a trace, and yields what each session's window shows at every question.
 
     Raises:
       TraceError: a branch, which begins with another session's KV; an event that a window refuses, with its number.
     """
-    windows, pieces = dict[str, Window](), dict[tuple[str, str], Piece]()
-    empty = Window.empty(NO_COSTS, promise="remember", lead=_lead(trace))
+    windows, pieces = dict[str, Window](), dict[tuple[str, str], PromptPiece]()
+    lead = trace.parameters.get("lead")
+    empty = Window.empty(NO_COSTS, promise="remember", lead=lead if type(lead) is int else None)
     for number, event in enumerate(trace):
         window = windows.get(event.session, empty)
         if event.op == "fork":
@@ -170,26 +162,21 @@ def recorded_visits(trace: Trace, sizes: Sizes) -> Iterator[Visit]:
             placed = [pieces[event.session, piece.entry.id] for piece in window.pieces]
             if event.tokens is not None:
                 # A question of which the length alone is known is a part of the prompt.
-                placed.append(Piece("question", Shown(event.text or "", event.tokens)))
-            yield Visit(event.session, tuple(placed), (event.text or "",))
+                placed.append(PromptPiece("question", Shown(event.text or "", event.tokens)))
+            yield Prompt(event.session, tuple(placed), (event.text or "",))
         elif event.op == "close":
             windows.pop(event.session, None)
         else:
             entry = None
             if event.op in ("add", "replace") and event.chunk is not None:
-                content = shown(trace, event, sizes)
+                content = shown(trace, event)
                 span = event.span or content.tokens
                 entry = Entry(event.chunk, content.content, content.tokens, span, event.kind, event.order_free)
-                pieces[event.session, event.chunk] = Piece(event.chunk, content, event.order_free)
+                pieces[event.session, event.chunk] = PromptPiece(event.chunk, content, event.order_free)
             try:
                 windows[event.session] = _changed(window, event, entry)
             except ValueError as error:
                 raise TraceError(f"event {number}, {event.op} of {event.session!r:.40}: {error}") from error
-
-
-def _lead(trace: Trace) -> int | None:
-    lead = trace.parameters.get("lead")
-    return lead if isinstance(lead, int) and not isinstance(lead, bool) else None
 
 
 def _changed(window: Window, event: Event, entry: Entry | None) -> Window:

@@ -9,7 +9,7 @@ a session of its own, as in AIPerf. A delay counts from the request before, for 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,81 +17,90 @@ from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import LIMIT
 
-from .json_lines import numbered_objects
+from ..measure.records import json_objects
 
 BLOCK = 512
 """Tokens of a block."""
-LINE = 1 << 20
-"""The largest number of bytes of a line."""
 BLOCKS = 1 << 14
 """The largest number of blocks of a request: 8 million tokens."""
-_FIELDS = ("type", "timestamp", "delay", "session_id", "input_length", "output_length", "hash_ids", "text_input")
 
 
-class Request(NamedTuple):
-    """One request, as a line has it.
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 1 << 19
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (lambda value: value == "mooncake_trace", "'mooncake_trace'"),
+    "timestamp": (_is_time, "milliseconds, 0 or more"),
+    "delay": (_is_time, "milliseconds, 0 or more"),
+    "session_id": (_is_text, "a text"),
+    "text_input": (_is_text, "a text"),
+    "input_length": (lambda value: type(value) is int and 0 < value < LIMIT, "a whole number, 1 or more"),
+    "output_length": (lambda value: type(value) is int and 0 <= value < LIMIT, "a whole number, 0 or more"),
+    "hash_ids": (lambda value: isinstance(value, list) and {*map(type, value)} <= {int}, "whole numbers"),
+}
+"""Fields of a line: what fits, and in words."""
+
+
+class MooncakeRequest(NamedTuple):
+    """One request.
 
     Attributes:
-      session: its session_id; None without.
-      seconds: since the trace began; None without a timestamp. delay: seconds after the session's last request.
-      blocks: hashes, the last one of `last` tokens. text: in place of blocks.
+      blocks: hashes of the whole blocks in front of what is asked; None: those of the request before.
+      question: what is asked, or a name for it. tokens: of a question that only has a name.
       steps: the answer's largest number of tokens; None if unknown.
     """
 
-    session: str | None
-    seconds: float | None
-    delay: float
-    blocks: tuple[str, ...]
-    last: int
-    text: str | None
+    blocks: list[str] | None
+    question: str
+    tokens: int | None
     steps: int | None
 
 
-def read_mooncake(path: Path, *, block: int = BLOCK) -> Trace:
+def read_mooncake(path: Path) -> Trace:
     """Reads a Mooncake trace, plain or compressed by gzip.
 
-    Args:
-      block: tokens of a block.
-
     Raises:
-      TraceError: a line that is none, naming line and field. InputError: no such file, or a damaged one.
+      TraceError: a field that does not fit, naming line and field. InputError: as `json_objects`.
     """
-    timed, latest = list[tuple[float, str, Request]](), dict[str, float]()
-    for number, (where, fields) in enumerate(numbered_objects(path, LINE), 1):
-        request = _request(fields, where, str(number), block)
-        session = request.session or f"request {number}"
-        seconds = latest.get(session, 0.0) + request.delay if request.seconds is None else request.seconds
-        latest[session] = seconds = max(seconds, latest.get(session, 0.0))
-        timed.append((seconds, session, request))
+    timed, latest = list[tuple[float, str, bool, MooncakeRequest]](), dict[str, float]()
+    for number, (values, where) in enumerate(json_objects(path), 1):
+        # Null stands for a field that is not there, as in the loader.
+        fields = {name: value for name, value in values.items() if value is not None}
+        request = _request(fields, where, number)
+        session = fields.get("session_id") or f"request {number}"
+        earlier = latest.get(session, 0.0)
+        seconds = fields["timestamp"] / 1000 if "timestamp" in fields else earlier + fields.get("delay", 0) / 1000
+        latest[session] = max(seconds, earlier)
+        timed.append((latest[session], session, "session_id" in fields, request))
 
     # In the order in which they happened; of one moment, in the file's order.
     timed.sort(key=lambda entry: entry[0])
     shown, known, events = dict[str, list[str]](), dict[str, set[str]](), list[Event]()
-    for seconds, session, request in timed:
+    for seconds, session, goes_on, request in timed:
         before = shown.get(session, [])
-        shown[session] = before if request.text is not None else _ids(request)
-        events += _changes(seconds, session, before, shown[session], known.setdefault(session, set()), block)
-        question, tokens = request.text, None
-        if question is None:
-            question, tokens = f"mooncake {request.blocks[-1]}, {request.last} tokens", request.last
-        events.append(Event(seconds, session, "ask", text=question, tokens=tokens, steps=request.steps))
-        if request.session is None:
+        shown[session] = before if request.blocks is None else _ids(request.blocks)
+        events += _changes(seconds, session, before, shown[session], known.setdefault(session, set()))
+        events.append(Event(seconds, session, "ask", text=request.question, tokens=request.tokens, steps=request.steps))
+        if not goes_on:
             events.append(Event(seconds, session, "close"))
-    return Trace(tuple(events), "mooncake", {"promise": "forget", "lead": 0, "block": block})
+    return Trace(tuple(events), "mooncake", {"promise": "forget", "lead": 0, "block": BLOCK})
 
 
-def _ids(request: Request) -> list[str]:
-    """Names a request's whole blocks; one that is there twice is two pieces of one content."""
+def _ids(blocks: list[str]) -> list[str]:
+    """Names whole blocks; one that is there twice is two pieces of one content."""
     ids, counts = list[str](), dict[str, int]()
-    for name in request.blocks[:-1]:
+    for name in blocks:
         counts[name] = counts.get(name, 0) + 1
         ids.append(f"block {name}" if counts[name] == 1 else f"block {name} #{counts[name]}")
     return ids
 
 
-def _changes(
-    seconds: float, session: str, before: list[str], ids: list[str], known: set[str], block: int
-) -> Iterator[Event]:
+def _changes(seconds: float, session: str, before: list[str], ids: list[str], known: set[str]) -> Iterator[Event]:
     """Yields the events between two windows of a session: blocks stay up to the first that differs."""
     same = 0
     while same < min(len(ids), len(before)) and ids[same] == before[same]:
@@ -103,54 +112,31 @@ def _changes(
             yield Event(seconds, session, "recall", chunk=id)
         else:
             content = f"mooncake {id.removeprefix('block ').partition(' #')[0]}"
-            yield Event(seconds, session, "add", id, content, tokens=block, span=block)
+            yield Event(seconds, session, "add", id, content, tokens=BLOCK, span=BLOCK)
         known.add(id)
 
 
-def _request(fields: dict[str, Any], where: str, name: str, block: int) -> Request:
-    """Makes the request of a line; null stands for a field that is not there, as in the loader."""
-    if unknown := sorted(set(fields) - set(_FIELDS)):
-        raise TraceError(f"{where}, {unknown[0]!r:.80}: got such a field; expected some of {', '.join(_FIELDS)}")
-    length, text, hashes = (fields.get(field) for field in ("input_length", "text_input", "hash_ids"))
-    for field, value, fits, expected in (
-        ("type", fields.get("type"), lambda value: value == "mooncake_trace", "'mooncake_trace'"),
-        ("timestamp", fields.get("timestamp"), _is_time, "milliseconds, 0 or more"),
-        ("delay", fields.get("delay"), _is_time, "milliseconds, 0 or more"),
-        ("session_id", fields.get("session_id"), _is_text, "a text"),
-        ("text_input", text, _is_text, "a text"),
-        ("input_length", length, lambda value: _is_count(value, 1), "a whole number, 1 or more"),
-        ("output_length", fields.get("output_length"), lambda value: _is_count(value, 0), "a whole number, 0 or more"),
-        ("hash_ids", hashes, lambda value: isinstance(value, list) and all(map(_is_hash, value)), "whole numbers"),
-    ):
-        if value is not None and not fits(value):
+def _request(fields: dict[str, Any], where: str, number: int) -> MooncakeRequest:
+    """Makes the request of a line."""
+    for field, value in fields.items():
+        if field not in _FIELDS:
+            raise TraceError(f"{where}, {field!r:.80}: got such a field; expected some of {', '.join(_FIELDS)}")
+        fits, expected = _FIELDS[field]
+        if not fits(value):
             raise TraceError(f"{where}, {field}: got {value!r:.80}; expected {expected}")
+    length, text, steps = (fields.get(field) for field in ("input_length", "text_input", "output_length"))
     if (length is None) == (text is None):
         found = "neither" if length is None else "both"
         raise TraceError(f"{where}, input_length: got {found} of it and text_input; expected one")
+    if length is None:
+        return MooncakeRequest(None, str(text), None, steps)
 
-    count = 0 if length is None else -(-length // block)
+    count = -(-length // BLOCK)
+    hashes = fields.get("hash_ids")
     if count > BLOCKS or (hashes is not None and len(hashes) != count):
         found = f"{'none' if hashes is None else len(hashes)} for input_length {length}"
-        raise TraceError(f"{where}, hash_ids: got {found}; expected {count}, of {block} tokens each, at most {BLOCKS}")
+        raise TraceError(f"{where}, hash_ids: got {found}; expected {count}, of {BLOCK} tokens each, at most {BLOCKS}")
     # Without hashes nothing is known to be the same as anything else.
-    names = [f"{name}.{place}" for place in range(count)] if hashes is None else map(str, hashes)
-    seconds = None if fields.get("timestamp") is None else fields["timestamp"] / 1000
-    last = 0 if length is None else length - block * (count - 1)
-    delay = (fields.get("delay") or 0) / 1000
-    return Request(fields.get("session_id"), seconds, delay, tuple(names), last, text, fields.get("output_length"))
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 1 << 19
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < LIMIT
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    *blocks, last = [f"{number}.{place}" for place in range(count)] if hashes is None else map(str, hashes)
+    tokens = length - BLOCK * (count - 1)
+    return MooncakeRequest(blocks, f"mooncake {last}, {tokens} tokens", tokens, steps)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import kvpatch_jax as kvp
 
-from .episodes import Episode, Piece, Shown, Visit
+from .episodes import Episode, Prompt, PromptPiece, Shown
 
 ROUNDS = 4
 """Of `four-rounds`."""
@@ -19,7 +19,7 @@ TASK = 24
 """Rounds of `dedup` until a new task begins with an empty history."""
 
 
-def four_rounds(episode: Episode, number: int) -> list[Piece]:
+def four_rounds(episode: Episode, number: int) -> list[PromptPiece]:
     """Shows the last four rounds; all older ones are lines of a list in the first user text, in front of the images."""
     first = max(0, number + 1 - ROUNDS)
     lines = [older.line for older in episode.rounds[:first] if older.line is not None]
@@ -28,30 +28,30 @@ def four_rounds(episode: Episode, number: int) -> list[Piece]:
     return [*system, goal, *_rounds(episode, first, number)]
 
 
-def batch_8_at_20(episode: Episode, number: int) -> list[Piece]:
+def batch_8_at_20(episode: Episode, number: int) -> list[PromptPiece]:
     """Shows all rounds; of more than 20 screenshots the oldest eight leave together, each for a text in its place."""
     screens = sum(len(passed.screens) for passed in episode.rounds[: number + 1])
     return _held(episode, number, BATCH * -(-max(0, screens - LIMIT) // BATCH))
 
 
-def placeholder_1(episode: Episode, number: int) -> list[Piece]:
+def placeholder_1(episode: Episode, number: int) -> list[PromptPiece]:
     """Shows all rounds and the newest screenshot; a text stands in the place of every older one."""
     screens = sum(len(passed.screens) for passed in episode.rounds[: number + 1])
     return _held(episode, number, screens - 1)
 
 
-def sliding(episode: Episode, number: int) -> list[Piece]:
+def sliding(episode: Episode, number: int) -> list[PromptPiece]:
     """Shows the last eight rounds; older ones have left."""
     return [*_front(episode), *_rounds(episode, max(0, number + 1 - SLIDING), number)]
 
 
-def reopened(episode: Episode, number: int) -> list[Piece]:
+def reopened(episode: Episode, number: int) -> list[PromptPiece]:
     """Shows what the newest round opened, in its order, and nothing of earlier rounds."""
     opened = {screen.content: screen for screen in episode.rounds[number].screens}
-    return [*_front(episode), *(Piece(f"page {name}", page, movable=True) for name, page in opened.items())]
+    return [*_front(episode), *(PromptPiece(f"page {name}", page, movable=True) for name, page in opened.items())]
 
 
-def dedup(episode: Episode, number: int) -> list[Piece]:
+def dedup(episode: Episode, number: int) -> list[PromptPiece]:
     """Shows all rounds of the task; a text stands for a screenshot that is the same as an earlier one."""
     first, seen = number - number % TASK, set[str]()
     pieces = _front(episode)
@@ -62,7 +62,7 @@ def dedup(episode: Episode, number: int) -> list[Piece]:
     return pieces
 
 
-Policy = Callable[[Episode, int], list[Piece]]
+Policy = Callable[[Episode, int], list[PromptPiece]]
 POLICIES: dict[str, Policy] = {
     "four-rounds": four_rounds,
     "batch-8-at-20": batch_8_at_20,
@@ -73,10 +73,10 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def visits_of(episode: Episode, policy: Policy) -> list[Visit]:
+def prompts_of(episode: Episode, policy: Policy) -> list[Prompt]:
     """Lists the prompts of an episode under a policy."""
     return [
-        Visit(episode.name, tuple(policy(episode, number)), passed.questions)
+        Prompt(episode.name, tuple(policy(episode, number)), passed.questions)
         for number, passed in enumerate(episode.rounds)
     ]
 
@@ -90,25 +90,25 @@ def joined(texts: Sequence[Shown]) -> Shown:
     return Shown("\n".join(text.content for text in texts), sum(text.tokens for text in texts), item)
 
 
-def _front(episode: Episode) -> list[Piece]:
-    goal = Piece("goal", episode.goal)
-    return [goal] if episode.system is None else [Piece("system", episode.system), goal]
+def _front(episode: Episode) -> list[PromptPiece]:
+    goal = PromptPiece("goal", episode.goal)
+    return [goal] if episode.system is None else [PromptPiece("system", episode.system), goal]
 
 
-def _rounds(episode: Episode, first: int, last: int) -> list[Piece]:
+def _rounds(episode: Episode, first: int, last: int) -> list[PromptPiece]:
     """Lists the pieces of rounds; the reply to the last one is not there yet."""
     pieces = []
     for number in range(first, last + 1):
         passed = episode.rounds[number]
         if passed.text is not None:
-            pieces.append(Piece(f"text {number}", passed.text))
-        pieces += [Piece(f"screen {number}.{place}", screen) for place, screen in enumerate(passed.screens)]
+            pieces.append(PromptPiece(f"text {number}", passed.text))
+        pieces += [PromptPiece(f"screen {number}.{place}", screen) for place, screen in enumerate(passed.screens)]
         if passed.reply is not None and number < last:
-            pieces.append(Piece(f"reply {number}", passed.reply))
+            pieces.append(PromptPiece(f"reply {number}", passed.reply))
     return pieces
 
 
-def _held(episode: Episode, number: int, gone: int) -> list[Piece]:
+def _held(episode: Episode, number: int, gone: int) -> list[PromptPiece]:
     """Lists the pieces of all rounds, the oldest screenshots replaced by the placeholder."""
     pieces = _front(episode)
     for piece in _rounds(episode, 0, number):

@@ -10,7 +10,7 @@ from kvpatch_jax.session import compared, embedded, prefilled_logits
 from models import ModelBackbone
 
 from .costs import changes, same
-from .episodes import Piece
+from .episodes import PromptPiece
 
 SESSIONS: dict[str, dict[str, Any]] = {
     "exact": {"promise": "forget"},
@@ -40,7 +40,7 @@ class SessionReplay:
         self.exact = options["promise"] == "forget"
         self.store = kvp.ChunkStore(folder)
         self.session = kvp.Session(backbone, self.store, lead=0, pages=PAGES, **options)
-        self._before: Sequence[Piece] = ()
+        self._before: Sequence[PromptPiece] = ()
         self._names: dict[str, str] = {}
         # Forwards of pieces, by the names of the window's entries.
         self._run: list[str] = []
@@ -51,7 +51,7 @@ class SessionReplay:
         self.session.close()
         self.store.close()
 
-    def serve(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def serve(self, pieces: Sequence[PromptPiece]) -> tuple[PromptPiece, ...]:
         """Makes the window show a prompt. Returns the pieces that took a forward."""
         evicted, replaced, entering = changes(self._before, pieces)
         if self.exact and not entering and not same(pieces, self._before[: len(pieces)]):
@@ -80,7 +80,7 @@ class SessionReplay:
 
 
 def reordered_divergence(
-    backbone: ModelBackbone, pieces: Sequence[Piece], order: Sequence[Piece], questions: Sequence[str]
+    backbone: ModelBackbone, pieces: Sequence[PromptPiece], order: Sequence[PromptPiece], questions: Sequence[str]
 ) -> tuple[list[float], list[int]]:
     """Computes KL(prompt ‖ prompt in another order) of each question's answer in nats, and which decisions differ."""
     if same(order, pieces):
@@ -94,7 +94,7 @@ def reordered_divergence(
     return kls, flips
 
 
-def _prefilled(backbone: ModelBackbone, pieces: Sequence[Piece], asked: Any) -> Any:
+def _prefilled(backbone: ModelBackbone, pieces: Sequence[PromptPiece], asked: Any) -> Any:
     """Computes the logits of an answer's first token by a prefill of a prompt."""
     placed, start = [], 0
     for piece in pieces:

@@ -26,7 +26,7 @@ from ..harness.files import IMAGE_SUFFIXES
 from .episodes import Steps, step_items
 from .items import DataSet, Item, Piece, Refusal
 from .media import MediaFolder
-from .records import Record, data_files, filled, lookup, read_records
+from .records import DataRecord, data_files, filled, lookup, read_records
 from .scoring import LETTERS, SCORERS
 
 FOLDER = Path(__file__).with_name("fields")
@@ -185,7 +185,7 @@ def read(
     return DataSet(chosen.name, path, chosen.piece, list(items.values()), refusals, folder)
 
 
-def _records(path: Path, files: Sequence[Path]) -> Iterator[Record | Refusal]:
+def _records(path: Path, files: Sequence[Path]) -> Iterator[DataRecord | Refusal]:
     """Yields the records of all files; of a file that ends damaged, a refusal at its end."""
     for file in files:
         name = file.relative_to(path if path.is_dir() else path.parent).as_posix()
@@ -195,21 +195,21 @@ def _records(path: Path, files: Sequence[Path]) -> Iterator[Record | Refusal]:
             yield Refusal(name, str(error))
 
 
-def _bare_records(folder: Path) -> Iterator[Record]:
+def _bare_records(folder: Path) -> Iterator[DataRecord]:
     """Yields a context for each PDF, each folder of images, and each few images that lie loose."""
     entries = sorted(folder.iterdir())
     loose = [entry.name for entry in entries if entry.suffix.lower() in IMAGE_SUFFIXES]
     groups = [loose[first : first + LOOSE] for first in range(0, len(loose), LOOSE)]
     groups += [[entry.name] for entry in entries if entry.is_dir() or entry.suffix.lower() == ".pdf"]
     for names in groups:
-        yield Record({"id": names[0], "images": names, "question": DESCRIBE}, names[0])
+        yield DataRecord({"id": names[0], "images": names, "question": DESCRIBE}, names[0])
 
 
-def _map_of(name: str | None, path: Path, entries: Iterator[Record | Refusal]) -> FieldMap:
+def _map_of(name: str | None, path: Path, entries: Iterator[DataRecord | Refusal]) -> FieldMap:
     """Returns the map of a name or file, or the one that the first record fits."""
     refused = None
     for entry in entries:
-        if isinstance(entry, Record):
+        if isinstance(entry, DataRecord):
             break
         refused = refused or entry
     else:
@@ -232,7 +232,7 @@ def _map_of(name: str | None, path: Path, entries: Iterator[Record | Refusal]) -
 # -------------------------------------------------------------------------------------------------------- items
 
 
-def _items(record: Record, fields: FieldMap, media: MediaFolder, keep: int | None) -> list[Item]:
+def _items(record: DataRecord, fields: FieldMap, media: MediaFolder, keep: int | None) -> list[Item]:
     """Makes the item of a record, or one for each step of an episode.
 
     Raises:

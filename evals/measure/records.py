@@ -22,7 +22,7 @@ LONGEST_CELL = 256 << 20
 """Characters of a table's cell: images are base64."""
 
 
-class Record(NamedTuple):
+class DataRecord(NamedTuple):
     """One record: its fields, and file and line or number for messages."""
 
     values: Mapping[str, Any]
@@ -52,7 +52,7 @@ def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def read_records(path: Path, name: str) -> Iterator[Record | Refusal]:
+def read_records(path: Path, name: str) -> Iterator[DataRecord | Refusal]:
     """Reads a file's records in order; a line that is none is a `Refusal`, and the lines behind it are read.
 
     Args:
@@ -61,39 +61,51 @@ def read_records(path: Path, name: str) -> Iterator[Record | Refusal]:
     Raises:
       InputError: the file is damaged, or not what its suffix says. MissingExtraError: Parquet without `data`.
     """
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    with cast(Stream, gzip.open(path, "rb") if packed else path.open("rb")) as stream:
-        try:
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with cast(Stream, gzip.open(path, "rb") if packed else path.open("rb")) as stream:
             yield from READERS.get(_suffix(path), _tfrecord)(stream, name)
-        except (OSError, EOFError, zlib.error, csv.Error) as error:
-            raise InputError(f"{name}: got damaged bytes ({error}); expected a whole file") from error
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        raise InputError(f"{name}: got damaged bytes ({error}); expected a whole file") from error
 
 
-def _json_lines(stream: Stream, name: str) -> Iterator[Record | Refusal]:
+def json_objects(path: Path) -> Iterator[DataRecord]:
+    """Reads every line of a file of JSON Lines.
+
+    Raises:
+      InputError: a line that is no JSON object, no such file, or a damaged one.
+    """
+    for record in read_records(path, path.name):
+        if isinstance(record, Refusal):
+            raise InputError(f"{record.where}: {record.reason}")
+        yield record
+
+
+def _json_lines(stream: Stream, name: str) -> Iterator[DataRecord | Refusal]:
     for number, line in enumerate(stream, 1):
         if line.strip():
             yield _object(line, f"{name}:{number}")
 
 
-def _object(line: bytes, where: str) -> Record | Refusal:
+def _object(line: bytes, where: str) -> DataRecord | Refusal:
     try:
         value = loads(line.decode("utf-8-sig"))
     except ValueError as error:
         return Refusal(where, f"line: got {str(error)[:200]}; expected one JSON object in UTF-8")
     if isinstance(value, dict):
-        return Record(value, where)
+        return DataRecord(value, where)
     return Refusal(where, f"line: got {value!r:.80}; expected one JSON object")
 
 
-def _json(stream: Stream, name: str) -> Iterator[Record | Refusal]:
+def _json(stream: Stream, name: str) -> Iterator[DataRecord | Refusal]:
     """Reads a list of objects, one object, or an object whose `data` is the list, as the DocVQA challenge writes it."""
     content = stream.read()
     try:
         value = loads(content.decode("utf-8-sig"))
     except ValueError as error:
         # JSON Lines go by .json as well.
-        if isinstance(_object(content.strip().split(b"\n", 1)[0], name), Record):
+        if isinstance(_object(content.strip().split(b"\n", 1)[0], name), DataRecord):
             yield from _json_lines(io.BytesIO(content), name)
             return
         raise InputError(f"{name}: got {error}; expected JSON in UTF-8") from error
@@ -101,10 +113,10 @@ def _json(stream: Stream, name: str) -> Iterator[Record | Refusal]:
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     for number, entry in enumerate(value if isinstance(value, list) else [value]):
         where = f"{name}[{number}]"
-        yield Record(entry, where) if isinstance(entry, dict) else Refusal(where, "entry: expected an object")
+        yield DataRecord(entry, where) if isinstance(entry, dict) else Refusal(where, "entry: expected an object")
 
 
-def _table(stream: Stream, name: str) -> Iterator[Record | Refusal]:
+def _table(stream: Stream, name: str) -> Iterator[DataRecord | Refusal]:
     """Reads a TSV whose cells may be quoted and hold line ends, as pandas writes them. Empty cells are left out."""
     csv.field_size_limit(LONGEST_CELL)
     with io.TextIOWrapper(cast(Any, stream), "utf-8-sig", errors="replace", newline="") as lines:
@@ -116,29 +128,31 @@ def _table(stream: Stream, name: str) -> Iterator[Record | Refusal]:
         for row in rows:
             where, number = f"{name}:{number}", rows.line_num + 1
             if len(row) == len(header) and not any("\ufffd" in cell for cell in row):
-                yield Record({column: cell for column, cell in zip(header, row, strict=True) if cell}, where)
+                yield DataRecord({column: cell for column, cell in zip(header, row, strict=True) if cell}, where)
             elif any(row):
                 yield Refusal(where, f"row: got {len(row)} cells; expected {len(header)} in UTF-8, as the header has")
 
 
-def _parquet(stream: Stream, name: str) -> Iterator[Record | Refusal]:
+def _parquet(stream: Stream, name: str) -> Iterator[DataRecord | Refusal]:
     parquet, arrow = require("pyarrow.parquet", "pyarrow", "data"), require("pyarrow", "pyarrow", "data")
     try:
         number = 0
         for batch in parquet.ParquetFile(stream).iter_batches(batch_size=16):
             for values in batch.to_pylist():
-                yield Record({key: value for key, value in values.items() if value is not None}, f"{name}[{number}]")
+                yield DataRecord(
+                    {key: value for key, value in values.items() if value is not None}, f"{name}[{number}]"
+                )
                 number += 1
     except arrow.ArrowException as error:
         raise InputError(f"{name}: got damaged Parquet ({error}); expected a whole file") from error
 
 
-def _tfrecord(stream: Stream, name: str) -> Iterator[Record | Refusal]:
+def _tfrecord(stream: Stream, name: str) -> Iterator[DataRecord | Refusal]:
     for number, values in enumerate(examples(stream, name)):
-        yield Record(values, f"{name}[{number}]")
+        yield DataRecord(values, f"{name}[{number}]")
 
 
-READERS: dict[str, Callable[[Stream, str], Iterator[Record | Refusal]]] = {
+READERS: dict[str, Callable[[Stream, str], Iterator[DataRecord | Refusal]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".tsv": _table,

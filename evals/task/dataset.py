@@ -23,7 +23,7 @@ from .contexts import SIZES, Contexts, sample
 from .layout import tower_inputs
 from .preparation import prepared
 from .questions import KINDS, Questions, ask
-from .reading import Answers, image_tokens, place, read, read_rows
+from .reading import TaskAnswers, image_tokens, place, question_table, read, read_rows
 from .vocabulary import check_words
 
 MOVED = 37
@@ -104,13 +104,10 @@ class TaskBatch:
             before=fold([transition_of(kv) for kv in self.alone[:-1]]) if layout.parts else None,
         )
 
-        expected = asked.answer >= 0
-        valid = np.stack([expected[:, columns].any(axis=1) for columns in asked.columns()], axis=1)
-        kind = np.broadcast_to(asked.kind, valid.shape)
-        self.questions = datasets.Questions(kind, valid, np.ones(valid.shape, int))
+        self.questions = question_table(asked)
 
-    def read(self, cache: KV, visible: Bool[AnyArray, "B S"] | None = None) -> Answers:
-        """Answers every question over one cache per context."""
+    def read(self, cache: KV, visible: Bool[AnyArray, "B S"] | None = None) -> TaskAnswers:
+        """TaskAnswers every question over one cache per context."""
         return read(self.backbone, self.packed, self.positions, cache, visible)
 
     def asked(self) -> SplicedCache:
@@ -122,8 +119,8 @@ class TaskBatch:
         )
         return datasets.row_per_question(self.splice, len(first), self.backbone.embed(ids, positions))
 
-    def read_asked(self, repaired: Repaired) -> Answers:
-        """Answers every question over its own row of a repaired cache."""
+    def read_asked(self, repaired: Repaired) -> TaskAnswers:
+        """TaskAnswers every question over its own row of a repaired cache."""
         return read_rows(self.backbone, self.packed, self.positions, repaired.cache, repaired.visible)
 
 

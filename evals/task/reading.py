@@ -16,7 +16,7 @@ from kvpatch_jax.backbone import KV, Tokens, joined
 from kvpatch_jax.core import AnyArray
 from models import ModelBackbone
 
-from ..harness.datasets import question_mask, repeated_rows
+from ..harness.datasets import QuestionTable, question_mask, repeated_rows
 from .contexts import Contexts
 from .layout import Prefix, prefix_of, tower_inputs, within_question
 from .questions import Questions
@@ -52,8 +52,16 @@ def place(layout: kvp.KVLayout, prefix: Prefix, pieces: Sequence[KV], start: int
     return dict(joined(*[kvp.to_engine(layout, kv, local, at) for kv, local, at in places]))
 
 
-class Answers:
-    """Answers to packed questions.
+def question_table(questions: Questions, kinds: np.ndarray | None = None) -> QuestionTable:
+    """Says which of packed questions count; the right answer is 1. kinds: their numbers, in place of their own."""
+    expected = questions.answer >= 0
+    valid = np.stack([expected[:, tokens].any(axis=1) for tokens in questions.columns()], axis=1)
+    kinds = questions.kind if kinds is None else kinds
+    return QuestionTable(np.broadcast_to(kinds, valid.shape), valid, np.ones(valid.shape, int))
+
+
+class TaskAnswers:
+    """TaskAnswers to packed questions.
 
     A question of several tokens is right where all of them are, as greedy decoding would have it; its KL is their sum.
     """
@@ -68,7 +76,7 @@ class Answers:
         right = (self.log_probabilities.argmax(axis=-1) == expected) | (expected < 0)
         return np.stack([right[:, tokens].all(axis=1) for tokens in self.questions.columns()], axis=1).astype(int)
 
-    def divergence_from(self, reference: "Answers") -> Float[np.ndarray, "B Q"]:
+    def divergence_from(self, reference: "TaskAnswers") -> Float[np.ndarray, "B Q"]:
         """Computes KL(reference ‖ this) per question, in nats."""
         # In float64: differences of log-probabilities near 0 would vanish in float32.
         expected = reference.log_probabilities.astype(np.float64)
@@ -83,7 +91,7 @@ def read(
     positions: Int[np.ndarray, "B M *axes"],
     cache: KV,
     visible: Bool[AnyArray, "B T"] | None = None,
-) -> Answers:
+) -> TaskAnswers:
     """Asks all questions over a cache in the engine frame; each sees the cache and its own tokens.
 
     Args:
@@ -100,7 +108,7 @@ def read(
     seen = np.broadcast_to(seen[:, None], (count, length, keys))
     among = np.broadcast_to(within_question(questions.number), (count, length, length))
     mask = np.concatenate([seen, among], axis=2)[:, None]
-    return Answers(_log_probabilities(backbone.prefill(tokens, cache, mask, logits="all").logits), questions)
+    return TaskAnswers(_log_probabilities(backbone.prefill(tokens, cache, mask, logits="all").logits), questions)
 
 
 def read_rows(
@@ -109,7 +117,7 @@ def read_rows(
     positions: Int[np.ndarray, "B M *axes"],
     cache: KV,
     visible: Bool[AnyArray, "R T"] | None = None,
-) -> Answers:
+) -> TaskAnswers:
     """Asks every question over a row of its own, the rows R of a context's questions behind one another."""
     columns, count = questions.columns(), len(questions.ids)
     answers = np.zeros((*questions.ids.shape, backbone.config.text.vocabulary), np.float32)
@@ -124,7 +132,7 @@ def read_rows(
         context = {name: value[:, rows] for name, value in cache.items()}
         logits = backbone.prefill(backbone.embed(ids, places), context, mask, logits="all").logits
         answers[:, packed.reshape(-1)] = _log_probabilities(logits).reshape(count, packed.size, -1)
-    return Answers(answers, questions)
+    return TaskAnswers(answers, questions)
 
 
 def _log_probabilities(logits: Any) -> np.ndarray:

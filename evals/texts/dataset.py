@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpatch_jax.errors import InputError
 
-from ..harness.datasets import Questions
+from ..harness.datasets import QuestionTable
 from . import corpus
 from .splices import Ids, TextBatch, encode, spliced, start_tokens
 
@@ -124,7 +124,7 @@ class FactSet:
         last = np.array([[[len(ids) - 1] for ids in row] for row in prompts], np.int32)
         kind = np.array([[kind for kind, *_ in context.asked] for context in contexts])
         answer = np.array([[encode(backbone, word)[0] for *_, word in context.asked] for context in contexts])
-        questions = Questions(kind, np.ones(kind.shape, bool), answer)
+        questions = QuestionTable(kind, np.ones(kind.shape, bool), answer)
         return TextBatch(backbone, splice, reference, number * 1000 + np.arange(size), questions, padded, last)
 
 
@@ -182,7 +182,7 @@ class PassageSet:
         following = [ids[(row + 1) * length : (row + 1) * length + self.scored + 1] for row in range(size)]
         # The last passage of a document may have no token after those that are read, so nothing is right there.
         answer = np.stack([np.pad(row, (0, self.scored + 1 - len(row)), constant_values=-1) for row in following])
-        questions = Questions(np.zeros((size, self.scored), int), np.ones((size, self.scored), bool), answer[:, 1:])
+        questions = QuestionTable(np.zeros((size, self.scored), int), np.ones((size, self.scored), bool), answer[:, 1:])
         at = np.broadcast_to(np.arange(self.scored, dtype=np.int32), (size, 1, self.scored))
         clusters = np.full(size, number)
         return TextBatch(backbone, splice, reference, clusters, questions, answer[:, None, : self.scored], at)

@@ -19,7 +19,7 @@ from kvpatch_jax import to_engine
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import SplicedCache, reordered_by_question
 
-from ..harness.datasets import Questions
+from ..harness.datasets import QuestionTable
 from . import corpus
 from .dataset import COLOURS, JOBS, NAMES, THINGS, pick
 from .splices import Ids, TextAnswers, TextBatch, encode, placed
@@ -261,7 +261,7 @@ class InfoFlowSet:
         at = np.arange(first, first + FOLLOW, dtype=np.int32)
         prompts = np.concatenate([context.asked, context.behind])[None, None]
         answer = context.choices[0] if context.choices else answer_number(context.behind[: context.scored])
-        questions = Questions(np.array([[TASKS.index(task)]]), np.ones((1, 1), bool), np.array([[answer]]))
+        questions = QuestionTable(np.array([[TASKS.index(task)]]), np.ones((1, 1), bool), np.array([[answer]]))
         answers = functools.partial(SpanAnswers, context=context)
         clusters = np.array([number])
         length = len(context.asked)

@@ -18,7 +18,7 @@ from kvpatch_jax.cache import Text
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import Repaired, SplicedCache
 
-from ..harness.datasets import Questions, question_mask, repeated_rows, row_per_question
+from ..harness.datasets import QuestionTable, question_mask, repeated_rows, row_per_question
 
 Ids = Int[np.ndarray, " _"]
 
@@ -68,7 +68,7 @@ class TextBatch:
         splice: SplicedCache,
         reference: KV,
         clusters: Int[np.ndarray, " B"],
-        questions: Questions,
+        questions: QuestionTable,
         prompts: Int[np.ndarray, "B R W"],
         read_at: Int[np.ndarray, "B R A"],
         question: int | None = None,

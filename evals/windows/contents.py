@@ -1,7 +1,7 @@
 """What stands in windows: the task's sheets and pages, or chunks of texts, and what is asked behind them."""
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -10,44 +10,30 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import KV
 from models import ModelBackbone
 
-from ..harness.datasets import Questions
-from ..task import questions as task_questions
+from ..harness.datasets import QuestionTable
+from ..harness.lines import BatchedPiece, Line, make_piece, positions_of
 from ..task.contexts import Contexts
 from ..task.layout import Prefix
-from ..task.reading import Answers, image_tokens, read
+from ..task.questions import Questions
+from ..task.reading import TaskAnswers, image_tokens, question_table, read
 from ..texts.splices import TextAnswers
-from .lines import Line, Piece, make_piece, places
-
-
-class Tail(Protocol):
-    """What is asked behind a line."""
-
-    @property
-    def questions(self) -> Questions: ...
-
-    def ask(self, line: Line, parts: list[KV]) -> Any:
-        """Asks everything behind a line whose pieces have the engine-frame KV `parts`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskTail:
-    """The task's packed questions. kinds: their numbers, in place of the questions' own."""
+    """The task's packed questions behind a line. kinds: their numbers, in place of the questions' own."""
 
     prefix: Prefix
-    packed: task_questions.Questions
+    packed: Questions
     kinds: np.ndarray | None = None
 
     @property
-    def questions(self) -> Questions:
+    def questions(self) -> QuestionTable:
         """Which of them count; the right answer is 1."""
-        expected = self.packed.answer >= 0
-        valid = np.stack([expected[:, columns].any(axis=1) for columns in self.packed.columns()], axis=1)
-        kinds = self.packed.kind if self.kinds is None else self.kinds
-        return Questions(np.broadcast_to(kinds, valid.shape), valid, np.ones(valid.shape, int))
+        return question_table(self.packed, self.kinds)
 
-    def ask(self, line: Line, parts: list[KV]) -> Answers:
-        """Asks everything behind a line."""
+    def ask(self, line: Line, parts: Sequence[KV]) -> TaskAnswers:
+        """Asks everything behind a line whose pieces have the engine-frame KV `parts`."""
         behind = np.full(len(self.packed.ids), line.end)
         positions = self.prefix.positions_behind(behind, self.packed.step)
         return read(line.backbone, self.packed, positions, dict(kvp.joined(*parts)))
@@ -55,20 +41,20 @@ class TaskTail:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextTail:
-    """The next tokens of a text [B,N], each predicted from those before it."""
+    """The next tokens of a text [B,N] behind a line, each predicted from those before it."""
 
     ids: np.ndarray
     following: np.ndarray
 
     @property
-    def questions(self) -> Questions:
+    def questions(self) -> QuestionTable:
         """Every token counts."""
         shape = self.ids.shape
-        return Questions(np.zeros(shape, int), np.ones(shape, bool), self.following)
+        return QuestionTable(np.zeros(shape, int), np.ones(shape, bool), self.following)
 
-    def ask(self, line: Line, parts: list[KV]) -> TextAnswers:
-        """Reads the text behind a line."""
-        tokens = line.backbone.embed(self.ids, places(line.backbone, self.ids.shape, line.end))
+    def ask(self, line: Line, parts: Sequence[KV]) -> TextAnswers:
+        """Reads the text behind a line whose pieces have the engine-frame KV `parts`."""
+        tokens = line.backbone.embed(self.ids, positions_of(line.backbone, self.ids.shape, start=line.end))
         logits = line.backbone.prefill(tokens, kvp.joined(*parts), logits="all").logits
         return TextAnswers(jax.nn.log_softmax(logits))
 
@@ -85,8 +71,8 @@ class TaskPieces:
     contexts: Contexts
     clusters: np.ndarray
     prefix: Prefix
-    sheets: tuple[Piece, ...]
-    page: Piece
+    sheets: tuple[BatchedPiece, ...]
+    page: BatchedPiece
 
     @classmethod
     def of(cls, backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray) -> "TaskPieces":
@@ -96,6 +82,6 @@ class TaskPieces:
         *sheets, page = (make_piece(backbone, tokens, f"{place}:{mark}") for place, tokens in enumerate(images))
         return cls(backbone, contexts, clusters, prefix, tuple(sheets), page)
 
-    def line(self, *pieces: Piece) -> Line:
+    def line(self, *pieces: BatchedPiece) -> Line:
         """Places pieces behind one another."""
         return Line(self.backbone, pieces)

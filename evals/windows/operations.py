@@ -6,7 +6,7 @@ window that is left. Patches are formed by a full SVD.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,13 @@ from kvpatch_jax.patching import Accumulated, orders_of
 from models import ModelBackbone
 
 from ..harness.datasets import Run
-from ..harness.frame import Row
+from ..harness.lines import BatchedPiece, Line
 from ..harness.methods import BLIND, REFERENCE
-from ..harness.parts import Part, Record
 from ..harness.runner import loaded
 from ..task.contexts import DOCUMENTS, SIZES, Contexts, latest, sample
 from ..task.questions import KINDS, Questions, ask
 from .contents import TaskPieces, TaskTail
-from .lines import Line, Piece
-from .records import Measured, records_of, rows_of
+from .measured import Measured, WindowDataset
 
 RANK = 32
 """Of every patch: the smallest that suffices for the hybrids of the plain drawing."""
@@ -37,7 +35,6 @@ SLIDE_KINDS = ("page", "sheet", "survivor", "evicted")
 REORDER_QUESTIONS = {"page": 2, "chain": 6, "override": 3, "aggregate": 4}
 RECALL_QUESTIONS = {"page": 2, "chain": 8, "override": 4}
 """Letters whose cells are all defined are rare where sheets of other contexts stand, so aggregates are left out."""
-METRICS = ("accuracy", "difference", "kl")
 
 Operation = Callable[[TaskPieces, np.random.Generator], Iterator[Measured]]
 
@@ -50,7 +47,7 @@ def measure_reorder(images: TaskPieces, rng: np.random.Generator) -> Iterator[Me
     """
     orders = orders_of(len(images.sheets))
     lines = [images.line(*(images.sheets[place] for place in order), images.page) for order in orders]
-    prefilled = [line.prefilled() for line in lines]
+    prefilled = [line.conditioned() for line in lines]
     page, place = images.page.chunk, len(images.sheets)
     exact = []
     for line, parts in zip(lines, prefilled, strict=True):
@@ -71,8 +68,8 @@ def measure_reorder(images: TaskPieces, rng: np.random.Generator) -> Iterator[Me
         }
         if page.layout.parts:
             patches["orbit, rows"] = kvp.orbit_patch(total, {"rows": RANK}, method="exact")
-        sheets = [line.served(sheet) for sheet in range(place)]
-        served = {arm: [*sheets, line.served(place, patch)] for arm, patch in patches.items()}
+        sheets = [line.serve(sheet) for sheet in range(place)]
+        served = {arm: [*sheets, line.serve(place, patch)] for arm, patch in patches.items()}
         contexts = reordered(images.contexts, orders[number])
         questions = ask(contexts, rng, REORDER_QUESTIONS)
         yield answered(images, "reorder", line, parts, served, questions)
@@ -87,16 +84,16 @@ def measure_slide(images: TaskPieces, rng: np.random.Generator) -> Iterator[Meas
     re-prefill cannot know.
     """
     before = images.line(*images.sheets, images.page)
-    conditioned = before.prefilled()
+    conditioned = before.conditioned()
     foreign = [sheet.of_others() for sheet in images.sheets]
 
     def behind_others(place: int, gone: int) -> KV:
         """Prefills an image behind other contexts' sheets, the first `gone` of them left out."""
-        return images.line(*foreign[gone:place], before.pieces[place]).prefilled()[-1]
+        return images.line(*foreign[gone:place], before.pieces[place]).conditioned()[-1]
 
     for gone in range(1, len(images.sheets)):
         left = images.line(*before.pieces[gone:])
-        target = left.prefilled()
+        target = left.conditioned()
         served: dict[str, list[KV]] = {BLIND: [], "keep": [], "removal": [], "own": []}
         for place, after in enumerate(target):
             first, chunk = place + gone, left.pieces[place].chunk
@@ -106,11 +103,11 @@ def measure_slide(images: TaskPieces, rng: np.random.Generator) -> Iterator[Meas
                 "removal": (behind_others(first, gone), behind_others(first, 0)),
                 "own": (after, conditioned[first]),
             }
-            served[BLIND].append(left.served(place))
-            served["keep"].append(left.served(place, **base))
+            served[BLIND].append(left.serve(place))
+            served["keep"].append(left.serve(place, **base))
             for arm, (later, earlier) in formed.items():
                 patch = kvp.removal_patch(chunk, later, earlier, RANK, new, old, method="exact")
-                served[arm].append(left.served(place, patch, **base))
+                served[arm].append(left.serve(place, patch, **base))
 
         questions, kinds = slide_questions(images.contexts, rng, gone)
         yield answered(images, f"slide.gone={gone}", left, target, served, questions, SLIDE_KINDS, kinds)
@@ -125,7 +122,7 @@ def measure_recall(images: TaskPieces, rng: np.random.Generator) -> Iterator[Mea
     the re-prefill that is the reference. Of hybrids also "fresh, rows".
     """
     window, page = images.line(*images.sheets), images.page
-    retained = window.prefilled()
+    retained = window.conditioned()
     place = len(window)
     stale = patch_of(page, window.behind(window.placed(retained), page), window.antecedent(place))
 
@@ -138,7 +135,7 @@ def measure_recall(images: TaskPieces, rng: np.random.Generator) -> Iterator[Mea
             window = images.line(*window.pieces, newer)
 
         line, sheets = images.line(*window.pieces, page), window.placed(retained)
-        parts, antecedent = line.prefilled(), line.antecedent(place)
+        parts, antecedent = line.conditioned(), line.antecedent(place)
         conditioned = window.behind(sheets, page)
         correction = kvp.correction_patch(page.chunk, stale, conditioned, RANK, antecedent, method="exact")
         patches: dict[str, kvp.Patch | None] = {
@@ -150,7 +147,7 @@ def measure_recall(images: TaskPieces, rng: np.random.Generator) -> Iterator[Mea
         }
         if page.chunk.layout.parts:
             patches["fresh, rows"] = patch_of(page, conditioned, antecedent, {"rows": RANK})
-        served = {arm: [*sheets, line.served(place, patch)] for arm, patch in patches.items()}
+        served = {arm: [*sheets, line.serve(place, patch)] for arm, patch in patches.items()}
 
         # New sheets stand behind those that stayed.
         contexts = with_foreign(images.contexts, np.arange(place) < turnover)
@@ -167,18 +164,18 @@ def measure_parts(images: TaskPieces, rng: np.random.Generator) -> Iterator[Meas
     line, page = images.line(*images.sheets, images.page), images.page
     if not page.chunk.layout.parts:
         raise InputError("windows.parts: got a transformer; expected a hybrid, whose chunks have a transition")
-    parts, place = line.prefilled(), len(images.sheets)
+    parts, place = line.conditioned(), len(images.sheets)
     ranks: dict[str, Any] = {f"patch.rank={rank}": rank for rank in (8, 16, RANK)}
     ranks |= {
         f"rows.rank={RANK}": {"rows": RANK},
         "transition.whole": {"transition": WHOLE},
         "rows.rank=16, transition.whole": {"rows": 16, "transition": WHOLE},
     }
-    sheets = [line.served(sheet) for sheet in range(place)]
-    served, costs = {BLIND: [*sheets, line.served(place)]}, {}
+    sheets = [line.serve(sheet) for sheet in range(place)]
+    served, costs = {BLIND: [*sheets, line.serve(place)]}, {}
     for arm, rank in ranks.items():
         patch = patch_of(page, parts[place], line.antecedent(place), rank)
-        served[arm] = [*sheets, line.served(place, patch)]
+        served[arm] = [*sheets, line.serve(place, patch)]
         costs[arm] = {"stored_bytes": patch.nbytes / page.chunk.nbytes}
     questions = ask(images.contexts, rng, REORDER_QUESTIONS)
     yield answered(images, "parts", line, parts, served, questions)._replace(costs=costs)
@@ -210,10 +207,10 @@ def answered(
     tail = TaskTail(images.prefix, questions, numbers)
     answers = {REFERENCE: tail.ask(line, line.placed(parts))}
     answers |= {arm: tail.ask(line, pieces) for arm, pieces in served.items()}
-    return Measured(probe, kinds, tail.questions, answers)
+    return Measured(probe, kinds, tail.questions, answers, images.clusters)
 
 
-def patch_of(piece: Piece, conditioned: KV, antecedent: Sequence[str], rank: Any = RANK) -> kvp.Patch:
+def patch_of(piece: BatchedPiece, conditioned: KV, antecedent: Sequence[str], rank: Any = RANK) -> kvp.Patch:
     """Forms a piece's patch behind others, as factors."""
     return kvp.form_patch(piece.chunk, conditioned, rank, antecedent, method="exact", dense=False)
 
@@ -278,42 +275,14 @@ def drawn_images(path: str, drawing: str, number: int, size: int, seed: int) -> 
     return TaskPieces.of(backbone, contexts, number * 100_000 + np.arange(size))
 
 
-class Windows:
-    """The operations as a data set: a part per model, batch of contexts and operation.
+def measure_batch(run: Run, path: str, probe: str, number: int, size: int) -> Iterator[Measured]:
+    """Measures an operation on one batch: what every arm answers in each of its settings.
 
     settings: drawing, "documents" by default.
     """
-
-    name = "windows"
-    probes = tuple(OPERATIONS)
-
-    def parts(self, run: Run) -> list[Part]:
-        """Lists all parts; the operations of a batch follow one another, so that its images are drawn once.
-
-        Raises:
-          InputError: an unknown operation.
-        """
-        probes = run.probes_of(self, 3)
-        parts = []
-        for number, size in run.batches:
-            for model in run.models:
-                for probe in probes:
-                    measure = functools.partial(self.measure, run, model, probe, number, size)
-                    key = f"windows.{probe}, {model}, batch {number}"
-                    parts.append(Part(key, measure, float(size)))
-        return parts
-
-    def measure(self, run: Run, model: str, probe: str, number: int, size: int) -> Iterator[Record]:
-        """Measures an operation on one batch: what every arm answers in each of its settings."""
-        drawing = str(run.settings.get("drawing", "documents"))
-        images = drawn_images(run.models[model], drawing, number, size, run.seed)
-        rng = np.random.default_rng([run.seed, number, 100 + self.probes.index(probe)])
-        for measured in OPERATIONS[probe](images, rng):
-            yield from records_of(measured, model, images.clusters)
-
-    def rows(self, records: Mapping[str, Iterable[Record]]) -> list[Row]:
-        """Makes rows; probes are "windows.reorder", "windows.slide.gone=1" and so on."""
-        return rows_of(self.name, records, METRICS)
+    images = drawn_images(path, str(run.settings.get("drawing", "documents")), number, size, run.seed)
+    rng = np.random.default_rng([run.seed, number, 100 + [*OPERATIONS].index(probe)])
+    return OPERATIONS[probe](images, rng)
 
 
-WINDOWS = Windows()
+WINDOWS = WindowDataset("windows", [*OPERATIONS], ("accuracy", "difference", "kl"), measure_batch, default=3)

@@ -7,40 +7,37 @@ cache is a session that forgets. All other ways are counted, not run.
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import Buckets
 from kvpatch_jax.session import embedded
 from kvpatch_jax.session.logit_comparison import compared, served_logits
 from kvpatch_jax.window import Costs
-from models import ModelBackbone, load
+from models import Buckets, ModelBackbone
 
 from ..harness.datasets import Run
 from ..harness.frame import Row, measured_row
 from ..harness.intervals import Interval
+from ..harness.lines import Question
 from ..harness.methods import REFERENCE
 from ..harness.parts import Part, Record
-from ..task.contexts import SIZES, sample
+from ..harness.runner import loaded
+from ..loops.costs import PrefixCache
+from ..task.contexts import SIZES, Contexts, sample
 from ..task.drawing import images_of
 from ..task.questions import ask
 from ..task.vocabulary import vocabulary
-from ..texts.corpus import documents
-from .records import rows_of
-from .tolerance import CHUNK, LEAD, LEAD_TOKENS
-from .visits import BATCHED, FIRST, ONE_BY_ONE, OTHER_ORDERS, PIECES, SAME, Prompt, Visit, counted_work, draw_visits
+from .measured import rows_of
+from .tolerance import LEAD_TOKENS
+from .visits import BATCHED, FIRST, ONE_BY_ONE, OTHER_ORDERS, PIECES, SAME, Visit, counted_work, draw_visits
 
-SCORED = 16
-"""Tokens of a text that are scored behind a chunk."""
-REVISITS_OF = {"documents": 16, "plain": 16, "prose": 8, "code": 8}
+MOST_REVISITS = 16
 """Steps of a visit after every piece was shown once, at most."""
 OTHER = "other"
 """The visits in other orders together."""
-RUN_UP_TO = 8
-"""The largest window behind which sessions that forget are run; behind larger ones they prefill for minutes."""
 METRICS = ("accuracy", "kl", "within")
 
 
@@ -62,66 +59,45 @@ WAYS = {
 }
 
 
-class Question(NamedTuple):
-    """Tokens that are read behind a window, how many of them come before the first scored one, and the right tokens."""
-
-    ids: tuple[int, ...]
-    tokens: int
-    answers: tuple[int, ...]
-
-
-class Contents(NamedTuple):
-    """What a trace shows and asks.
+class TraceContents(NamedTuple):
+    """What a trace shows and asks: contexts of the task, three sheets and a page each.
 
     Attributes:
-      lead: token ids, pinned in front. pieces: of all contexts in order, images or token ids.
-      ask: asks about a context by its number, of which these pieces stand together at the end of the window.
+      contexts: one each. pieces: images of all contexts in order.
+      lead: token ids, pinned in front.
     """
 
+    contexts: list[Contexts]
+    pieces: list[np.ndarray]
     lead: list[int]
-    pieces: list[Any]
-    ask: Callable[[np.random.Generator, int, Sequence[int]], Question]
 
+    @classmethod
+    def draw(cls, count: int, seed: int) -> "TraceContents":
+        """Draws contexts."""
+        rng = np.random.default_rng(seed)
+        contexts = [sample(rng, 1, SIZES[str(PIECES)]) for _ in range(count)]
+        pieces = [image for context in contexts for image in images_of(context)]
+        return cls(contexts, pieces, (vocabulary().first["value"] + np.arange(LEAD_TOKENS)).tolist())
 
-def task_contents(drawing: str, contexts: int, seed: int) -> Contents:
-    """Draws contexts of the task: three sheets and a page each."""
-    rng = np.random.default_rng(seed)
-    drawn = [sample(rng, 1, SIZES[str(PIECES)], drawing=drawing) for _ in range(contexts)]
-    pieces = [image for context in drawn for image in images_of(context)]
+    def ask(self, rng: np.random.Generator, context: int, together: Sequence[int]) -> tuple[Question, int]:
+        """Draws a question and its answer, -1 without one.
 
-    def asked(rng: np.random.Generator, context: int, together: Sequence[int]) -> Question:
+        Args:
+          context: its number. together: its pieces that stand together at the end of the window.
+        """
         is_page = together[-1] == PIECES - 1
         kind = "sheet" if not is_page else "chain" if len(together) > 1 else "page"
         sheets = [piece for piece in together if piece != PIECES - 1]
         shown = np.zeros((1, PIECES - 1), bool)
         # A page is asked about through all sheets in front of it, a sheet by itself.
         shown[0, sheets if is_page else sheets[-1:]] = True
-        questions = ask(drawn[context], rng, {kind: 1}, shown)
-        return Question(tuple(questions.ids[0].tolist()), questions.ids.shape[1], (int(questions.answer[0, -1]),))
-
-    return Contents((vocabulary(drawing).first["value"] + np.arange(LEAD_TOKENS)).tolist(), pieces, asked)
-
-
-def text_contents(backbone: ModelBackbone, domain: str, contexts: int, trace: int) -> Contents:
-    """Reads documents of a domain, four chunks each, no two traces the same; scored is what follows a chunk."""
-    stride, first = CHUNK + SCORED, trace * contexts
-    tokens = PIECES * stride + 1
-    pieces, tails = [], []
-    for document in documents(backbone, domain, first + contexts, tokens, tokens)[first:]:
-        for start in range(0, PIECES * stride, stride):
-            ids = document.ids[start : start + stride + 1].tolist()
-            pieces.append(ids[:CHUNK])
-            tails.append(ids[CHUNK:])
-
-    def asked(rng: np.random.Generator, context: int, together: Sequence[int]) -> Question:
-        ids = tails[context * PIECES + together[-1]]
-        return Question(tuple(ids[:-1]), 1, tuple(ids[1:]))
-
-    return Contents(np.asarray(backbone.prepare([kvp.Text(LEAD)])["input_ids"])[0].tolist(), pieces, asked)
+        questions = ask(self.contexts[context], rng, {kind: 1}, shown)
+        ids = tuple(questions.ids[0].tolist())
+        return Question(ids, (len(ids) - 1,)), int(questions.answer[0, -1])
 
 
-def questions_of(contents: Contents, visit: Visit, window: int, seed: int) -> list[Question]:
-    """Asks after every step of a visit, about what is in a window of so many pieces."""
+def questions_of(contents: TraceContents, visit: Visit, window: int, seed: int) -> list[tuple[Question, int]]:
+    """Asks after every step of a visit, about what is in a window of so many pieces; questions with their answers."""
     # The same trace is asked the same questions.
     rng, questions = np.random.default_rng([seed, *visit.pieces]), []
     for step in range(len(visit.pieces)):
@@ -150,9 +126,9 @@ class ServedVisit(NamedTuple):
 def serve(
     backbone: ModelBackbone,
     store: kvp.ChunkStore | None,
-    contents: Contents,
+    contents: TraceContents,
     visit: Visit,
-    questions: Sequence[Question],
+    questions: Sequence[tuple[Question, int]],
     options: Mapping[str, Any],
     shown: set[int],
 ) -> ServedVisit:
@@ -166,7 +142,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(kvp.Session(backbone, store, lead=contents.lead, **options))
         before = _counts(session)
-        for step, (piece, question) in enumerate(zip(visit.pieces, questions, strict=True)):
+        for step, (piece, (question, _)) in enumerate(zip(visit.pieces, questions, strict=True)):
             if visit.forked and step == visit.forked:
                 session = stack.enter_context(session.fork())
                 before = _counts(session)
@@ -177,8 +153,7 @@ def serve(
             if step >= visit.forked:
                 revisited += piece in shown
                 tail = embedded(backbone, [list(question.ids)])
-                places = len(question.answers)
-                logits.append(served_logits(session.runtime, session.window, tail, question.tokens, places))
+                logits.append(served_logits(session.runtime, session.window, tail, len(question.ids), 1))
             shown.add(piece)
         counts = {name: value - before[name] for name, value in _counts(session).items()}
     counts |= {"steps": len(visit.pieces) - visit.forked, "revisits": revisited}
@@ -193,9 +168,9 @@ def _counts(session: kvp.Session) -> dict[str, int]:
 
 def serve_visits(
     backbone: ModelBackbone,
-    contents: Contents,
+    contents: TraceContents,
     visits: Sequence[Visit],
-    questions: Mapping[str, Sequence[Question]],
+    questions: Mapping[str, Sequence[tuple[Question, int]]],
     way: Way,
     window: int,
 ) -> Iterator[tuple[Visit, ServedVisit]]:
@@ -216,62 +191,52 @@ def serve_visits(
             yield visit, served
 
 
-@functools.lru_cache(maxsize=2)
-def padded_backbone(path: str) -> ModelBackbone:
-    """Loads a model that pads to few lengths, so that sessions compile few programs."""
-    return load(path, dtype="float32", buckets=Buckets())
-
-
-def records_of_trace(model: str, path: str, content: str, window: int, trace: int, seed: int) -> Iterator[Record]:
+def records_of_trace(model: str, path: str, window: int, trace: int, seed: int) -> Iterator[Record]:
     """Measures one trace: a record for each way and visit, those of the reference first, then what is counted."""
-    backbone, contexts = padded_backbone(path), max(2 * window // PIECES, 1)
-    if content in ("prose", "code"):
-        contents = text_contents(backbone, content, contexts, trace)
-    else:
-        contents = task_contents(content, contexts, seed + 1000 * window + trace)
-    revisits = min(REVISITS_OF[content], contexts * PIECES)
+    # Sessions of a model that pads to few lengths compile few programs.
+    backbone, contexts = loaded(path, buckets=Buckets()), max(2 * window // PIECES, 1)
+    contents = TraceContents.draw(contexts, seed + 1000 * window + trace)
+    revisits = min(MOST_REVISITS, contexts * PIECES)
     visits = draw_visits(contexts, window, revisits, seed + trace)
     questions = {visit.name: questions_of(contents, visit, window, seed) for visit in visits}
     truth: dict[str, ServedVisit] = {}
     labels = {"model": model, "kinds": ["answer"]}
 
     for name, way in WAYS.items():
-        if not way.stored and name != REFERENCE and window > RUN_UP_TO:
-            continue
         for visit, served in serve_visits(backbone, contents, visits, questions, way, window):
             expected = truth.setdefault(visit.name, served)
             record = _answers(served, expected, visit, questions[visit.name], trace)
-            yield {**labels, **record, "arm": name, "probe": _probe(content, window, visit), "counts": served.counts}
+            yield {**labels, **record, "arm": name, "probe": _probe(window, visit), "counts": served.counts}
 
-    caches: dict[str, set[Prompt]] = {}
+    caches: dict[str, PrefixCache] = {}
     tokens = [truth[FIRST].tokens[piece] for piece in range(contexts * PIECES)]
     flops = Costs.of(backbone, np.float32).run
     for visit in visits:
         counts = {"steps": len(visit.pieces) - visit.forked}
         for name, work in counted_work(visit, tokens, len(contents.lead), window, flops, caches).items():
             counted = {**counts, "tokens": work[0], "flops": work[1]}
-            yield {**labels, "arm": name, "probe": _probe(content, window, visit), "counts": counted}
+            yield {**labels, "arm": name, "probe": _probe(window, visit), "counts": counted}
 
 
-def _probe(content: str, window: int, visit: Visit) -> str:
-    return f"{content}.window={window}.{visit.name}"
+def _probe(window: int, visit: Visit) -> str:
+    return f"documents.window={window}.{visit.name}"
 
 
 def _answers(
-    served: ServedVisit, truth: ServedVisit, visit: Visit, questions: Sequence[Question], trace: int
+    served: ServedVisit, truth: ServedVisit, visit: Visit, questions: Sequence[tuple[Question, int]], trace: int
 ) -> Record:
     """Compares the answers of a visit with the reference's; questions without a right answer are left out."""
     columns: dict[str, list[Any]] = {"predicted": [], "kl": [], "answer": [], "kind": [], "cluster": []}
     steps = range(visit.forked, len(visit.pieces))
     for step, logits, expected in zip(steps, served.logits, truth.logits, strict=True):
-        kl, _ = compared(expected, logits)
-        for place, answer in enumerate(questions[step].answers):
-            if answer >= 0:
-                columns["predicted"].append(int(logits[place].argmax()))
-                columns["kl"].append(float(f"{kl[place]:.6g}"))
-                columns["answer"].append(answer)
-                columns["kind"].append(0)
-                columns["cluster"].append(1000 * trace + visit.pieces[step] // PIECES)
+        (kl,), _ = compared(expected, logits)
+        _, answer = questions[step]
+        if answer >= 0:
+            columns["predicted"].append(int(logits[0].argmax()))
+            columns["kl"].append(float(f"{kl:.6g}"))
+            columns["answer"].append(answer)
+            columns["kind"].append(0)
+            columns["cluster"].append(1000 * trace + visit.pieces[step] // PIECES)
     return columns
 
 
@@ -279,10 +244,10 @@ def _answers(
 
 
 class Revisits:
-    """Sessions over a store as a data set; a probe is what is shown and the window's chunks, a part a trace."""
+    """Sessions over a store as a data set; a probe is the window's chunks, a part a trace."""
 
     name = "revisits"
-    probes = tuple(f"{content}.window={window}" for content in REVISITS_OF for window in (2, 4, 8, 16))
+    probes = ("documents.window=4", "documents.window=2")
 
     def parts(self, run: Run) -> list[Part]:
         """Lists all parts; n is the number of traces.
@@ -293,10 +258,10 @@ class Revisits:
         probes = run.probes_of(self)
         parts = []
         for probe in probes:
-            content, _, window = probe.partition(".window=")
+            window = int(probe.rpartition("=")[2])
             for model, path in run.models.items():
                 for trace in range(run.n):
-                    measure = functools.partial(records_of_trace, model, path, content, int(window), trace, run.seed)
+                    measure = functools.partial(records_of_trace, model, path, window, trace, run.seed)
                     parts.append(Part(f"revisits.{probe}, {model}, trace {trace}", measure, float(window)))
         return parts
 

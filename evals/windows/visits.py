@@ -1,13 +1,17 @@
 """Visits: in which order a session is shown its pieces, and what agents prefill for that without this library.
 
-A trace has contexts of `PIECES` pieces each: three sheets and a page, or a document in four chunks. Its first visit
-shows every piece once, context by context, and then goes back to contexts that have left the window. The visits after
-it are made over the same store: the very same trace, other orders, and a fork at mid-trace.
+A trace has contexts of `PIECES` pieces each: three sheets and a page. Its first visit shows every piece once, context
+by context, and then goes back to contexts that have left the window. The visits after it are made over the same store:
+the very same trace, other orders, and a fork at mid-trace.
 """
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from ..loops.costs import PrefixCache, tokens
+from ..loops.episodes import PromptPiece, Shown
 
 PIECES = 4
 FIRST, SAME, CONTEXTS, SHUFFLED, FORK = "first", "same", "contexts", "pieces", "fork"
@@ -90,14 +94,17 @@ def _absent(pieces: Sequence[int], before: Sequence[int], window: int) -> list[i
 
 # ---------------------------------------------------------------------------------------------------- other ways
 
-Prompt = tuple[str, ...]
-"""Names of what a prompt consists of, after the lead."""
-Run = Callable[[int, int], int]
-"""FLOPs of a forward of so many tokens behind so many others."""
+Pieces = tuple[PromptPiece, ...]
+"""What a prompt consists of, after the lead."""
 
 
 def counted_work(
-    visit: Visit, tokens: Sequence[int], lead: int, window: int, run: Run, caches: dict[str, set[Prompt]]
+    visit: Visit,
+    sizes: Sequence[int],
+    lead: int,
+    window: int,
+    flops: Callable[[int, int], int],
+    caches: dict[str, PrefixCache],
 ) -> dict[str, tuple[int, int]]:
     """Counts the tokens and FLOPs that other ways of running an agent prefill in a visit.
 
@@ -105,77 +112,61 @@ def counted_work(
     once, and the first tokens of every piece of the window at each step.
 
     Args:
-      tokens: of each piece. lead: tokens pinned in front.
+      sizes: tokens of each piece. lead: tokens pinned in front.
+      flops: FLOPs of a forward of so many tokens behind so many others.
       caches: prefixes by way, which this adds to; those kept over visits come in as earlier visits left them.
     """
-    slow, batched = list(_sliding(visit, window, window)), list(_sliding(visit, window, 2 * window))
+    pieces = [PromptPiece(str(number), Shown(str(number), sizes[number])) for number in visit.pieces]
+    slow, batched = _sliding(pieces, window, window), _sliding(pieces, window, 2 * window)
     prompts = {
-        REPREFILL: slow,
         ONE_BY_ONE: slow,
         ONE_BY_ONE + KEPT: slow,
         BATCHED: batched,
         BATCHED + KEPT: batched,
-        PLACEHOLDER: list(_with_placeholders(visit, window)),
+        PLACEHOLDER: _with_placeholders(pieces, window),
     }
-    sizes = {str(number): count for number, count in enumerate(tokens)} | {"…": PLACEHOLDER_TOKENS}
-    work: dict[str, tuple[int, int]] = {}
+    steps = {REPREFILL: [_forwards(prompt, prompt, lead) for prompt in slow]}
     for way, shown in prompts.items():
-        seen = caches.setdefault(way, set()) if way.endswith(KEPT) else set()
-        work[way] = _prefixed(shown, visit.forked, sizes, lead, run, None if way == REPREFILL else seen)
-    work[MPIC] = _mpic(slow, visit.forked, sizes, lead, run, caches.setdefault(MPIC, set()))
+        cache = caches.setdefault(way, PrefixCache()) if way.endswith(KEPT) else PrefixCache()
+        steps[way] = [_forwards(prompt, cache.computed(prompt), lead) for prompt in shown]
+    # A piece's canonical is computed alone, behind nothing.
+    canonicals, steps[MPIC] = caches.setdefault(MPIC, PrefixCache()), []
+    for prompt in slow:
+        alone = _forwards(prompt[-1:], canonicals.computed(prompt[-1:]), 0)
+        first = [(round(MPIC_SHARE * size), behind) for size, behind in _forwards(prompt, prompt, lead)]
+        steps[MPIC].append([*alone, *first])
+
+    work: dict[str, tuple[int, int]] = {}
+    for way, forwards in steps.items():
+        # What a fork's parent computes is not the branch's.
+        counted = [*itertools.chain.from_iterable(forwards[visit.forked :])]
+        work[way] = sum(size for size, _ in counted), sum(itertools.starmap(flops, counted))
     return work
 
 
-def _prefixed(
-    shown: Sequence[Prompt], forked: int, sizes: dict[str, int], lead: int, run: Run, seen: set[Prompt] | None
-) -> tuple[int, int]:
-    """Counts what prompts compute behind their longest known prefix; None: nothing is known."""
-    computed = flops = 0
-    for step, prompt in enumerate(shown):
-        behind = lead
-        for end in range(1, len(prompt) + 1):
-            size = sizes[prompt[end - 1]]
-            if seen is None or prompt[:end] not in seen:
-                # A fork's parent fills the cache; what it computes is not the branch's.
-                computed += size if step >= forked else 0
-                flops += run(size, behind) if step >= forked else 0
-                if seen is not None:
-                    seen.add(prompt[:end])
-            behind += size
-    return computed, flops
+def _forwards(prompt: Pieces, computed: Pieces, lead: int) -> list[tuple[int, int]]:
+    """Lists the forwards of a prompt's last pieces: tokens of each, and of all in front of it."""
+    sizes = [piece.shown.tokens for piece in computed]
+    behind = itertools.accumulate(sizes, initial=lead + tokens(prompt) - sum(sizes))
+    return list(zip(sizes, behind, strict=False))
 
 
-def _mpic(
-    shown: Sequence[Prompt], forked: int, sizes: dict[str, int], lead: int, run: Run, seen: set[Prompt]
-) -> tuple[int, int]:
-    computed = flops = 0
-    for step, prompt in enumerate(shown):
-        work = []
-        if prompt[-1:] not in seen:
-            seen.add(prompt[-1:])
-            work.append((sizes[prompt[-1]], 0))
-        behind = lead
-        for piece in prompt:
-            work.append((round(MPIC_SHARE * sizes[piece]), behind))
-            behind += sizes[piece]
-        if step >= forked:
-            computed += sum(count for count, _ in work)
-            flops += sum(run(count, place) for count, place in work)
-    return computed, flops
+def _sliding(pieces: Sequence[PromptPiece], low: int, high: int) -> list[Pieces]:
+    """Lists the prompt of every step: at most `high` pieces; the oldest leave together, down to `low`."""
+    prompts, shown = [], list[PromptPiece]()
+    for piece in pieces:
+        if len(shown) == high:
+            shown = shown[high - low + 1 :]
+        shown.append(piece)
+        prompts.append(tuple(shown))
+    return prompts
 
 
-def _sliding(visit: Visit, low: int, high: int) -> Iterator[Prompt]:
-    """Yields the prompt of every step: at most `high` pieces; the oldest leave together, down to `low`."""
-    pieces: list[str] = []
-    for piece in visit.pieces:
-        if len(pieces) == high:
-            pieces = pieces[high - low + 1 :]
-        pieces.append(str(piece))
-        yield tuple(pieces)
-
-
-def _with_placeholders(visit: Visit, window: int) -> Iterator[Prompt]:
-    """Yields the prompt of every step: all pieces but the last `window` are placeholders, where they were."""
-    for step in range(len(visit.pieces)):
-        gone = max(step + 1 - window, 0)
-        yield ("…",) * gone + tuple(str(piece) for piece in visit.pieces[gone : step + 1])
+def _with_placeholders(pieces: Sequence[PromptPiece], window: int) -> list[Pieces]:
+    """Lists the prompt of every step: all pieces but the last `window` are placeholders, where they were."""
+    placeholder = PromptPiece("…", Shown("…", PLACEHOLDER_TOKENS))
+    prompts = []
+    for end in range(1, len(pieces) + 1):
+        gone = max(end - window, 0)
+        prompts.append((placeholder,) * gone + tuple(pieces[gone:end]))
+    return prompts

@@ -1,6 +1,5 @@
 """Configurations, arms' names, metrics and pages: each against what is computed by hand."""
 
-import dataclasses
 import json
 import math
 
@@ -235,8 +234,3 @@ def test_a_frame_has_the_eight_columns():
     data = frame.frame(table_rows())
     assert list(data.columns) == ["probe", "model", "arm", "metric", "value", "low", "high", "n"]
     assert np.isclose(data.pivot(index="arm", columns="metric", values="value").loc["blind", "accuracy.chain"], 0.0781)
-
-
-def test_configurations_are_plain_data():
-    assert dataclasses.is_dataclass(config.RunConfig)
-    assert json.dumps(dataclasses.asdict(config.read_config("main")))

@@ -12,7 +12,7 @@ from PIL import Image
 from evals.harness.datasets import Run
 from evals.loops.computer_use import read_computer_use
 from evals.loops.dataset import LOOPS
-from evals.loops.episodes import OMITTED, Shown, Sizes, episodes_of, recorded_visits
+from evals.loops.episodes import OMITTED, Shown, episodes_of, recorded_prompts
 from evals.loops.mooncake import read_mooncake
 from kvpatch_jax.errors import InputError, TraceError
 from kvpatch_jax.traces import Event, Trace
@@ -34,14 +34,12 @@ def written(path, lines):
 def test_mooncake_requests_are_windows_of_blocks(tmp_path):
     path = written(tmp_path / "m.jsonl", LINES)
     trace = read_mooncake(path)
-    visits = list(recorded_visits(trace, Sizes()))
-    prompts = [[piece.shown.content.removeprefix("mooncake ") for piece in visit.pieces] for visit in visits]
-    assert prompts[0] == ["0", "1", "2, 76 tokens"]
-    assert prompts[2] == ["0", "1", "3", "4, 64 tokens"]
-    assert prompts[3] == ["0", "9", "4, 276 tokens"]
+    prompts = list(recorded_prompts(trace))
+    contents = [[piece.shown.content.removeprefix("mooncake ") for piece in prompt.pieces] for prompt in prompts]
     # The request without a session has blocks that nobody else has; by its time it is second.
-    assert prompts[1] == ["3.0", "3.1, 88 tokens"]
-    assert [sum(piece.shown.tokens for piece in visit.pieces) for visit in visits[:4]] == [1100, 600, 1600, 1300]
+    assert contents[:2] == [["0", "1", "2, 76 tokens"], ["3.0", "3.1, 88 tokens"]]
+    assert contents[2:4] == [["0", "1", "3", "4, 64 tokens"], ["0", "9", "4, 276 tokens"]]
+    assert [sum(piece.shown.tokens for piece in prompt.pieces) for prompt in prompts[:4]] == [1100, 600, 1600, 1300]
     (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert read_mooncake(tmp_path / "m.jsonl.gz").events == trace.events
 
@@ -59,20 +57,20 @@ def test_mooncake_is_priced_without_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hash_ids": [0, 1]}, r"line 1, hash_ids: got 2 for input_length 1100; expected 3"),
-        ({"hash_ids": [0, 1, "2"]}, r"line 1, hash_ids: got .*whole numbers"),
-        ({"input_length": True}, r"line 1, input_length: got True"),
-        ({"input_length": 1 << 29}, r"line 1, hash_ids: .*at most 16384"),
-        ({"text_input": "both"}, r"line 1, input_length: got both"),
-        ({"timestamp": -1}, r"line 1, timestamp: got -1; expected milliseconds"),
-        ({"messages": []}, r"line 1, 'messages': got such a field"),
-        ({"type": "bailian_trace"}, r"line 1, type: got 'bailian_trace'"),
+        ({"hash_ids": [0, 1]}, r"jsonl:1, hash_ids: got 2 for input_length 1100; expected 3"),
+        ({"hash_ids": [0, 1, "2"]}, r"jsonl:1, hash_ids: got .*whole numbers"),
+        ({"input_length": True}, r"jsonl:1, input_length: got True"),
+        ({"input_length": 1 << 29}, r"jsonl:1, hash_ids: .*at most 16384"),
+        ({"text_input": "both"}, r"jsonl:1, input_length: got both"),
+        ({"timestamp": -1}, r"jsonl:1, timestamp: got -1; expected milliseconds"),
+        ({"messages": []}, r"jsonl:1, 'messages': got such a field"),
+        ({"type": "bailian_trace"}, r"jsonl:1, type: got 'bailian_trace'"),
     ],
 )
 def test_a_mooncake_line_is_refused_by_its_field(tmp_path, change, message):
     with pytest.raises(TraceError, match=message):
         read_mooncake(written(tmp_path / "m.jsonl", [LINES[0] | change]))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="got damaged bytes"):
         read_mooncake(tmp_path / "none.jsonl")
 
 
@@ -102,11 +100,11 @@ def requests() -> list[dict]:
 
 def test_computer_use_shows_what_each_request_shows(tmp_path):
     trace = read_computer_use(written(tmp_path / "h.jsonl", requests()))
-    visits = list(recorded_visits(trace, Sizes()))
-    kinds = [[piece.id.partition(" ")[0] for piece in visit.pieces] for visit in visits]
+    prompts = list(recorded_prompts(trace))
+    kinds = [[piece.id.partition(" ")[0] for piece in prompt.pieces] for prompt in prompts]
     assert kinds[:3] == [["text", "text", "screen"], ["text"] * 3 + ["screen"], ["text"] * 4 + ["screen"]]
-    assert [visit.session for visit in visits] == ["a", "a", "a", "a #3"]
-    first, again = episodes_of(trace, Sizes())
+    assert [prompt.session for prompt in prompts] == ["a", "a", "a", "a #3"]
+    first, again = episodes_of(trace)
     assert (len(first.rounds), len(again.rounds)) == (3, 1)
     assert first.system == Shown("You use a computer.\nPay the bill.", 8, "You use a computer.\nPay the bill.")
     assert "click" in str(first.rounds[0].reply)
@@ -116,12 +114,12 @@ def test_computer_use_shows_what_each_request_shows(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"session_id": 3}, "line 1, session_id: got 3"),
-        ({"messages": None}, "line 1, messages: got None"),
-        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "line 1, messages: got the part"),
+        ({"session_id": 3}, "jsonl:1, session_id: got 3"),
+        ({"messages": None}, "jsonl:1, messages: got None"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "jsonl:1, messages: got the part"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},
-            "line 1, part 0: got 'https://x'; expected a data URL",
+            "jsonl:1, part 0: got 'https://x'; expected a data URL",
         ),
     ],
 )
@@ -133,4 +131,4 @@ def test_a_computer_use_line_is_refused_by_its_field(tmp_path, change, message):
 def test_a_branch_is_refused():
     events = (Event(0, "a", "add", "one", "1", tokens=3, span=3), Event(1, "a", "fork", branch="b"))
     with pytest.raises(TraceError, match="event 1: got a branch of 'a'"):
-        list(recorded_visits(Trace(events), Sizes()))
+        list(recorded_prompts(Trace(events)))

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from evals.harness.datasets import Run
-from evals.loops.costs import Kept, PrefixCache, changes, tokens
+from evals.loops.costs import PrefixCache, Survivors, changes, tokens
 from evals.loops.dataset import ALONE, LOOPS
 from evals.loops.drawn import drawn_episode
-from evals.loops.episodes import Episode, Piece, Round, Shown, Sizes, Visit
-from evals.loops.policies import POLICIES, visits_of
+from evals.loops.episodes import Episode, Prompt, PromptPiece, Round, Shown
+from evals.loops.policies import POLICIES, prompts_of
 from evals.loops.replay import SessionReplay
 from evals.trained import shipped
 from kvpatch_jax.errors import InputError
@@ -33,12 +33,12 @@ def episode(screens: str) -> Episode:
 
 def contents(policy: str, screens: str) -> list[list[str]]:
     """What each prompt shows behind the system text, replies left out."""
-    prompts = [visit.pieces for visit in visits_of(episode(screens), POLICIES[policy])]
+    prompts = [prompt.pieces for prompt in prompts_of(episode(screens), POLICIES[policy])]
     return [[piece.shown.content for piece in pieces[1:] if "reply" not in piece.id] for pieces in prompts]
 
 
-def spent(way, visits: list[Visit]) -> list[int]:
-    return [tokens(way.computed(visit.pieces)) for visit in visits]
+def spent(way, prompts: list[Prompt]) -> list[int]:
+    return [tokens(way.computed(prompt.pieces)) for prompt in prompts]
 
 
 def test_four_rounds_lists_older_ones_in_front_of_the_images():
@@ -67,8 +67,8 @@ def test_the_same_screenshot_is_sent_once():
 
 
 def test_a_prompt_becomes_another_by_leaving_replacing_and_entering():
-    before = [Piece(name, shown(name)) for name in ("s", "g", "a", "b", "c")]
-    after = [before[0], Piece("g", shown("g and more")), before[3], before[4], Piece("d", shown("d"))]
+    before = [PromptPiece(name, shown(name)) for name in ("s", "g", "a", "b", "c")]
+    after = [before[0], PromptPiece("g", shown("g and more")), before[3], before[4], PromptPiece("d", shown("d"))]
     found = changes(before, after)
     assert [piece.id for piece in found.evicted] == ["a"]
     assert [piece.shown.content for piece in found.replaced] == ["g and more"]
@@ -79,16 +79,16 @@ def test_a_prompt_becomes_another_by_leaving_replacing_and_entering():
 
 
 def test_a_list_that_grows_in_front_costs_a_prefix_cache_all_images():
-    visits = visits_of(episode("abcdefgh"), POLICIES["four-rounds"])
+    prompts = prompts_of(episode("abcdefgh"), POLICIES["four-rounds"])
     prompt = 10 + 10 + 2 * 4 + 4 * 100 + 3 * 10
-    assert spent(PrefixCache(), visits)[-1] == prompt - 10  # the system text is a prefix that stays
-    assert spent(Kept(), visits)[-1] == 10 + 2 * 4 + 10 + 100  # the list, a reply, a screenshot
+    assert spent(PrefixCache(), prompts)[-1] == prompt - 10  # the system text is a prefix that stays
+    assert spent(Survivors(), prompts)[-1] == 10 + 2 * 4 + 10 + 100  # the list, a reply, a screenshot
 
 
 def test_an_order_for_the_cache_puts_known_pieces_first():
     cache = PrefixCache()
-    pages = [Piece(f"page {name}", shown(name, 100), movable=True) for name in "abcd"]
-    system = Piece("system", shown("system"))
+    pages = [PromptPiece(f"page {name}", shown(name, 100), movable=True) for name in "abcd"]
+    system = PromptPiece("system", shown("system"))
     cache.computed([system, *pages[:3]])
     order = cache.ordered([system, pages[3], pages[1], pages[0]])
     assert [piece.shown.content for piece in order] == ["system", "a", "b", "d"]
@@ -98,19 +98,19 @@ def test_an_order_for_the_cache_puts_known_pieces_first():
 @pytest.mark.parametrize("loop", ["four-rounds", "placeholder-1"])
 def test_a_session_computes_what_is_priced(tmp_path, loop):
     """Screenshots that never come back: `remember` is what stays, `exact` is the prefix cache without its loss."""
-    drawn = drawn_episode("walk", "e", 3, 6, Sizes())
+    drawn = drawn_episode("walk", "e", 3, 6)
     rounds = [
         passed._replace(screens=(passed.screens[0]._replace(content=str(number)),))
         for number, passed in enumerate(drawn.rounds)
     ]
-    visits = visits_of(drawn._replace(rounds=tuple(rounds)), POLICIES[loop])
+    prompts = prompts_of(drawn._replace(rounds=tuple(rounds)), POLICIES[loop])
     backbone = load(shipped(MODEL), dtype="float32", buckets=Buckets(64, 1))
-    for arm, way in (("remember", Kept()), ("exact", PrefixCache())):
+    for arm, way in (("remember", Survivors()), ("exact", PrefixCache())):
         replay = SessionReplay(backbone, arm, tmp_path / arm)
-        served = [tokens(replay.serve(visit.pieces)) for visit in visits]
-        kls, flips = replay.divergence(visits[-1].questions)
+        served = [tokens(replay.serve(prompt.pieces)) for prompt in prompts]
+        kls, flips = replay.divergence(prompts[-1].questions)
         replay.close()
-        assert served == spent(way, visits)
+        assert served == spent(way, prompts)
         if arm == "exact":
             assert max(kls) < 1e-6
             assert not any(flips)

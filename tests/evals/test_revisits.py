@@ -7,7 +7,7 @@ import pytest
 from evals.harness import config, runner
 from evals.harness.frame import Lookup
 from evals.harness.methods import REFERENCE
-from evals.windows.revisits import REVISITS
+from evals.loops.costs import PrefixCache
 from evals.windows.visits import (
     BATCHED,
     CONTEXTS,
@@ -26,7 +26,6 @@ from evals.windows.visits import (
     counted_work,
     draw_visits,
 )
-from kvpatch_jax.errors import InputError
 
 
 def flops(tokens: int, behind: int) -> int:
@@ -61,7 +60,7 @@ def test_visits_differ_as_their_names_say():
 
 
 def test_other_ways_prefill_what_they_do_not_have():
-    visit, caches, tokens = Visit("a", (0, 1, 2, 0)), dict[str, set[tuple[str, ...]]](), [10, 100, 1000]
+    visit, caches, tokens = Visit("a", (0, 1, 2, 0)), dict[str, PrefixCache](), [10, 100, 1000]
     work = {way: found for way, (found, _) in counted_work(visit, tokens, 4, 2, flops, caches).items()}
     # (0) (0 1) (1 2) (2 0), as a whole each time.
     assert work[REPREFILL] == 10 + 110 + 1100 + 1010
@@ -110,10 +109,3 @@ def test_what_is_run_agrees_with_what_is_counted(lookup: Lookup):
         # A session that forgets prefills its window again whenever a chunk leaves; a cache may know the prompt.
         assert tokens[ONE_BY_ONE] <= tokens[f"{ONE_BY_ONE}, run"]
         assert tokens[BATCHED] <= tokens[f"{BATCHED}, run"]
-
-
-def test_unknown_contents_are_refused():
-    ((_, run, parts),) = runner.plan(config.read_config("revisits", [], ["quick"]))
-    assert [part.key for part in parts] == ["revisits.documents.window=2, documents/qwen2_5_vl, trace 0"]
-    with pytest.raises(InputError, match=r"revisits\.probes: got 'poems\.window=4'"):
-        REVISITS.parts(run._replace(probes=("poems.window=4",)))

@@ -9,15 +9,15 @@ import pytest
 
 import kvpatch_jax as kvp
 from evals.harness import config, runner
-from evals.harness.datasets import Questions, find_dataset
+from evals.harness.datasets import QuestionTable, find_dataset
 from evals.harness.frame import Lookup
 from evals.harness.methods import BLIND, REFERENCE
 from evals.task.contexts import SIZES, latest, sample
 from evals.trained import ROOT
 from evals.windows import operations
 from evals.windows.contents import TaskPieces
+from evals.windows.measured import Measured, rows_of
 from evals.windows.operations import OPERATIONS, SLIDE_KINDS, WINDOWS, slide_questions
-from evals.windows.records import Measured, records_of, rows_of
 from kvpatch_jax.errors import InputError
 from models import load
 
@@ -46,10 +46,10 @@ def transformer() -> TaskPieces:
 def test_pieces_one_by_one_are_one_prompt(hybrid: TaskPieces):
     """KV of pieces prefilled behind one another, joined at their places, is what one forward over all leaves."""
     line = hybrid.line(*hybrid.sheets, hybrid.page)
-    parts = line.prefilled()
+    parts = line.conditioned()
     joined = kvp.joined(*line.placed(parts))
 
-    tokens = [piece.tokens.shift(np.int32(line.start(place))) for place, piece in enumerate(line.pieces)]
+    tokens = [piece.tokens.shift(start) for piece, start in zip(line.pieces, line.starts, strict=True)]
     whole = jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *tokens)
     expected = kvp.to_engine(hybrid.backbone.layout, hybrid.backbone.prefill(whole).kv, whole.positions, 0)
     assert set(joined) == set(expected) == {"k", "v", "map", "state", "tail"}
@@ -154,13 +154,15 @@ class FixedAnswers:
 
 
 def test_rows_are_of_an_operation_and_its_setting():
-    questions = Questions(np.array([[0, 1], [0, 1]]), np.array([[True, True], [True, False]]), np.ones((2, 2), int))
+    questions = QuestionTable(np.array([[0, 1], [0, 1]]), np.array([[True, True], [True, False]]), np.ones((2, 2), int))
     answers = {
         REFERENCE: FixedAnswers([[1, 1], [1, 1]], [[0.0, 0.0], [0.0, 0.0]]),
         "keep": FixedAnswers([[1, 0], [0, 1]], [[0.1, 0.4], [0.3, 9.0]]),
     }
-    measured = Measured("slide.gone=1", ("survivor", "evicted"), questions, answers, {"keep": {"stored_bytes": 0.5}})
-    records = {f"part {number}": list(records_of(measured, "m", np.array([0, 1]) + number)) for number in range(2)}
+    kinds, costs, records = ("survivor", "evicted"), {"keep": {"stored_bytes": 0.5}}, {}
+    for number in range(2):
+        measured = Measured("slide.gone=1", kinds, questions, answers, np.array([0, 1]) + number, costs)
+        records[f"part {number}"] = list(measured.records("m"))
     lookup = Lookup(rows_of("windows", records, ("accuracy", "kl")))
     place = {"probe": "windows.slide.gone=1", "model": "m", "arm": "keep"}
     assert lookup.get(**place, metric="accuracy.survivor")[::3] == (0.5, 4)

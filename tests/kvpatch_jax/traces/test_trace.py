@@ -208,7 +208,7 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     """A real session: what the trace says of its windows is what they held."""
     from session_cases import QUESTION, image_of, reader
 
-    from evals.loops.episodes import Sizes, recorded_visits
+    from evals.loops.episodes import recorded_prompts
     from kvpatch_jax import Session
 
     backbone, held = reader(), []
@@ -228,7 +228,7 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
         session.slide(1)
         session.replace(back, image_of(7))
         ask(session)
-    visits = list(recorded_visits(Trace.read(tmp_path / "t.jsonl"), Sizes()))
+    visits = list(recorded_prompts(Trace.read(tmp_path / "t.jsonl")))
     assert [[(piece.shown.content, piece.shown.tokens) for piece in visit.pieces] for visit in visits] == held
     assert len(visits) == 6
     assert {visit.questions for visit in visits} == {(QUESTION,)}
