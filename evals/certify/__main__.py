@@ -85,7 +85,7 @@ def main() -> None:
     shutil.rmtree(parts)
     print(certification.table(certificate))
     print(f"rank {certificate.recommended_rank}: {certificate.recommended.reason}")
-    print(f"{program.in_words(time.perf_counter() - began)}; {out}, digest {certificate.digest}")
+    print(f"{time.perf_counter() - began:.0f} s; {out}, digest {certificate.digest}")
 
 
 def integers(flag, least: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class RunConfig:
         seeds of one recipe, whose mean is shown first.
       methods: names of arms. metrics: of each kind of question, some of `metrics.PER_KIND`.
       n, batch, seed: contexts, how many at once, and their seed. dtype: of the weights.
-      threads: parts measured at once. seconds: that the full run takes on two quiet cores, about.
+      threads: parts measured at once.
       data: its data sets. report: what the report shows: kinds, headline arms, their labels, notes.
       tables: tables of pages and reports, for `harness.pages`.
     """
@@ -56,7 +56,6 @@ class RunConfig:
     seed: int = 0
     dtype: str = "float32"
     threads: int = 1
-    seconds: float = 0.0
     data: tuple[DataConfig, ...] = ()
     report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tables: tuple[Mapping[str, Any], ...] = ()
@@ -147,8 +146,6 @@ def _build(kind: type, table: Mapping[str, Any], path: Path) -> Any:
     if unknown := sorted(set(table) - known):
         raise InputError(f"{path}: got the key {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    if "seconds" in values:
-        values["seconds"] = float(str(values["seconds"]))
     for name, number in values.items():
         if name in ("n", "batch", "threads") and (not isinstance(number, int) or number < (kind is RunConfig)):
             raise InputError(f"{path}: got {name} = {number!r}; expected a whole number, at least 1")

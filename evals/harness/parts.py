@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import InputError
 
-from .program import Progress
+from .program import progress_bar
 
 Record = dict[str, Any]
 """What a part yields; JSON holds it."""
@@ -77,7 +77,6 @@ def run_parts(
     *,
     limit: int = 0,
     threads: int = 1,
-    seconds: float | None = None,
     patience: float = 0.0,
 ) -> dict[str, list[Record]]:
     """Measures a shard's parts that no file in the folder has yet, and adds each to the shard's file when it is done.
@@ -90,7 +89,6 @@ def run_parts(
       config: what the parts depend on, "model" among it, of JSON's types; a folder is of one configuration.
       parts: of all shards.
       limit: at most so many parts now; 0 for all. threads: parts measured at once.
-      seconds: that all parts take, about, for the first estimate of the time left.
       patience: seconds to wait for another process that writes this shard.
 
     Returns:
@@ -109,8 +107,7 @@ def run_parts(
             file.write_bytes(whole)
         shares = itertools.islice(parts, shard.index, None, shard.count)
         missing = [part for part in shares if part.key not in finished][: limit or None]
-        progress = Progress(sum(part.work for part in missing), seconds)
-        writing = threading.Lock()
+        writing, bar = threading.Lock(), progress_bar(sum(part.work for part in missing))
 
         def measure(part: Part) -> None:
             started = time.process_time()
@@ -118,9 +115,10 @@ def run_parts(
             line = {"part": part.key, "cpu_seconds": round(time.process_time() - started, 2), "records": records}
             with writing, file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(line) + "\n")
-            progress.advance(part.work, part.key)
+                bar.set_description_str(part.key, refresh=False)
+                bar.update(part.work)
 
-        with ThreadPoolExecutor(threads) as pool:
+        with bar, ThreadPoolExecutor(threads) as pool:
             # The first failure ends the run; what is finished by then is on disk.
             for done in [pool.submit(measure, part) for part in missing]:
                 try:
@@ -128,7 +126,6 @@ def run_parts(
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-        progress.close()
     return stored_records(out, config)
 
 

@@ -7,10 +7,9 @@ once and a missing package is named before it is needed.
 import importlib.util
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 EXTRA = ("absl", "jinja2", "matplotlib", "optax", "pandas", "PIL", "tokenizers", "tqdm")
 """Packages of the extra `[evals]`, by the names that they are imported by."""
@@ -97,51 +96,10 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def in_words(seconds: float) -> str:
-    """Says a time as a person would: "50 s", "3 min", "1 h 20 min"."""
-    if seconds < 90:
-        return f"{5 * round(seconds / 5)} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+def progress_bar(work: float) -> Any:
+    """Makes a bar over all work, in any unit, with the time left by the pace so far."""
+    from tqdm import tqdm
 
-
-class Progress:
-    """One bar over all work, with the time left by the pace so far. Threads may share it.
-
-    Args:
-      work: of all steps together, in any unit.
-      expected: seconds that all of it is expected to take, which counts until a tenth is done; None: unknown.
-    """
-
-    def __init__(self, work: float, expected: float | None = None):
-        from tqdm import tqdm
-
-        self.work, self.expected, self.done = work, expected, 0.0
-        self.began, self.alone = time.perf_counter(), threading.Lock()
-        # A log gets a line now and then, not two a second.
-        seldom = 0.5 if sys.stderr.isatty() else 20.0
-        form = "{percentage:3.0f} %|{bar:24}| {desc}"
-        self.bar = tqdm(total=max(work, 1e-9), bar_format=form, mininterval=seldom, file=sys.stderr)
-        self.advance(0.0, "setting up")
-
-    def advance(self, work: float, name: str) -> None:
-        """Counts work as done and shows the name of the step."""
-        with self.alone:
-            self.done = min(self.done + work, self.work)
-            self.bar.n = self.done
-            left = self.left()
-            time_left = "" if left is None else f"about {in_words(left)} left · "
-            self.bar.set_description_str(f"{time_left}{name[:40].ljust(40)}", refresh=False)
-            self.bar.update(0)
-
-    def left(self) -> float | None:
-        """Estimates the seconds left; None before anything is done where no time was expected."""
-        spent, share = time.perf_counter() - self.began, self.done / max(self.work, 1e-9)
-        if self.expected is None:
-            return spent / share * (1 - share) if share else None
-        # The expected pace counts as much as a tenth of the work.
-        return (spent + 0.1 * self.expected) / (share + 0.1) * (1 - share)
-
-    def close(self) -> None:
-        """Ends the bar."""
-        self.bar.close()
+    form = "{percentage:3.0f} %|{bar:24}| {remaining} left · {desc}"
+    # A log gets a line now and then, not two a second.
+    return tqdm(total=work or 1.0, bar_format=form, mininterval=0.5 if sys.stderr.isatty() else 20.0)

@@ -199,8 +199,7 @@ def run(config: RunConfig, out: Path, shard: Shard = WHOLE, limit: int = 0) -> d
       InputError: the configuration names what does not exist, or the folder has parts of another one.
     """
     plans, description = plan(config), described(config)
-    seconds = config.seconds or None
-    records = run_parts(out, description, parts_of(plans), shard, limit=limit, threads=config.threads, seconds=seconds)
+    records = run_parts(out, description, parts_of(plans), shard, limit=limit, threads=config.threads)
     return _finish(config, plans, description, out, records)
 
 

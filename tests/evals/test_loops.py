@@ -41,29 +41,24 @@ def spent(way, prompts: list[Prompt]) -> list[int]:
     return [tokens(way.computed(prompt.pieces)) for prompt in prompts]
 
 
-def test_four_rounds_lists_older_ones_in_front_of_the_images():
-    prompts = contents("four-rounds", "abcdef")
-    assert prompts[3] == ["goal", "a", "b", "c", "d"]
-    assert prompts[5] == ["goal\nline 0\nline 1", "c", "d", "e", "f"]
+@pytest.mark.parametrize(
+    ("policy", "screens", "shown"),
+    [
+        ("four-rounds", "abcd", "goal|a|b|c|d"),
+        ("four-rounds", "abcdef", "goal\nline 0\nline 1|c|d|e|f"),
+        ("placeholder-1", "abc", "goal|gone|gone|c"),
+        ("sliding", "abcdefghij", "goal|c|d|e|f|g|h|i|j"),
+        ("dedup", "aaba", "goal|a|gone|b|gone"),
+    ],
+)
+def test_a_policy_shows_what_its_agent_shows(policy: str, screens: str, shown: str):
+    assert contents(policy, screens)[-1] == shown.split("|")
 
 
 def test_eight_screenshots_leave_together_when_there_would_be_more_than_twenty():
     prompts = contents("batch-8-at-20", "abcdefghijklmnopqrstuvwxyz012")
-    gone = [prompt.count("gone") for prompt in prompts]
-    assert gone == [0] * 20 + [8] * 8 + [16]
+    assert [prompt.count("gone") for prompt in prompts] == [0] * 20 + [8] * 8 + [16]
     assert prompts[20][1:10] == ["gone"] * 8 + ["i"]
-
-
-def test_one_screenshot_stays_and_texts_stand_for_the_others():
-    assert contents("placeholder-1", "abc") == [["goal", "a"], ["goal", "gone", "b"], ["goal", "gone", "gone", "c"]]
-
-
-def test_the_last_eight_rounds_slide():
-    assert contents("sliding", "abcdefghij")[-1] == ["goal", *"cdefghij"]
-
-
-def test_the_same_screenshot_is_sent_once():
-    assert contents("dedup", "aaba")[-1] == ["goal", "a", "gone", "b", "gone"]
 
 
 def test_a_prompt_becomes_another_by_leaving_replacing_and_entering():

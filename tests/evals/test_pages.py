@@ -33,7 +33,6 @@ def cells_of(path: Path) -> list[str]:
 
 
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if blocks_of(path) or cells_of(path)]
-NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.md"))
 FAST = ("certificates",)
 """Pages that run by default; others take more than a few seconds."""
 FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
@@ -91,11 +90,6 @@ def test_the_example_s_patch_is_right_where_blind_reuse_is_not(tmp_path: Path):
     assert len(answers) >= 4
     assert all(patched == right for right, _, patched in answers)
     assert any(blind != right for right, blind, _ in answers)
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_several_cells(notebook: Path):
-    assert len(cells_of(notebook)) >= 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -161,9 +155,3 @@ def test_programs_in_shell_blocks_exist_and_take_the_flags():
             if word.startswith("--"):
                 name = word[2:].partition("=")[0]
                 assert {name, name.removeprefix("no")} & flags(), (page, command)
-
-
-def test_readmes_two_commands():
-    text = README.read_text("utf-8").splitlines()
-    for extras, command in (("evals", "python -m evals.run"), ("evals,test", "pytest -n auto")):
-        assert f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extras}]' && .venv/bin/{command}" in text

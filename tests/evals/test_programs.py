@@ -1,4 +1,4 @@
-"""The programs of the evaluation: help, one line for each mistake, time left, the command of a run."""
+"""The programs of the evaluation: help, one line for each mistake, the command of a run."""
 
 import os
 import subprocess
@@ -59,20 +59,6 @@ def test_an_unknown_flag_or_argument_is_named(argument: str, message: str):
 def test_a_missing_package_is_named_before_anything_is_done():
     with pytest.raises(SystemExit, match=r"error: packages no_such_package are not installed; expected the extra"):
         program.start(lambda: pytest.fail("it has begun"), needs=("no_such_package",))
-
-
-def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch):
-    """Twice as slow as expected: the estimate goes from the expected time to nearly twice that."""
-    now = [0.0]
-    monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
-    progress = program.Progress(100.0, expected=100.0)
-    assert progress.left() == pytest.approx(100.0)
-    for _ in range(80):
-        now[0] += 2.0
-        progress.advance(1.0, "part")
-    assert 1.8 * 20 < (progress.left() or 0.0) < 2 * 20
-    progress.close()
-    assert [program.in_words(seconds) for seconds in (4.0, 175.0, 7300.0)] == ["5 s", "3 min", "2 h 2 min"]
 
 
 @pytest.mark.parametrize("flags", [["--out=/somewhere", "--shard=0/2"], ["--out", "/somewhere", "--shard", "0/2"]])

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from evals.harness import config, runner
-from evals.harness.datasets import QuestionTable, find_dataset
+from evals.harness.datasets import QuestionTable
 from evals.harness.frame import Lookup
 from evals.harness.methods import BLIND, REFERENCE
 from evals.task.contexts import SIZES, latest, sample
@@ -17,7 +16,7 @@ from evals.trained import ROOT
 from evals.windows import operations
 from evals.windows.contents import TaskPieces
 from evals.windows.measured import Measured, rows_of
-from evals.windows.operations import OPERATIONS, SLIDE_KINDS, WINDOWS, slide_questions
+from evals.windows.operations import OPERATIONS, SLIDE_KINDS, slide_questions
 from kvpatch_jax.errors import InputError
 from models import load
 
@@ -170,13 +169,3 @@ def test_rows_are_of_an_operation_and_its_setting():
     # A question that does not count is in no row.
     assert lookup.get(**place, metric="kl.evicted")[::3] == pytest.approx((0.4, 2))
     assert lookup.get(**place, metric="stored_bytes").value == 0.5
-
-
-def test_unknown_operations_are_refused_and_every_configuration_plans():
-    ((dataset, run, parts),) = runner.plan(config.read_config("windows", [], ["quick"]))
-    assert dataset is WINDOWS is find_dataset("windows")
-    assert len(parts) == 3
-    with pytest.raises(InputError, match=r"windows\.probes: got 'nope'"):
-        WINDOWS.parts(run._replace(probes=("nope",)))
-    keys = [part.key for *_, parts in runner.plan(config.read_config("hybrid")) for part in parts]
-    assert len(set(keys)) == len(keys) == 4
