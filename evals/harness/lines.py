@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 import kvpatch_jax as kvp
 from kvpatch_jax import Text, ops
-from kvpatch_jax.backbone import KV as ArrayKV
 from kvpatch_jax.backbone import Tokens, ahead_of
 from kvpatch_jax.core import PARTS
 from kvpatch_jax.window.padding import bucket, padded_chunk, padded_tokens, zero_padded
@@ -27,6 +26,8 @@ from models import ModelBackbone
 
 KV = dict[str, Float[np.ndarray, "L B _ _ _"]]
 """{channel: [L, B, T, K, H]} on the host."""
+AnyKV = Mapping[str, Any]
+"""The same, on the host or not."""
 RUN = 512
 """Tokens of a window that are run at a time."""
 
@@ -205,11 +206,11 @@ class Line:
         """Prefills everything in one forward; phase-free KV of each piece, of a model without transitions."""
         return self.parts(prefilled(self.backbone, self.tokens))
 
-    def conditioned(self) -> list[ArrayKV]:
+    def conditioned(self) -> list[AnyKV]:
         """Prefills every piece behind those in front of it, a forward each; phase-free KV of each."""
         return [dict(kv) for kv in kvp.conditioned(self.backbone, [piece.tokens for piece in self.pieces])]
 
-    def behind(self, parts: Sequence[ArrayKV], piece: BatchedPiece) -> ArrayKV:
+    def behind(self, parts: Sequence[AnyKV], piece: BatchedPiece) -> AnyKV:
         """Prefills a piece behind the line, whose engine-frame KV is `parts`; phase-free KV of the piece."""
         return dict(self.backbone.prefill(piece.tokens.shift(np.int32(self.end)), kvp.joined(*parts)).kv)
 
@@ -228,14 +229,14 @@ class Line:
         turned = kvp.to_engine(self.backbone.layout, padded(joined(parts), size), positions, 0)
         return cut(turned, slice(self.size if room is None else room))
 
-    def placed(self, parts: Sequence[ArrayKV]) -> list[ArrayKV]:
+    def placed(self, parts: Sequence[AnyKV]) -> list[AnyKV]:
         """Turns phase-free KV of every piece to its place, and leaves the pieces apart."""
         moved = []
         for piece, kv, start in zip(self.pieces, parts, self.starts.tolist(), strict=True):
             moved.append(kvp.to_engine(piece.chunk.layout, kv, piece.tokens.positions, start))
         return moved
 
-    def serve(self, place: int, patch: kvp.Patch | None = None, **base: Any) -> KV:
+    def served(self, place: int, patch: kvp.Patch | None = None, **base: Any) -> AnyKV:
         """Serves a piece at its place in the engine frame, patched or bare.
 
         A patch that was formed behind others is served all the same: what that costs is what is measured.
@@ -243,9 +244,12 @@ class Line:
         Args:
           base: `base` and `base_antecedent` of `kvp.Placed`, in place of the canonical.
         """
-        chunk = self.pieces[place].chunk
-        placed = kvp.Placed(chunk, patch, self.starts[place], self.antecedent(place), allow_stale=True, **base)
-        return cut(kvp.apply_patch(placed), slice(chunk.length))
+        chunk, start = self.pieces[place].chunk, self.starts[place]
+        return kvp.apply_patch(kvp.Placed(chunk, patch, start, self.antecedent(place), allow_stale=True, **base))
+
+    def serve(self, place: int, patch: kvp.Patch | None = None) -> KV:
+        """Serves a piece's canonical at its place, patched or bare, and brings it to the host without padding."""
+        return cut(self.served(place, patch), slice(self.pieces[place].size))
 
     def with_served(self, cache: KV, pieces: Mapping[int, KV]) -> KV:
         """Replaces some pieces of an engine-frame cache of the line."""

@@ -17,6 +17,7 @@ from kvpatch_jax.core import AnyArray
 from models import ModelBackbone
 
 from ..harness.datasets import QuestionTable, question_mask, repeated_rows
+from ..harness.lines import divergence
 from .contexts import Contexts
 from .layout import Prefix, prefix_of, tower_inputs, within_question
 from .questions import Questions
@@ -78,9 +79,7 @@ class TaskAnswers:
 
     def divergence_from(self, reference: "TaskAnswers") -> Float[np.ndarray, "B Q"]:
         """Computes KL(reference ‖ this) per question, in nats."""
-        # In float64: differences of log-probabilities near 0 would vanish in float32.
-        expected = reference.log_probabilities.astype(np.float64)
-        by_token = np.sum(np.exp(expected) * (expected - self.log_probabilities), axis=-1)
+        by_token = divergence(reference.log_probabilities, self.log_probabilities)
         by_token = np.where(self.questions.answer >= 0, by_token, 0.0)
         return np.stack([by_token[:, tokens].sum(axis=1) for tokens in self.questions.columns()], axis=1)
 

@@ -7,11 +7,10 @@ import jax
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import KV
 from models import ModelBackbone
 
 from ..harness.datasets import QuestionTable
-from ..harness.lines import BatchedPiece, Line, make_piece, positions_of
+from ..harness.lines import AnyKV, BatchedPiece, Line, make_piece, positions_of
 from ..task.contexts import Contexts
 from ..task.layout import Prefix
 from ..task.questions import Questions
@@ -32,7 +31,7 @@ class TaskTail:
         """Which of them count; the right answer is 1."""
         return question_table(self.packed, self.kinds)
 
-    def ask(self, line: Line, parts: Sequence[KV]) -> TaskAnswers:
+    def ask(self, line: Line, parts: Sequence[AnyKV]) -> TaskAnswers:
         """Asks everything behind a line whose pieces have the engine-frame KV `parts`."""
         behind = np.full(len(self.packed.ids), line.end)
         positions = self.prefix.positions_behind(behind, self.packed.step)
@@ -52,7 +51,7 @@ class TextTail:
         shape = self.ids.shape
         return QuestionTable(np.zeros(shape, int), np.ones(shape, bool), self.following)
 
-    def ask(self, line: Line, parts: Sequence[KV]) -> TextAnswers:
+    def ask(self, line: Line, parts: Sequence[AnyKV]) -> TextAnswers:
         """Reads the text behind a line whose pieces have the engine-frame KV `parts`."""
         tokens = line.backbone.embed(self.ids, positions_of(line.backbone, self.ids.shape, start=line.end))
         logits = line.backbone.prefill(tokens, kvp.joined(*parts), logits="all").logits

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import KV
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import Accumulated, orders_of
 from models import ModelBackbone
 
 from ..harness.datasets import Run
-from ..harness.lines import BatchedPiece, Line
+from ..harness.lines import AnyKV, BatchedPiece, Line
 from ..harness.methods import BLIND, REFERENCE
 from ..harness.runner import loaded
 from ..task.contexts import DOCUMENTS, SIZES, Contexts, latest, sample
@@ -68,8 +67,8 @@ def measure_reorder(images: TaskPieces, rng: np.random.Generator) -> Iterator[Me
         }
         if page.layout.parts:
             patches["orbit, rows"] = kvp.orbit_patch(total, {"rows": RANK}, method="exact")
-        sheets = [line.serve(sheet) for sheet in range(place)]
-        served = {arm: [*sheets, line.serve(place, patch)] for arm, patch in patches.items()}
+        sheets = [line.served(sheet) for sheet in range(place)]
+        served = {arm: [*sheets, line.served(place, patch)] for arm, patch in patches.items()}
         contexts = reordered(images.contexts, orders[number])
         questions = ask(contexts, rng, REORDER_QUESTIONS)
         yield answered(images, "reorder", line, parts, served, questions)
@@ -87,14 +86,14 @@ def measure_slide(images: TaskPieces, rng: np.random.Generator) -> Iterator[Meas
     conditioned = before.conditioned()
     foreign = [sheet.of_others() for sheet in images.sheets]
 
-    def behind_others(place: int, gone: int) -> KV:
+    def behind_others(place: int, gone: int) -> AnyKV:
         """Prefills an image behind other contexts' sheets, the first `gone` of them left out."""
         return images.line(*foreign[gone:place], before.pieces[place]).conditioned()[-1]
 
     for gone in range(1, len(images.sheets)):
         left = images.line(*before.pieces[gone:])
         target = left.conditioned()
-        served: dict[str, list[KV]] = {BLIND: [], "keep": [], "removal": [], "own": []}
+        served: dict[str, list[AnyKV]] = {BLIND: [], "keep": [], "removal": [], "own": []}
         for place, after in enumerate(target):
             first, chunk = place + gone, left.pieces[place].chunk
             old, new = before.antecedent(first), left.antecedent(place)
@@ -103,11 +102,11 @@ def measure_slide(images: TaskPieces, rng: np.random.Generator) -> Iterator[Meas
                 "removal": (behind_others(first, gone), behind_others(first, 0)),
                 "own": (after, conditioned[first]),
             }
-            served[BLIND].append(left.serve(place))
-            served["keep"].append(left.serve(place, **base))
+            served[BLIND].append(left.served(place))
+            served["keep"].append(left.served(place, **base))
             for arm, (later, earlier) in formed.items():
                 patch = kvp.removal_patch(chunk, later, earlier, RANK, new, old, method="exact")
-                served[arm].append(left.serve(place, patch, **base))
+                served[arm].append(left.served(place, patch, **base))
 
         questions, kinds = slide_questions(images.contexts, rng, gone)
         yield answered(images, f"slide.gone={gone}", left, target, served, questions, SLIDE_KINDS, kinds)
@@ -147,7 +146,7 @@ def measure_recall(images: TaskPieces, rng: np.random.Generator) -> Iterator[Mea
         }
         if page.chunk.layout.parts:
             patches["fresh, rows"] = patch_of(page, conditioned, antecedent, {"rows": RANK})
-        served = {arm: [*sheets, line.serve(place, patch)] for arm, patch in patches.items()}
+        served = {arm: [*sheets, line.served(place, patch)] for arm, patch in patches.items()}
 
         # New sheets stand behind those that stayed.
         contexts = with_foreign(images.contexts, np.arange(place) < turnover)
@@ -171,11 +170,11 @@ def measure_parts(images: TaskPieces, rng: np.random.Generator) -> Iterator[Meas
         "transition.whole": {"transition": WHOLE},
         "rows.rank=16, transition.whole": {"rows": 16, "transition": WHOLE},
     }
-    sheets = [line.serve(sheet) for sheet in range(place)]
-    served, costs = {BLIND: [*sheets, line.serve(place)]}, {}
+    sheets = [line.served(sheet) for sheet in range(place)]
+    served, costs = {BLIND: [*sheets, line.served(place)]}, {}
     for arm, rank in ranks.items():
         patch = patch_of(page, parts[place], line.antecedent(place), rank)
-        served[arm] = [*sheets, line.serve(place, patch)]
+        served[arm] = [*sheets, line.served(place, patch)]
         costs[arm] = {"stored_bytes": patch.nbytes / page.chunk.nbytes}
     questions = ask(images.contexts, rng, REORDER_QUESTIONS)
     yield answered(images, "parts", line, parts, served, questions)._replace(costs=costs)
@@ -193,8 +192,8 @@ def answered(
     images: TaskPieces,
     probe: str,
     line: Line,
-    parts: Sequence[KV],
-    served: Mapping[str, list[KV]],
+    parts: Sequence[AnyKV],
+    served: Mapping[str, Sequence[AnyKV]],
     questions: Questions,
     kinds: tuple[str, ...] = KINDS,
     numbers: np.ndarray | None = None,
@@ -210,7 +209,7 @@ def answered(
     return Measured(probe, kinds, tail.questions, answers, images.clusters)
 
 
-def patch_of(piece: BatchedPiece, conditioned: KV, antecedent: Sequence[str], rank: Any = RANK) -> kvp.Patch:
+def patch_of(piece: BatchedPiece, conditioned: AnyKV, antecedent: Sequence[str], rank: Any = RANK) -> kvp.Patch:
     """Forms a piece's patch behind others, as factors."""
     return kvp.form_patch(piece.chunk, conditioned, rank, antecedent, method="exact", dense=False)
 

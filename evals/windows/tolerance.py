@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import KV
 from models import ModelBackbone
 
 from ..harness.datasets import Run
-from ..harness.lines import BatchedPiece, Line, text_piece
+from ..harness.lines import AnyKV, BatchedPiece, Line, text_piece
 from ..harness.methods import BLIND, REFERENCE
 from ..harness.runner import loaded
 from ..task.contexts import SIZES, sample
@@ -97,7 +96,7 @@ class HistoryKV:
     def __init__(self, contexts: ReusedChunk):
         self.contexts = contexts
         self._others = [piece.of_others() for piece in contexts.pieces]
-        self._known: dict[tuple[History, HistoryPiece | None], KV] = {}
+        self._known: dict[tuple[History, HistoryPiece | None], AnyKV] = {}
 
     def piece(self, piece: HistoryPiece | None) -> BatchedPiece:
         """Finds a piece; the chunk for None."""
@@ -109,7 +108,7 @@ class HistoryKV:
         """Places the lead, a history and what follows it."""
         return Line(self.contexts.backbone, (self.contexts.lead, *map(self.piece, history), *behind))
 
-    def conditioned(self, history: History | None, piece: HistoryPiece | None = None) -> KV:
+    def conditioned(self, history: History | None, piece: HistoryPiece | None = None) -> AnyKV:
         """Computes phase-free KV of a piece, or of the chunk, behind the lead and a history; None: alone."""
         if history is None:
             return {name: jnp.asarray(value) for name, value in self.piece(piece).chunk.kv.items()}
@@ -120,26 +119,26 @@ class HistoryKV:
             self._known[history, piece] = self.line(history).behind(self.front(history), self.piece(piece))
         return self._known[history, piece]
 
-    def front(self, history: History) -> list[KV]:
+    def front(self, history: History) -> list[AnyKV]:
         """Lists the engine-frame KV of the lead and of a history's pieces, each as it was served."""
         line = self.line(history)
-        parts = [line.serve(0)]
+        parts: list[AnyKV] = [line.served(0)]
         for place, piece in enumerate(history):
             if piece.served == CANONICAL:
-                parts.append(line.serve(place + 1))
+                parts.append(line.served(place + 1))
             elif piece.served == PATCHED:
                 # The patch that belongs there: formed behind antecedents that were exact.
                 exact = tuple(other._replace(served=EXACT) for other in history[:place])
                 chunk, conditioned = self.piece(piece).chunk, self.conditioned(exact, piece)
                 patch = kvp.form_patch(chunk, conditioned, RANK, ["history"], method="exact", dense=False)
-                parts.append(line.serve(place + 1, patch))
+                parts.append(line.served(place + 1, patch))
             else:
                 base = self.conditioned(history[:place], piece)
-                parts.append(line.serve(place + 1, base=base, base_antecedent=["history"]))
+                parts.append(line.served(place + 1, base=base, base_antecedent=["history"]))
         return parts
 
 
-def kv_by_arm(source: HistoryKV) -> dict[str, KV]:
+def kv_by_arm(source: HistoryKV) -> dict[str, AnyKV]:
     """Computes the chunk's KV of every history, the mean over those with the same nearest piece, and a sum.
 
     The sum is the canonical behind the lead and the deficits of the single pieces, as if they added up.
@@ -163,8 +162,8 @@ def measure_tolerance(contexts: ReusedChunk, probe: str) -> Measured:
     assert truth is not None
     line, front, tail = source.line(truth, chunk), source.front(truth), contexts.tail
 
-    def answers(kv: KV, patch: kvp.Patch | None = None) -> Any:
-        served = line.serve(place, patch, base=kv, base_antecedent=["history"])
+    def answers(kv: AnyKV, patch: kvp.Patch | None = None) -> Any:
+        served = line.served(place, patch, base=kv, base_antecedent=["history"])
         return tail.ask(line, [*front, served])
 
     measured = {arm: answers(kv) for arm, kv in by_arm.items()}
