@@ -25,7 +25,7 @@ def without_nan(rows: Iterable[Mapping[str, Any]], digits: int = 17) -> list[Row
     """
     cleaned = []
     for row in rows:
-        numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+        numbers: dict[str, Any] = {name: value for name, value in row.items() if isinstance(value, float)}
         for name, value in numbers.items():
             numbers[name] = float(f"{value:.{digits}g}") if math.isfinite(value) else None
         cleaned.append({**row, **numbers})

@@ -26,7 +26,7 @@ LEAST_CHARACTERS = 200
 LEAST_EXAMPLES = 20
 """Examples below which a module is left out."""
 
-Source = Iterator[tuple[str, str]]
+NamedTexts = Iterator[tuple[str, str]]
 """Names ("package/path") and their text."""
 
 
@@ -117,7 +117,7 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _prose() -> Source:
+def _prose() -> NamedTexts:
     """Yields the language reference, then documentation strings."""
     from pydoc_data.topics import topics
 
@@ -127,13 +127,13 @@ def _prose() -> Source:
         yield name, documentation(path)
 
 
-def _code() -> Source:
+def _code() -> NamedTexts:
     """Yields the standard library's modules."""
     for name, path in _modules("python"):
         yield name, _read(path)
 
 
-def _tables() -> Source:
+def _tables() -> NamedTexts:
     """Yields data sets that packages bring, tables of names and types, then tables of encodings."""
     shipped = {
         "sklearn": ("datasets/data/iris.csv", "datasets/data/wine_data.csv", "datasets/data/breast_cancer.csv"),
@@ -158,7 +158,7 @@ def _tables() -> Source:
             yield name, text[begin:]
 
 
-def _transcripts() -> Source:
+def _transcripts() -> NamedTexts:
     """Yields the examples of modules with their output, as an interpreter shows them."""
     for package in ("python", "sklearn", "scipy", "numpy"):
         for name, path in _modules(package):
@@ -182,7 +182,7 @@ def _session(docstring: str) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-SOURCES: dict[str, Callable[[], Source]] = {
+SOURCES: dict[str, Callable[[], NamedTexts]] = {
     "prose": _prose,
     "code": _code,
     "tables": _tables,
