@@ -71,17 +71,17 @@ def cost_shares(repaired: Repaired, backbone: Any, splice: SplicedCache) -> dict
         "serving_flops": repaired.flops / reprefill_flops(backbone, splice),
         "forming_flops": forming / prefill,
     }
-    kept = {f"kept.antecedents={count}": size.per_antecedent(count) / whole for count in ANTECEDENTS}
-    return {**shares, **kept}
+    in_all = {f"kept.antecedents={count}": size.per_antecedent(count) / whole for count in ANTECEDENTS}
+    return {**shares, **in_all}
 
 
 def reference_shares(backbone: Any, splice: SplicedCache) -> dict[str, float]:
     """Computes what re-prefill costs, as `cost_shares` does: it keeps what its tokens are run from alone."""
     tokens = splice.slots.shape[1]
     inputs = input_bytes(splice) * tokens / kv_bytes(backbone.layout, tokens)
-    kept = {f"kept.antecedents={count}": inputs / count for count in ANTECEDENTS}
+    in_all = {f"kept.antecedents={count}": inputs / count for count in ANTECEDENTS}
     nothing = dict.fromkeys(("stored_bytes", "canonical_bytes", "shared_bytes", "forming_flops"), 0.0)
-    return {**nothing, "input_bytes": inputs, "moved_bytes": inputs, "serving_flops": 1.0, **kept}
+    return {**nothing, "input_bytes": inputs, "moved_bytes": inputs, "serving_flops": 1.0, **in_all}
 
 
 @jax.jit
@@ -141,7 +141,7 @@ class ProbeRecords:
         self.predicted = {arm: np.concatenate(predicted[arm]) for arm in complete}
         self.divergence = {arm: np.concatenate(divergence[arm]) for arm in complete}
 
-    def metrics(self, arm: str, kind: str, wanted: Collection[str] = PER_KIND) -> dict[str, Interval]:
+    def metrics(self, arm: str, kind: str, names: Collection[str] = PER_KIND) -> dict[str, Interval]:
         """Estimates an arm's metrics over the questions of a kind; those that need blind reuse only where it is."""
         here = self.asked["kind"] == self.kinds.index(kind)
         cluster, answer = self.asked["cluster"][here], self.asked["answer"][here]
@@ -155,21 +155,21 @@ class ProbeRecords:
             "flips": intervals.mean((predicted != reference).astype(float), cluster),
             "within": intervals.mean(kl <= SMALL_LOSS, cluster),
         }
-        if BLIND in self.predicted and set(wanted) - estimates.keys():
+        if BLIND in self.predicted and set(names) - estimates.keys():
             blind, blind_kl = self.predicted[BLIND][here], self.divergence[BLIND][here]
             harmed = len(blind_kl) > 0 and blind_kl.mean() >= DAMAGE
             eta = intervals.eta(kl, blind_kl, cluster) if harmed else intervals.UNDEFINED
             estimates["eta"] = eta._replace(n=len(kl))
             estimates["flip_recover"] = intervals.flip_recover(reference, blind, predicted, cluster)
             estimates["worse"] = _worse(kl, blind_kl, cluster)
-        return {name: interval for name, interval in estimates.items() if name in wanted}
+        return {name: interval for name, interval in estimates.items() if name in names}
 
-    def rows(self, probe: str, model: str, wanted: Collection[str] = PER_KIND) -> Iterator[Row]:
+    def rows(self, probe: str, model: str, names: Collection[str] = PER_KIND) -> Iterator[Row]:
         """Yields a row per kind, arm and metric, then the costs."""
         numbers = set(self.asked["kind"].tolist())
         for number, kind in enumerate(self.kinds):
             for arm in self.predicted if number in numbers else ():
-                for metric, interval in self.metrics(arm, kind, wanted).items():
+                for metric, interval in self.metrics(arm, kind, names).items():
                     yield measured_row(probe, model, arm, f"{metric}.{kind}", interval)
         for arm, shares in self.costs.items():
             for metric, share in shares.items():

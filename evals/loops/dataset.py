@@ -27,7 +27,7 @@ from . import computer_use, costs, mooncake
 from .drawn import drawn_episode
 from .episodes import OMITTED, Prompt, PromptPiece, episodes_of, recorded_prompts
 from .policies import POLICIES, prompts_of
-from .replay import SESSIONS, SessionReplay, reordered_divergence, store_folder
+from .replay import SESSIONS, SessionReplay, reordered_divergence
 
 REPREFILL, PREFIX, ORDERED = "re-prefill", "prefix cache", "ordered prefix cache"
 PRICED = (REPREFILL, PREFIX, ORDERED, "remember")
@@ -77,17 +77,17 @@ class LoopDataset:
 
     def rows(self, records: Mapping[str, Iterable[Record]]) -> list[Row]:
         """Makes rows: tokens computed at a step, over the prefix cache's, KL and the share of decisions that stay."""
-        found: dict[tuple[str, str, str], list[Record]] = {}
+        groups: dict[tuple[str, str, str], list[Record]] = {}
         for part in records.values():
             for record in part:
-                found.setdefault((record["probe"], record["model"], record["arm"]), []).append(record)
+                groups.setdefault((record["probe"], record["model"], record["arm"]), []).append(record)
 
         rows = []
-        for (probe, model, arm), episodes in found.items():
+        for (probe, model, arm), episodes in groups.items():
             spent, cluster = _joined(episodes, "tokens")
             row = functools.partial(measured_row, probe, model, arm)
             rows.append(row("tokens", intervals.mean(spent, cluster)))
-            cached = found.get((probe, model, PREFIX))
+            cached = groups.get((probe, model, PREFIX))
             if cached:
                 rows.append(row("over_prefix_cache", intervals.ratio(spent, _joined(cached, "tokens")[0], cluster)))
             kl, cluster = _joined(episodes, "kl")
@@ -185,10 +185,8 @@ class _Session:
 
     def computed(self, prompt: Prompt) -> Sequence[PromptPiece]:
         if prompt.session not in self.sessions:
-            folder = Path(self.stack.enter_context(store_folder()))
-            replay = SessionReplay(self.backbone, self.arm, folder)
+            replay = self.sessions[prompt.session] = SessionReplay(self.backbone, self.arm)
             self.stack.callback(replay.close)
-            self.sessions[prompt.session] = replay
         return self.sessions[prompt.session].serve(prompt.pieces)
 
     def divergence(self, prompt: Prompt) -> tuple[list[float], list[int]]:

@@ -126,16 +126,16 @@ def _request(fields: dict[str, Any], where: str, number: int) -> MooncakeRequest
             raise TraceError(f"{where}, {field}: got {value!r:.80}; expected {expected}")
     length, text, steps = (fields.get(field) for field in ("input_length", "text_input", "output_length"))
     if (length is None) == (text is None):
-        found = "neither" if length is None else "both"
-        raise TraceError(f"{where}, input_length: got {found} of it and text_input; expected one")
+        shown = "neither" if length is None else "both"
+        raise TraceError(f"{where}, input_length: got {shown} of it and text_input; expected one")
     if length is None:
         return MooncakeRequest(None, str(text), None, steps)
 
     count = -(-length // BLOCK)
     hashes = fields.get("hash_ids")
     if count > BLOCKS or (hashes is not None and len(hashes) != count):
-        found = f"{'none' if hashes is None else len(hashes)} for input_length {length}"
-        raise TraceError(f"{where}, hash_ids: got {found}; expected {count}, of {BLOCK} tokens each, at most {BLOCKS}")
+        shown = f"{'none' if hashes is None else len(hashes)} for input_length {length}"
+        raise TraceError(f"{where}, hash_ids: got {shown}; expected {count}, of {BLOCK} tokens each, at most {BLOCKS}")
     # Without hashes nothing is known to be the same as anything else.
     *blocks, last = [f"{number}.{place}" for place in range(count)] if hashes is None else map(str, hashes)
     tokens = length - BLOCK * (count - 1)

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import kvpatch_jax as kvp
@@ -34,11 +33,12 @@ class SessionReplay:
       session: what serves it. exact: whether each prompt is served as a re-prefill would.
     """
 
-    def __init__(self, backbone: ModelBackbone, arm: str, folder: Path):
-        """Opens a session over a store in a folder."""
+    def __init__(self, backbone: ModelBackbone, arm: str):
+        """Opens a session over a store of its own, which leaves with it."""
         options = SESSIONS[arm]
         self.exact = options["promise"] == "forget"
-        self.store = kvp.ChunkStore(folder)
+        self.folder = tempfile.TemporaryDirectory(prefix="loops-")
+        self.store = kvp.ChunkStore(self.folder.name)
         self.session = kvp.Session(backbone, self.store, lead=0, pages=PAGES, **options)
         self._before: Sequence[PromptPiece] = ()
         self._names: dict[str, str] = {}
@@ -50,6 +50,7 @@ class SessionReplay:
         """Ends session and store."""
         self.session.close()
         self.store.close()
+        self.folder.cleanup()
 
     def serve(self, pieces: Sequence[PromptPiece]) -> tuple[PromptPiece, ...]:
         """Makes the window show a prompt. Returns the pieces that took a forward."""
@@ -102,8 +103,3 @@ def _prefilled(backbone: ModelBackbone, pieces: Sequence[PromptPiece], asked: An
         placed.append((part, start))
         start += part.span
     return prefilled_logits(backbone, placed, asked, start, asked.length, 1)
-
-
-def store_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes a folder for a session's store, which leaves with it."""
-    return tempfile.TemporaryDirectory(prefix="loops-")

@@ -200,13 +200,13 @@ def records_of_trace(model: str, path: str, window: int, trace: int, seed: int) 
     visits = draw_visits(contexts, window, revisits, seed + trace)
     questions = {visit.name: questions_of(contents, visit, window, seed) for visit in visits}
     truth: dict[str, ServedVisit] = {}
-    labels = {"model": model, "kinds": ["answer"]}
+    labels, place = {"model": model, "kinds": ["answer"]}, f"documents.window={window}"
 
     for name, way in WAYS.items():
         for visit, served in serve_visits(backbone, contents, visits, questions, way, window):
             expected = truth.setdefault(visit.name, served)
             record = _answers(served, expected, visit, questions[visit.name], trace)
-            yield {**labels, **record, "arm": name, "probe": _probe(window, visit), "counts": served.counts}
+            yield {**labels, **record, "arm": name, "probe": f"{place}.{visit.name}", "counts": served.counts}
 
     caches: dict[str, PrefixCache] = {}
     tokens = [truth[FIRST].tokens[piece] for piece in range(contexts * PIECES)]
@@ -215,11 +215,7 @@ def records_of_trace(model: str, path: str, window: int, trace: int, seed: int) 
         counts = {"steps": len(visit.pieces) - visit.forked}
         for name, work in counted_work(visit, tokens, len(contents.lead), window, flops, caches).items():
             counted = {**counts, "tokens": work[0], "flops": work[1]}
-            yield {**labels, "arm": name, "probe": _probe(window, visit), "counts": counted}
-
-
-def _probe(window: int, visit: Visit) -> str:
-    return f"documents.window={window}.{visit.name}"
+            yield {**labels, "arm": name, "probe": f"{place}.{visit.name}", "counts": counted}
 
 
 def _answers(

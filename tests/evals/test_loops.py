@@ -91,7 +91,7 @@ def test_an_order_for_the_cache_puts_known_pieces_first():
 
 
 @pytest.mark.parametrize("loop", ["four-rounds", "placeholder-1"])
-def test_a_session_computes_what_is_priced(tmp_path, loop):
+def test_a_session_computes_what_is_priced(loop):
     """Screenshots that never come back: `remember` is what stays, `exact` is the prefix cache without its loss."""
     drawn = drawn_episode("walk", "e", 3, 6)
     rounds = [
@@ -101,7 +101,7 @@ def test_a_session_computes_what_is_priced(tmp_path, loop):
     prompts = prompts_of(drawn._replace(rounds=tuple(rounds)), POLICIES[loop])
     backbone = load(shipped(MODEL), dtype="float32", buckets=Buckets(64, 1))
     for arm, way in (("remember", Survivors()), ("exact", PrefixCache())):
-        replay = SessionReplay(backbone, arm, tmp_path / arm)
+        replay = SessionReplay(backbone, arm)
         served = [tokens(replay.serve(prompt.pieces)) for prompt in prompts]
         kls, flips = replay.divergence(prompts[-1].questions)
         replay.close()
