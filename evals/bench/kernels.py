@@ -70,7 +70,8 @@ class KernelCase(NamedTuple):
 def cases(tiny: bool) -> list[KernelCase]:
     """Lists every production shape at every rank, with token counts doubled until they reach LEAST_TOKENS."""
     if tiny:
-        return [KernelCase(SMALL[0], SMALL[0].tokens, rank) for rank in (0, 4)] + [KernelCase(SMALL[2], 9, 4)]
+        small = (SMALL[0], 0), (SMALL[0], 4), (SMALL[2], 4)
+        return [KernelCase(shape, shape.tokens, rank) for shape, rank in small]
     chosen = []
     for shape in PRODUCTION:
         tokens = shape.tokens * 2 ** math.ceil(math.log2(LEAST_TOKENS / shape.tokens))

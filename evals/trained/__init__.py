@@ -1,8 +1,6 @@
 """The small trained instances that ship with the library, one Hugging Face directory each, by drawing and name."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from kvpatch_jax.errors import InputError
 
@@ -35,9 +33,3 @@ def shipped(name: str) -> Path:
         f"backbone: got {name!r}; expected a checkpoint directory with a config.json, or one of the shipped instances "
         f"{', '.join(shipped_names())}"
     )
-
-
-def training_of(checkpoint: Path) -> dict[str, Any]:
-    """Reads how an instance was trained, as disclosed beside it; {} for other checkpoints."""
-    path = checkpoint / "training.json"
-    return json.loads(path.read_text()) if path.exists() else {}
