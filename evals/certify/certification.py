@@ -26,13 +26,12 @@ def certify(
     config: Mapping[str, Any],
     level: float,
     goal: float | None = None,
-    seed: int = 0,
 ) -> Certificate:
     """Measures what a folder lacks: every mode first, then mixtures of modes on held-out windows; and certifies.
 
     Args:
       folder: of finished parts. config: what they depend on, the model's name among it.
-      level: of the bounds. goal: of the recommended rank, in nats. seed: of what is mixed.
+      level: of the bounds. goal: of the recommended rank, in nats.
     """
 
     def finished(name: str, measure: Callable[[PlannedBatch], Iterable[Record]], held_out: bool) -> list[list[Record]]:
@@ -50,7 +49,7 @@ def certify(
     # Mixtures were made by certain numbers, whatever the day.
     name = f"mixtures by {dataclasses.replace(certificate, made='any day').digest}"
     mixtures: dict[tuple[int, float], list[Record]] = {}
-    for records in finished(name, functools.partial(mixed, windows, certificate, modes.ranks, seed), held_out=True):
+    for records in finished(name, functools.partial(mixed, windows, certificate, modes.ranks), held_out=True):
         for record in records:
             mixtures.setdefault((record["size"], -record["goal"]), []).append(record)
     return dataclasses.replace(certificate, plans=tuple(plan_row(mixtures[key]) for key in sorted(mixtures)))

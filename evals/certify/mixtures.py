@@ -11,11 +11,11 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.plan import DEFAULT_KL, Certificate
 
+from ..harness.frame import rounded
 from ..harness.lines import GrowingWindow, Line, cut, divergence
 from ..harness.parts import Record
 from .modes import LIKENESSES, stored_prefills
-from .scores import rounded
-from .windows import PlannedBatch, WindowSet
+from .windows import SEED, PlannedBatch, WindowSet
 
 DRAWS = 4
 """Mixtures of each batch, for each bound."""
@@ -30,11 +30,9 @@ def goals_of(certificate: Certificate, ranks: Sequence[int], size: int) -> list[
     return sorted({rounded(bound) for bound in bounds if bound}, reverse=True)
 
 
-def mixed(
-    source: WindowSet, certificate: Certificate, ranks: Sequence[int], seed: int, planned: PlannedBatch
-) -> Iterator[Record]:
+def mixed(source: WindowSet, certificate: Certificate, ranks: Sequence[int], planned: PlannedBatch) -> Iterator[Record]:
     """Yields for every bound the KL of each answer, its window, and the share of pieces that were not prefilled."""
-    windows, rng = source.load(planned), np.random.default_rng([seed, 4, planned.number])
+    windows, rng = source.load(planned), np.random.default_rng([SEED, 4, planned.number])
     line, questions, size = Line(windows.backbone, [windows.lead, *windows.pieces]), windows.questions, planned.chunks
     target = line.prefill()
     promised = questions.ask(line, line.engine(target))

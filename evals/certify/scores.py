@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from kvpatch_jax.plan import CertifiedLoss, CertifiedPlan, RankChoice
 
 from ..harness import intervals
+from ..harness.frame import rounded
 from ..harness.intervals import conformal_bound, covered
 from ..harness.parts import Record
 from .modes import Mode
@@ -24,7 +25,6 @@ SUFFICIENT, NEGLIGIBLE = 0.9, 1e-3
 """Share of blind reuse's KL that a sufficient rank removes; mean KL, in nats, below which patches are hardly needed."""
 LEAST_BOUND = 1e-6
 """Nats. Rounding of float32 logits alone reaches this order, so no smaller bound is certified."""
-DIGITS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +140,7 @@ def recommend(by_size: Sequence[Scores], goal: float | None, level: float) -> Ra
     return RankChoice(ranks[-1], f"the largest that was measured, and not enough: {result}")
 
 
-def rounded(value: float) -> float:
-    """Rounds to DIGITS significant digits."""
-    return float(f"{value:.{DIGITS}g}")
-
-
 def rounded_up(value: float) -> float:
-    """Rounds a bound to DIGITS significant digits, never below its value."""
+    """Rounds a bound to six significant digits, never below its value."""
     nearest = rounded(value)
-    return nearest if nearest >= value else float(f"{value * (1 + 10 ** (1 - DIGITS)):.{DIGITS}g}")
+    return nearest if nearest >= value else rounded(value * (1 + 1e-5))

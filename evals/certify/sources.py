@@ -1,6 +1,7 @@
 """Where windows come from: a folder of images, texts, a data set or log of windows, or the task."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from models import ModelBackbone
 from ..harness.files import images_of, texts_of
 from ..harness.lines import Contents, Question
 from ..measure import fields
-from ..measure.items import Refusal, content_key
+from ..measure.items import Item, Refusal, content_key
 from ..task.contexts import SIZES, sample
 from ..task.drawing import images_of as task_images
 from ..task.questions import ask
-from ..task.vocabulary import vocabulary
-from ..texts.corpus import SOURCES, long_documents
-from .windows import Window, WindowSet, halved
+from ..task.vocabulary import check_words, vocabulary
+from ..texts.corpus import long_documents
+from .windows import SEED, Window, WindowSet, halved
 
 QUESTIONS = [
     "What is shown?",
@@ -36,17 +37,11 @@ PIECE, CONTINUED = 64, 16
 """Tokens of a text's chunk, and of the continuation behind a window, which is scored."""
 MOST_ASKED = 16
 """Questions behind one context of a data set that are asked: the first ones."""
+Chunks = Sequence[int]
+"""Sizes of windows, ascending."""
 LEAST_CHUNKS, TASK_CHUNKS = 3, 4
 """Chunks of the smallest window, and of a context of the task."""
 TASK_QUESTIONS = {"page": 2, "sheet": 2, "chain": 3, "aggregate": 2, "override": 2}
-Sizes = dict[int, int]
-"""How many windows have so many chunks; ascending."""
-
-
-def numbered(sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """Yields the chunks and the number of every window."""
-    for chunks, count in sizes.items():
-        yield from ((chunks, number) for number in range(count))
 
 
 def read_questions(path: Path) -> list[str]:
@@ -73,26 +68,25 @@ def questions_of(backbone: ModelBackbone, questions: Sequence[str], least: int =
 
 
 def image_windows(
-    backbone: ModelBackbone, folder: Path, sizes: Sizes, seed: int, asked: Sequence[str], batch: int
+    backbone: ModelBackbone, folder: Path, chunks: Chunks, count: int, batch: int, asked: Sequence[str]
 ) -> WindowSet:
     """Draws windows from either half of the images in a folder, each of similar sizes, as one agent's images have.
 
     Raises:
       InputError: too few images, or no question in words that the tokenizer knows. ImageError: an unreadable one.
     """
-    questions, rng = questions_of(backbone, asked), np.random.default_rng(seed)
-    files, most = images_of(folder), max(sizes)
+    questions, rng = questions_of(backbone, asked), np.random.default_rng(SEED)
+    files, most = images_of(folder), chunks[-1]
     names = [path.relative_to(folder).as_posix() for path in files]
     contents = Contents(backbone, dict(zip(names, files, strict=True)))
     pools = np.split(rng.permutation(len(names)), [halved(len(names))[0]])
     if len(pools[1]) < 2 * most:
         raise InputError(f"--images: got {len(names)} in {folder}; expected {4 * most} or more for windows of {most}")
     shapes, windows = [contents.shape(name) for name in names], list[Window]()
-    for chunks, count in sizes.items():
-        for pool, number in zip(pools, halved(count), strict=True):
-            for row in deal(pool, number, chunks + most, rng, shapes):
-                shown = tuple(names[image] for image in row)
-                windows.append(Window(shown[:chunks], shown[chunks:], questions))
+    for size, (pool, number) in itertools.product(chunks, zip(pools, halved(count), strict=True)):
+        for row in deal(pool, number, size + most, rng, shapes):
+            shown = tuple(names[image] for image in row)
+            windows.append(Window(shown[:size], shown[size:], questions))
     shown = f"{len(names)} images of {folder.name or folder}, like sizes together"
     return WindowSet(contents, windows, shown, f"{len(questions)} questions, the next token behind each", batch)
 
@@ -113,35 +107,27 @@ def deal(
 
 
 def text_windows(
-    backbone: ModelBackbone, folder: Path | None, sizes: Sizes, seed: int, asked: Sequence[str], batch: int
+    backbone: ModelBackbone, folder: Path, chunks: Chunks, count: int, batch: int, asked: Sequence[str]
 ) -> WindowSet:
-    """Cuts windows of consecutive pieces, one of each document of a folder (None: of Python's documentation).
-
-    Windows of all sizes end where the text goes on, and those of one half are of the same documents.
+    """Cuts windows of consecutive pieces, one of each text of a folder; windows of all sizes end where it goes on.
 
     Raises:
       InputError: too few texts that are long enough.
     """
-    most, rng, where = max(sizes), np.random.default_rng(seed), "Python's documentation"
-    texts: Iterable[tuple[str, str]] = SOURCES["prose"]()
-    if folder is not None:
-        paths, where = texts_of(folder), folder.name or str(folder)
-        order = rng.permutation(len(paths))
-        texts = ((paths[place].name, paths[place].read_text(encoding="utf-8", errors="replace")) for place in order)
-    size, count = 2 * most * PIECE + CONTINUED, max(sizes.values())
-    documents = [tuple(document.ids.tolist()) for document in long_documents(backbone, texts, where, count, size, size)]
+    most, paths = chunks[-1], texts_of(folder)
+    order = np.random.default_rng(SEED).permutation(len(paths))
+    texts = ((paths[place].name, paths[place].read_text(encoding="utf-8", errors="replace")) for place in order)
+    where, tokens = folder.name or str(folder), 2 * most * PIECE + CONTINUED
+    documents = [document.ids.tolist() for document in long_documents(backbone, texts, where, count, tokens, tokens)]
     questions = questions_of(backbone, asked, least=0)  # the continuation is scored anyway
     values, windows, half, scored = {}, [], CONTINUED // 2, tuple(range(CONTINUED))
-    for chunks, number in numbered(sizes):
-        # Those held out of smaller sizes are of documents held out of the largest number.
-        held_out = number >= halved(sizes[chunks])[0]
-        document = number + held_out * (halved(count)[0] - halved(sizes[chunks])[0])
-        *pieces, behind = (documents[document][start : start + PIECE] for start in range(0, size, PIECE))
+    for size, document in itertools.product(chunks, range(count)):
+        *pieces, behind = (documents[document][start : start + PIECE] for start in range(0, tokens, PIECE))
         names = tuple(f"text {document}, piece {place}" for place in range(len(pieces)))
-        values |= {name: list(ids) for name, ids in zip(names, pieces, strict=True)}
+        values |= dict(zip(names, pieces, strict=True))
         # The continuation is scored in two halves, the second of them given the first.
-        continued = Question(behind[:half], scored[:half]), Question(behind, scored[half:])
-        windows.append(Window(names[-chunks:], names[-most - chunks : -chunks], (*continued, *questions)))
+        continued = Question(tuple(behind[:half]), scored[:half]), Question(tuple(behind), scored[half:])
+        windows.append(Window(names[-size:], names[-most - size : -size], (*continued, *questions)))
     shown = f"{len(documents)} texts of {where}, {PIECE} tokens a chunk"
     asked = f"the next {CONTINUED} tokens in two halves, and {len(questions)} questions, a token each"
     return WindowSet(Contents(backbone, values), windows, shown, asked, batch)
@@ -150,8 +136,6 @@ def text_windows(
 def data_windows(backbone: ModelBackbone, path: Path, least: int, most: int, batch: int) -> WindowSet:
     """Takes the contexts of a data set, or of an agent's log, as windows, and asks their questions behind them.
 
-    Contexts with videos are left out: what was measured of a clip's frames holds for no other number of frames.
-
     Args:
       least, most: windows of one size that are needed, and that are measured.
 
@@ -159,27 +143,26 @@ def data_windows(backbone: ModelBackbone, path: Path, least: int, most: int, bat
       InputError: too few contexts of every size that the backbone can read; a line is printed for each other.
     """
     data, values = fields.read(path), dict[str, Any]()
-    left_out, contexts = list(data.refusals), dict[tuple[str, ...], list[Any]]()
+    left_out, contexts = list(data.refusals), dict[tuple[str, ...], list[Item]]()
     for item in data.items:
         names = tuple(content_key(piece.content) for piece in item.pieces)
-        if all(isinstance(piece.content, Text | Path) for piece in item.pieces):
-            values |= {name: piece.content for name, piece in zip(names, item.pieces, strict=True)}
-            contexts.setdefault(names, []).append(item)
+        values |= {name: piece.content for name, piece in zip(names, item.pieces, strict=True)}
+        contexts.setdefault(names, []).append(item)
 
     contents, by_size = Contents(backbone, values, data.media), dict[int, list[Window]]()
     for names, items in contexts.items():
         windows = by_size.setdefault(len(names), [])
-        if len(names) >= LEAST_CHUNKS and len(windows) < most:
-            try:
-                questions = questions_of(backbone, [item.question for item in items])[:MOST_ASKED]
-                for name in names:
-                    contents.tokens(name)
-                windows.append(Window(names, (), questions))
-            except (KVPatchError, OSError) as error:
-                left_out.append(Refusal(items[0].where, " ".join(str(error).split())))
+        if len(names) < LEAST_CHUNKS or len(windows) == most:
+            continue
+        try:
+            questions = questions_of(backbone, [item.question for item in items])[:MOST_ASKED]
+            contents.shape(*names)
+            windows.append(Window(names, (), questions))
+        except (KVPatchError, OSError) as error:
+            left_out.append(Refusal(items[0].where, " ".join(str(error).split())))
     for refusal in left_out:
         print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
-    enough = {size: windows for size, windows in by_size.items() if len(windows) >= least}
+    enough = {chunks: windows for chunks, windows in by_size.items() if len(windows) >= least}
     if not enough:
         shown = ", ".join(map(str, sorted(by_size))) or "no"
         raise InputError(f"--data: got contexts of {shown} pieces; expected {least} or more of {LEAST_CHUNKS} or more")
@@ -203,25 +186,25 @@ def _with_before(windows: Sequence[Window], count: int) -> list[Window]:
     return filled
 
 
-def reads_task(backbone: ModelBackbone) -> bool:
-    """Says whether a backbone has the words of the task."""
-    words, tokenizer = vocabulary().names[:-2], backbone.tokenizer
-    return tokenizer is not None and [tokenizer.id_to_token(number) for number in range(len(words))] == words
+def task_windows(backbone: ModelBackbone, chunks: Chunks, count: int, batch: int) -> WindowSet:
+    """Draws contexts of the task for one window each; questions are about the last.
 
-
-def task_windows(backbone: ModelBackbone, sizes: Sizes, seed: int, batch: int) -> WindowSet:
-    """Draws contexts of the task for one window each; questions are about the last. InputError: no room for one."""
-    if min(sizes) < TASK_CHUNKS:
-        raise InputError(f"--chunks: got {min(sizes)}; expected {TASK_CHUNKS} or more of the task's images")
+    Raises:
+      InputError: the model does not have the words of the task, or no room for a context.
+    """
+    check_words(backbone.tokenizer, "documents")
+    if chunks[0] < TASK_CHUNKS:
+        raise InputError(f"--chunks: got {chunks[0]}; expected {TASK_CHUNKS} or more of the task's images")
     values, windows = {}, list[Window]()
-    for chunks, number in numbered(sizes):
-        rng, total, images = np.random.default_rng([seed, chunks, number]), chunks + max(sizes), list[np.ndarray]()
+    for size, number in itertools.product(chunks, range(count)):
+        rng, total, images = np.random.default_rng([SEED, size, number]), size + chunks[-1], list[np.ndarray]()
         contexts = [sample(rng, 1, SIZES[str(TASK_CHUNKS)]) for _ in range(-(-total // TASK_CHUNKS))]
         for context in contexts:
             images += task_images(context)
-        names = tuple(f"{chunks} chunks, {number}, {place}" for place in range(total))
+        names = tuple(f"{size} chunks, {number}, {place}" for place in range(total))
         values |= dict(zip(names, images[-total:], strict=True))
         asked = ask(contexts[-1], rng, TASK_QUESTIONS).in_words(vocabulary())
-        windows.append(Window(names[-chunks:], names[:-chunks], questions_of(backbone, asked)))
+        windows.append(Window(names[-size:], names[:-size], questions_of(backbone, asked)))
     described = f"at most {sum(TASK_QUESTIONS.values())} questions of the task, a token each"
-    return WindowSet(Contents(backbone, values), windows, f"images drawn by the task, seed {seed}", described, batch)
+    shown = f"images drawn by the task, seed {SEED}"
+    return WindowSet(Contents(backbone, values), windows, shown, described, batch)

@@ -21,6 +21,8 @@ from models import ModelBackbone
 
 from ..harness.lines import BatchedPiece, Contents, PackedQuestions, Question, packed
 
+SEED = 40961
+"""Of what is drawn: windows, and mixtures of modes."""
 LEAD = "The following is looked at from the first to the last."
 LEAD_WORDS = 4
 """Words of a small vocabulary that are the lead where the sentence has unknown ones."""

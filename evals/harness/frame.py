@@ -39,6 +39,11 @@ def write_rows(results: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return written
 
 
+def rounded(value: float) -> float:
+    """Rounds to six significant digits."""
+    return float(f"{value:.6g}")
+
+
 class Lookup:
     """Rows by (probe, model, arm, metric); what is missing reads as UNDEFINED."""
 

@@ -64,7 +64,8 @@ def prefilled(backbone: ModelBackbone, tokens: Tokens, context: Any = None, mask
     """Prefills tokens, padded to their bucket; phase-free KV of theirs."""
     size = tokens.embeddings.shape[1]
     room = bucket(backbone.buckets, size)
-    many = None if context is not None else RUN
+    # An image whose tokens see each other is not divided.
+    many = RUN if context is None and tokens.ahead is None else None
     return cut(backbone.prefill(padded_tokens(tokens, room), context, mask, chunk=many).kv, slice(size))
 
 

@@ -13,7 +13,7 @@ from kvpatch_jax.repair import Repaired, SplicedCache, kv_bytes, reprefill_flops
 from kvpatch_jax.repair.spliced_cache import canonical_of, input_bytes
 
 from . import intervals
-from .frame import Row, measured_row
+from .frame import Row, measured_row, rounded
 from .intervals import Interval
 from .methods import BLIND, REFERENCE
 from .parts import Record
@@ -33,7 +33,6 @@ SMALL_LOSS = 0.05
 """Nats of an answer that hardly matter."""
 DAMAGE = 1e-3
 """Nats per question that blind reuse must lose for η to mean something: below, it would be a quotient of rounding."""
-DIGITS = 6
 
 
 def answer_record(arm: str, answers: Any, reference: Any, valid: np.ndarray) -> Record:
@@ -42,7 +41,7 @@ def answer_record(arm: str, answers: Any, reference: Any, valid: np.ndarray) -> 
     return {
         "arm": arm,
         "predicted": answers.predicted[valid].tolist(),
-        "kl": [float(f"{value:.{DIGITS}g}") for value in kl],
+        "kl": [rounded(value) for value in kl.tolist()],
     }
 
 

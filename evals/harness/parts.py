@@ -107,7 +107,7 @@ def run_parts(
             file.write_bytes(whole)
         shares = itertools.islice(parts, shard.index, None, shard.count)
         missing = [part for part in shares if part.key not in finished][: limit or None]
-        writing, bar = threading.Lock(), progress_bar(sum(part.work for part in missing))
+        writing, bar = threading.Lock(), progress_bar(sum((part.work for part in missing), 0.0))
 
         def measure(part: Part) -> None:
             started = time.process_time()

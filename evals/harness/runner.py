@@ -30,7 +30,7 @@ def loaded(path: str, dtype: str = "float32", buckets: Any = None) -> Any:
 
 
 def model_path(name: str) -> Path:
-    """Finds a model: a shipped instance, real weights that are installed, or a path.
+    """Finds a model: a shipped instance, real weights that are installed, a checkpoint directory, or a GGUF file.
 
     Raises:
       InputError: it is none of these.
@@ -38,7 +38,9 @@ def model_path(name: str) -> Path:
     from ..real_weights import REAL_WEIGHTS, weights_file
     from ..trained import shipped
 
-    return weights_file(name) if name in REAL_WEIGHTS else shipped(name)
+    if name in REAL_WEIGHTS:
+        return weights_file(name)
+    return Path(name) if Path(name).is_file() else shipped(name)
 
 
 def identity(path: Path) -> str:

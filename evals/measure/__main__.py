@@ -14,7 +14,6 @@ from ..harness import program
 flags.DEFINE_string("model", None, "a checkpoint directory, GGUF file, shipped instance, or name of real weights")
 flags.DEFINE_string("data", None, "a file or folder of the data set, or a folder of images and PDFs")
 flags.DEFINE_string("fields", None, "name or TOML file of a field map; by default recognised; help lists them")
-flags.DEFINE_string("media", None, "folder of the images and videos, where it is not the data's own")
 flags.DEFINE_integer("keep", None, "screenshots of an episode that stay in the prompt; by default all", lower_bound=1)
 flags.DEFINE_list("arms", [], "methods with settings, as patch.bytes=0.1,cacheblend.budget=0.15; help lists them")
 flags.DEFINE_integer("limit", 0, "a sample of so many records; 0: all", lower_bound=0)
@@ -31,7 +30,7 @@ _RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, a
 
 
 def main() -> None:
-    """Measures, and writes answers.jsonl, results.json, rows.csv, table.md and report.html."""
+    """Measures, and writes answers.jsonl, results.json, rows.csv and report.html."""
     from pathlib import Path
     from typing import Any
 
@@ -50,16 +49,15 @@ def main() -> None:
     if not request.model or not request.data:
         raise InputError(f"--model, --data: got {request.model!r}, {request.data!r}; expected both; see --help")
     # Workers of a cluster may run in another folder.
-    paths = {name: str(Path(path).resolve()) for name in ("model", "data", "media", "fields")
+    paths = {name: str(Path(path).resolve()) for name in ("model", "data", "fields")
              if (path := getattr(request, name)) and Path(path).exists()}  # fmt: skip
     request, out = request._replace(**paths), Path(_OUT.value)
     planned = job.plan(request)
     # A folder of another measurement is refused before anything is measured.
     stored_records(out, planned.config)
-    print(f"{planned.config['fields']}: {planned.items} items behind {len(planned.parts)} contexts of "
-          f"{planned.pieces} pieces. {planned.data.about}")  # fmt: skip
+    print(f"{planned.config['fields']}: {len(planned.parts)} contexts. {planned.data.about}")
     print(f"arms: {', '.join(planned.config['arms'])}", flush=True)
-    for refusal in planned.left_out:
+    for refusal in planned.data.refusals:
         print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
 
     if _RAY.value:
@@ -71,11 +69,13 @@ def main() -> None:
         print(f"{len(records)} of {len(planned.parts)} contexts are finished: the last shard writes the report")
         return
     items = [record for part in planned.parts for record in records[part.key]]
-    for record in items:
-        if "refused" in record:
-            print(f"left out: {record['where']}: {record['refused']}", flush=True)
+    refused = [record for record in items if "refused" in record]
+    for record in refused:
+        print(f"left out: {record['where']}: {record['refused']}", flush=True)
+    if len(refused) == len(items):
+        raise InputError(f"--data: got {request.data}, of which this model can be asked nothing")
     command = program.repeated_command("evals.measure")
-    print(report.write(out, items, planned.config, planned.left_out, command))
+    print(report.write(out, items, planned.config, planned.data.refusals, command))
     print(f"report: {out / 'report.html'}")
 
 

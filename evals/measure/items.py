@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpatch_jax import Text, Video
+from kvpatch_jax import Text
 
-PieceContent = Text | Path | Video
-"""A text, an image's file, or a video."""
+PieceContent = Text | Path
+"""A text, or an image's file."""
 
 
 class Piece(NamedTuple):
     """One piece of a context, cached as a chunk of its own: an image, a page, a segment of text.
 
     Attributes:
-      content: what it shows. label: its name in reports, such as "page 3"; the model does not see it.
+      content: what it shows. label: its name in reports, such as "image 3"; the model does not see it.
     """
 
     content: PieceContent
@@ -28,13 +28,12 @@ class Item(NamedTuple):
 
     Attributes:
       id: unique in the data set.
-      cluster: what intervals resample: items of one document, deck, video or episode are not independent.
+      cluster: what intervals resample: items of one document, deck or episode are not independent.
       pieces: the context, in order.
       question: as it is asked, options and instruction included.
       answers: those that count as right, of a choice its letter; none: what re-prefill answers is right.
       scorer: a key of `scoring.SCORERS`. kind: the category that tables are divided by; "" without one.
       options: of a choice, by their letters' order.
-      screen: "1080x2400", the size that points of an action are in; "": thousandths.
       where: file and line or number, for messages.
     """
 
@@ -46,7 +45,6 @@ class Item(NamedTuple):
     scorer: str = "exact_match"
     kind: str = ""
     options: tuple[str, ...] = ()
-    screen: str = ""
     where: str = ""
 
 
@@ -82,23 +80,12 @@ class DataSet(NamedTuple):
         """A digest of all that the items consist of but pixels; the same wherever the data lies."""
         digest = hashlib.sha256()
         for item in self.items:
-            pieces = [content_key(piece.content, self.source.parent) for piece in item.pieces]
+            pieces = [str(content) if isinstance(content, Text) else content.name for content, _ in item.pieces]
             content = [item.id, item.cluster, item.question, item.answers, item.scorer, item.kind, item.options]
-            digest.update(json.dumps([*content, item.screen, pieces]).encode() + b"\n")
+            digest.update(json.dumps([*content, pieces]).encode() + b"\n")
         return digest.hexdigest()
 
 
-def content_key(content: PieceContent, base: Path | None = None) -> str:
-    """Names what a piece shows: equal names show the same.
-
-    Args:
-      base: files are named from this folder on where they are below it, else by their names. None: by their paths.
-    """
-    if isinstance(content, Text):
-        return f"text {content}"
-    if isinstance(content, Video):
-        frames = content.source if isinstance(content.source, list) else [content.source]
-        return f"video {[content_key(frame, base) for frame in frames]} {content.frames} {content.rate}"
-    if base is None:
-        return f"image {content}"
-    return f"image {content.relative_to(base).as_posix() if content.is_relative_to(base) else content.name}"
+def content_key(content: PieceContent) -> str:
+    """Names what a piece shows: equal names show the same."""
+    return f"text {content}" if isinstance(content, Text) else f"image {content}"

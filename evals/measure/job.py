@@ -1,7 +1,6 @@
 """A measurement as parts, made alike in every process: data read, model loaded, contexts planned."""
 
 import functools
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +14,8 @@ from ..harness.methods import BLIND, REFERENCE, parse
 from ..harness.parts import Part, Shard, run_parts, run_shards_on_ray
 from ..harness.runner import model_path
 from . import fields
-from .contexts import frame_of, missing
-from .items import DataSet, Refusal
+from .contexts import frame_of
+from .items import DataSet
 from .measured import ARMS, Setup, contexts_of, measure_context
 
 
@@ -26,7 +25,6 @@ class Request(NamedTuple):
     model: str
     data: str
     fields: str | None = None
-    media: str | None = None
     keep: int | None = None
     arms: Sequence[str] = ()
     limit: int = 0
@@ -42,66 +40,50 @@ class Plan(NamedTuple):
 
     Attributes:
       config: what they depend on. data: that is read, whose images are on disk as long as it lives.
-      items, pieces: how many. left_out: what is not asked, each with its reason.
     """
 
     parts: Sequence[Part]
     config: dict[str, Any]
     data: DataSet
-    items: int
-    pieces: int
-    left_out: Sequence[Refusal]
 
 
 def plan(request: Request) -> Plan:
     """Reads the data, loads the model and plans the parts.
 
     Raises:
-      InputError: data that cannot be read, or that this model cannot be asked. What `models.load` raises.
+      InputError: data without an item, or a model that cannot be asked in words. What `models.load` raises.
     """
     arms = [parse(name) for name in dict.fromkeys((REFERENCE, BLIND, *(request.arms or ARMS)))]
-    path = located(request.model)
-    media = None if request.media is None else Path(request.media)
+    path = model_path(request.model)
     sample = {"keep": request.keep, "limit": request.limit, "seed": request.seed}
-    data = fields.read(Path(request.data), request.fields, media=media, **sample)
+    data = fields.read(Path(request.data), request.fields, **sample)
     backbone = load(str(path), dtype=request.dtype, buckets=Buckets())
     frame = frame_of(backbone, request.frame)
 
-    reasons = {item.id: missing(backbone, frame, item) for item in data.items}
-    refused = [Refusal(item.where, reasons[item.id]) for item in data.items if reasons[item.id]]
-    asked = [item for item in data.items if not reasons[item.id]]
-    left_out = [*data.refusals, *refused]
-    if not asked:
-        first = f"; the first: {left_out[0].where}: {left_out[0].reason}" if left_out else ""
-        raise InputError(f"--data: got {data.source}, of which this model can be asked nothing{first}")
-    contexts = contexts_of(asked)
+    if not data.items:
+        first = f"; the first: {data.refusals[0].where}: {data.refusals[0].reason}" if data.refusals else ""
+        raise InputError(f"--data: got {data.source} without an item that can be asked{first}")
     most = request.max_tokens or longest_prompt(path)
     setup = Setup(backbone, frame, arms, most, request.answer_tokens)
     parts = []
-    for context in contexts:
+    for context in contexts_of(data.items):
         work = float(len(context.pieces) + len(context.items) * len(arms))
         parts.append(Part(context.key, functools.partial(measure_context, setup, context), work))
     config = {
-        **{"model": path.name, "fingerprint": backbone.fingerprint, "data": data.source.name, "digest": data.digest},
-        **{"fields": data.name, "pieces": data.about, "arms": [arm.name for arm in arms], "frame": request.frame},
-        **{"dtype": request.dtype, "max_tokens": most, "answer_tokens": request.answer_tokens, **sample},
+        "model": path.name,
+        "fingerprint": backbone.fingerprint,
+        "data": data.source.name,
+        "digest": data.digest,
+        "fields": data.name,
+        "pieces": data.about,
+        "arms": [arm.name for arm in arms],
+        "frame": request.frame,
+        "dtype": request.dtype,
+        "max_tokens": most,
+        "answer_tokens": request.answer_tokens,
+        **sample,
     }
-    pieces = sum(len(context.pieces) for context in contexts)
-    return Plan(parts, config, data, len(asked), pieces, left_out)
-
-
-def located(name: str) -> Path:
-    """Finds a model: real weights or a shipped instance by name, a checkpoint, a GGUF file, a repository of the hub.
-
-    Raises:
-      InputError: it is none of these.
-    """
-    try:
-        return model_path(name)
-    except InputError:
-        if Path(name).is_file() or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            return Path(name)
-        raise
+    return Plan(parts, config, data)
 
 
 def longest_prompt(path: Path) -> int | None:

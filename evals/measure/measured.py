@@ -6,7 +6,7 @@ Axis letters: n tokens of an answer, V vocabulary.
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ from kvpatch_jax.window.padding import padded_tokens
 from models import ModelBackbone
 from models.prompts import ChatFrame
 
+from ..harness.frame import rounded
+from ..harness.lines import KV, cut
 from ..harness.methods import BLIND, REFERENCE, Arm
 from ..harness.metrics import cost_shares
 from ..harness.parts import Record
-from .contexts import HostKV, MeasuredContext, cut, on_device, on_host
+from .contexts import MeasuredContext, embedded, ids_of
 from .items import Item, Piece, content_key
 from .scoring import SCORERS
 
@@ -38,8 +40,6 @@ QUESTIONS = 8
 """Questions of one part at most: a kill costs one part."""
 QUESTION_STEP = 8
 """Questions choose tokens by as many of their last tokens as are a multiple of it, so that few lengths compile."""
-DIGITS = 6
-"""Significant digits of numbers in the files of parts."""
 
 
 class PlannedContext(NamedTuple):
@@ -87,11 +87,7 @@ def measure_context(setup: Setup, planned: PlannedContext) -> Iterator[Record]:
             context = context or MeasuredContext(setup.backbone, setup.frame, planned.pieces, setup.most)
             reader = AnswerReader(context, item, setup)
         except (KVPatchError, OSError) as error:
-            records[item.id] = {
-                "item": item.id,
-                "where": item.where or item.id,
-                "refused": " ".join(str(error).split()),
-            }
+            records[item.id] = {"item": item.id, "where": item.where, "refused": " ".join(str(error).split())}
             continue
         readers.append((item, reader))
         described = {"item": item.id, "cluster": item.cluster, "kind": item.kind, "question": item.question}
@@ -107,13 +103,13 @@ def measure_context(setup: Setup, planned: PlannedContext) -> Iterator[Record]:
                 if served is None or arm.by_question:
                     served = serve(reader.context, arm, reader.question)
                 record["arms"][arm.name] = reader.read(served[0])
-                record["costs"][arm.name] = served[1]
+                record["costs"][arm.name] = {name: rounded(share) for name, share in served[1].items()}
             except KVPatchError as error:
                 record["arms"][arm.name] = {"failed": str(error)}
     yield from records.values()
 
 
-def serve(context: MeasuredContext, arm: Arm, question: Tokens) -> tuple[HostKV | None, dict[str, float]]:
+def serve(context: MeasuredContext, arm: Arm, question: Tokens) -> tuple[KV | None, dict[str, float]]:
     """Serves a context in an arm: its cache (None: re-prefill's), and its costs as shares of all pieces'.
 
     Raises:
@@ -129,19 +125,18 @@ def serve(context: MeasuredContext, arm: Arm, question: Tokens) -> tuple[HostKV 
             skipped = length % QUESTION_STEP if length > QUESTION_STEP else 0
             splice = splice.replace(question=question.take(skipped, length))
         repaired = arm.repair(backbone, splice)
-        return cut(repaired.cache, slice(context.tokens)), _rounded(cost_shares(repaired, backbone, splice))
+        return cut(repaired.cache, slice(context.tokens)), cost_shares(repaired, backbone, splice)
 
-    placed, costs = [], collections.Counter[str]()
-    for number, piece in enumerate(context.pieces):
+    served, costs = dict[int, KV](), collections.Counter[str]()
+    for place in context.places:
+        size, splice = context.line.pieces[place].size, context.piece_splice(place)
         # With nothing in front of it a piece is exact, and needs no stored form.
-        exact = number == 0 and not context.first
-        splice = context.piece_splice(number)
-        fitting = Arm(BLIND, BLIND) if exact else _fitting(arm, backbone, splice.slots.shape[1])
+        fitting = _fitting(arm, backbone, splice.slots.shape[1]) if place else Arm(BLIND, BLIND)
         repaired = fitting.repair(backbone, splice)
-        placed.append(cut(repaired.cache, slice(piece.length)))
+        served[place] = cut(repaired.cache, slice(size))
         for name, share in cost_shares(repaired, backbone, splice).items():
-            costs[name] += share * piece.length / (context.tokens - context.first)  # pyright: ignore[reportArgumentType]
-    return context.behind_front(*placed), _rounded(costs)
+            costs[name] += share * size / (context.tokens - context.first)  # pyright: ignore[reportArgumentType]
+    return context.line.with_served(context.blind, served), dict(costs)
 
 
 def _fitting(arm: Arm, backbone: ModelBackbone, tokens: int) -> Arm:
@@ -150,10 +145,6 @@ def _fitting(arm: Arm, backbone: ModelBackbone, tokens: int) -> Arm:
     if arm.settings.get("rank", 0) <= highest:
         return arm
     return dataclasses.replace(arm, settings={**arm.settings, "rank": highest})
-
-
-def _rounded(numbers: Any) -> dict[str, float]:
-    return {name: float(f"{value:.{DIGITS}g}") for name, value in numbers.items()}
 
 
 class AnswerReader:
@@ -172,7 +163,7 @@ class AnswerReader:
           InputError: context, question and answer are longer than the model serves.
         """
         self.context, self.steps = context, setup.answer_tokens or SCORERS[item.scorer].tokens
-        ids = context.backbone.ids(context.frame.before + item.question + context.frame.behind)
+        ids = ids_of(context.backbone, context.frame.before + item.question + context.frame.behind)
         total = context.tokens + len(ids) + self.steps
         if setup.most is not None and total > setup.most:
             raise InputError(f"item: got {total} tokens with question and answer; expected at most {setup.most}")
@@ -182,12 +173,12 @@ class AnswerReader:
         self._forced = self._placed([*ids, *self.answer[:-1]])
         self._reference = self._logits(context.reference)
 
-    def read(self, cache: HostKV | None) -> Record:
+    def read(self, cache: KV | None) -> Record:
         """Asks the question over an arm's cache; None: re-prefill's.
 
         Returns:
           text: the answer. score. agrees: whether it is re-prefill's, token by token. kl: KL(re-prefill ‖ arm) in nats,
-          the mean over the tokens of re-prefill's answer, each with those before it as input; kl_first: of the first.
+          the mean over the tokens of re-prefill's answer, each with those before it as input.
         """
         ids, count = self.answer, len(self.answer)
         divergence = np.zeros(count)
@@ -196,29 +187,30 @@ class AnswerReader:
             # Where every token of re-prefill's answer is the best one here too, greedy decoding writes the same.
             ids = self.answer if best.tolist() == list(self.answer) else self._generated(cache)
         text = self._text(ids)
-        numbers = _rounded({"kl": float(divergence.mean()), "kl_first": float(divergence[0])})
         score = float(SCORERS[self.item.scorer].score(text, self.item))
-        return {"text": text, "score": score, "agrees": ids == self.answer, **numbers}
+        return {"text": text, "score": score, "agrees": ids == self.answer, "kl": rounded(float(divergence.mean()))}
 
     def _placed(self, ids: Sequence[int]) -> Tokens:
-        tokens, length = self.context.backbone.embed_padded(np.asarray([ids], np.int32))
-        return on_host(tokens).take(0, length).shift(self.context.end)
+        prompt = {"input_ids": np.asarray([ids], np.int32)}
+        return embedded(self.context.backbone, prompt).shift(np.int32(self.context.line.end))
 
     def _padded(self, tokens: Tokens) -> Tokens:
         return padded_tokens(tokens, Buckets().round_up(tokens.embeddings.shape[1]))
 
-    def _generated(self, cache: HostKV) -> tuple[int, ...]:
+    def _generated(self, cache: KV) -> tuple[int, ...]:
         """Decodes greedily up to a stop token."""
-        backbone, kv = self.context.backbone, on_device(cache)
+        backbone, kv = self.context.backbone, jax.tree.map(jnp.asarray, cache)
         ids = backbone.generate(self._padded(self.question), self.steps, kv, lengths=[self.length])[0].tolist()
         stop = next((place for place, token in enumerate(ids) if token in backbone.stop_tokens), len(ids) - 1)
         return tuple(ids[: stop + 1])
 
-    def _logits(self, cache: HostKV) -> Float[Array, "n V"]:
+    def _logits(self, cache: KV) -> Float[Array, "n V"]:
         """Reads the logits of re-prefill's answer; as many as an answer may have, the last repeated."""
         places = self.length - 1 + np.minimum(np.arange(self.steps), len(self.answer) - 1)
         rows: Int[np.ndarray, "1 n"] = places[None].astype(np.int32)
-        return self.context.backbone.prefill(self._padded(self._forced), on_device(cache), logits=rows).logits[0]
+        return self.context.backbone.prefill(
+            self._padded(self._forced), jax.tree.map(jnp.asarray, cache), logits=rows
+        ).logits[0]
 
     def _text(self, ids: Sequence[int]) -> str:
         stops = self.context.backbone.stop_tokens

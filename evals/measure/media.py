@@ -1,7 +1,5 @@
-"""Images, pages and videos that records name or hold: found below the data's folder, and checked before decoding."""
+"""Images and pages that records name or hold: found below the data's folder, and checked before decoding."""
 
-import base64
-import binascii
 import hashlib
 import io
 import re
@@ -12,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvpatch_jax import Video
 from kvpatch_jax.cache.images import expect_small
-from kvpatch_jax.cache.media import VIDEO_SUFFIXES
 from kvpatch_jax.errors import ImageError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
@@ -24,11 +20,8 @@ DPI = 144
 """Dots per inch that pages of PDFs are drawn at, as MMLongBench-Doc's are."""
 LARGEST = 256 << 20
 """Largest image, as RGB pixels and as a file, in bytes: 89 megapixels."""
-FRAME_RATE = 1.0
-"""Frames in a second of a folder of frames, as Video-MME's are extracted."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-_BASE64 = re.compile(r"[A-Za-z0-9+/]{128,}={0,2}")
 
 
 class MediaFolder:
@@ -36,32 +29,25 @@ class MediaFolder:
 
     Links are followed, since a hub's cache consists of them. Images inside data files, and pages of PDFs, are written
     to a temporary folder, each once, so that they are not kept in memory.
-
-    Attributes:
-      rows: the images of records by their ids, where others name them so.
     """
 
-    def __init__(self, base: Path, beside: Sequence[str] = (), media: Path | None = None, frames: int | None = None):
+    def __init__(self, base: Path, beside: Sequence[str] = ()):
         """Reads nothing yet.
 
         Args:
           base: the folder of the data's files. beside: names of folders in it or beside it where a release has media.
-          media: the one folder that names are below, in place of these. frames: sampled of a video.
         """
-        places = [base, *(base / name for name in beside), *(base.parent / name for name in beside)]
-        self._places = places if media is None else [media]
-        self._frames = frames
+        self._places = [base, *(base / name for name in beside), *(base.parent / name for name in beside)]
         self._temporary = Path(tempfile.mkdtemp(prefix="kvpatch-media-"))
         weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
-        self._shown: dict[Path, list[Path | Video]] = {}
-        self.rows: dict[str, list[Path | Video]] = {}
+        self._shown: dict[Path, list[Path]] = {}
 
-    def read(self, value: Any, field: str, names: Sequence[str] = ("{}",)) -> list[Path | Video]:
-        """Returns what a field shows: images, the pages of a document, or a video.
+    def read(self, value: Any, field: str, names: Sequence[str] = ("{}",)) -> list[Path]:
+        """Returns the image files that a field shows, a document's page by page.
 
         Args:
-          value: the name of an image, of a PDF, of a folder of pages, or of a video; bytes, base64, or the hub's
-            {"bytes", "path"}; or a list of these.
+          value: the name of an image, of a PDF, or of a folder of pages; bytes, or the hub's {"bytes", "path"}; or a
+            list of these.
           names: patterns of a file's name in which the value stands for {}, the first that is there.
 
         Raises:
@@ -70,27 +56,15 @@ class MediaFolder:
         """
         if isinstance(value, list | tuple):
             parts = [self.read(entry, f"{field}[{number}]", names) for number, entry in enumerate(value)]
-            return [content for part in parts for content in part]
+            return [path for part in parts for path in part]
         if isinstance(value, dict):
             value = value["bytes"] if isinstance(value.get("bytes"), bytes) else value.get("path")
-        if isinstance(value, str) and _BASE64.fullmatch(value):
-            try:
-                value = base64.b64decode(value, validate=True)
-            except binascii.Error as error:
-                raise InputError(f"{field}: got {value!r:.40} ({error}); expected base64, or a file's name") from error
         if isinstance(value, bytes):
             return [self._stored(value, field)]
         path = self._place(value, field, names)
         if path not in self._shown:
-            self._shown[path] = list(self._contents(path, field))
+            self._shown[path] = list(self._images(path, field))
         return self._shown[path]
-
-    def video(self, value: Any, field: str, names: Sequence[str]) -> list[Path | Video]:
-        """Returns a video: a file, or the frames in a folder. Raises as `read`."""
-        contents = self.read(value, field, names)
-        if isinstance(contents[0], Video):
-            return contents
-        return [Video(contents, frames=self._frames, rate=FRAME_RATE)]
 
     def _place(self, name: Any, field: str, names: Sequence[str]) -> Path:
         """Finds the file or folder of a name; of a PDF first the folder of its pages, named without .pdf."""
@@ -101,31 +75,26 @@ class MediaFolder:
         pure = PurePosixPath(name.replace("\\", "/"))
         if pure.is_absolute() or ".." in pure.parts:
             raise InputError(f"{field}: got {name!r:.80}; expected a name below the data's folder")
-        stems = [name.removesuffix(".pdf"), *(pattern.format(name) for pattern in names)]
-        try:
-            for place in self._places:
-                for stem in stems if name.endswith(".pdf") else stems[1:]:
-                    if (place / stem).exists():
-                        return place / stem
-        except OSError as error:
-            raise InputError(f"{field}: got {name!r:.80} ({error.strerror}); expected a file's name") from error
+        files = [pattern.format(name) for pattern in names]
+        files = [name.removesuffix(".pdf"), *files] if name.endswith(".pdf") else files
+        for place in self._places:
+            for file in files:
+                if (place / file).exists():
+                    return place / file
         tried = ", ".join(place.name or str(place) for place in self._places)
         raise InputError(f"{field}: got {name!r:.80}, which is no file; expected it in {tried}")
 
-    def _contents(self, path: Path, field: str) -> Iterator[Path | Video]:
-        """Yields what a file or folder shows; frame_10 of a folder is behind frame_9."""
-        suffix = path.suffix.lower()
+    def _images(self, path: Path, field: str) -> Iterator[Path]:
+        """Yields the images of a file or folder; page_10 of a folder is behind page_9."""
         if path.is_dir():
             images = [image for image in path.iterdir() if image.suffix.lower() in IMAGE_SUFFIXES]
             if not images:
                 raise InputError(f"{field}: got {path.name!r} without images; expected one for each page")
             for image in sorted(images, key=_place_in_order):
                 yield _checked(image, field)
-        elif suffix == ".pdf":
+        elif path.suffix.lower() == ".pdf":
             for page in _pages(path, field):
                 yield self._stored(page, field)
-        elif suffix in VIDEO_SUFFIXES and suffix not in IMAGE_SUFFIXES:
-            yield Video(path, frames=self._frames)
         else:
             yield _checked(path, field)
 

@@ -1,19 +1,20 @@
 """Scores of answers: a prediction and an item to a number in [0, 1]. What cannot be read as an answer scores 0."""
 
 import collections
+import itertools
 import json
 import math
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rapidfuzz.distance import Levenshtein
 
 from .items import Item
 
-NEAR = 0.14
-"""How far from the recorded point a tap counts, as a share of the screen (Android in the Wild; GUI-Odyssey)."""
+NEAR = 140
+"""How far from the recorded point a tap counts, in thousandths of the screen (Android in the Wild; GUI-Odyssey)."""
 LETTERS = string.ascii_uppercase
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -25,11 +26,10 @@ _FREE_TEXTS = ("text", "app_name")
 
 
 class Scorer(NamedTuple):
-    """A scorer: (prediction, item) to a score, how many tokens an answer has at most, and what publishes it."""
+    """A scorer: (prediction, item) to a score, and how many tokens an answer has at most."""
 
     score: Callable[[str, Item], float]
     tokens: int
-    source: str
 
 
 def normalise(text: str) -> str:
@@ -84,7 +84,7 @@ def action(prediction: str, item: Item) -> float:
     """Scores an agent's next action: its type must be the same, and where or what it is done with.
 
     An action is a JSON object with its type as `action_type`, `name`, `action` or `type`, and its arguments beside it
-    or in `arguments`. A point (`x`, `y`) counts within .14 of the recorded one in shares of the screen, as in the
+    or in `arguments`. A point (`x`, `y`, thousandths of the screen) counts within 140 of the recorded one, as in the
     action matching of Android in the Wild and GUI-Odyssey; texts and names of apps where one contains the other or
     their similarity is .5; other arguments where they are equal. A recorded answer that is no object counts where the
     texts are equal without case. Boxes of the target element are not read.
@@ -95,8 +95,9 @@ def action(prediction: str, item: Item) -> float:
     if predicted is None or predicted[""] != right[""]:
         return 0.0
     if {"x", "y"} <= right.keys():
-        point, target = (_point(arguments, item.screen or "1000x1000") for arguments in (predicted, right))
-        if point is None or target is None or math.dist(point, target) > NEAR:
+        points: list[Any] = [[arguments.get("x"), arguments.get("y")] for arguments in (predicted, right)]
+        numbers = all(isinstance(value, int | float) for value in itertools.chain(*points))
+        if not numbers or math.dist(*points) > NEAR:
             return 0.0
     return float(all(_same(key, predicted.get(key), right[key]) for key in right if key not in ("x", "y")))
 
@@ -117,13 +118,6 @@ def _action(text: str) -> dict[str, Any] | None:
     return {"": value.pop(kind).lower(), **value, **(arguments if isinstance(arguments, dict) else {})}
 
 
-def _point(arguments: Mapping[str, Any], screen: str) -> list[float] | None:
-    place = [arguments.get("x"), arguments.get("y")]
-    if not all(isinstance(value, int | float) for value in place):
-        return None
-    return [float(str(value)) / float(side) for value, side in zip(place, screen.split("x"), strict=True)]
-
-
 def _same(key: str, predicted: Any, right: Any) -> bool:
     if not isinstance(predicted, str) or not isinstance(right, str):
         return predicted == right
@@ -134,10 +128,10 @@ def _same(key: str, predicted: Any, right: Any) -> bool:
 
 
 SCORERS = {
-    "exact_match": Scorer(exact_match, 32, "SQuAD v1.1, as MuSiQue and HotpotQA take it"),
-    "token_f1": Scorer(token_f1, 32, "SQuAD v2.0, as MuSiQue has it"),
-    "anls": Scorer(anls, 32, "ANLS (Biten et al. 2019), as the MP-DocVQA framework's metrics.py computes it"),
-    "choice": Scorer(choice, 16, "this library"),
-    "action": Scorer(action, 64, "this library, with the 14 % of Android in the Wild and GUI-Odyssey"),
+    "exact_match": Scorer(exact_match, 32),
+    "token_f1": Scorer(token_f1, 32),
+    "anls": Scorer(anls, 32),
+    "choice": Scorer(choice, 16),
+    "action": Scorer(action, 64),
 }
 """All scorers by name. Those of other data sets are in lmms-eval (`evals.plugins.lmms`)."""

@@ -19,12 +19,11 @@ class ReusedAnswer(NamedTuple):
     """An answer.
 
     Attributes:
-      text: up to the first stop text. ids: of its tokens.
+      text: up to the first stop text.
       prompt_tokens: of system prompt, pieces and question. prefilled: of these, tokens of pieces that needed a forward.
     """
 
     text: str
-    ids: tuple[int, ...]
     prompt_tokens: int
     prefilled: int
 
@@ -60,8 +59,6 @@ class ReusedChat:
         steps: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        top_k: int | None = None,
-        seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> ReusedAnswer:
         """Answers the last user message.
@@ -70,7 +67,7 @@ class ReusedChat:
           messages: {"role", "content"} each: a system message or none, and one user message. A content is a text, or a
             list of {"type": "text", "text": …} and {"type": "image", "image": …} ("video", "audio" alike); what holds
             the medium may also be named "url" or "path".
-          steps, temperature, top_p, top_k, seed: as of `Session.ask`.
+          steps, temperature, top_p: as of `Session.ask`.
           stop: texts that end an answer and are left out, besides the checkpoint's own stop tokens.
 
         Raises:
@@ -81,18 +78,15 @@ class ReusedChat:
             before = branch.stats().tokens
             for piece in pieces:
                 branch.add(piece)
-            asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-            answer = branch.ask(kvp.Text(question), steps=steps, **asked)
             text = ""
-            for part in answer:
+            for part in branch.ask(kvp.Text(question), steps=steps, temperature=temperature, top_p=top_p):
                 text += part
                 # A stop text may end inside a part, or have begun in the one before.
                 if any(word in text for word in stop):
                     break
             ends = [place for word in stop if (place := text.find(word)) >= 0]
-            ids = answer.ids if not ends else tuple(self.backbone.ids(text))
             prompt, prefilled = branch.window.tokens + len(self.backbone.ids(question)), branch.stats().tokens - before
-        return ReusedAnswer(text[: min(ends)] if ends else text, ids, prompt, prefilled)
+        return ReusedAnswer(text[: min(ends)] if ends else text, prompt, prefilled)
 
     def close(self) -> None:
         """Closes all sessions: what they formed is stored. Idempotent."""

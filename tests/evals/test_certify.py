@@ -1,12 +1,11 @@
 """Certificates: bounds, what each mode serves against prefills of whole histories, and where windows come from."""
 
-import dataclasses
+import functools
 import itertools
 import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +146,7 @@ def test_the_recommended_rank_is_the_smallest_that_suffices_at_every_size(kl, go
 
 LENGTHS = {"older": 4, "piece": 5}
 CHUNKS, WINDOWS = 5, 2
+MODES = ModeSet((2, 64), (3, CHUNKS))
 
 
 class Histories:
@@ -213,9 +213,7 @@ def histories(backbone: ModelBackbone) -> Histories:
 
 @pytest.fixture(scope="module")
 def measured(histories: Histories, tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    modes = ModeSet((2, 64), (3, CHUNKS))
-    folder = tmp_path_factory.mktemp("parts")
-    return certify(histories.windows(), modes, folder, {"model": "small"}, level=0.5)
+    return certify(histories.windows(), MODES, tmp_path_factory.mktemp("parts"), {"model": "small"}, level=0.5)
 
 
 def agrees(certificate: Certificate, expected: float, *mode: Any) -> None:
@@ -325,9 +323,9 @@ def test_texts_of_one_half_are_in_no_window_of_the_other(backbone: ModelBackbone
     rng, words = np.random.default_rng(0), words_of(backbone)
     for number in range(9):
         (tmp_path / f"{number}.txt").write_text(" ".join(rng.choice(words, 1400)))
-    windows = sources.text_windows(backbone, tmp_path, {3: 8, 5: 6}, 0, words[:1], 4)
+    windows = sources.text_windows(backbone, tmp_path, (3, 5), 8, 4, words[:1])
     shapes = [(batch.chunks, len(batch.windows), batch.held_out) for batch in windows.batches()]
-    assert shapes == [(3, 4, False), (3, 4, True), (5, 2, False), (5, 1, False), (5, 2, True), (5, 1, True)]
+    assert shapes == [(3, 4, False), (3, 4, True), *[(5, 2, False)] * 2, *[(5, 2, True)] * 2]
     sides: dict[str, set[bool]] = {}
     for batch in windows.batches():
         for window in batch.windows:
@@ -337,28 +335,28 @@ def test_texts_of_one_half_are_in_no_window_of_the_other(backbone: ModelBackbone
     assert len(sides) == 8
     assert all(len(side) == 1 for side in sides.values())
     with pytest.raises(InputError, match="got 0 documents of"):
-        sources.text_windows(backbone, tmp_path, {300: 4}, 0, words[:1], 4)
+        sources.text_windows(backbone, tmp_path, (300,), 4, 4, words[:1])
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_certificate(backbone: ModelBackbone, tmp_path: Path):
-    """Killed among the windows and again among the mixtures."""
-    rng, words, texts = np.random.default_rng(0), words_of(backbone), tmp_path / "texts"
-    texts.mkdir()
+def test_a_run_resumes_to_the_same_certificate(histories: Histories, measured: Certificate, tmp_path_factory):
+    """From parts that end among the windows, or among the mixtures."""
+    folder = tmp_path_factory.mktemp("resumed")
+    again = functools.partial(certify, histories.windows(), MODES, folder, {"model": "small"}, level=0.5)
+    assert again() == measured
+    lines = (folder / "parts.jsonl").read_bytes().splitlines(keepends=True)
+    for count in (2, len(lines) - 1):
+        (folder / "parts.jsonl").write_bytes(b"".join(lines[:count]))
+        assert again() == measured
+
+
+@pytest.mark.slow
+def test_the_program_writes_a_certificate_of_texts(backbone: ModelBackbone, tmp_path: Path):
+    rng, words, out = np.random.default_rng(0), words_of(backbone), tmp_path / "certificate.json"
     for number in range(4):
-        (texts / f"{number}.txt").write_text(" ".join(rng.choice(words, 900)))
+        (tmp_path / f"{number}.txt").write_text(" ".join(rng.choice(words, 900)))
     command = [sys.executable, "-m", "evals.certify", f"--model={shipped(MAIN)}", "--dtype=float32", "--n=4"]
-    command += ["--batch=1", "--chunks=3", "--level=0.5", "--ranks=8", f"--texts={texts}", "--skip=orbit,repair,fresh"]
-    subprocess.run([*command, f"--out={tmp_path / 'whole.json'}"], check=True, timeout=900)
-    out, parts = tmp_path / "killed.json", tmp_path / "killed.json.parts" / "parts.jsonl"
-    for wanted in (3, 6):  # a line of what they are parts of, four batches, then the held-out ones
-        with subprocess.Popen([*command, f"--out={out}"]) as process:
-            while not parts.exists() or len(parts.read_text().splitlines()) < wanted:
-                assert process.poll() is None
-                time.sleep(0.01)
-            process.kill()
-        assert not out.exists()
-    subprocess.run([*command, f"--out={out}"], check=True, timeout=900)
-    assert not parts.exists()
-    resumed, whole = (Certificate.read(path, backbone=backbone) for path in (out, tmp_path / "whole.json"))
-    assert resumed == dataclasses.replace(whole, made=resumed.made)
+    command += ["--batch=1", "--chunks=3", "--level=0.5", "--ranks=8", "--skip=orbit,repair,fresh"]
+    subprocess.run([*command, f"--texts={tmp_path}", f"--out={out}"], check=True, timeout=900)
+    assert Certificate.read(out, backbone=backbone).calibration == 2
+    assert not out.with_name("certificate.json.parts").exists()

@@ -45,11 +45,10 @@ def test_the_reference_is_what_the_chat_template_makes_of_the_message(loaded, pa
     content = [{"type": "image", "image": piece.content} for piece in pages]
     prompt = backbone.chat([{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}])
     tokens, context = backbone.embed(**prompt), reader.context
-    count = context.tokens - context.first
-    placed = np.concatenate([context.prompt.positions[:, :count], reader.question.positions], axis=1)
-    np.testing.assert_array_equal(placed, np.asarray(tokens.positions)[:, context.first :])
-    joined = np.concatenate([context.prompt.embeddings[:, :count], reader.question.embeddings], axis=1)
-    np.testing.assert_allclose(joined, np.asarray(tokens.embeddings)[:, context.first :], atol=1e-5)
+    placed = np.concatenate([context.line.tokens.positions, reader.question.positions], axis=1)
+    np.testing.assert_array_equal(placed, np.asarray(tokens.positions))
+    joined = np.concatenate([context.line.tokens.embeddings, reader.question.embeddings], axis=1)
+    np.testing.assert_allclose(joined, np.asarray(tokens.embeddings), atol=1e-5)
     expected = backbone.generate(tokens, 6)[0].tolist()
     assert list(reader.answer) == expected[: len(reader.answer)]
 
@@ -79,12 +78,12 @@ def test_methods_that_compute_every_token_again_are_re_prefill_and_costs_are_cou
     costs = serve(context, parse("patch.rank=8"), reader.question)[1]
     features = [channel.features for channel in backbone.layout.channels]
     factors = numbers = 0
-    for piece in context.pieces:
-        size = -(-piece.length // 8) * 8
+    for piece in (context.line.pieces[place] for place in context.places):
+        size = -(-piece.size // 8) * 8
         stored = sum(min(8 * (size + width), size * width) for width in features) / sum(
             size * width for width in features
         )
-        factors, numbers = factors + piece.length * stored, numbers + piece.length
+        factors, numbers = factors + piece.size * stored, numbers + piece.size
     assert costs["stored_bytes"] == pytest.approx(factors / numbers, rel=1e-5)
     assert costs["canonical_bytes"] == 1
     assert 0 < costs["serving_flops"] < 0.1 < costs["forming_flops"]

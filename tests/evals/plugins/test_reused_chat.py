@@ -5,7 +5,6 @@ lmms-eval needs torch, so its side is a double, written from the interface of lm
 
 import importlib
 import importlib.util
-import json
 import os
 import sys
 import types
@@ -14,11 +13,9 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from evals.plugins import ReusedChat, ReusedModel, ReusedProcessor
+from evals.plugins import ReusedChat
 from kvpatch_jax.errors import InputError
 from models import load
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from tests.goldens.load import GOLDENS, write_checkpoint
 
 STEPS = 6
 
@@ -37,19 +34,8 @@ def asked(*contents, system: str | None = None) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A tiny Qwen2.5-VL with its tokenizer and chat template."""
-    gold = json.loads((GOLDENS / "chat.json").read_text())["families"]["qwen2_5_vl"]
-    root = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("chat") / "model")
-    (root / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
-    (root / TEMPLATE_FILE).write_text(gold["template"])
-    (root / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
-    return root
-
-
-@pytest.fixture(scope="module")
-def backbone(directory):
-    return load(directory, dtype="float32")
+def backbone(checkpoint):
+    return load(checkpoint("qwen2_5_vl"), dtype="float32")
 
 
 def whole(backbone, messages) -> tuple[int, ...]:
@@ -65,8 +51,7 @@ def test_exact_reuse_answers_as_a_prefill_of_the_conversation(backbone):
     for system, contents in ((None, [first, second, "hello"]), ("look", [second, first, "hi"])):
         messages = asked(*contents, system=system)
         found = chat.answer(messages, steps=STEPS)
-        assert found.ids == whole(backbone, messages)
-        assert found.text == backbone.tokenizer.decode(list(found.ids), skip_special_tokens=False)
+        assert found.text == backbone.tokenizer.decode(list(whole(backbone, messages)), skip_special_tokens=False)
     chat.close()
 
 
@@ -91,23 +76,6 @@ def test_what_is_served_without_a_forward(backbone, tmp_path):
         assert counts[0] > 0.5
         assert counts[2:] == [0, 0]
     assert prefilled[True][1] < prefilled[False][1]
-
-
-def test_the_call_that_transformers_code_makes(backbone):
-    messages = asked(picture(1), "hello")
-    processor, model = ReusedProcessor(backbone), ReusedModel(backbone, approximate=False)
-    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, add_generation_prompt=True)
-    out = model.generate(**inputs, max_new_tokens=STEPS, do_sample=False)
-    width = inputs["input_ids"].shape[1]
-    np.testing.assert_array_equal(out[:, :width], inputs["input_ids"])
-    assert tuple(out[0, width:]) == whole(backbone, messages)
-    (text,) = processor.batch_decode(out[:, width:])
-    assert text == backbone.tokenizer.decode(out[0, width:].tolist(), skip_special_tokens=True)
-
-    drawn = [model.generate(**inputs, max_new_tokens=STEPS, do_sample=True, temperature=5.0, seed=3) for _ in range(2)]
-    np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert not np.array_equal(drawn[0], out)
-    model.chat.close()
 
 
 @pytest.mark.parametrize(
@@ -185,9 +153,9 @@ class Request:
 
 
 @pytest.mark.slow
-def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, directory, backbone, tmp_path):
+def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, checkpoint, backbone, tmp_path):
     image_module = pytest.importorskip("PIL.Image")
-    arguments = f"pretrained={directory},store={tmp_path / 'chunks'},dtype=float32,approximate=False"
+    arguments = f"pretrained={checkpoint('qwen2_5_vl')},store={tmp_path / 'chunks'},dtype=float32,approximate=False"
     model = lmms_eval("kvpatch").create_from_arg_string(arguments, {"batch_size": 1, "device": None})
     documents = [{"page": picture(number), "question": f"hello{number % 2}"} for number in (1, 1, 2)]
     model.task_dict = {"pages": {"test": documents}}
@@ -210,6 +178,6 @@ def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, directory, 
     assert model.cleaned
 
 
-def test_lmms_evals_absence_and_other_arguments_are_named(lmms_eval, directory):
+def test_lmms_evals_absence_and_other_arguments_are_named(lmms_eval):
     with pytest.raises(InputError, match=r"model_args: got \['pretrainde'\]; expected pretrained"):
-        lmms_eval("kvpatch").create_from_arg_string(f"pretrained={directory},pretrainde=x")
+        lmms_eval("kvpatch").create_from_arg_string("pretrained=nowhere,pretrainde=x")
