@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..harness.frame import Row, measured_row
+from ..harness.frame import Row, aligned_table, measured_row
 from ..harness.intervals import Interval
-from ..harness.tables import markdown_table
 
 
 class Sides(NamedTuple):
@@ -27,7 +26,6 @@ class Sides(NamedTuple):
       check: measures each side's error over its tolerance; a side above 1, or NaN, is wrong and is not timed.
       moved: bytes that one run has to move; 0: no bandwidth is given.
       figures: further numbers, by side and metric, once all is timed.
-      pause: seconds between two runs, where threads of one side would spin on into the next one's time.
       notes: sides that cannot run, with the reason.
     """
 
@@ -35,7 +33,6 @@ class Sides(NamedTuple):
     check: Callable[[], Mapping[str, float]] = dict
     moved: int = 0
     figures: Callable[[], Mapping[tuple[str, str], Sequence[float]]] = dict
-    pause: float = 0.0
     notes: Mapping[str, str] = {}
 
 
@@ -57,12 +54,11 @@ class Benchmark(NamedTuple):
 
 
 class BenchOptions(NamedTuple):
-    """Options of every suite: tiny sizes or not, the seed, the folder of --out, an interpreter with torch."""
+    """Options of every suite: tiny sizes or not, the seed, the folder of --out."""
 
     quick: bool = False
     seed: int = 0
     out: str | None = None
-    torch_python: str | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------- timing
@@ -74,7 +70,6 @@ def timed(
     before: Callable[[], object] | None = None,
     runs: int = 1,
     calls: int = 1,
-    least: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
     wait: Callable[[Any], object] = jax.block_until_ready,
 ) -> Callable[[], float]:
@@ -85,30 +80,23 @@ def timed(
       before: what is prepared, untimed, before each measurement.
       runs: how many are queued one behind the other, so that the host's work hides behind the device's.
       calls: how many calls one run makes, of a compiled program with many.
-      least: seconds that a measurement takes at least; short runs are repeated.
       clock: seconds; `time.process_time` where others use the machine too.
       wait: waits for a device: jax's, or torch's.
     """
 
     def measure() -> float:
-        total, count = 0.0, 0
-        while not count or total < least:
-            if before is not None:
-                before()
-            begin = clock()
-            for _ in range(runs):
-                result = run()
-            wait(result)
-            total += clock() - begin
-            count += runs * calls
-        return total / count
+        if before is not None:
+            before()
+        begin = clock()
+        for _ in range(runs):
+            result = run()
+        wait(result)
+        return (clock() - begin) / (runs * calls)
 
     return measure
 
 
-def interleave(
-    calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1, pause: float = 0.0
-) -> dict[str, list[float]]:
+def interleave(calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, list[float]]:
     """Measures the seconds of each side `repeats` times, in turns: a busy spell of the machine hits all alike."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm_ups + repeats):
@@ -116,7 +104,6 @@ def interleave(
             seconds = measure()
             if turn >= warm_ups:
                 samples[name].append(seconds)
-            time.sleep(pause)
     return samples
 
 
@@ -170,7 +157,7 @@ def measure(benchmark: Benchmark, repeats: int) -> tuple[list[Row], list[str]]:
     figures: dict[tuple[str, str], Sequence[float]] = {(arm, "error"): [error] for arm, error in errors.items()}
 
     calls = {arm: call for arm, call in sides.calls.items() if arm not in wrong}
-    samples = interleave(calls, repeats, pause=sides.pause)
+    samples = interleave(calls, repeats)
     ours = next(iter(sides.calls), "")
     for arm, seconds in samples.items():
         figures[arm, "seconds"] = seconds
@@ -198,7 +185,7 @@ def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats rows as Markdown: a line for each side of each case, a column for each metric of a suite."""
+    """Formats rows: a line for each side of each case, a column for each metric of a suite."""
     cells: dict[tuple[str, str, str], dict[str, str]] = collections.defaultdict(dict)
     for row in rows:
         cells[row["probe"], row["model"], row["arm"]][row["metric"]] = _cell(row)
@@ -207,7 +194,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for place, columns in cells.items():
         lines.append([*place, *(columns.get(metric, "") for metric in head)])
-    return markdown_table(["benchmark", "case", "side", *head], lines) + "\n"
+    return aligned_table(["benchmark", "case", "side", *head], lines) + "\n"
 
 
 def _cell(row: Mapping[str, Any]) -> str:

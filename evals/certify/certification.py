@@ -10,9 +10,9 @@ from typing import Any
 from kvpatch_jax import Text
 from kvpatch_jax.plan import Certificate
 
+from ..harness.frame import aligned_table
 from ..harness.lines import divergence
 from ..harness.parts import Part, Record, run_parts
-from ..harness.tables import aligned_table
 from .mixtures import mixed
 from .modes import PROMISES, ModeSet, PromisedBatch, slid_window
 from .scores import Scores, plan_row, recommend, rows_of

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from .frame import Lookup
-from .pages import label
 
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#777777")
@@ -25,8 +24,8 @@ def draw_chart(lookup: Lookup, chart: Mapping[str, Any], out: Path) -> Path | No
     """Draws one chart: a line per method, a point per setting; narrow enough for a telephone.
 
     Args:
-      chart: file, title, probe, model; x, y: metrics; x_label, y_label; log: whether x is logarithmic; lines: names of
-        arms by the line that joins them; reference: an arm drawn as a horizontal line.
+      chart: file, title, probe, model; x, y: metrics; x_label, y_label; lines: names of arms by the line that joins
+        them; reference: an arm drawn as a horizontal line.
 
     Returns:
       The PNG, or None where nothing of it was measured.
@@ -49,11 +48,9 @@ def draw_chart(lookup: Lookup, chart: Mapping[str, Any], out: Path) -> Path | No
         if reference:
             level = lookup.get(**place, arm=reference, metric=chart["y"]).value
             if math.isfinite(level):
-                axis.axhline(level, color=REFERENCE_COLOUR, linewidth=1, linestyle="--", label=label(reference))
+                axis.axhline(level, color=REFERENCE_COLOUR, linewidth=1, linestyle="--", label=reference)
         if not drawn:
             return None
-        if chart.get("log"):
-            axis.set_xscale("log")
         axis.set(title=chart.get("title", ""), xlabel=chart.get("x_label", chart["x"]), ylabel=chart.get("y_label"))
         axis.legend(frameon=False, fontsize=7.5)
         figure.savefig(out / chart["file"], dpi=160)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +78,12 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
     import pandas
 
     return pandas.DataFrame(list(rows), columns=list(COLUMNS))
+
+
+def aligned_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Makes a table for a terminal: columns padded to their widest cell, two spaces apart."""
+    columns = []
+    for cells in zip(head, *lines, strict=True):
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) for cell in cells])
+    return "\n".join("  ".join(row) for row in zip(*columns, strict=True))

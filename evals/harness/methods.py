@@ -65,7 +65,8 @@ def parse(name: str) -> Arm:
     Raises:
       InputError: an unknown method, or a setting without a value.
     """
-    method, *pairs = settings_of(name)
+    # Points begin a setting, but for those of numbers.
+    method, *pairs = re.split(r"\.(?=[A-Za-z])", name)
     if method not in METHODS and method != REFERENCE:
         raise InputError(f"method: got {name!r}; expected {REFERENCE} or one of {', '.join(METHODS)}, with settings")
     settings: dict[str, Any] = {}
@@ -77,8 +78,3 @@ def parse(name: str) -> Arm:
     share = settings.pop("bytes", None)
     tokens = settings.pop("budget", 1.0 if settings else 0.0)
     return Arm(name, method, float(tokens), None if share is None else float(share), settings)
-
-
-def settings_of(name: str) -> list[str]:
-    """Splits a name at the points that begin a setting, not at those of numbers: the method first."""
-    return re.split(r"\.(?=[A-Za-z])", name)

@@ -14,50 +14,8 @@ from typing import Any
 
 from . import program
 from .frame import Lookup
-from .methods import settings_of
-from .tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {
-    "re-prefill": "re-prefill",
-    "blind": "blind reuse",
-    "patch": "patch",
-    "first_k": "first tokens (EPIC)",
-    "attention_sink": "attention sink (EPIC)",
-    "cacheblend": "CacheBlend",
-    "kvshare": "KVShare",
-    "vlcache": "VLCache",
-    "infoflow": "InfoFlow KV",
-    "prophetkv": "ProphetKV",
-    "prcr": "PRCR",
-    "quest": "Quest",
-    "quantised": "conditioned KV",
-    "low_rank": "conditioned KV truncated",
-    "shadowkv": "ShadowKV",
-    "layer_reprefill": "upper layers run again",
-    "pooled": "pooled basis",
-    "random_tokens": "random tokens",
-    "oracle_delta": "oracle Δ",
-}
-"""Methods in the words of tables."""
-
-
-def label(arm: str) -> str:
-    """Puts an arm's name in words: "cacheblend.budget=0.15" → "CacheBlend, 15 % of tokens"."""
-    method, *settings = settings_of(arm)
-    words = [NAMES.get(method, method.replace("_", " "))]
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key == "budget":
-            words.append(f"{100 * float(value):g} % of tokens")
-        elif key == "bytes":
-            words.append(f"{100 * float(value):g} % of the KV's bytes")
-        elif key == "bits":
-            words.append(f"{value} bits")
-        else:
-            words.append(f"{key.replace('_', ' ')} {value}".strip())
-    return ", ".join(words)
-
 
 # -------------------------------------------------------------------------------------------------------- cells
 
@@ -111,7 +69,7 @@ def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[lis
     lines = table.get("lines") or lookup.values(down, default)
     body = []
     for line in lines:
-        value, words = (line, label(line) if down == "arm" else line) if isinstance(line, str) else line
+        value, words = (line, line) if isinstance(line, str) else line
         cells = []
         for column in columns:
             place = {**default, down: value, **{name: column[name] for name in column if name not in ("head", "form")}}
@@ -124,7 +82,7 @@ def pivot(lookup: Lookup, table: Mapping[str, Any]) -> tuple[list[str], list[lis
 def markdown(lookup: Lookup, table: Mapping[str, Any]) -> str:
     """Makes a table in Markdown."""
     head, body = pivot(lookup, table)
-    return markdown_table(head, body)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
 
 
 def sentence(lookup: Lookup, text: str) -> str:

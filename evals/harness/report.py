@@ -8,9 +8,8 @@ from typing import Any
 from . import frame
 from .charts import draw_chart
 from .config import RunConfig
-from .frame import Lookup
+from .frame import Lookup, aligned_table
 from .pages import ROOT, pivot, write_report
-from .tables import aligned_table
 
 
 def write(config: RunConfig, results: Mapping[str, Any], out: Path, *, publish: bool = False) -> str:

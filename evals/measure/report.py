@@ -16,7 +16,6 @@ from ..harness.frame import Lookup, Row, measured_row
 from ..harness.intervals import UNDEFINED, Interval
 from ..harness.methods import BLIND, REFERENCE
 from ..harness.metrics import DAMAGE
-from ..harness.pages import label
 from ..harness.parts import Record
 from .items import Refusal
 
@@ -112,7 +111,7 @@ def layout(lookup: Lookup, model: str, left_out: Sequence[str]) -> RunConfig:
     lines = dict[str, list[str]]()
     for arm in arms:
         if arm != REFERENCE:
-            lines.setdefault(label(arm.partition(".")[0]), []).append(arm)
+            lines.setdefault(arm.partition(".")[0], []).append(arm)
     about = {
         "sentence": f"{{% set here = {json.dumps(place)} %}}{shown.report['sentence']}" if kinds else "",
         "notes": [*shown.report["notes"], *(f"Left out: {line}" for line in left_out)],

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from evals.bench import backbones, costs, kernels, operators, store, window
+from evals.bench import costs, kernels, operators, store, window
 from evals.bench.benchmark import (
     Benchmark,
     BenchOptions,
@@ -27,8 +26,8 @@ from evals.bench.benchmark import (
     timed,
     wrong_rows,
 )
-from evals.bench.shapes import tiny_config, tiny_models
-from kvpatch_jax.errors import ConfigError, InputError
+from evals.bench.shapes import tiny_config
+from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.plan import DeviceCosts
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +51,7 @@ def test_a_suite_runs_and_every_side_is_right(tmp_path, name):
     assert probes <= {row["probe"] for row in rows}
     assert wrong_rows(rows) == []
     assert all(row["value"] > 0 for row in rows if row["metric"] == "seconds")
-    assert table(rows).count("\n") == 2 + len({(row["probe"], row["model"], row["arm"]) for row in rows})
+    assert table(rows).count("\n") == 1 + len({(row["probe"], row["model"], row["arm"]) for row in rows})
 
 
 @pytest.mark.slow
@@ -94,16 +93,16 @@ def test_others_are_divided_by_the_first_side_turn_by_turn():
     assert ("ours", "over first") not in found
 
 
-def test_measurements_alternate_and_short_runs_are_repeated():
+def test_measurements_alternate():
     seen = []
     calls = {name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}
     assert interleave(calls, 2, warm_ups=1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
     assert seen == ["a", "b"] * 3
     clock, ran, prepared = itertools.count(0.0, 0.5), [], []
-    measured = timed(lambda: ran.append(0), before=lambda: prepared.append(0), runs=3, calls=2, least=1.0,
-                     clock=lambda: next(clock))()  # fmt: skip
-    # Two measurements of half a second, each of three runs with two calls.
-    assert (measured, len(ran), len(prepared)) == (1.0 / 12, 6, 2)
+    prepare, tick = lambda: prepared.append(0), lambda: next(clock)
+    measured = timed(lambda: ran.append(0), before=prepare, runs=3, calls=2, clock=tick)()
+    # Half a second, in three runs with two calls each.
+    assert (measured, len(ran), len(prepared)) == (0.5 / 6, 3, 1)
 
 
 def test_an_interval_of_a_median_holds_the_values_that_the_binomial_says():
@@ -164,13 +163,6 @@ def test_products_of_blocks_and_factors_are_held_against_float64(monkeypatch):
         assert len(wrong_rows(measure(benchmark, 1)[0])) == 1
 
 
-def test_cases_have_every_rank_at_enough_tokens():
-    chosen = kernels.cases(False)
-    assert {case.rank for case in chosen} == set(kernels.RANKS)
-    assert min(case.tokens for case in chosen) >= kernels.LEAST_TOKENS
-    assert all(case.rank or case.shape.rotary for case in chosen)
-
-
 # ----------------------------------------------------------------------------------------------------- accelerator
 
 
@@ -216,48 +208,9 @@ def test_the_accelerator_program_runs_where_little_is_installed():
     assert process.stdout == "\n", process.stderr
 
 
-# ------------------------------------------------------------------------------------------------------- backbones
-
-
-@pytest.mark.slow
-def test_ours_alone_has_every_operation():
-    chosen = [benchmark for benchmark in backbones.suite(QUICK) if "InternVL" in benchmark.case]
-    rows, notes = zip(*(measure(benchmark, 1) for benchmark in chosen), strict=True)
-    assert [side[0]["probe"] for side in rows] == [f"backbones.{name}" for name in ("prefill", "generate")]
-    assert all("our numbers alone" in remarks[0] for remarks in notes)
-
-
 def test_an_unknown_architecture_is_refused():
-    assert len(tiny_models()) > 30
     with pytest.raises(ConfigError, match="GPT2"):
         tiny_config("GPT2LMHeadModel")
-
-
-def test_sides_that_compute_another_function_differ():
-    assert backbones.difference(np.ones((1, 2)), 1.0001 * np.ones((1, 2))) == pytest.approx(1e-4, rel=1e-3)
-    assert backbones.difference(np.ones((1, 2)), np.ones((1, 3))) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("body", "message"), [("exit 3", "hello: got ''"), ('read line; echo \'{"error": "no"}\'', "hello: no")]
-)
-def test_an_interpreter_without_torch_is_refused_in_one_line(tmp_path, body, message):
-    with pytest.raises(InputError, match=r"no-python.*torch and transformers"):
-        backbones.TransformersWorker(str(tmp_path / "no-python"))
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o700)
-    with pytest.raises(InputError, match=message):
-        backbones.TransformersWorker(str(path))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("KVPATCH_TORCH_PYTHON" not in os.environ, reason="no interpreter with torch and transformers")
-def test_both_sides_compute_the_same():
-    options = QUICK._replace(torch_python=os.environ["KVPATCH_TORCH_PYTHON"])
-    rows, _ = measure(next(each for each in backbones.suite(options) if "generate Qwen2" in each.key), 1)
-    assert wrong_rows(rows) == []
-    assert {row["arm"] for row in rows if row["metric"] == "seconds"} == {"kvpatch_jax", "transformers"}
 
 
 def test_a_word_that_no_benchmark_has_ends_in_one_line():

@@ -208,8 +208,8 @@ def test_a_pivot_makes_a_page_s_table():
     assert pages.markdown(Lookup(table_rows()), SPEC).splitlines() == [
         "| way | chain | bytes |",
         "| --- | --- | --- |",
-        "| blind reuse | 0.078 (0.050 to 0.100) | 0 % |",
-        "| CacheBlend, 15 % of tokens | 0.930 (0.900 to 0.960) | 1.5 % |",
+        "| blind | 0.078 (0.050 to 0.100) | 0 % |",
+        "| cacheblend.budget=0.15 | 0.930 (0.900 to 0.960) | 1.5 % |",
     ]
 
 
