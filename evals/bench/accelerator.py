@@ -1,17 +1,16 @@
 """Kernels on the accelerator at hand: `bash evals/bench/accelerator.sh [--tiny]`.
 
-Every kernel is held against float64 and timed beside XLA, a copy and torch.compile, in a process of its own. Rows are
-written as they come: a fault or a hang costs the benchmark at which it happened, and another process goes on behind
-it. The same command resumes a run that was stopped. Needs jax, flax, orbax and numpy, and torch to compare with; no
-network. The end is DEVICE-DATE.json in --out, with "config", "environment", "rows" and "notes"; the exit status is 0
-only where every benchmark was finished and nothing wrong.
+Every kernel is held against float64 and timed beside XLA and a copy, in a process of its own. Rows are written as they
+come: a fault or a hang costs the benchmark at which it happened, and another process goes on behind it. The same
+command resumes a run that was stopped. Needs jax, flax, orbax and numpy, and no network. The end is DEVICE-DATE.json in
+--out, with "config", "environment", "rows" and "notes"; the exit status is 0 only where every benchmark was finished and
+nothing wrong.
 """
 
 import argparse
 import datetime
 import faulthandler
 import json
-import os
 import subprocess
 import sys
 import time
@@ -64,17 +63,13 @@ def work(file: Path, tiny: bool) -> None:
 def run(file: Path, tiny: bool) -> str | None:
     """Runs processes until every benchmark has a line; returns the reason where some have none."""
     command = [sys.executable, "-m", "evals.bench.accelerator", f"--work={file}", *["--tiny"] * tiny]
-    # torch finds memory beside what jax takes.
-    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     deadline, begun, log = time.monotonic() + LIMIT, file.with_suffix(".begun"), file.with_suffix(".log")
     for _ in range(FAULTS):
         begun.unlink(missing_ok=True)
         with log.open("ab") as output:
             try:
                 left = max(1.0, deadline - time.monotonic())
-                process = subprocess.run(
-                    command, env=variables, stdout=output, stderr=output, timeout=left, check=False
-                )
+                process = subprocess.run(command, stdout=output, stderr=output, timeout=left, check=False)
             except subprocess.TimeoutExpired:
                 return "out of time; the same command resumes from here"
         if process.returncode == 0:

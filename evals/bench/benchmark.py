@@ -81,7 +81,7 @@ def timed(
       runs: how many are queued one behind the other, so that the host's work hides behind the device's.
       calls: how many calls one run makes, of a compiled program with many.
       clock: seconds; `time.process_time` where others use the machine too.
-      wait: waits for a device: jax's, or torch's.
+      wait: waits for results.
     """
 
     def measure() -> float:
@@ -96,13 +96,13 @@ def timed(
     return measure
 
 
-def interleave(calls: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, list[float]]:
-    """Measures the seconds of each side `repeats` times, in turns: a busy spell of the machine hits all alike."""
+def interleave(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Measures the seconds of each side `repeats` times after a warm-up, in turns, so that a busy spell hits all alike."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(warm_ups + repeats):
+    for turn in range(1 + repeats):
         for name, measure in calls.items():
             seconds = measure()
-            if turn >= warm_ups:
+            if turn:
                 samples[name].append(seconds)
     return samples
 

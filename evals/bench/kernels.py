@@ -22,7 +22,6 @@ from pallas_kernels.factorise.shapes import SMALL as SMALL_MATRICES
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, RotateShape
 
 from .benchmark import Benchmark, BenchOptions, Sides, ThroughPool, over_sets, timed
-from .torch_operator import compiled_operator, find_torch
 
 RANKS = (0, 16, 64)
 PAGE_SIZE = 64
@@ -199,30 +198,31 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
 
 
 def benchmarks(tiny: bool) -> Iterator[Benchmark]:
-    """Yields splices, which would serve a wrong answer unseen, then the other kernels, and torch at the end."""
+    """Yields splices, which would serve a wrong answer unseen, then the other kernels."""
     for name, prepare in (("splice", _splices), ("rotate_patch", _rotations)):
         for case in cases(tiny):
             yield Benchmark(f"kernels.{name}", case.name, functools.partial(prepare, case))
     for rows in (64, 128):
         yield Benchmark("kernels.block_product", f"blocks of {rows}", functools.partial(_products, tiny, rows))
     yield Benchmark("kernels.factorise", (SMALL_MATRICES if tiny else MATRICES)[0].name, functools.partial(_svd, tiny))
-    for case in cases(tiny):
-        yield Benchmark("kernels.torch", case.name, functools.partial(_beside_torch, case))
 
 
 def _rotations(case: KernelCase) -> Sides:
     """Prepares `rotate_patch` by every implementation, and a copy of x with each number negated."""
     errors, refusals = format_errors(case, case.formats, functools.partial(_rotation_error, case))
     sets = drawn_sets(case)
-    programs = {name: _rotation_program(case, name, sets) for name in implementations() if name in errors}
+    programs = {}
+    for name in (name for name in implementations() if name in errors):
+        call = functools.partial(_rotated, layout=case.shape.layout, implementation=name)
+        programs[name] = over_sets(call, sets)
     # A plain copy inside a compiled program may be left out by the compiler; this one cannot.
     programs["copy"] = over_sets(lambda chunk: jnp.negative(chunk["x"]), sets)
     calls = {name: timed(program, runs=QUEUED, calls=len(sets)) for name, program in programs.items()}
     return Sides(calls, lambda: errors, moved_bytes(case), notes=refusals)
 
 
-def _rotation_program(case: KernelCase, name: str, sets: list[Arrays]) -> Callable[[], Any]:
-    return over_sets(lambda chunk: rotate_patch(**chunk, layout=case.shape.layout, implementation=name), sets)
+def _rotated(chunk: Arrays, **plan: Any) -> Array:
+    return rotate_patch(**chunk, **plan)
 
 
 def _rotation_error(case: KernelCase, chunk: Arrays, exact: np.ndarray, result: str, name: str) -> float:
@@ -327,22 +327,3 @@ def _svd(tiny: bool) -> Sides:
 
     calls = {"factorise": timed(lambda: run(matrix)), "full SVD": timed(lambda: full(matrix))}
     return Sides(calls, check, figures=lambda: {("factorise", "energy"): energy})
-
-
-def _beside_torch(case: KernelCase) -> Sides:
-    """Prepares `rotate_patch` by the first implementation here and under torch.compile, over the same arrays."""
-    try:
-        torch = find_torch()
-    except ImportError as refusal:
-        return Sides({}, notes={"torch.compile": str(refusal)})
-    sets, name = drawn_sets(case), implementations()[0]
-    program = compiled_operator(torch, sets, case.shape.layout)
-    ours = timed(_rotation_program(case, name, sets), runs=QUEUED, calls=len(sets))
-    theirs = timed(program, runs=QUEUED, calls=len(sets), wait=lambda _: torch.cuda.synchronize())
-
-    def check() -> dict[str, float]:
-        first, exact = program()[0][:1].float().cpu().numpy(), expected(sets[0], [0], case.shape.layout)
-        # Its product is rounded to bfloat16 before the sum, and that of factors is larger than x.
-        return {"torch.compile": units(first, exact) / (1.0 + np.sqrt(max(1, case.rank)))}
-
-    return Sides({name: ours, "torch.compile": theirs}, check, moved_bytes(case))

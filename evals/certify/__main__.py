@@ -35,9 +35,9 @@ def main() -> None:
     from models import Buckets, load
 
     from ..harness.environment import environment
-    from ..harness.intervals import least_clusters
     from ..harness.runner import model_path
     from . import certification, modes, sources
+    from .scores import least_clusters
 
     began, out, least = time.perf_counter(), Path(_OUT.value or ""), 2 * least_clusters(_LEVEL.value)
     if out.is_dir() or not out.absolute().parent.is_dir():

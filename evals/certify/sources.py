@@ -11,12 +11,12 @@ from kvpatch_jax import Text
 from kvpatch_jax.errors import InputError, KVPatchError
 from models import ModelBackbone
 
-from ..harness.files import images_of, texts_of
 from ..harness.lines import Contents, Question
 from ..measure import fields
 from ..measure.items import Item, Refusal, content_key
+from ..measure.media import IMAGE_SUFFIXES
 from ..task.contexts import SIZES, sample
-from ..task.drawing import images_of as task_images
+from ..task.drawing import images_of
 from ..task.questions import ask
 from ..task.vocabulary import check_words, vocabulary
 from ..texts.corpus import long_documents
@@ -35,6 +35,7 @@ QUESTIONS = [
 """Asked behind a user's images and texts; an answer is the next token behind each."""
 PIECE, CONTINUED = 64, 16
 """Tokens of a text's chunk, and of the continuation behind a window, which is scored."""
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
 MOST_ASKED = 16
 """Questions behind one context of a data set that are asked: the first ones."""
 Chunks = Sequence[int]
@@ -50,6 +51,15 @@ def read_questions(path: Path) -> list[str]:
     if not any(map(str.strip, lines)):
         raise InputError(f"--questions: got {path}; expected a file with a question a line")
     return [line.strip() for line in lines if line.strip()]
+
+
+def files_below(folder: Path, flag: str, suffixes: Sequence[str]) -> list[Path]:
+    """Lists the files with these suffixes in a folder and below it, by name. InputError: there are none."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    if not paths:
+        reason = f"has no {flag}" if folder.is_dir() else "is no folder"
+        raise InputError(f"--{flag}: got {folder}, which {reason}; expected a folder with {', '.join(suffixes)}")
+    return paths
 
 
 def questions_of(backbone: ModelBackbone, questions: Sequence[str], least: int = 1) -> tuple[Question, ...]:
@@ -76,7 +86,7 @@ def image_windows(
       InputError: too few images, or no question in words that the tokenizer knows. ImageError: an unreadable one.
     """
     questions, rng = questions_of(backbone, asked), np.random.default_rng(SEED)
-    files, most = images_of(folder), chunks[-1]
+    files, most = files_below(folder, "images", IMAGE_SUFFIXES), chunks[-1]
     names = [path.relative_to(folder).as_posix() for path in files]
     contents = Contents(backbone, dict(zip(names, files, strict=True)))
     pools = np.split(rng.permutation(len(names)), [halved(len(names))[0]])
@@ -114,7 +124,7 @@ def text_windows(
     Raises:
       InputError: too few texts that are long enough.
     """
-    most, paths = chunks[-1], texts_of(folder)
+    most, paths = chunks[-1], files_below(folder, "texts", TEXT_SUFFIXES)
     order = np.random.default_rng(SEED).permutation(len(paths))
     texts = ((paths[place].name, paths[place].read_text(encoding="utf-8", errors="replace")) for place in order)
     where, tokens = folder.name or str(folder), 2 * most * PIECE + CONTINUED
@@ -200,7 +210,7 @@ def task_windows(backbone: ModelBackbone, chunks: Chunks, count: int, batch: int
         rng, total, images = np.random.default_rng([SEED, size, number]), size + chunks[-1], list[np.ndarray]()
         contexts = [sample(rng, 1, SIZES[str(TASK_CHUNKS)]) for _ in range(-(-total // TASK_CHUNKS))]
         for context in contexts:
-            images += task_images(context)
+            images += images_of(context)
         names = tuple(f"{size} chunks, {number}, {place}" for place in range(total))
         values |= dict(zip(names, images[-total:], strict=True))
         asked = ask(contexts[-1], rng, TASK_QUESTIONS).in_words(vocabulary())

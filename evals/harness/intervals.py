@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
-from kvpatch_jax.errors import InputError
-
 Items = Shaped[np.ndarray, "items"]
 LOW, HIGH = 2.5, 97.5
 DRAWS = 1000
@@ -110,45 +108,6 @@ def flip_recover(
     flipped = reference_pred != blind_pred
     share = ratio(flipped & (arm_pred == reference_pred), flipped, cluster)
     return share._replace(n=int(flipped.sum()))
-
-
-def conformal_bound(values: Items, cluster: Items, level: float) -> float:
-    """Bounds a random item of a new cluster with a probability of at least `level`.
-
-    Hierarchical conformal prediction (Lee, Barber and Willett 2023): with K clusters of Nₖ items, an item has the
-    weight 1 / ((K+1) Nₖ), and the cluster to come has 1 / (K+1) at infinity. The bound is the quantile at the level.
-
-    Raises:
-      InputError: too few clusters for the level: K of them reach K / (K + 1) at most.
-    """
-    clusters, where, counts = np.unique(cluster, return_inverse=True, return_counts=True)
-    weight = level * (len(clusters) + 1)
-    if weight > len(clusters):
-        least = least_clusters(level)
-        raise InputError(f"bound: got {len(clusters)} clusters for level {level:g}; expected {least} or more")
-    order = np.argsort(values, kind="stable")
-    weights = np.cumsum(1 / counts[where[order]])
-    place = int(np.searchsorted(weights, weight - 1e-9))
-    return float(values[order[min(place, len(order) - 1)]])
-
-
-def least_clusters(level: float) -> int:
-    """Returns how many clusters a bound at a level needs."""
-    return math.ceil(level / (1 - level) - 1e-9)
-
-
-def covered(within: Items, cluster: Items) -> Interval:
-    """Estimates the share of items within a bound, each cluster counting alike, with Wilson's interval over clusters.
-
-    Items of one cluster may all be right or wrong together, so clusters are counted: that errs on the wide side. Unlike
-    resampling, it gives an interval even if all are within.
-    """
-    clusters, where, counts = np.unique(cluster, return_inverse=True, return_counts=True)
-    share = float((np.bincount(where, within.astype(float)) / counts).mean())
-    n, z = len(clusters), 1.959964
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    reach = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Interval(share, max(0.0, min(middle - reach, share)), min(1.0, max(middle + reach, share)), len(cluster))
 
 
 @functools.lru_cache(maxsize=8)

@@ -96,11 +96,11 @@ class BatchedPiece(NamedTuple):
         kv = {name: jnp.asarray(value) + added.get(name, 0.0) for name, value in chunk.kv.items()}
         return cut({name: value.astype(chunk.kv[name].dtype) for name, value in kv.items()}, slice(chunk.length))
 
-    def of_others(self, by: int = 1) -> "BatchedPiece":
-        """Gives each window the piece that the window `by` further on has in this place."""
-        rolled = jax.tree.map(lambda array: jnp.asarray(np.roll(array, -by, axis=0)), self.tokens)
-        kv = {name: np.roll(np.asarray(value), -by, axis=1) for name, value in self.chunk.kv.items()}
-        name = f"{self.chunk.id}+{by}"
+    def of_others(self) -> "BatchedPiece":
+        """Gives each window the piece that the next window has in this place."""
+        rolled = jax.tree.map(lambda array: jnp.asarray(np.roll(array, -1, axis=0)), self.tokens)
+        kv = {name: np.roll(np.asarray(value), -1, axis=1) for name, value in self.chunk.kv.items()}
+        name = f"{self.chunk.id}+1"
         chunk = dataclasses.replace(self.chunk, kv=kv, id=name, content=name)
         return BatchedPiece(rolled._replace(positions=self.tokens.positions), chunk)
 

@@ -192,7 +192,7 @@ def _worse(kl: np.ndarray, blind: np.ndarray, cluster: np.ndarray) -> Interval:
     return intervals.mean(difference > 1e-9, labels)
 
 
-def mean_rows(rows: Iterable[Row], models: Sequence[str], name: str = "mean") -> list[Row]:
+def mean_rows(rows: Iterable[Row], models: Sequence[str]) -> list[Row]:
     """Averages rows over training seeds: low and high are the least and the largest seed, n the number of seeds.
 
     A statistic that a seed lacks, or that is undefined for one, has no mean.
@@ -205,5 +205,5 @@ def mean_rows(rows: Iterable[Row], models: Sequence[str], name: str = "mean") ->
     for (probe, arm, metric), seeds in values.items():
         if len(seeds) == len(models):
             spread = Interval(float(np.mean(seeds)), min(seeds), max(seeds), len(seeds))
-            means.append(measured_row(probe, name, arm, metric, spread))
+            means.append(measured_row(probe, "mean", arm, metric, spread))
     return means

@@ -35,16 +35,13 @@ class PromptPart(NamedTuple):
     image: bool
 
 
-def read_computer_use(path: Path, folder: Path | None = None) -> Trace:
-    """Reads a computer-use trace, plain or compressed by gzip.
-
-    Args:
-      folder: where screenshots are written, each once; None: beside the file, in a folder of its name.
+def read_computer_use(path: Path) -> Trace:
+    """Reads a computer-use trace, plain or compressed by gzip; screenshots are written into a folder beside the file.
 
     Raises:
       TraceError: a field that does not fit, naming line and field. InputError: as `json_objects`.
     """
-    folder = path.with_name(f"{path.name.partition('.')[0]}_screenshots") if folder is None else folder
+    folder = path.with_name(f"{path.name.partition('.')[0]}_screenshots")
     (folder / "images").mkdir(parents=True, exist_ok=True)
     histories, turns, events = dict[str, _History](), dict[str, int](), list[Event]()
     for fields, where in json_objects(path):

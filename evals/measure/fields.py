@@ -21,10 +21,9 @@ import numpy as np
 from kvpatch_jax import Text
 from kvpatch_jax.errors import ImageError, InputError
 
-from ..harness.files import IMAGE_SUFFIXES
-from .episodes import Steps, step_items
+from .episodes import step_items
 from .items import DataSet, Item, Piece, Refusal
-from .media import MediaFolder
+from .media import IMAGE_SUFFIXES, MediaFolder
 from .records import DataRecord, data_files, filled, lookup, read_records
 from .scoring import LETTERS, SCORERS
 
@@ -65,7 +64,8 @@ class FieldMap:
       question: lines; one of which a column is missing is left out. {options} are the lettered options.
       answers: columns with right answers. scorer: a key of `SCORERS`; with options it is "choice".
       options: a column with a list.
-      sources: of the pieces, one behind the other. steps: of an episode, in place of question and sources.
+      sources: of the pieces, one behind the other. steps: whether a record is an episode, which has no question and
+        no sources.
     """
 
     name: str
@@ -83,7 +83,7 @@ class FieldMap:
     scorer: str = "exact_match"
     options: str = "options"
     sources: Sequence[Source] = ()
-    steps: Steps | None = None
+    steps: bool = False
 
     def fits(self, values: Mapping[str, Any]) -> bool:
         """Tells whether a record has this map's columns."""
@@ -95,8 +95,7 @@ def read_map(path: Path) -> FieldMap:
     try:
         table: dict[str, Any] = {"name": path.stem, **tomllib.loads(path.read_text())}
         sources = tuple(Source(**source) for source in table.pop("sources", ()))
-        steps = Steps(**table.pop("steps")) if "steps" in table else None
-        return FieldMap(**table, sources=sources, steps=steps)
+        return FieldMap(**table, sources=sources)
     except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
         raise InputError(f"--fields: got {path} ({error}); expected TOML as evals/measure/fields has it") from error
 
@@ -225,8 +224,8 @@ def _items(record: DataRecord, fields: FieldMap, media: MediaFolder, keep: int |
     identity = filled(fields.id, values) or record.where
     cluster, kind = filled(fields.cluster, values) or identity, filled(fields.kind, values) or ""
     item = Item(identity, cluster, (), "", _answers(fields, values), scorer, kind, where=record.where)
-    if fields.steps is not None:
-        return step_items(item, values, fields.steps, media, keep)
+    if fields.steps:
+        return step_items(item, values, media, keep)
 
     pieces = list[Piece]()
     for source in fields.sources:

@@ -14,8 +14,7 @@ from kvpatch_jax.cache.images import expect_small
 from kvpatch_jax.errors import ImageError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
-from ..harness.files import IMAGE_SUFFIXES
-
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 DPI = 144
 """Dots per inch that pages of PDFs are drawn at, as MMLongBench-Doc's are."""
 LARGEST = 256 << 20

@@ -96,7 +96,7 @@ def test_others_are_divided_by_the_first_side_turn_by_turn():
 def test_measurements_alternate():
     seen = []
     calls = {name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}
-    assert interleave(calls, 2, warm_ups=1) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert interleave(calls, 2) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
     assert seen == ["a", "b"] * 3
     clock, ran, prepared = itertools.count(0.0, 0.5), [], []
     prepare, tick = lambda: prepared.append(0), lambda: next(clock)

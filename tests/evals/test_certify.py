@@ -18,8 +18,8 @@ import kvpatch_jax as kvp
 from evals.certify import scores, sources
 from evals.certify.certification import certify, table
 from evals.certify.modes import Mode, ModeSet
+from evals.certify.scores import conformal_bound, covered, least_clusters
 from evals.certify.windows import Window, WindowSet, lead_ids
-from evals.harness.intervals import conformal_bound, covered, least_clusters
 from evals.harness.lines import Contents, Question, packed
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
