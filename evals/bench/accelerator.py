@@ -3,8 +3,8 @@
 Every kernel is held against float64 and timed beside XLA and a copy, in a process of its own. Rows are written as they
 come: a fault or a hang costs the benchmark at which it happened, and another process goes on behind it. The same
 command resumes a run that was stopped. Needs jax, flax, orbax and numpy, and no network. The end is DEVICE-DATE.json in
---out, with "config", "environment", "rows" and "notes"; the exit status is 0 only where every benchmark was finished and
-nothing wrong.
+--out, with "config", "environment", "rows" and "notes"; the exit status is 0 only where every benchmark was
+finished and nothing wrong.
 """
 
 import argparse

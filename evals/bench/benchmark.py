@@ -97,7 +97,7 @@ def timed(
 
 
 def interleave(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Measures the seconds of each side `repeats` times after a warm-up, in turns, so that a busy spell hits all alike."""
+    """Measures the seconds of each side `repeats` times after a warm-up, in turns: a busy spell hits all alike."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(1 + repeats):
         for name, measure in calls.items():

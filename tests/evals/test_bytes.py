@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from evals.harness.config import read_config
 from evals.harness.methods import parse
 from evals.harness.metrics import cost_shares
 from evals.harness.runner import loaded, model_path
@@ -19,14 +18,6 @@ def test_another_version_has_other_values_and_the_same_page():
     assert (other.sheet_unit != contexts.sheet_unit).all()
     for name in ("sheet_item", "page_item", "page_code", "seed", "document", "face"):
         np.testing.assert_array_equal(getattr(other, name), getattr(contexts, name))
-
-
-def test_the_configuration_keeps_within_bytes_for_every_number_of_antecedents():
-    config = read_config("bytes")
-    one, more = config.data
-    assert (*one.probes, *more.probes) == VERSIONS.probes
-    for name in config.methods[2:]:
-        assert parse(name).settings.get("base") is None, name  # one antecedent has no others
 
 
 @pytest.mark.slow

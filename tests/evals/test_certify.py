@@ -1,6 +1,5 @@
 """Certificates: bounds, what each mode serves against prefills of whole histories, and where windows come from."""
 
-import functools
 import itertools
 import json
 import math
@@ -336,18 +335,6 @@ def test_texts_of_one_half_are_in_no_window_of_the_other(backbone: ModelBackbone
     assert all(len(side) == 1 for side in sides.values())
     with pytest.raises(InputError, match="got 0 documents of"):
         sources.text_windows(backbone, tmp_path, (300,), 4, 4, words[:1])
-
-
-@pytest.mark.slow
-def test_a_run_resumes_to_the_same_certificate(histories: Histories, measured: Certificate, tmp_path_factory):
-    """From parts that end among the windows, or among the mixtures."""
-    folder = tmp_path_factory.mktemp("resumed")
-    again = functools.partial(certify, histories.windows(), MODES, folder, {"model": "small"}, level=0.5)
-    assert again() == measured
-    lines = (folder / "parts.jsonl").read_bytes().splitlines(keepends=True)
-    for count in (2, len(lines) - 1):
-        (folder / "parts.jsonl").write_bytes(b"".join(lines[:count]))
-        assert again() == measured
 
 
 @pytest.mark.slow

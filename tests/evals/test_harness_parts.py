@@ -97,12 +97,6 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path, content):
     assert (tmp_path / "parts.jsonl").read_bytes() == content
 
 
-def test_out_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="expected a folder"):
-        run_parts(tmp_path / "file", CONFIG, PARTS)
-
-
 @pytest.mark.parametrize("text", ["2/2", "-1/3", "1", "a/b", "0/0"])
 def test_a_shard_is_an_index_below_its_count(text):
     with pytest.raises(InputError, match="0 <= index < count"):

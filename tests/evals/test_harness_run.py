@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 
 from evals.harness import config, frame, metrics, pages, runner
@@ -228,9 +227,3 @@ def test_a_block_of_a_page_is_replaced_and_nothing_else():
     assert pages.fill(page, "run", "new \\1") == "a\n<!-- run -->\n\nnew \\1\n\n<!-- /run -->\nb <!-- other -->\n"
     with pytest.raises(ValueError, match="no block"):
         pages.fill(page, "other", "")
-
-
-def test_a_frame_has_the_eight_columns():
-    data = frame.frame(table_rows())
-    assert list(data.columns) == ["probe", "model", "arm", "metric", "value", "low", "high", "n"]
-    assert np.isclose(data.pivot(index="arm", columns="metric", values="value").loc["blind", "accuracy.chain"], 0.0781)

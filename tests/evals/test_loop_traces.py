@@ -58,13 +58,9 @@ def test_mooncake_is_priced_without_a_model(tmp_path):
     ("change", "message"),
     [
         ({"hash_ids": [0, 1]}, r"jsonl:1, hash_ids: got 2 for input_length 1100; expected 3"),
-        ({"hash_ids": [0, 1, "2"]}, r"jsonl:1, hash_ids: got .*whole numbers"),
-        ({"input_length": True}, r"jsonl:1, input_length: got True"),
         ({"input_length": 1 << 29}, r"jsonl:1, hash_ids: .*at most 16384"),
         ({"text_input": "both"}, r"jsonl:1, input_length: got both"),
-        ({"timestamp": -1}, r"jsonl:1, timestamp: got -1; expected milliseconds"),
         ({"messages": []}, r"jsonl:1, 'messages': got such a field"),
-        ({"type": "bailian_trace"}, r"jsonl:1, type: got 'bailian_trace'"),
     ],
 )
 def test_a_mooncake_line_is_refused_by_its_field(tmp_path, change, message):
@@ -115,7 +111,6 @@ def test_computer_use_shows_what_each_request_shows(tmp_path):
     ("change", "message"),
     [
         ({"session_id": 3}, "jsonl:1, session_id: got 3"),
-        ({"messages": None}, "jsonl:1, messages: got None"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "jsonl:1, messages: got the part"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},

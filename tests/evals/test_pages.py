@@ -38,22 +38,14 @@ FAST = ("certificates",)
 FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
 """What a page shows from a file, in front of its blocks."""
 HOLDS = {
-    "agents": "session.closed",
-    "batches": "(report.answered, report.failed) == (1, 0)",
-    "certificates": "alone > 0",
     "extending": "page_error < 1e-5 and chain['blind'] < chain['deep_half.share=0.5']",
     "hybrids": "np.allclose(whole['state'], again['state'], atol=1e-5)",
-    "operators": "patch.ranks == {'k': 12, 'v': 12}",
-    "plans": "executor.ledger['ApplyPatch'].launches == 1",
     "remotes": "found.id == chunk.id",
     "repairs": "repaired.flops > 0",
     "serving": "kv['k'].shape[1] == len(slots)",
-    "store": "sources == ['computed', 'store']",
     "traces": "[event.op for event in trace.events] == ['add']",
-    "what-to-keep": "kept < 2 * chunk.nbytes",
-    "windows": "len(window.pieces) == 4",
 }
-"""What holds at a page's end besides."""
+"""What holds at the end of a page that asserts nothing itself."""
 
 
 def run(arguments: list[str], folder: Path, typed: str | None = None, cwd: Path = ROOT) -> str:

@@ -13,7 +13,7 @@ from evals.harness import runner
 from evals.harness.config import read_config
 from evals.harness.frame import Lookup
 from evals.harness.methods import parse
-from evals.task.preparation import pooled_basis, prepared, schedules
+from evals.task.preparation import pooled_basis, schedules
 from kvpatch_jax.repair import METHODS
 from tests.kvpatch_jax.repair.splices import LAYERS, error, make_splice, tiny_backbone
 
@@ -69,13 +69,6 @@ def test_a_basis_of_full_rank_holds_the_deficits_it_was_fitted_on():
         repaired = METHODS["pooled"](backbone, batch.splice, 1.0, basis=basis, rank=32)
     for name, value in batch.reference.items():
         assert error(repaired.cache[name], value) <= 1e-4
-
-
-def test_nothing_is_drawn_for_methods_that_need_nothing():
-    def draw(number: int, size: int) -> None:
-        raise AssertionError
-
-    assert prepared(draw, tiny_backbone(), ["patch.rank=8", "cacheblend.budget=0.15"]) == {}
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from PIL import Image
 
 from evals.harness.methods import parse
 from evals.task import contexts as meaning
-from evals.task import drawing, faces, plain
-from evals.task.contexts import SIZES, Contexts, sample
+from evals.task import faces
+from evals.task.contexts import SIZES, sample
 from evals.task.dataset import DOCUMENTS, PLAIN, TaskBatch
 from evals.task.drawing import images_of
 from evals.task.instances import INSTANCES, instance
@@ -27,40 +27,6 @@ from kvpatch_jax.errors import InputError
 from models import ModelBackbone, load
 
 COUNTS = {"page": 3, "sheet": 2, "chain": 4, "override": 2, "aggregate": 2, "list": 1}
-BILL, CHART = range(2)
-
-
-def cells(image: np.ndarray, side: int = 28, titles: int = 1) -> np.ndarray:
-    """Cells [n,side,side,3] of an image, its title left out."""
-    rows, columns = image.shape[0] // side, image.shape[1] // side
-    return image.reshape(rows, side, columns, side, 3).swapaxes(1, 2)[titles:].reshape(-1, side, side, 3).astype(float)
-
-
-def of_kind(contexts: Contexts, kind: int) -> Contexts:
-    return contexts.take(np.flatnonzero(contexts.document == kind)[:1])
-
-
-def nearest(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
-    """The colour nearest to each cell's mean [n,...,3]."""
-    mean = pixels.reshape(len(pixels), -1, 3).mean(axis=1)
-    return np.square(mean[:, None] - palette).sum(axis=-1).argmin(axis=1)
-
-
-def test_bars_and_frames_have_their_items_colours():
-    """On charts and keys the middle of a bar and its lower rim tell the item; on plain images the frame does."""
-    chart = of_kind(sample(np.random.default_rng(4), 8), CHART)
-    *sheets, page = images_of(chart)
-    for image, item in ((page, chart.page_item[0]), (sheets[0], chart.sheet_item[0, 0])):
-        np.testing.assert_array_equal(nearest(cells(image)[:, 9:10, 10:18], drawing.COLOURS), item // 8)
-        np.testing.assert_array_equal(nearest(cells(image)[:, 12:13, 7:21], drawing.COLOURS), item % 8)
-    frames = sample(np.random.default_rng(4), 1, drawing="plain")
-    *sheets, page = images_of(frames)
-    for image, item in ((page, frames.page_item[0]), (sheets[2], frames.sheet_item[0, 2])):
-        of_image = cells(image, plain.CELL, titles=0)
-        np.testing.assert_array_equal(nearest(of_image[:, :1, :9], plain.PALETTE), item // 8)
-        np.testing.assert_array_equal(nearest(of_image[:, -1:, 1:], plain.PALETTE), item % 8)
-    swatches = cells(sheets[2], plain.CELL, titles=0)[:, 1:9, 1:4]
-    np.testing.assert_array_equal(nearest(swatches, plain.PALETTE), frames.sheet_value[0, 2])
 
 
 @pytest.mark.parametrize("kind", ["documents", "plain"])

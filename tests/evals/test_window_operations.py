@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from evals.harness.datasets import QuestionTable
-from evals.harness.frame import Lookup
 from evals.harness.methods import BLIND, REFERENCE
 from evals.task.contexts import SIZES, latest, sample
 from evals.trained import ROOT
 from evals.windows import operations
 from evals.windows.contents import TaskPieces
-from evals.windows.measured import Measured, rows_of
 from evals.windows.operations import OPERATIONS, SLIDE_KINDS, slide_questions
 from kvpatch_jax.errors import InputError
 from models import load
@@ -140,32 +137,3 @@ def test_questions_after_a_slide_are_sorted_by_what_they_need(gone: int):
             if kind in ("survivor", "evicted"):
                 assert known[row, questions.cell[row, question]] == (kind == "survivor")
     assert all(counts.values())
-
-
-class FixedAnswers:
-    """Answers that are as they are told."""
-
-    def __init__(self, predicted: list[list[int]], kl: list[list[float]]):
-        self.predicted, self.kl = np.array(predicted), np.array(kl)
-
-    def divergence_from(self, reference: "FixedAnswers") -> np.ndarray:
-        return self.kl
-
-
-def test_rows_are_of_an_operation_and_its_setting():
-    questions = QuestionTable(np.array([[0, 1], [0, 1]]), np.array([[True, True], [True, False]]), np.ones((2, 2), int))
-    answers = {
-        REFERENCE: FixedAnswers([[1, 1], [1, 1]], [[0.0, 0.0], [0.0, 0.0]]),
-        "keep": FixedAnswers([[1, 0], [0, 1]], [[0.1, 0.4], [0.3, 9.0]]),
-    }
-    kinds, costs, records = ("survivor", "evicted"), {"keep": {"stored_bytes": 0.5}}, {}
-    for number in range(2):
-        measured = Measured("slide.gone=1", kinds, questions, answers, np.array([0, 1]) + number, costs)
-        records[f"part {number}"] = list(measured.records("m"))
-    lookup = Lookup(rows_of("windows", records, ("accuracy", "kl")))
-    place = {"probe": "windows.slide.gone=1", "model": "m", "arm": "keep"}
-    assert lookup.get(**place, metric="accuracy.survivor")[::3] == (0.5, 4)
-    assert lookup.get(**place, metric="kl.survivor").value == pytest.approx(0.2)
-    # A question that does not count is in no row.
-    assert lookup.get(**place, metric="kl.evicted")[::3] == pytest.approx((0.4, 2))
-    assert lookup.get(**place, metric="stored_bytes").value == 0.5

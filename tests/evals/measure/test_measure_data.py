@@ -43,12 +43,6 @@ def test_a_data_set_is_recognised_read_and_scores_its_own_answers(data, name):
         assert SCORERS[item.scorer].score(item.answers[0], item) == 1, item
 
 
-def test_pages_cluster_by_document(data):
-    first, second = fields.read(data["mmlongbench_doc"]).items[:2]
-    assert first.cluster == second.cluster == "doc0.pdf"
-    assert first.pieces == second.pieces
-
-
 def test_a_sample_is_drawn_by_its_seed_and_the_digest_knows_questions_and_no_places(data, tmp_path):
     names = [item.id for item in fields.read(data["jsonl"], limit=3, seed=1).items]
     assert names == [item.id for item in fields.read(data["jsonl"], limit=3, seed=1).items]
@@ -103,15 +97,10 @@ def test_an_episode_is_a_question_at_every_step_behind_what_was_shown_and_done(f
         ({"images": ["no.png"]}, "images[0]: got 'no.png', which is no file; expected it in"),
         ({"images": ["broken.png"]}, "images[0]: broken.png: got a file that Pillow does not know"),
         ({"images": ["../secret.png"]}, "images[0]: got '../secret.png'; expected a name below the data's folder"),
-        ({"images": ["/etc/passwd"]}, "images[0]: got '/etc/passwd'; expected a name below the data's folder"),
         ({"images": ["https://example.org/a.png"]}, "images[0]: got the address 'https://example.org/a.png'"),
-        ({"images": [3]}, "images[0]: got 3; expected a file's name"),
         ({"images": []}, "images: got no images and no texts; expected at least one"),
         ({"texts": [""]}, "texts[0]: got ''; expected a text"),
-        ({"texts": 3}, "record: got 'int' object is not iterable; expected columns of the kinds that"),
-        ({"pieces": [{"page": 1}]}, "pieces[0]: got {'page': 1}; expected a text or an image"),
         ({"question": " "}, "question: got ' '; expected a text"),
-        ({"answer": True}, "answer: got True; expected a text or a number"),
         ({"options": ["x", "y"], "answer": "C"}, "answer: got 'C'; expected one of the letters A, B"),
         ({"scorer": "best"}, "scorer: got 'best'; expected one of exact_match"),
         ({"answr": "A"}, "answr: got a column of this name; expected one of id"),

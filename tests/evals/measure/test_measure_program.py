@@ -53,12 +53,6 @@ def test_one_and_two_shards_and_a_resumed_run_leave_the_same_files(checkpoint, d
     assert places == ["questions.jsonl:4", "questions.jsonl:10"]
     assert {row["n"] for row in results["rows"] if row["metric"] == "kl.all"} == {8}
 
-    other = job.plan(request(checkpoint("llava"), broken / data.name))
-    before = (tmp_path / "one" / "parts.jsonl").read_bytes()
-    with pytest.raises(InputError, match=r"--out: got .*parts\.jsonl, which holds parts of another .*model"):
-        run_parts(tmp_path / "one", other.config, other.parts)
-    assert (tmp_path / "one" / "parts.jsonl").read_bytes() == before
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
