@@ -74,8 +74,8 @@ def test_a_failing_part_keeps_the_finished_ones(tmp_path):
     broken = Part("broken", lambda: [{"value": 1 / 0}])
     with pytest.raises(ZeroDivisionError):
         run_parts(tmp_path, CONFIG, [*PARTS[:4], broken, *PARTS[4:]])
-    finished = set(stored_records(tmp_path, CONFIG))
-    assert {part.key for part in PARTS[:4]} <= finished < set(EXPECTED)
+    # How many of those behind it were finished by then is a matter of pace.
+    assert {part.key for part in PARTS[:4]} <= set(stored_records(tmp_path, CONFIG))
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"seed": 4}, {"n": 64}])
