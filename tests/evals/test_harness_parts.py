@@ -1,17 +1,33 @@
 """Runs resume from their parts: after kills, in shards, and never over another run's."""
 
+import functools
+import multiprocessing
 import random
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from evals.harness.parts import Part, Shard, run_parts, stored_records
 from kvpatch_jax.errors import InputError
-from tests.evals import kill_program
 
-CONFIG, PARTS = kill_program.CONFIG, kill_program.parts()
+CONFIG = {"model": "toy", "seed": 3}
+
+
+def measured(number: int, seconds: float = 0.0) -> list[dict[str, float]]:
+    time.sleep(seconds)
+    return [{"line": line, "value": number * 0.1 + line} for line in range(2)]
+
+
+def parts_of(seconds: float) -> list[Part]:
+    return [Part(f"part {number}", functools.partial(measured, number, seconds)) for number in range(30)]
+
+
+def run_slowly(out: Path) -> None:
+    run_parts(out, CONFIG, parts_of(0.02))
+
+
+PARTS = parts_of(0.0)
 EXPECTED = {part.key: list(part.measure()) for part in PARTS}
 
 
@@ -19,17 +35,17 @@ def test_ten_kills_at_random_moments_leave_the_same_records(tmp_path):
     """Each process is killed; together with a last one they measure every part, and lose or repeat none in a file."""
     rng = random.Random(7)
     for _ in range(10):
-        command = [sys.executable, "-m", "tests.evals.kill_program", str(tmp_path), "0", "1"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = multiprocessing.get_context("spawn").Process(target=run_slowly, args=[tmp_path])
+        process.start()
         # Until its first part is there at the latest: most of the time goes into imports.
         before = len(stored_records(tmp_path, CONFIG))
         deadline = time.monotonic() + 30
-        while len(stored_records(tmp_path, CONFIG)) == before and process.poll() is None:
+        while len(stored_records(tmp_path, CONFIG)) == before and process.is_alive():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(rng.random() * 0.05)
         process.kill()
-        process.wait()
+        process.join()
     assert 0 < len(stored_records(tmp_path, CONFIG)) <= len(PARTS)
     assert run_parts(tmp_path, CONFIG, PARTS) == EXPECTED
 
@@ -44,19 +60,11 @@ def test_a_line_cut_off_by_a_kill_is_measured_again(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_shards_measure_every_part_once(tmp_path, count):
-    measured = []
-
-    def counted(part):
-        def measure():
-            measured.append(part.key)
-            return part.measure()
-
-        return Part(part.key, measure)
-
     for index in range(count):
-        records = run_parts(tmp_path, CONFIG, [counted(part) for part in PARTS], Shard(index, count))
+        records = run_parts(tmp_path, CONFIG, PARTS, Shard(index, count))
     assert {part.key: records[part.key] for part in PARTS} == EXPECTED
-    assert sorted(measured) == sorted(EXPECTED)
+    written = "".join(file.read_text() for file in tmp_path.glob("parts*.jsonl"))
+    assert [written.count(f'"{key}"') for key in EXPECTED] == [1] * len(EXPECTED)
 
 
 def test_parts_measured_under_other_shards_are_not_measured_again(tmp_path):

@@ -15,7 +15,7 @@ from evals.harness.methods import parse
 from evals.task import contexts as meaning
 from evals.task import faces
 from evals.task.contexts import SIZES, sample
-from evals.task.dataset import DOCUMENTS, PLAIN, TaskBatch
+from evals.task.dataset import DOCUMENTS, TaskBatch
 from evals.task.drawing import images_of
 from evals.task.instances import INSTANCES, instance
 from evals.task.layout import pack, prefix_of
@@ -192,15 +192,6 @@ def test_rows_of_questions_read_what_packed_questions_do(name: str):
     assert asked.question is not None
     assert asked.question.embeddings.shape[:2] == (8, 2)
     assert float(packed.divergence_from(packed).max()) == 0
-
-
-@pytest.mark.slow
-def test_a_hybrid_reads_the_plain_drawing():
-    """Chain questions need the sheets: right by re-prefill, wrong blind; the transitions are composed."""
-    batch = PLAIN.batch(load(shipped("plain/qwen3_5"), dtype="float32"), "4", 0, 4, 0)
-    chain = batch.questions.kind == KINDS.index("chain")
-    assert batch.read(batch.reference).predicted[chain].mean() > 0.9
-    assert batch.read(batch.splice.cache).predicted[chain].mean() < 0.4
 
 
 def test_batches_are_numbered_and_refuse_other_models():

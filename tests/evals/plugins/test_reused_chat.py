@@ -142,13 +142,6 @@ def lmms_eval(monkeypatch):
     sys.modules.pop("evals.plugins.lmms.models.kvpatch", None)
 
 
-class Request:
-    """An instance of lmms-eval: the six arguments of a simple model."""
-
-    def __init__(self, context, options, doc_to_visual, doc_id):
-        self.args = context, options, doc_to_visual, doc_id, "pages", "test"
-
-
 @pytest.mark.slow
 def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, checkpoint, backbone, tmp_path):
     image_module = pytest.importorskip("PIL.Image")
@@ -156,15 +149,12 @@ def test_lmms_eval_finds_the_plugin_and_runs_its_requests(lmms_eval, checkpoint,
     model = lmms_eval("kvpatch").create_from_arg_string(arguments, {"batch_size": 1, "device": None})
     documents = [{"page": picture(number), "question": f"hello{number % 2}"} for number in (1, 1, 2)]
     model.task_dict = {"pages": {"test": documents}}
-    requests = [
-        Request(
-            "<image>" + document["question"],
-            {"max_new_tokens": STEPS, "temperature": 0, "until": ["\n\n"]},
-            lambda document: [image_module.fromarray(document["page"])],
-            number,
-        )
-        for number, document in enumerate(documents)
-    ]
+    options = {"max_new_tokens": STEPS, "temperature": 0, "until": ["\n\n"]}
+    visuals = lambda document: [image_module.fromarray(document["page"])]
+    requests = []
+    for number, document in enumerate(documents):
+        arguments = "<image>" + document["question"], options, visuals, number, "pages", "test"
+        requests.append(types.SimpleNamespace(args=arguments))
     answers = model.generate_until(requests)
     expected = [whole(backbone, asked(document["page"], document["question"])) for document in documents]
     assert answers == [backbone.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in expected]
