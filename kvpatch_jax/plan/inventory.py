@@ -22,7 +22,6 @@ from ..window import (
     contents_differ,
     stored,
     stored_patches,
-    unreduced,
 )
 from .operating_points import Point
 
@@ -173,7 +172,7 @@ class PatchInventory:
         contains = getattr(self._store, "contains", None)
         for word in self._encodings:
             if contains is not None:
-                own = unreduced(self._store) if word is None else {"encoding": word}
+                own = {} if word is None else {"encoding": word}
                 if contains(entry.id, self.backbone, lead=self._lead, **own):
                     return True
                 continue

@@ -20,7 +20,6 @@ from ..window import (
     Window,
     chain_digest,
     likeness_keys,
-    unreduced,
 )
 from .piece_registry import PieceRecord, PieceRegistry
 from .session_config import Keep
@@ -243,7 +242,7 @@ class ReusePlanner:
         if contains is None:
             return False
         for word in encodings:
-            own = unreduced(store) if word is None else {"encoding": word}
+            own = {} if word is None else {"encoding": word}
             if contains(entry.id, fingerprint, **own):
                 return True
         return False

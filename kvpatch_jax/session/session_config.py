@@ -167,7 +167,7 @@ class SessionConfig:
         pages, page_size, encoding = self.pages, self.page_size, CanonicalEncoding()
         # Certified are only canonicals as they were prefilled, whatever the store's default is.
         if self.certificate is None:
-            encoding = CanonicalEncoding.of_store(store, self.encoding, int(self.canonicals))
+            encoding = CanonicalEncoding(self.encoding, int(self.canonicals))
         pool: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": self.dtype, "encoding": encoding}
         return PrivateRuntime(backbone, store, rank=self.rank, prefills=int(self.prefills), **pool)
 

@@ -95,7 +95,7 @@ class Sessions:
         config = SharedConfig(**changes) if config is None else dataclasses.replace(config, **changes)
 
         dtype = dtype_of(backbone) if config.dtype is None else config.dtype
-        encoding = CanonicalEncoding.of_store(store, config.encoding, int(config.canonicals))
+        encoding = CanonicalEncoding(config.encoding, int(config.canonicals))
         options |= {"store": store, "encodings": encoding.words}
         executor = PagedExecutor(backbone, config.pages, config.page_size, dtype, **options)
         self.backbone, self.store = backbone, store

@@ -1,36 +1,31 @@
 """Fetching of several chunks: stored ones are loaded while missing ones are computed (MPIC, section 3.2).
 
-Loads run in a few threads, computation in the caller's. A chunk whose load fails is computed. Of several threads that
-request one chunk, one loads or computes it and the others wait for it.
+Loads run in threads, computation in the caller's. A chunk whose load fails is computed. Of several threads that miss a
+chunk, one computes it and the others wait for it.
 """
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
-import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..cache import Chunk, fingerprint_of
-from ..core import AnyArray
+from ..cache import Chunk, encode_chunk, fingerprint_of
 from ..errors import FetchError, InputError, StoreClosedError, StoreError
-from .disk.directory import NameState
-from .format.encoding_choice import UNREDUCED
-from .format.naming import Encoding, Name, encoding_word
-from .format.packed import layer_in
-from .store import Ack, ChunkStore
-from .tiers.device_placement import Placement, place_chunk, placement_key
+from ..utils.kinds import is_whole
+from .names import Encoding, encoding_word
+from .queue import Ack
+from .store import ChunkStore
 
 Source = Literal["store", "shared", "computed", "joined"]
-"""Origin of a chunk: the store, the request's shared store, computation, or another thread's fetch."""
-
-Load = concurrent.futures.Future[tuple[Chunk, Source] | None]
+"""Origin of a chunk: the store, the request's shared store, computation, or another thread's computation."""
+LOADERS = 2
+"""Threads that load the chunks of one `fetch`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +50,20 @@ class Request:
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "request")
-        if self.encoding not in (None, UNREDUCED):
-            object.__setattr__(self, "encoding", encoding_word(self.encoding, "request.encoding"))
+        object.__setattr__(self, "encoding", encoding_word(self.encoding))
 
-
-def _kept_as(request: Request) -> dict[str, Any]:
-    return {"encoding": request.encoding, "lead": request.lead}
+    @property
+    def names(self) -> dict[str, Any]:
+        """Arguments of `ChunkStore.get` that name the chunk."""
+        return {"id": self.id, "backbone": self.backbone, "encoding": self.encoding, "lead": self.lead}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Miss:
-    """A request whose chunk no store has, as the input of `compute`.
+    """A request whose chunk no store has, as the input of `compute`, which returns the chunks in order.
 
-        def compute(misses):
-            return [
-                kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses
-            ]
-
-    The chunks are returned in the order of the misses.
+    def compute(misses):
+        return [kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses]
     """
 
     request: Request
@@ -84,7 +75,7 @@ class Miss:
         return self.request.item() if callable(self.request.item) else self.request.item
 
     def encoder(self) -> np.ndarray | None:
-        """Reads the encoder output of the chunk, which is evicted later than the canonical; None if there is none.
+        """Reads the chunk's encoder output, an object of its own that may outlive the canonical; None if there is none.
 
         With it `make_chunk(encoder=)` prefills, and `backbone.embed(features=)` embeds, without running the tower.
         """
@@ -104,7 +95,6 @@ class Fetched(NamedTuple):
 
 
 Compute = Callable[[Sequence[Miss]], Sequence[Chunk]]
-OnLayer = Callable[[Request, int, Mapping[str, AnyArray]], object]
 
 
 def fetch(
@@ -113,79 +103,50 @@ def fetch(
     compute: Compute,
     *,
     batch: int | None = 1,
-    placement: Placement | None = None,
-    on_layer: OnLayer | None = None,
-    threads: int = 2,
     timeout: float | int | None = None,
-    keep: bool = True,
 ) -> list[Fetched]:
-    """Loads stored chunks while it computes the others.
+    """Loads stored chunks while it computes the others, and queues computed ones for the store.
 
     Args:
       store: the tenant's store.
-      requests: the requested chunks.
-      compute: returns the chunks of some misses, in order; called in the caller's thread. It must not call `fetch`.
+      compute: computes missing chunks, in the caller's thread. It must not call `fetch` for the same chunks.
       batch: number of misses per call of `compute`; None: all that there are at that time.
-      placement: as in `ChunkStore.get`, for computed chunks too.
-      on_layer: called with (request, layer, {channel: [T, K, H]}) for every layer of every chunk, in order, as soon as
-        it was read: in a loading thread, while later layers are read. If a load fails in between, the layers of the
-        computed chunk follow, from 0. Its errors are raised.
-      threads: number of loading threads.
       timeout: seconds after which chunks that are not loaded are computed instead. None: no limit.
-      keep: whether computed chunks are stored, asynchronously: `Fetched.ack`, `ChunkStore.flush` and `close` report
-        errors.
 
     Returns:
-      One result per request, in order; equal requests share theirs.
+      One result per request, in order; equal requests share theirs. `Fetched.ack`, `ChunkStore.flush` and `close`
+      report the errors of puts.
 
     Raises:
       FetchError: `compute` raised, or returned other chunks than requested; its error is the cause. Loads have ended by
         then, and chunks computed before are stored.
-      StoreClosedError: the store is closed.
-      InputError: `threads` or `batch` is below 1.
+      StoreClosedError: the store is closed. InputError: `batch` is below 1.
     """
-    if threads < 1 or (batch is not None and batch < 1):
-        raise InputError(f"fetch: got threads={threads}, batch={batch}; expected 1 or more")
-    deadline = None if timeout is None else time.monotonic() + timeout
-    rest = list(dict.fromkeys(requests))
-    got: dict[Request, Fetched] = {}
-    while rest:
-        round_ = _Round(store, compute, batch, placement, on_layer, deadline, keep)
-        rest = round_.run(rest, threads)
-        got |= round_.got
-    return [got[request] for request in requests]
+    if batch is not None and not is_whole(batch, 1):
+        raise InputError(f"fetch: got batch={batch!r:.40}; expected an integer >= 1, or None")
+    state = _Fetch(store, compute, batch, None if timeout is None else time.monotonic() + timeout)
+    pool = concurrent.futures.ThreadPoolExecutor(LOADERS, thread_name_prefix="kvpatch-fetch")
+    try:
+        state.start(pool, requests)
+        while state.loads or state.missing or state.joined:
+            state.take_loads()
+            if state.missing:
+                state.compute_missing()
+            elif state.joined and not state.loads:
+                # Others are waited for last: by then this thread computes nothing that they could wait for.
+                state.take_joined()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        running = [load for load in state.submitted if not load.cancelled()]
+        concurrent.futures.wait(running, state.seconds_left())  # one that hangs is left to end by itself
+    return [state.results[request] for request in requests]
 
 
-class _Flight:
-    """A chunk that one thread loads or computes, and for which others wait."""
+class _Flight(NamedTuple):
+    """A chunk that one thread computes; the future holds None if that failed."""
 
-    def __init__(self, store: ChunkStore, request: Request) -> None:
-        self.owner = threading.get_ident()
-        # States of the names, by which a later write or deletion is noticed.
-        self._states: list[tuple[ChunkStore, Name, NameState]] = []
-        for source in (store, request.shared):
-            if source is not None:
-                for word in source.encodings.to_get(request.encoding):
-                    name = source.names.canonical(request.backbone, request.id, word, request.lead)
-                    self._states.append((source, name, source.disk.name_state(name)))
-        self.landed: concurrent.futures.Future[Chunk | None] = concurrent.futures.Future()
-        self.computing = False
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the chunk was written or deleted since the start, so that new requests must not use it."""
-        return any(not before.allows(source.disk.name_state(name)) for source, name, before in self._states)
-
-    def land(self, chunk: Chunk | None) -> None:
-        """Passes the chunk to the waiting threads; None if it failed."""
-        self.landed.set_result(chunk)
-
-    def wait(self, deadline: float | None) -> Chunk | None:
-        """Waits for the chunk; None if its thread failed, or still loads it at the deadline."""
-        with contextlib.suppress(TimeoutError):
-            return self.landed.result(_left(deadline))
-        # A load may hang, so it is given up. A computation ends, and to repeat it would take longer than to wait.
-        return self.landed.result() if self.computing else None
+    thread: int
+    landed: concurrent.futures.Future[Chunk | None]
 
 
 _flights: dict[Hashable, _Flight] = {}
@@ -193,7 +154,7 @@ _flights_lock = threading.Lock()
 
 
 def _forget_flights() -> None:
-    """Forgets, in a forked process, chunks that threads of its parent load or compute."""
+    """Forgets, in a forked process, chunks that threads of its parent compute."""
     global _flights_lock
     _flights_lock = threading.Lock()
     _flights.clear()
@@ -202,244 +163,152 @@ def _forget_flights() -> None:
 os.register_at_fork(after_in_child=_forget_flights)
 
 
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+class _Fetch:
+    """State of one call of `fetch`: each request is being loaded, missing, computed by another thread, or done."""
 
+    def __init__(self, store: ChunkStore, compute: Compute, batch: int | None, deadline: float | None):
+        self.store, self.compute, self.batch, self.deadline = store, compute, batch, deadline
+        self.loads: dict[Request, concurrent.futures.Future[Fetched | None]] = {}
+        self.submitted: list[concurrent.futures.Future[Fetched | None]] = []
+        self.missing: collections.deque[Request] = collections.deque()
+        self.joined: dict[Request, _Flight] = {}
+        self.results: dict[Request, Fetched] = {}
 
-class _Round:
-    """Pass over requests: loads or computes those that no other thread works on, and waits for the others."""
+    def seconds_left(self) -> float | None:
+        """Returns the seconds until the deadline, at least 0; None without one."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
-    def __init__(
-        self,
-        store: ChunkStore,
-        compute: Compute,
-        batch: int | None,
-        placement: Placement | None,
-        on_layer: OnLayer | None,
-        deadline: float | None,
-        keep: bool,
-    ):
-        self.store, self.compute, self.batch, self.placement = store, compute, batch, placement
-        self.on_layer, self.deadline, self.keep = on_layer, deadline, keep
-        self.got: dict[Request, Fetched] = {}
-        self._led: dict[Request, _Flight] = {}
-        self._loads: dict[Request, Load] = {}
-        self._late: dict[Request, Load] = {}
-        self._submitted: list[Load] = []
-        self._missing: collections.deque[Request] = collections.deque()
-        self._unsaved: dict[Request, Chunk] = {}
-
-    def run(self, requests: Sequence[Request], threads: int) -> list[Request]:
-        """Runs the pass. Returns the requests on which another thread worked and failed."""
-        others: dict[Request, _Flight] = {}
-        pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="kvpatch-fetch")
-
-        try:
-            for request in requests:
-                self._join(request, others)
-            self._start(pool)
-            while self._loads or self._missing:
-                self._take(wait=not self._missing)
-                self._compute_some()
-        finally:
-            try:
-                self._save()
-            finally:
-                self._end(pool)
-
-        # Others are waited for last: what this thread leads is done by then, so that two threads cannot wait for each
-        # other.
-        again: list[Request] = []
-        for request, flight in others.items():
-            chunk = flight.wait(self.deadline)
-            if chunk is None:
-                again.append(request)
+    def start(self, pool: concurrent.futures.ThreadPoolExecutor, requests: Sequence[Request]) -> None:
+        """Submits the loads of what a store may have."""
+        for request in dict.fromkeys(requests):
+            if any(store.may_have(**request.names) for store, _ in self._stores(request)):
+                self.loads[request] = pool.submit(self._load, request)
             else:
-                self._show(request, chunk)
-                self.got[request] = Fetched(chunk, "joined")
-        return again
-
-    # --------------------------------------------------------------------------------------------- single flight
-
-    def _key(self, request: Request) -> Hashable:
-        where = None if self.placement is None else placement_key(self.placement)
-        return (self.store.disk.root, self.store.names.space, request, where)
-
-    def _join(self, request: Request, others: dict[Request, _Flight]) -> None:
-        key, me = self._key(request), threading.get_ident()
-        past = self.deadline is not None and time.monotonic() >= self.deadline
-
-        with _flights_lock:
-            flight = _flights.get(key)
-            if flight is not None and flight.owner == me:
-                raise FetchError("fetch: got a call from within `compute` of the same chunk; expected no fetch there")
-            hangs = flight is not None and past and not flight.computing
-            if flight is None or hangs or flight.outdated:
-                flight = _flights[key] = self._led[request] = _Flight(self.store, request)
-
-        if request not in self._led:
-            others[request] = flight
-
-    def _land(self, request: Request, chunk: Chunk | None) -> None:
-        flight = self._led.pop(request, None)
-        if flight is None:
-            return
-        with _flights_lock:  # another thread may have replaced it, because it was outdated or hung
-            if _flights.get(self._key(request)) is flight:
-                del _flights[self._key(request)]
-        flight.land(chunk)
-
-    # --------------------------------------------------------------------------------------------------- loading
+                self.missing.append(request)
+        self.submitted = list(self.loads.values())
 
     def _stores(self, request: Request) -> list[tuple[ChunkStore, Source]]:
-        own: list[tuple[ChunkStore, Source]] = [(self.store, "store")]
-        return own if request.shared is None else [*own, (request.shared, "shared")]
+        stores: list[tuple[ChunkStore, Source]] = [(self.store, "store")]
+        return stores if request.shared is None else [*stores, (request.shared, "shared")]
 
-    def _start(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        past = self.deadline is not None and time.monotonic() >= self.deadline
-        for request in self._led:
-            may_be_there = any(
-                store.may_have(request.id, request.backbone, **_kept_as(request)) for store, _ in self._stores(request)
-            )
-            if may_be_there and not past:
-                self._loads[request] = pool.submit(self._load, request)
-                self._submitted.append(self._loads[request])
-            else:
-                self._missing.append(request)
-
-    def _load(self, request: Request) -> tuple[Chunk, Source] | None:
-        """Loads a chunk, in a loading thread; None if no store can provide it."""
+    def _load(self, request: Request) -> Fetched | None:
+        """Loads a chunk; None if no store can provide it."""
         for store, source in self._stores(request):
             try:
-                named = (request.id, request.backbone)
-                if self.on_layer is None:
-                    chunk = store.get(*named, placement=self.placement, **_kept_as(request))
-                else:
-                    stream = store.stream(*named, placement=self.placement, **_kept_as(request))
-                    show = functools.partial(self._call, request)
-                    chunk = None if stream is None else stream.chunk(show)
+                chunk = store.get(**request.names)
             except StoreClosedError:
                 raise
             except (StoreError, OSError):
-                store.counters.add("fetch_errors")
+                store.objects.counters["fetch_errors"] += 1
                 continue
             if chunk is not None:
-                return chunk, source
+                return Fetched(chunk, source)
         return None
 
-    def _call(self, request: Request, layer: int, values: Mapping[str, AnyArray]) -> None:
-        assert self.on_layer is not None
+    def take_loads(self) -> None:
+        """Takes the results of loads; waits for one, until the deadline, unless there is something to compute."""
+        timeout = 0 if self.missing else self.seconds_left()
+        if self.loads:
+            concurrent.futures.wait(self.loads.values(), timeout, concurrent.futures.FIRST_COMPLETED)
+        is_late = self.seconds_left() == 0
+        for request, load in list(self.loads.items()):
+            if load.done() or is_late:
+                del self.loads[request]
+                result = load.result() if load.done() else None
+                if result is not None:
+                    self.results[request] = result
+                else:
+                    load.cancel()
+                    self.missing.append(request)
+
+    def compute_missing(self) -> None:
+        """Computes the next batch of misses and queues their puts, except those that another thread computes."""
+        flights: dict[Request, _Flight] = {}
         try:
-            self.on_layer(request, layer, values)
-        except (StoreError, OSError) as error:  # the callback's error must not count as a failed load
-            kind = type(error).__name__
-            raise FetchError(
-                f"fetch: got {kind}, because on_layer failed at layer {layer}; expected it to accept every layer"
-            ) from error
+            while self.missing and (self.batch is None or len(flights) < self.batch):
+                self._lead_or_join(self.missing.popleft(), flights)
+            requests = [request for request in flights if not self._was_stored_meanwhile(request)]
+            chunks = self._computed(requests) if requests else []
+            for request, chunk in zip(requests, chunks, strict=True):
+                ack = self._put(request, chunk)  # before it lands: whoever comes later finds it in the store
+                self.results[request] = Fetched(chunk, "computed", ack)
+                flights[request].landed.set_result(chunk)
+        finally:
+            with _flights_lock:
+                for request in flights:
+                    del _flights[self._key(request)]
+            for flight in flights.values():
+                if not flight.landed.done():
+                    flight.landed.set_result(None)
 
-    def _show(self, request: Request, chunk: Chunk) -> None:
-        """Calls `on_layer` for the layers of a chunk that was not streamed."""
-        if self.on_layer is not None:
-            for layer in range(chunk.layout.layers):
-                self._call(request, layer, layer_in(chunk.layout, chunk.kv, layer))
+    def _key(self, request: Request) -> Hashable:
+        return self.store.objects.root, self.store.objects.tenant, request
 
-    def _take(self, wait: bool) -> None:
-        """Takes the results of finished loads; with `wait`, waits until one finishes or the deadline passes."""
-        if not self._loads:
-            return
+    def _lead_or_join(self, request: Request, flights: dict[Request, _Flight]) -> None:
+        """Adds the flight of a request that nobody computes, or notes that of another thread."""
+        with _flights_lock:
+            flight = _flights.get(self._key(request))
+            if flight is None:
+                flight = _Flight(threading.get_ident(), concurrent.futures.Future())
+                flights[request] = _flights[self._key(request)] = flight
+            elif flight.thread == threading.get_ident():
+                raise FetchError("fetch: got a call from within `compute` of the same chunk; expected no fetch there")
+            else:
+                self.joined[request] = flight
 
-        timeout = _left(self.deadline) if wait else 0
-        concurrent.futures.wait(self._loads.values(), timeout, concurrent.futures.FIRST_COMPLETED)
-        past = self.deadline is not None and time.monotonic() >= self.deadline
-
-        for request, load in list(self._loads.items()):
-            if load.done():
-                del self._loads[request]
-                if not self._loaded(request, load):
-                    self._missing.append(request)
-            elif past:
-                del self._loads[request]
-                self._missing.append(request)
-                if not load.cancel():
-                    self._late[request] = load  # it may finish before the request is computed
-
-    def _loaded(self, request: Request, load: Load) -> bool:
-        found = load.result()
-        if found is None:
+    def _was_stored_meanwhile(self, request: Request) -> bool:
+        """Loads a chunk that another thread computed since this one missed it."""
+        if self.seconds_left() == 0 or not self.store.contains(**request.names):
             return False
-        self.got[request] = Fetched(*found)
-        self._land(request, found[0])
-        return True
+        result = self._load(request)
+        if result is not None:
+            self.results[request] = result
+        return result is not None
 
-    # ------------------------------------------------------------------------------------------------- computing
-
-    def _compute_some(self) -> None:
-        chosen: list[Request] = []
-        while self._missing and (self.batch is None or len(chosen) < self.batch):
-            request = self._missing.popleft()
-            late = self._late.pop(request, None)
-            if late is None or not late.done() or not self._loaded(request, late):
-                self._led[request].computing = True
-                chosen.append(request)
-
-        if not chosen:
-            return
-        chunks = self._computed([Miss(request, self.store) for request in chosen])
-        for request, chunk in zip(chosen, chunks, strict=True):
-            self._unsaved[request] = chunk  # first, so that it is stored even if `on_layer` fails
-            placed = chunk if self.placement is None else place_chunk(chunk, self.placement)
-            self._show(request, placed)
-            self.got[request] = Fetched(placed, "computed")
-            self._land(request, placed)
-
-    def _computed(self, misses: Sequence[Miss]) -> list[Chunk]:
+    def _computed(self, requests: Sequence[Request]) -> list[Chunk]:
+        """Computes chunks, in their encodings. Raises FetchError, without ids, because it may be logged."""
         try:
-            chunks = list(self.compute(misses))
+            chunks = list(self.compute([Miss(request, self.store) for request in requests]))
         except Exception as error:
-            kind = type(error).__name__
             raise FetchError(
-                f"fetch: got an error: computing {len(misses)} of the chunks raised {kind} (the cause); expected chunks"
+                f"fetch: got {type(error).__name__} (the cause) from computing {len(requests)} chunks; expected chunks"
             ) from error
 
-        wanted = [(miss.request.id, miss.request.backbone, miss.request.lead) for miss in misses]
-        found = [
-            (chunk.id, chunk.backbone, chunk.lead) if isinstance(chunk, Chunk) else type(chunk).__name__
-            for chunk in chunks
-        ]
-        if found != wanted:  # the message contains no ids, because it may be logged
-            right = sum(pair[0] == pair[1] for pair in zip(found, wanted, strict=False))
+        count = sum(_is_of(chunk, request) for chunk, request in zip(chunks, requests, strict=False))
+        if len(chunks) != len(requests) or count < len(requests):
             raise FetchError(
-                f"fetch: got {len(found)} computed chunks, {right} of them as requested; expected {len(wanted)}"
+                f"fetch: got {len(chunks)} computed chunks, {count} of them as requested; expected {len(requests)}"
             )
+        encodings = [request.encoding for request in requests]
+        return [
+            chunk if word in (None, chunk.encoding) else encode_chunk(chunk, word)
+            for chunk, word in zip(chunks, encodings, strict=True)
+        ]
+
+    def _put(self, request: Request, chunk: Chunk) -> Ack | None:
+        """Queues the put of a computed chunk, unless it has expired; a failure does not keep it from being used."""
+        ttl = None if request.expires is None else request.expires - time.time()
+        if ttl is not None and ttl <= 0:
+            return None
         try:
-            return [
-                self.store.encodings.served(c, miss.request.encoding) for c, miss in zip(chunks, misses, strict=True)
-            ]
-        except InputError as error:
-            raise FetchError("fetch: got a computed chunk in another encoding; expected the requested one") from error
+            return self.store.put_async(chunk, ttl=ttl)
+        except (StoreError, ValueError) as error:
+            ack: Ack = concurrent.futures.Future()
+            ack.set_exception(error)
+            return ack
 
-    def _save(self) -> None:
-        """Queues the puts of computed chunks, after the loads, which need the cores and for which the caller waits."""
-        for request, chunk in self._unsaved.items() if self.keep else ():
-            ttl = None if request.expires is None else request.expires - self.store.tenant_disk.clock()
-            if ttl is not None and ttl <= 0:
-                continue
+    def take_joined(self) -> None:
+        """Waits for one chunk that another thread computes; if that fails, it is missing again."""
+        request, flight = self.joined.popitem()
+        chunk = flight.landed.result()
+        if chunk is None:
+            self.missing.append(request)
+        else:
+            self.results[request] = Fetched(chunk, "joined")
 
-            try:
-                ack = self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
-            except (StoreError, ValueError) as error:  # the chunk can be used nevertheless
-                ack = concurrent.futures.Future()
-                ack.set_exception(error)
-            if request in self.got:
-                self.got[request] = self.got[request]._replace(ack=ack)
 
-    # ---------------------------------------------------------------------------------------------------- ending
-
-    def _end(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        """Cancels queued loads, and waits for running ones until the deadline; a load that hangs ends by itself."""
-        pool.shutdown(wait=False, cancel_futures=True)
-        running = [load for load in self._submitted if not load.cancelled()]
-        if not concurrent.futures.wait(running, _left(self.deadline)).not_done:
-            pool.shutdown(wait=True)
-        for request in list(self._led):
-            self._land(request, None)
+def _is_of(chunk: Any, request: Request) -> bool:
+    """Returns whether a computed chunk is the requested one, encoded so or not at all."""
+    if not isinstance(chunk, Chunk) or chunk.encoding not in (None, request.encoding):
+        return False
+    return (chunk.id, chunk.backbone, chunk.lead) == (request.id, request.backbone, request.lead)

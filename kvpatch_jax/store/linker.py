@@ -12,10 +12,8 @@ from typing import Any, Literal
 from ..cache import Text, check_text, fingerprint_of
 from ..errors import UnknownReferenceError
 from .fetch import Request
-from .libraries.dynamic import DynamicLibrary
-from .libraries.entries import Resource
-from .libraries.references import Reference, parse_prompt
-from .libraries.static import StaticLibrary
+from .libraries import DynamicLibrary, Resource, StaticLibrary
+from .references import Reference, parse_prompt
 from .store import ChunkStore
 
 
@@ -50,7 +48,7 @@ class LinkedChunk:
 
 
 class LinkedPrompt:
-    """A prompt with resolved references. Holds versions of dynamic references, and pins chunks, until `close`.
+    """A prompt with resolved references. Holds versions of dynamic references until `close`.
 
     Attributes:
       segments: texts and chunks in the order of the prompt.
@@ -71,11 +69,11 @@ class LinkedPrompt:
 
     @property
     def items(self) -> list[Any]:
-        """Items for `Backbone.prepare` to prefill the whole prompt, with the content of each reference in its place."""
+        """Items for `Backbone.prepare` to prefill the prompt, with the content of each reference in its place."""
         return [Text(segment) if isinstance(segment, str) else segment.resource.item for segment in self.segments]
 
     def close(self) -> None:
-        """Releases versions and pins. Idempotent."""
+        """Releases versions. Idempotent."""
         self._stack.close()
 
     def __enter__(self) -> "LinkedPrompt":
@@ -97,12 +95,7 @@ class Linker:
       InputError: the fingerprint is invalid.
     """
 
-    def __init__(
-        self,
-        backbone: str,
-        static: StaticLibrary[ChunkStore] | None = None,
-        dynamic: DynamicLibrary[ChunkStore] | None = None,
-    ):
+    def __init__(self, backbone: str, static: StaticLibrary | None = None, dynamic: DynamicLibrary | None = None):
         self.backbone, self.static, self.dynamic = fingerprint_of(backbone, "linker"), static, dynamic
 
     def link(self, prompt: str) -> LinkedPrompt:
@@ -133,18 +126,17 @@ class Linker:
             resource = self.static.get(reference.kind, reference.name)
             if resource is not None:
                 id = resource.chunk_id(self.backbone)
-                stack.enter_context(self.static.store.pin(id, self.backbone))
                 return LinkedChunk(reference, "static", resource, id, self.backbone, None)
 
-        held = None if self.dynamic is None else self.dynamic.open(reference.kind, reference.name, reference.version)
-        if held is None or self.dynamic is None:
-            # Of the operator's library nothing is suggested: its names are not for every tenant.
-            own = [] if self.static is None else [str(entry.reference) for entry in self.static.entries()]
-            near = difflib.get_close_matches(str(dataclasses.replace(reference, version=None)), own, n=3)
-            hint = f"one of {', '.join(near)}, or another that is there" if near else "a reference that is there"
-            raise UnknownReferenceError(f"{reference}: no library has it; expected {hint}")
+        if self.dynamic is not None:
+            version = self.dynamic.open(reference.kind, reference.name, reference.version)
+            if version is not None:
+                resource = stack.enter_context(version)
+                id = resource.chunk_id(self.backbone)
+                return LinkedChunk(reference, "dynamic", resource, id, self.backbone, self.dynamic.store)
 
-        resource = stack.enter_context(held)
-        id = resource.chunk_id(self.backbone)
-        stack.enter_context(self.dynamic.store.pin(id, self.backbone))
-        return LinkedChunk(reference, "dynamic", resource, id, self.backbone, self.dynamic.store)
+        # Of the operator's library nothing is suggested: its names are not for every tenant.
+        names = [] if self.static is None else [str(entry.reference) for entry in self.static.entries()]
+        similar = difflib.get_close_matches(str(dataclasses.replace(reference, version=None)), names, n=3)
+        hint = f"one of {', '.join(similar)}, or another that is there" if similar else "a reference that is there"
+        raise UnknownReferenceError(f"{reference}: no library has it; expected {hint}")

@@ -1,88 +1,130 @@
-"""The chunk store: one tenant's canonicals, patches and encoder outputs in host, disk and remote tiers."""
+"""The chunk store: one tenant's canonicals, patches and encoder outputs in memory, on disk and in a remote store."""
 
 import concurrent.futures
-import dataclasses
 import functools
+import os
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..cache import Chunk, Patch, PatchMetadata
-from ..core import AnyArray, KVLayout
-from ..errors import InputError, StoreIOError
+from ..cache import Chunk, Patch, PatchMetadata, trusted
+from ..core import AnyArray, KVLayout, PackedArray, PhaseFreeKV, is_packed
+from ..errors import InputError
 from ..patching import Basis
 from ..utils.kinds import all_of, expect_kind
-from .disk.quarantine import purge
-from .disk.revisions import CLOCK
-from .format.codec import canonical_of, chunk_blob, encoder_blob, encoder_of, with_encoder
-from .format.expiry import Seconds
-from .format.naming import Encoding, Name, PatchKey
-from .format.objects import Blob
-from .format.patch_codec import patch_blob
-from .io.thread_pool import ThreadPool
-from .remotes.leases import Lease
-from .remotes.local_adapter import LocalAdapter
-from .remotes.remote_store import RemoteStore
-from .store_base import ATTEMPTS, StoreBase
-from .tiers.device_placement import LayerStream, Placement
-from .tiers.memory import CANONICAL, ENCODER
-from .tiers.writer import Ack, joined
+from ..utils.sizes import Size
+from .codec import (
+    decode_chunk_object,
+    decode_encoder,
+    encode_chunk_object,
+    encode_encoder,
+    encode_patch_object,
+)
+from .files import Encoded, Stored
+from .names import Encoding, PatchKey
+from .objects import Objects, Usage
+from .patches import basis_writes, extended_bases, find_basis, find_patches
+from .queue import Ack
 
-_readers = ThreadPool(8, "kvpatch-read")
+if TYPE_CHECKING:
+    from .remote import Lease, Remote
+
+Placement = jax.Device | Sharding
+"""Where arrays of KV go: a device, or a sharding of [L, T, K, H]."""
+
+_readers = concurrent.futures.ThreadPoolExecutor(8, "kvpatch-read")
 
 
-class ChunkStore(StoreBase):
+def _new_readers() -> None:
+    global _readers
+    _readers = concurrent.futures.ThreadPoolExecutor(8, "kvpatch-read")
+
+
+os.register_at_fork(after_in_child=_new_readers)  # the parent's threads do not exist there
+
+
+class Statistics(NamedTuple):
+    """Events since a store was opened (`counts`), and what there is now (`gauges`), by name."""
+
+    counts: Mapping[str, int]
+    gauges: Mapping[str, int | float]
+
+
+class ChunkStore:
     """Content-addressed objects of one tenant. Any number of threads, processes and tenants may share a root.
 
     Acknowledged puts survive a crash, until the object is evicted, expires or is deleted. Every byte that `get` returns
-    was verified when it was read; a damaged object is moved to quarantine and counts as a miss. Memory tiers only hold
-    copies of objects that the disk still has.
+    was verified when it was read; a damaged object is a miss until the next put replaces it.
 
     Args:
-      root: directory, created if it does not exist. `~` is the user's home.
+      root: directory on a local file system, created if it does not exist. `~` is the user's home.
       tenant: owner of the objects. Names of different tenants' objects cannot be related without the store's secret.
-      budget: bytes per tier; a size alone, such as "10 GB", is the disk's.
+      budget: bytes of all tenants' objects on the disk, such as "50 GB", for every process from now on; None leaves it
+        as it is, at first without a bound. The least recently used objects leave.
+      share: likewise this tenant's bytes.
+      memory: bytes of decoded objects that this process keeps, for all tenants of the root together.
       ttl: default time to live of objects in seconds; None keeps them.
-      secret: key of the names; by default one that is generated with the store and kept in it (readable by its owner
-        only).
-      remote: a store to which objects are also put, and from which they are read if the disk has none (`open_remote`).
-      key: encrypts objects on the disk and in the remote store; unencrypted objects are then not read. At least 32
-        bytes, from which each tenant's key is derived; never written anywhere. Needs the extra `encryption`.
-      wipe: whether host buffers are overwritten when they are freed; None: if there is a key.
-      queue: bytes that asynchronous puts may hold at a time, as a number or such as "64 MiB".
-      clock: returns seconds since the epoch.
-      encoding: of canonicals that are put and read without one, such as "int8" or "k4v4". Then a put makes that object
-        alone, and a read tries it first and then the unreduced one; a call's "unreduced" means the canonical as it was
-        prefilled. None: calls without an encoding mean that one, and never get fewer bits.
-      write_behind: whether a put is acknowledged once it is durable here, and sent to the remote store afterwards, also
-        by a later process; otherwise it waits for the remote store, and raises if that does not answer.
-      mapped: whether large objects are mapped in place of being copied, so that the processes of a machine share one
-        copy in memory, the page cache's. Placing mapped layers on a device copies them.
-      host_tier: host tier that the stores of several tenants of the root share, in place of `Budget.host` each.
+      key: encrypts objects on the disk and in the remote store; objects that are not encrypted are then refused. 32
+        bytes or more, from which each tenant's key is derived; never written anywhere. Needs the extra `encryption`.
+      secret: key of the names, 16 bytes or more; by default one that is generated with the root and kept in it.
+        Machines that share a remote store need the same.
+      remote: URL of a store that machines share, such as "s3://bucket/prefix", or what `open_remote` returns. Puts and
+        deletions are sent to it in the background; what the disk lacks is read from it.
+      queue: bytes that asynchronous puts may hold at a time.
 
     Raises:
-      StoreError: the root cannot be created or is not a store.
-      InputError: an argument has another type; the tenant is empty, the key too short, the `secret` another one than
-        the root's, or a ttl (here or of a put) is not a finite number above 0.
-      StoreKeyError: the tenant's objects are encrypted with another key.
+      StoreError: the root cannot be created, or is no store of this format.
+      InputError: an argument has another type, the tenant is empty, the key or secret too short.
     """
 
-    # ----------------------------------------------------------------------------------------------- chunks
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        tenant: str = "default",
+        budget: Size | None = None,
+        share: Size | None = None,
+        memory: Size = "2 GB",
+        ttl: float | int | None = None,
+        key: bytes | None = None,
+        secret: bytes | None = None,
+        remote: "str | Remote | None" = None,
+        queue: Size = "256 MiB",
+    ):
+        expect_kind(root, str | os.PathLike, "store: root", "a directory's name", InputError)
+        if isinstance(remote, str):
+            from .remote import open_remote
 
-    def put(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> None:
+            remote = open_remote(remote)
+        limits: dict[str, Any] = {"budget": budget, "share": share, "memory": memory, "queue": queue}
+        self.objects = Objects(root, tenant, **limits, ttl=ttl, key=key, secret=secret, remote=remote)
+        self.names = self.objects.names
+
+    def __repr__(self) -> str:
+        return f"ChunkStore({self.objects.root!r}{', closed' if self.objects.closed else ''})"
+
+    def __enter__(self) -> "ChunkStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------------------------------------------- chunks
+
+    def put(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None) -> None:
         """Stores a canonical durably; its encoder output, if any, as an object of its own.
 
         Args:
-          encoding: a smaller dtype to store kv in; such an object is separate from the unreduced one. int8 and float8
-            have one float32 scale per layer, head and feature. Or few bits, such as "k4v4" (`KVEncoding`), in which kv
-            are packed first. None: the store's default, and for a packed chunk (`encode_chunk`) its own.
+          encoding: few bits to keep kv in, such as "k4v4" (`KVEncoding`): an object separate from the unreduced one.
+            None: as the chunk is.
           ttl: time to live in seconds.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreIOError: the put is not acknowledged.
+          StoreFullError, StoreReadOnlyError, StoreIOError: nothing was stored.
           DtypeError: objects cannot hold the dtype.
           InputError: the encoding is unknown; the chunk is encoded otherwise, or was decoded.
           StoreClosedError: after `close`.
@@ -90,34 +132,26 @@ class ChunkStore(StoreBase):
         self.put_many([chunk], encoding=encoding, ttl=ttl)
 
     def put_many(
-        self, chunks: Sequence[Chunk], *, encoding: Encoding | None = None, ttl: Seconds | None = None
+        self, chunks: Sequence[Chunk], *, encoding: Encoding | None = None, ttl: float | int | None = None
     ) -> None:
-        """Stores canonicals durably, in commits of 64 objects, for many small ones. All are in memory at once.
-
-        Raises:
-          StoreError, DtypeError: as `put`. No canonical is acknowledged or partly stored; the error says how many of
-            the first are stored whole.
-        """
-        self.tenant_disk.expect_open()
-        began = time.perf_counter()
-        # All are encoded before the first is written, so that an invalid one leaves nothing.
-        blobs = []
+        """Stores canonicals durably in one transaction: all, or on an error none. All are in memory at once."""
+        writes = []
         for chunk in all_of(Chunk, chunks, "store"):
-            blobs += [(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)]
-        self.put_now(blobs)
-        self.counters.observe("put", "disk", time.perf_counter() - began)
+            writes += [(name, make()) for name, make, _ in self._jobs_of(chunk, encoding)]
+        self.objects.put(writes, expires=self.objects.expiry(ttl))
 
-    def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
+    def put_async(
+        self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None
+    ) -> concurrent.futures.Future[bool]:
         """Queues a `put`. The future is done when the chunk is durable, or holds the error.
 
-        It is also done when a later put or deletion of its name replaces it. The arrays must not change until then. A
-        callback of the future must not wait for another future. Waits while the queue is full. `flush` and `close`
-        raise the errors of failed puts.
+        It is also done, with False, when a later put or deletion of its name takes its place. The arrays must not
+        change until then. Waits while the queue is full. `flush` and `close` raise the errors of failed puts.
         """
-        self.tenant_disk.expect_open()
-        began = time.perf_counter()
-        acks = [self._writer.add(*job) for job in self._jobs_of(chunk, encoding, ttl)]
-        return self.timed(acks[-1] if len(acks) == 1 else joined(acks), began)
+        expect_kind(chunk, Chunk, "chunk", "a Chunk")
+        expires = self.objects.expiry(ttl)
+        acks = [self.objects.put_async(*job, expires=expires) for job in self._jobs_of(chunk, encoding)]
+        return acks[0] if len(acks) == 1 else _joined(acks)
 
     def get(
         self,
@@ -125,167 +159,102 @@ class ChunkStore(StoreBase):
         backbone: str,
         *,
         encoding: Encoding | None = None,
-        placement: Placement | None = None,
+        placement: Placement | Mapping[str, Placement] | None = None,
         encoder: bool = False,
         lead: str | None = None,
     ) -> Chunk | None:
-        """Reads and verifies a canonical; None if there is none.
+        """Reads and verifies a canonical; None if there is none, or it is damaged.
 
         Args:
           backbone: fingerprint of the model that will use it.
-          encoding: encoding of the object to read. Of a dtype, values are converted back to their original one; few
-            bits stay packed, and are decoded where they are used. None: the store's default.
+          encoding: encoding of the object to read; its kv stay packed, and are decoded where they are used.
           placement: a sharding or device for kv [L, T, K, H], or one per channel; by default read-only host arrays. Of
-            packed kv, codes and scales are placed, partitioned by layers and tokens alone.
+            packed kv, codes and scales are placed, partitioned by layers alone.
           encoder: whether to also read the encoder output, if there is one.
           lead: digest of the lead behind which it was prefilled (`Chunk.lead`); None: prefilled alone.
 
         Raises:
-          StoreKeyError: the object is encrypted with another key. It is left unchanged.
+          StoreKeyError: the object is encrypted with another key, or not encrypted.
         """
-        for name in self._names_to_read(id, backbone, encoding, lead):
-            if placement is None:
-                entry = self._reader.load(name, canonical_of(name.part), CANONICAL)
-            else:
-                entry = self._reader.load_placed(name, placement)
-            if entry is not None:
-                return with_encoder(entry.value, self.get_encoder(id, backbone)) if encoder else entry.value
-        return None
-
-    def get_async(self, id: str, backbone: str, **options: Any) -> concurrent.futures.Future[Chunk | None]:
-        """Begins a `get` in a thread, with its options. The future holds its result or error."""
-        self.tenant_disk.expect_open()
-        return _readers.submit(functools.partial(self.get, id, backbone, **options))
+        chunk = self.objects.get(self.names.canonical(backbone, id, encoding, lead), decode_chunk_object)
+        if chunk is None:
+            return None
+        if encoder:
+            chunk = trusted(chunk, encoder=self.get_encoder(id, backbone))
+        return chunk if placement is None else placed(chunk, placement)
 
     def get_many(self, ids: Sequence[str], backbone: str, **options: Any) -> list[Chunk | None]:
         """Reads several canonicals at once, as `get` with its options, each None if there is none."""
-        self.tenant_disk.expect_open()
-        wanted = all_of(str, ids, "store.get_many")
-        return _readers.run_all(functools.partial(self.get, id, backbone, **options) for id in wanted)
+        self.objects.expect_open()
+        get = functools.partial(self.get, backbone=backbone, **options)
+        return list(_readers.map(get, all_of(str, ids, "store.get_many")))
 
     def prefetch(
         self, ids: Sequence[str], backbone: str, *, encoding: Encoding | None = None, lead: str | None = None
     ) -> concurrent.futures.Future[int]:
-        """Begins to bring canonicals nearer: from the remote store to the disk, and into the host tier.
+        """Begins to bring canonicals nearer: from the remote store to the disk, and into memory.
 
         Returns:
           A future of how many there are. What fails is a miss.
         """
-        self.tenant_disk.expect_open()
-        wanted = dict.fromkeys(all_of(str, ids, "store.prefetch"))
-        asked = [self.get_async(id, backbone, encoding=encoding, lead=lead) for id in wanted]
-        found: concurrent.futures.Future[int] = concurrent.futures.Future()
-        waiting = [len(asked)]
-        lock = threading.Lock()
+        self.objects.expect_open()
+        ids = list(dict.fromkeys(all_of(str, ids, "store.prefetch")))
+        results = [_readers.submit(self.get, id, backbone, encoding=encoding, lead=lead) for id in ids]
+        count: concurrent.futures.Future[int] = concurrent.futures.Future()
+        count.set_running_or_notify_cancel()
 
         def note(_: object) -> None:
-            with lock:
-                waiting[0] -= 1
-                last = not waiting[0]
-            if last:
-                found.set_result(sum(one.exception() is None and one.result() is not None for one in asked))
+            count.set_result(sum(result.exception() is None and result.result() is not None for result in results))
 
-        if not asked:
-            found.set_result(0)
-        for one in asked:
-            one.add_done_callback(note)
-        return found
+        if not results:
+            count.set_result(0)
+        _when_all_done(results, note)
+        return count
 
-    def lease(self, id: str, backbone: str, seconds: float | int = 60.0) -> Lease | None:
-        """Takes a chunk's lease: whoever holds it forms the chunk, once for all machines that share the remote store.
+    def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
+        """Returns whether what `get` reads is on the disk or queued. It is not opened, so `get` may still be None."""
+        return self.objects.contains(self.names.canonical(backbone, id, encoding, lead))
+
+    def may_have(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
+        """Returns whether `get` may succeed: the object is on the disk or queued, or there is a remote store."""
+        self.objects.expect_open()
+        return self.objects.remote is not None or self.contains(id, backbone, encoding=encoding, lead=lead)
+
+    def delete(self, id: str, backbone: str) -> bool:
+        """Deletes a chunk with all its encodings, patches and encoder output; from the remote store in the background.
+
+        Puts that began before, queued ones too, are then without effect, in every process of this machine.
+
+        Returns:
+          Whether there was anything to delete.
+        """
+        return self.objects.delete(self.names.chunk(backbone, id))
+
+    def lease(self, id: str, backbone: str, seconds: float | int = 60.0) -> "Lease | None":
+        """Takes a chunk's lease: whoever has it forms the chunk, once for all machines that share the remote store.
 
         Without a remote store, once for all processes that share the root.
 
         Args:
-          seconds: how long it is held unless it is renewed or released; a `Lease` is a context manager.
+          seconds: how long it lasts unless it is renewed or released; a `Lease` is a context manager.
 
         Returns:
-          The lease; None: another holds it. Then wait, and read the chunk.
+          The lease; None: another one has it. Then wait, and read the chunk.
 
         Raises:
           StoreError: the remote store or the disk failed.
         """
-        self.tenant_disk.expect_open()
-        if self._remote is None:
-            remote = RemoteStore(LocalAdapter(self.disk.root), clock=self.tenant_disk.clock)
-        else:
-            remote = self._remote.remote
-        return remote.lease(self.names.canonical(backbone, id).chunk, seconds)
+        from .remote import take_lease
 
-    def stream(
-        self,
-        id: str,
-        backbone: str,
-        *,
-        encoding: Encoding | None = None,
-        placement: Placement | None = None,
-        lead: str | None = None,
-    ) -> LayerStream | None:
-        """Opens a canonical for reading layer by layer, so that layer 0 can be used while later ones are read.
+        self.objects.expect_open()
+        return take_lease(self.objects, self.names.chunk(backbone, id), seconds)
 
-        It may be queued, on the disk or in the remote store. In the last case the disk keeps a copy once all of it was
-        read, unless it was written or deleted since this call. Layers in few bits are decoded, one at a time.
+    # ------------------------------------------------------------------------------------ encoder outputs, patches
 
-        Args:
-          encoding: as `get`.
-          placement: a sharding or device for one layer's [T, K, H], or one per channel.
-          lead: as `get`.
-
-        Returns:
-          The stream; None if there is no such object.
-
-        Raises:
-          StoreKeyError: as `get`.
-        """
-        names = self._names_to_read(id, backbone, encoding, lead)
-        return next(filter(None, (self._reader.stream(name, placement) for name in names)), None)
-
-    def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
-        """Returns whether what `get` reads is on the disk or queued. It is not opened, so `get` may still be None."""
-        return any(map(self._is_here, self._names_of(id, backbone, encoding, lead)))
-
-    def may_have(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
-        """Returns whether `get` may succeed: the object is on the disk or queued, or there is a remote store.
-
-        Raises:
-          StoreClosedError: after `close`.
-        """
-        self.tenant_disk.expect_open()
-        return self._remote is not None or self.contains(id, backbone, encoding=encoding, lead=lead)
-
-    def delete(self, id: str, backbone: str) -> bool:
-        """Deletes a chunk with all its encodings, patches and encoder output, also in quarantine.
-
-        Puts that began before, queued ones too, are then without effect, in every process.
-
-        Returns:
-          Whether there was anything to delete.
-
-        Raises:
-          StoreReadOnlyError, StoreIOError: not everything was deleted.
-        """
-        self.tenant_disk.expect_open()
-        name = self.names.canonical(backbone, id)
-        queued = self._writer.waiting_paths(f"{name.chunk_key}.")
-        try:
-            deleted, revision = self.tenant_disk.delete_chunk(name)
-        finally:
-            self._reader.drop_chunk(name.chunk_key)
-        purge(self.disk.root, name.tenant, name.chunk)
-        if self._remote is not None and revision:
-            self._remote.delete(name)
-            if not self._write_behind:
-                self._remote.sender.flush()
-        return deleted or bool(queued)
-
-    # -------------------------------------------------------------------------------- encoder outputs, patches
-
-    def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: Seconds | None = None) -> None:
+    def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: float | int | None = None) -> None:
         """Stores an encoder output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
-        self.tenant_disk.expect_open()
-        with self.counters.timed("put", "disk"):
-            blob = encoder_blob(id, backbone, output, self.expiry(ttl))
-            self.put_now([(self.names.encoder(backbone, id), blob)])
+        write = self.names.encoder(backbone, id), encode_encoder(id, backbone, output)
+        self.objects.put([write], expires=self.objects.expiry(ttl))
 
     def get_encoder(
         self, id: str, backbone: str, *, tier: Literal["here", "remote"] | None = None
@@ -296,165 +265,213 @@ class ChunkStore(StoreBase):
           tier: "here" does not ask the remote store; "remote" reads its version, which another machine may have written
             since, and keeps no copy. None: the nearest.
         """
-        self.tenant_disk.expect_open()
         name = self.names.encoder(backbone, id)
         if tier == "remote":
-            return self._reader.load_remote(name, encoder_of)[0]
-        entry = self._reader.load(name, encoder_of, ENCODER, far=tier is None)
-        return None if entry is None else entry.value
+            return self.objects.get_remote(name, decode_encoder)
+        return self.objects.get(name, decode_encoder, remote=tier is None)
 
     def amend_encoder(
-        self, id: str, backbone: str, amend: Callable[[list[np.ndarray]], AnyArray], *, ttl: Seconds | None = None
+        self, id: str, backbone: str, amend: Callable[[list[np.ndarray]], AnyArray], *, ttl: float | int | None = None
     ) -> None:
         """Replaces an encoder output by one that is made of what is stored, here and in the remote store.
 
-        No write of this root is lost to another: of two at once the later one amends what the earlier one wrote. What
-        another machine sends to the remote store between the look at it and the sending of this write is replaced
-        there, until that machine amends it again. A write that could not look takes no place of a later one there.
+        No write in between is lost, of this machine's processes or of others that the remote store orders.
 
         Args:
           amend: makes the new output of the old ones: none, one, or the one here and the remote store's. It may be
             called several times.
+        """
+
+        def make(stored: list[Stored]) -> Encoded:
+            return encode_encoder(id, backbone, amend([decode_encoder(copy) for copy in stored]))
+
+        self.objects.amend(self.names.encoder(backbone, id), make, expires=self.objects.expiry(ttl))
+
+    def put_patches(self, patches: Sequence[Patch], *, ttl: float | int | None = None) -> None:
+        """Stores patches durably in one transaction. Extends the life of a basis that would expire before them.
 
         Raises:
-          StoreError, DtypeError: as `put`.
+          InputError: a patch's basis is not stored. StoreError, DtypeError: as `put`.
         """
-        self.tenant_disk.expect_open()
-        name = self.names.encoder(backbone, id)
-        with self.counters.timed("put", "disk"):
-            for _ in range(ATTEMPTS):
-                # Before the content: what is written in between is noticed.
-                own = self.tenant_disk.disk.own_revision(name)
-                here = self.get_encoder(id, backbone, tier="here")
-                there, known = None, self.tenant_disk.revision(name)
-                try:
-                    there, latest = self._reader.load_remote(name, encoder_of, strict=True)
-                    revision = CLOCK.next(max(known, latest))
-                except StoreIOError:  # when this one is sent, what is there by then stays if it is later than known
-                    revision = known + 1
-                output = amend([copy for copy in (here, there) if copy is not None])
-                blob = encoder_blob(id, backbone, output, self.expiry(ttl))
-                if not self._commit([(name, dataclasses.replace(blob, revision=revision))], own):
-                    return
-        raise self.outpaced()
+        patches, expires = all_of(Patch, patches, "store"), self.objects.expiry(ttl)
+        for writes, until in extended_bases(self.objects, patches, expires):
+            self.objects.put(writes, expires=until)
+        self.objects.put([(self.names.patch(patch), encode_patch_object(patch)) for patch in patches], expires=expires)
 
-    def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
-        """Stores patches durably, in commits of 64 objects. Extends the life of a basis that would expire before them.
-
-        Raises:
-          InputError: a patch's basis is not stored. StoreError, DtypeError: as `put_many`.
-        """
-        self.tenant_disk.expect_open()
-        with self.counters.timed("put", "disk"):
-            patches, expires = all_of(Patch, patches, "store"), self.expiry(ttl)
-            blobs = self._patches.bases_to_extend(patches, expires)
-            blobs += [(self.names.patch(patch), patch_blob(patch, expires)) for patch in patches]
-            self.put_now(blobs)
-
-    def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
+    def put_patch_async(self, patch: Patch, *, ttl: float | int | None = None) -> concurrent.futures.Future[bool]:
         """Queues a patch, as `put_async` a chunk. Patches that are queued close together are committed together."""
-        self.tenant_disk.expect_open()
-        began, expires = time.perf_counter(), self.expiry(ttl)
+        expires = self.objects.expiry(ttl)
         (patch,) = all_of(Patch, [patch], "store")
-        acks = []
-        for name, blob in self._patches.bases_to_extend([patch], expires):
-            acks.append(self._writer.add(name, lambda blob=blob: blob, blob.nbytes))
-        make = functools.partial(patch_blob, patch, expires)
-        acks.append(self._writer.add(self.names.patch(patch), make, patch.nbytes))
-        return self.timed(acks[0] if len(acks) == 1 else joined(acks), began)
+        for writes, until in extended_bases(self.objects, [patch], expires):
+            self.objects.put(writes, expires=until)
+        make = functools.partial(encode_patch_object, patch)
+        return self.objects.put_async(self.names.patch(patch), make, patch.nbytes, expires=expires)
 
     def get_patches(self, served: PatchKey | PatchMetadata) -> list[Patch]:
         """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
         Patches may have any ranks, layers and dtypes, and an orbit patch any order of its antecedent. Left out are
-        patches of another content than `served.content` or, if that is None, than the chunk's stored or queued
-        canonicals; and patches whose antecedent was served in another way or has other contents (those of `served`, or
-        else of the stored canonicals). If it is unknown which of several contents is meant, none of them is returned.
-        Factors are on the default device.
+        patches of another content than `served.content` or, if that is None, than the chunk's stored canonicals; and
+        patches whose antecedent was served in another way or has other contents (those of `served`, or else of the
+        stored canonicals). If it is unknown which of several contents is meant, none of them is returned. Factors are
+        on the default device.
 
         Raises:
           InputError: `served` is of another type.
         """
-        self.tenant_disk.expect_open()
+        self.objects.expect_open()
         if not isinstance(served, PatchKey | PatchMetadata):
             raise InputError(
                 f"store.get_patches: got {served!r:.80}; expected PatchKey(chunk.id, chunk.backbone, antecedent), or a "
                 "patch's metadata"
             )
-        return self._patches.find(served)
+        return find_patches(self.objects, served)
 
     def patch_count(self, id: str, backbone: str) -> int:
-        """Counts a chunk's patches on the disk, behind any antecedent, without reading them.
+        """Counts a chunk's patches on this machine, behind any antecedent, without reading them."""
+        return len(self.objects.beginning(f"{self.names.chunk(backbone, id)}/p.", remote=False))
 
-        Raises:
-          StoreClosedError: after `close`.
-        """
-        self.tenant_disk.expect_open()
-        return self._patches.count(id, backbone)
-
-    def put_basis(self, basis: Basis, *, ttl: Seconds | None = None) -> None:
+    def put_basis(self, basis: Basis, *, ttl: float | int | None = None) -> None:
         """Stores a basis that patches share, under its digest, before the patches that name it. Raises as `put`.
 
         A stored basis never gets a shorter life: patches may use it.
         """
-        self.tenant_disk.expect_open()
-        if not isinstance(basis, Basis):
-            raise InputError(f"store.put_basis: got a {type(basis).__name__}; expected a Basis")
-        expires = self.expiry(ttl)
-        with self.counters.timed("put", "disk"):
-            blobs = self._patches.basis_objects(basis, expires)
-            self.put_now(blobs)
+        expect_kind(basis, Basis, "store.put_basis", "a Basis")
+        writes, expires = basis_writes(self.objects, basis, self.objects.expiry(ttl))
+        self.objects.put(writes, expires=expires)
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None if there is none whose content matches the digest."""
-        self.tenant_disk.expect_open()
+        self.objects.expect_open()
         if not isinstance(layout, KVLayout) or not isinstance(digest, str):
             raise InputError(
                 f"store.get_basis: got {digest!r:.80}, layout {layout!r:.40}; expected a digest and a KVLayout"
             )
-        return self._patches.basis(digest, layout, backbone)
+        return find_basis(self.objects, digest, layout, backbone)
 
-    def __enter__(self) -> "ChunkStore":
-        return self
+    # -------------------------------------------------------------------------------------------------- operating
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def delete_tenant(self) -> None:
+        """Deletes everything of this tenant, queued puts too; from the remote store in the background."""
+        self.objects.delete_tenant()
 
-    # ------------------------------------------------------------------------------------------------ inside
+    def usage(self) -> Usage:
+        """Returns the bytes and the number of this tenant's objects on the disk, without libraries' entries."""
+        self.objects.expect_open()
+        return self.objects.usage()
 
-    def _names_of(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> tuple[Name, ...]:
-        words = self.encodings.to_get(encoding)
-        return tuple([self.names.canonical(backbone, id, word, lead) for word in words])
+    def statistics(self) -> Statistics:
+        """Returns counts of this store object's events, and the bytes and objects there are now."""
+        return Statistics(dict(sorted(self.objects.counters.items())), self.objects.gauges())
 
-    def _names_to_read(self, id: str, backbone: str, encoding: Encoding | None, lead: str | None) -> Sequence[Name]:
-        """Returns the names to try in order; the last one even if it is not here, so that a miss is counted once."""
-        if self.tenant_disk.closed:
-            self.tenant_disk.expect_open()  # raises
-        if type(id) is str and type(backbone) is str and encoding is None and self.encodings.default is None:
-            return self.names.canonicals(backbone, id, (None,), lead)
-        *others, last = self._names_of(id, backbone, encoding, lead)
-        return [name for name in others if self._remote is not None or self._is_here(name)] + [last]
+    def verify(self, delete: bool = False) -> list[str]:
+        """Reads all objects of the tenant. Returns the keyed names of damaged ones, and deletes these if asked.
 
-    def _is_here(self, name: Name) -> bool:
-        return self._writer.has(name) or self.tenant_disk.exists(name)
+        Raises:
+          StoreKeyError: objects are encrypted with another key.
+        """
+        self.objects.expect_open()
+        return self.objects.damaged(delete)
 
-    def _jobs_of(
-        self, chunk: Chunk, encoding: Encoding | None, ttl: Seconds | None
-    ) -> list[tuple[Name, Callable[[], Blob], int]]:
+    def collect(self) -> int:
+        """Deletes what has expired in the root, and the files of dead writers. Returns how many there were."""
+        self.objects.expect_open()
+        return self.objects.index.collect()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Saves this tenant's objects, queued ones too, as a snapshot; see `snapshot.save_snapshot`."""
+        from .snapshot import save_snapshot
+
+        expect_kind(directory, str | os.PathLike, "store.save: directory", "a directory's name", InputError)
+        save_snapshot(self.objects, directory)
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Adds the objects of a snapshot that are not stored, after all were verified; see `snapshot.load_snapshot`."""
+        from .snapshot import load_snapshot
+
+        expect_kind(directory, str | os.PathLike, "store.restore: directory", "a directory's name", InputError)
+        load_snapshot(directory, self.objects)
+
+    def flush(self) -> None:
+        """Waits for asynchronous puts, and until the remote store has everything.
+
+        Raises:
+          StoreError: the first error of a put since the last `flush`, with the others in its notes; or the remote store
+            does not answer. What it lacks is sent later, by this process or another.
+        """
+        self.objects.flush()
+
+    def close(self) -> None:
+        """Writes queued puts and closes the store, without waiting for a remote one. Idempotent. Raises as `flush`."""
+        self.objects.close()
+
+    def _jobs_of(self, chunk: Chunk, encoding: Encoding | None) -> list[tuple[str, Callable[[], Encoded], int]]:
         """Returns name, encoder and bytes of a chunk's objects: the canonical comes last, and implies the others."""
-        expect_kind(chunk, Chunk, "chunk", "a Chunk")
-        expires = self.expiry(ttl)
-
         for value in chunk.kv.values():
             if not getattr(value, "is_fully_addressable", True):
                 raise InputError(
                     "store: got kv that others have a part of; expected all of it here, or StoreItem(contents=)"
                 )
-
-        jobs: list[tuple[Name, Callable[[], Blob], int]] = []
+        jobs: list[tuple[str, Callable[[], Encoded], int]] = []
         if chunk.encoder is not None:
-            make = functools.partial(encoder_blob, chunk.id, chunk.backbone, chunk.encoder, expires)
+            make = functools.partial(encode_encoder, chunk.id, chunk.backbone, chunk.encoder)
             jobs.append((self.names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
-        word = self.encodings.to_put(chunk, encoding)
+        word = chunk.encoding if encoding is None else encoding
         name = self.names.canonical(chunk.backbone, chunk.id, word, chunk.lead)
-        return [*jobs, (name, functools.partial(chunk_blob, chunk, word, expires), chunk.nbytes)]
+        return [*jobs, (name, functools.partial(encode_chunk_object, chunk, encoding), chunk.nbytes)]
+
+
+def placed(chunk: Chunk, placement: Placement | Mapping[str, Placement]) -> Chunk:
+    """Places a chunk's kv on devices, as `ChunkStore.get` does; each process of a mesh places its part."""
+    kv = {}
+    for name, value in chunk.kv.items():
+        target = placement.get(name) if isinstance(placement, Mapping) else placement
+        expect_kind(
+            target, jax.Device | Sharding, f"store: placement of {name!r}", "a device or a sharding", InputError
+        )
+        kv[name] = _placed(value, target)
+    return trusted(chunk, kv=PhaseFreeKV(kv))
+
+
+def _placed(value: Any, target: Placement) -> Any:
+    if is_packed(value):
+        leaves: PackedArray = value
+        if isinstance(target, NamedSharding):
+            target = NamedSharding(target.mesh, PartitionSpec(*target.spec[:1]))
+        return jax.tree.map(functools.partial(_placed, target=target), leaves)
+    if isinstance(target, Sharding):
+        return jax.make_array_from_callback(value.shape, target, lambda index: value[index])
+    return jax.device_put(value, target)
+
+
+def _joined(acks: Sequence[Ack]) -> Ack:
+    """Returns a future that is done when all are: with the first error, or whether all took place."""
+    joined: Ack = concurrent.futures.Future()
+    joined.set_running_or_notify_cancel()
+
+    def note(_: object) -> None:
+        errors = [error for ack in acks if (error := ack.exception()) is not None]
+        if errors:
+            joined.set_exception(errors[0])
+        else:
+            joined.set_result(all(ack.result() for ack in acks))
+
+    _when_all_done(acks, note)
+    return joined
+
+
+def _when_all_done(futures: Sequence[concurrent.futures.Future[Any]], note: Callable[[object], None]) -> None:
+    """Calls `note` once, when all futures are done."""
+    pending = len(futures)
+    lock = threading.Lock()
+
+    def count(done: object) -> None:
+        nonlocal pending
+        with lock:
+            pending -= 1
+            last = pending == 0
+        if last:
+            note(done)
+
+    for future in futures:
+        future.add_done_callback(count)

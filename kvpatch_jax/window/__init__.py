@@ -84,5 +84,4 @@ from .sources import stored_patches as stored_patches
 from .stored_prefill import StoredPrefills as StoredPrefills
 from .stored_prefill import keys_behind as keys_behind
 from .stored_prefill import likeness_keys as likeness_keys
-from .stored_prefill import unreduced as unreduced
 from .window_state import Promise as Promise

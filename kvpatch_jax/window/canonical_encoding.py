@@ -53,17 +53,6 @@ class CanonicalEncoding:
         self.words = AUTO_ENCODINGS if self.choice == AUTO else (None,) if self.choice is None else (self.choice, None)
         self.kept: dict[str | None, int] = dict.fromkeys(self.words, 0)
 
-    @classmethod
-    def of_store(cls, store: Any, choice: KVEncoding | str | None, budget: int = CANONICALS) -> "CanonicalEncoding":
-        """Returns a choice for the canonicals of a store; None is the store's default, if that is in few bits."""
-        default = getattr(getattr(store, "encodings", None), "default", None)
-        if choice is None and default is not None:
-            try:
-                return cls(default, budget)
-            except InputError:  # a dtype, which the store converts to and back
-                pass
-        return cls(choice, budget)
-
     def encoded(self, chunk: Chunk) -> Chunk:
         """Returns a new canonical in the encoding that it is kept in, and counts its bytes."""
         words = self.words if self.choice == AUTO else self.words[:1]

@@ -21,7 +21,7 @@ from ..errors import InputError, PatchMismatchError, ShapeError
 from .edits import Fetch
 from .entry import contents_differ
 from .padding import bucket, padded_chunk, padded_patch, padded_tokens, zero_padded
-from .stored_prefill import StoredPrefills, unreduced
+from .stored_prefill import StoredPrefills
 from .window import Window
 
 Encodings = tuple[str | None, ...]
@@ -66,10 +66,9 @@ def stored(
     if store is None:
         return None
     options: dict[str, Any] = {} if lead is None else {"lead": lead}
-    own = unreduced(store) if encoding is None else {"encoding": encoding}
-    chunk = store.get(id, backbone, **options, **own)
-    if chunk is None and encoding is None and own:
-        chunk = store.get(id, backbone, **options)
+    if encoding is not None:
+        options["encoding"] = encoding
+    chunk = store.get(id, backbone, **options)
     return None if chunk is None or chunk.encoding != encoding else chunk
 
 

@@ -54,12 +54,6 @@ def keys_behind(pinned: str, nearest: str) -> dict[Likeness, str]:
     return {likeness: short_digest(f"{likeness} {pinned} {nearest}") for likeness in get_args(Likeness)}
 
 
-def unreduced(store: Any) -> dict[str, Any]:
-    """Returns the keyword by which a store that encodes by default keeps and reads KV as it was prefilled."""
-    default = getattr(getattr(store, "encodings", None), "default", None)
-    return {} if default is None else {"encoding": "unreduced"}
-
-
 class StoredPrefills:
     """Stored prefills of one backbone's chunks in one store, never encoded: they are served bit for bit.
 
@@ -88,11 +82,11 @@ class StoredPrefills:
 
     def contains(self, id: str, front: str) -> bool:
         """Returns whether a chunk's prefill behind exactly this front is stored here, without reading it."""
-        return self.store.contains(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
+        return self.store.contains(id, self.backbone, lead=self.lead(front))
 
     def get(self, id: str, front: str) -> Chunk | None:
         """Reads a chunk's prefill behind exactly this front; None if it is not stored."""
-        chunk = self.store.get(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
+        chunk = self.store.get(id, self.backbone, lead=self.lead(front))
         # An encoded one would be no prefill.
         if chunk is None or chunk.encoding is not None:
             self._missing.put((id, front), True)
@@ -147,7 +141,7 @@ class StoredPrefills:
         Returns:
           How many times the size of a prefill was stored.
         """
-        self.store.put(chunk, ttl=TIME_TO_LIVE, **unreduced(self.store))
+        self.store.put(chunk, ttl=TIME_TO_LIVE)
         found_by: dict[Likeness, str] = {likeness: key for likeness, key in keys.items() if likeness != "mean"}
         own = [ListedPrefill(front, found_by, time.time_ns())]
         if mean and "mean" in keys:
@@ -184,7 +178,7 @@ class StoredPrefills:
         new = short_digest(f"mean {count} {old.front} {front}")
         local = np.asarray(chunk.local)[:length]
         mean = dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(new))
-        self.store.put(mean, ttl=TIME_TO_LIVE, **unreduced(self.store))
+        self.store.put(mean, ttl=TIME_TO_LIVE)
         return [ListedPrefill(new, {"mean": keys["mean"]}, time.time_ns(), count)]
 
     def _is_available(self, id: str, front: str) -> bool:
@@ -194,7 +188,7 @@ class StoredPrefills:
         """Returns whether a remote store may have a prefill; not if it was just read in vain."""
         if self._missing.get((id, front)):
             return False
-        return self.store.may_have(id, self.backbone, lead=self.lead(front), **unreduced(self.store))
+        return self.store.may_have(id, self.backbone, lead=self.lead(front))
 
     def _listing(self, id: str, far: bool = True) -> list[ListedPrefill]:
         """Returns what is listed of a chunk here, and in the remote store, the first stored one first."""

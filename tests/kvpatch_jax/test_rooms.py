@@ -9,7 +9,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
 CORE = ["serving", "store", "batch", "session", "traces", "plan", "window", "repair", "pool", "patching", "cache"]
 CORE += ["segment_reuse", "answers", "backbone", "sampling", "core", "utils", "errors"]
-STORE = ["cli", "", "snapshots", "libraries", "tiers", "remotes", "disk", "format", "io"]
+STORE = [
+    "metrics",
+    "linker",
+    "fetch",
+    "libraries",
+    "references",
+    "retriever",
+    "orbax_item",
+    "store",
+    "snapshot",
+    "patches",
+]
+STORE += ["codec", "objects", "remote", "queue", "memory", "index", "names", "files", "forks"]
 MODELS = ["parallel", "", "decoding", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
 """From the top down; "" is the room's own modules."""
 

@@ -19,7 +19,6 @@ from kvpatch_jax.cache import Antecedent, PatchMetadata
 from kvpatch_jax.core import Channel
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, StalePatchError
 from kvpatch_jax.store import ChunkStore, PatchKey
-from kvpatch_jax.store.cli.main import main
 
 WRONG = (None, 5, -1, True, "", "x", b"x", [], {}, (1, 2), [None], math.nan, 1.5, 10**400, Path("none/there"), object())
 Call = Callable[..., Any]
@@ -68,9 +67,13 @@ def store(tmp_path: Path):
 
 
 def test_stores_refuse_what_they_are_not_made_with():
-    options = dict.fromkeys(("budget", "ttl", "secret", "remote", "key", "wipe")) | {"tenant": "a"}
+    options = dict.fromkeys(("budget", "share", "ttl", "secret", "key", "remote")) | {
+        "tenant": "a",
+        "memory": 0,
+        "queue": 9,
+    }
     made = iter(range(10**6))
-    assert not raw_errors(lambda **given: ChunkStore(f"store {next(made)}", **given), options | {"clock": lambda: 0.0})
+    assert not raw_errors(lambda **given: ChunkStore(f"store {next(made)}", **given), options)
     assert not raw_errors(ChunkStore, {"root": "store"})
 
 
@@ -87,7 +90,6 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
         "put": (store.put, {"chunk": chunk, "encoding": None, "ttl": None}),
         "put_many": (store.put_many, {"chunks": [chunk]}),
         "get": (store.get, {**named, "encoding": None, "placement": None, "lead": None}),
-        "stream": (store.stream, {**named, "placement": None}),
         "contains": (store.contains, named),
         "delete": (store.delete, named),
         "put_encoder": (store.put_encoder, {**named, "output": np.ones((2, 3), np.float32)}),
@@ -106,14 +108,12 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
         "parse_prompt": (stores.parse_prompt, {"prompt": "x"}),
         "escape": (stores.escape, {"text": "x"}),
         "encoder_id": (stores.encoder_id, {"backbone": "b", "request": {"a": np.ones(2)}}),
-        "save_snapshot": (stores.save_snapshot, {"root": "store", "directory": "snapshot"}),
-        "load_snapshot": (stores.load_snapshot, {"directory": "none", "root": "new", "tenant": "a", "budget": None}),
-        "KeyValueStore": (stores.KeyValueStore, {"spec": {"driver": "memory"}, "patience": None}),
-        "RetryPolicy": (stores.RetryPolicy, {"timeout": 1.0, "tries": 3}),
+        "save": (store.save, {"directory": "snapshot"}),
+        "restore": (store.restore, {"directory": "none"}),
+        "open_remote": (stores.open_remote, {"url": "memory://", "timeout": 1.0}),
         "add": (retriever.add, {"id": "a", "vector": np.ones(3)}),
         "search": (retriever.search, {"query": np.ones(3), "k": 1}),
         "pooled": (stores.pooled, {"output": np.ones((2, 3))}),
-        "prometheus_text": (stores.prometheus_text, {"statistics": store.statistics()}),
     }
 
 
@@ -133,23 +133,15 @@ def test_a_store_prints_where_it_is_and_nothing_secret(tmp_path: Path):
     assert repr(store).endswith(", closed)")
 
 
-def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     ChunkStore("~/store").close()
-    assert (tmp_path / "home" / "store" / "obj").is_dir()
+    assert (tmp_path / "home" / "store" / "data").is_dir()
     assert not Path("~").exists()
-    assert main(["ls", "--root=~/store"]) == 0
     with pytest.raises(ConfigError, match="home/model"):
         models.load("~/model")
     models.save(reader(), "~/model")
     assert models.load(Path("~/model"), progress=False).fingerprint
-
-
-def test_a_remote_that_is_no_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    ChunkStore(tmp_path / "store", tenant="acme").close()
-    for command in (["rm-tenant", "--yes"], ["gc"]):
-        assert main([*command, f"--root={tmp_path / 'store'}", "--tenant=acme", "--remote={bad"]) == 2
-        assert "error: --remote: got '{bad'" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------- sessions

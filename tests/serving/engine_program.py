@@ -129,8 +129,9 @@ def damage(engine, tenant, segment):
     """Turns the bits of one byte of a stored canonical, on the disk."""
     backbone = engine.worker.config.backbone
     store = ChunkStore(engine.store, tenant=tenant)
-    (entry,) = store.disk.of_chunk(store.names.canonical(backbone, segment.id))
-    path = engine.store / entry.path
+    name = store.names.canonical(backbone, segment.id)
+    ((file,),) = store.objects.index.rows("SELECT file FROM objects WHERE name = ?", name)
+    path = engine.store / "data" / file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(bytes(content))

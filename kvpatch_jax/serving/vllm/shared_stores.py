@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ...errors import ConfigError, InputError, KVPatchError, MissingExtraError, StoreClosedError, StoreIOError
-from ...store import Budget, ChunkStore, RemoteStore, RetryPolicy, SharedHostTier, open_remote
+from ...store import ChunkStore, open_remote
+from ...store.memory import memory_of
+from ...store.remote import Remote
 from ...utils.background import JobQueue, start_thread
 from ...utils.optional_packages import require
 from .settings import ConnectorConfig
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_TENANTS = 64
 """Number of stores that are kept open; beyond it, the least recently used one is left to its last user."""
 MIN_KEY_BYTES = 32
-REMOTE_POLICY = RetryPolicy(timeout=1.0, tries=2, deadline=2.5)
+REMOTE_SECONDS = 1.0
 """A remote store is asked while a request waits, and a prefill is the alternative: less patience than a store's own."""
 SAMPLE_SECONDS = 10.0
 """Least time between two looks at what is on the disk."""
@@ -40,7 +42,7 @@ class SharedStores:
       config: names the root, budgets, key and remote store.
 
     Attributes:
-      host_tier: the host tier of all tenants.
+      memory: decoded objects of all tenants.
       survivors: what requests of all tenants leave for the next ones of their agents.
       backbone: the name under which chunks are stored and looked up; another one after each `reset`.
       users: number of sides that use the stores.
@@ -51,7 +53,8 @@ class SharedStores:
 
     def __init__(self, config: ConnectorConfig):
         self.config, self.backbone, self.users = config, config.backbone, 0
-        self.host_tier, self.survivors = SharedHostTier(config.host), Survivors(config.survivor_bytes)
+        self.survivors = Survivors(config.survivor_bytes)
+        self.memory = memory_of(os.path.realpath(os.path.expanduser(config.store)), config.host)
         self._key, self._secret = read_key(config, "key"), read_key(config, "secret")
         self._remote = remote_of(config)
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
@@ -85,8 +88,8 @@ class SharedStores:
         return ChunkStore(
             config.store,
             tenant=tenant,
-            budget=Budget(host=0, disk=config.disk),
-            host_tier=self.host_tier,
+            budget=config.disk,
+            memory=config.host,
             ttl=config.ttl,
             key=self._key,
             secret=self._secret,
@@ -104,7 +107,7 @@ class SharedStores:
         one for the rest of the process's life separates what is stored from now on.
         """
         self.backbone = f"{self.config.backbone} after reset {secrets.token_hex(8)}"
-        self.host_tier.clear()
+        self.memory.clear()
         self.survivors.clear()
 
     # ------------------------------------------------------------------------------------------------- closing
@@ -145,7 +148,7 @@ class SharedStores:
         if now >= self._next_sample and not self._closed:
             self._next_sample = now + SAMPLE_SECONDS
             self._sampler.add(None)  # refused while the last look has not ended
-        return {"host": self.host_tier.nbytes, **self._sampled}
+        return {"host": self.memory.nbytes, **self._sampled}
 
     @property
     def tenants(self) -> int:
@@ -158,11 +161,10 @@ class SharedStores:
         if not stores:
             return
         try:
-            _, nbytes = stores[-1].disk.index.usage()
-            sampled = {"disk": nbytes}
+            gauges = [store.statistics().gauges for store in stores]
+            sampled = {"disk": int(gauges[-1]["root_bytes"])}
             if self._remote is not None:
-                gauges = [store.statistics().gauges for store in stores]
-                sampled["outbox"] = int(sum(gauge.get("outbox_bytes", 0) for gauge in gauges))
+                sampled["outbox"] = int(sum(gauge["outbox_bytes"] for gauge in gauges))
             self._sampled = sampled
         except Exception as error:  # the next look tries again, whatever failed
             logger.debug("kvpatch: the store's size is unknown: %s", error)
@@ -259,7 +261,7 @@ def _private_file(path: str) -> bytes:
     return key
 
 
-def remote_of(config: ConnectorConfig) -> RemoteStore | None:
+def remote_of(config: ConnectorConfig) -> Remote | None:
     """Opens the remote store that the settings name; None if they name none.
 
     A service that does not answer later is a slow miss; one that cannot be opened at the start is refused, because it
@@ -278,12 +280,12 @@ def remote_of(config: ConnectorConfig) -> RemoteStore | None:
         except InputError as error:
             raise ConfigError(f"connector.remote: {error}") from None
 
-    opened: list[RemoteStore | Exception] = []
+    opened: list[Remote | Exception] = []
     done = threading.Event()
 
     def work() -> None:
         try:
-            opened.append(open_remote(url, patience=REMOTE_POLICY))
+            opened.append(open_remote(url, timeout=REMOTE_SECONDS))
         except Exception as error:
             opened.append(error)
         done.set()

@@ -10,8 +10,7 @@ import numpy as np
 
 from ...cache import Chunk, Patch
 from ...errors import KVPatchError, StoreClosedError
-from ...store import ChunkStore
-from ...store.format.naming import PatchKey
+from ...store import ChunkStore, PatchKey
 from ...window import PatchNote, StoredPrefills
 from .layouts import CacheFormat
 from .messages import ChunkPayload

@@ -1,6 +1,5 @@
 """Identity of an engine's weights: the digest of their checkpoint, and its record in a tenant's store."""
 
-import dataclasses
 import glob
 import json
 import logging
@@ -13,7 +12,6 @@ import numpy as np
 from ...cache import digest_of, encoded
 from ...errors import StoreFullError, StoreReadOnlyError, WeightsError
 from ...store import ChunkStore
-from ...store.format.codec import encoder_blob
 
 logger = logging.getLogger(__name__)
 
@@ -122,17 +120,14 @@ def expect_weights(store: ChunkStore, backbone: str, digest: str) -> None:
     Of several engines that record a digest at once, one succeeds. A store that cannot be written is not checked.
 
     Raises:
-      WeightsError: the store records other weights. As `ChunkStore.get_encoder` and `put_encoder`.
+      WeightsError: the store records other weights. As `ChunkStore.get_encoder` and `amend_encoder`.
     """
     record = store.get_encoder(RECORD, backbone)
     if record is None:
-        # Written only if there is none: `put_encoder` would let the last engine win, and those before it would not
-        # notice.
-        name = store.names.encoder(backbone, RECORD)
-        blob = encoder_blob(RECORD, backbone, np.frombuffer(bytes.fromhex(digest), np.uint8))
-        blob = dataclasses.replace(blob, revision=store.tenant_disk.begin(name))
+        engines = np.frombuffer(bytes.fromhex(digest), np.uint8)
         try:
-            store.tenant_disk.put([(name, blob)], "absent")
+            # Kept if there is one meanwhile: with `put_encoder` the last engine would win, unnoticed by the others.
+            store.amend_encoder(RECORD, backbone, lambda records: records[0] if records else engines)
         except (StoreReadOnlyError, StoreFullError):
             return
         record = store.get_encoder(RECORD, backbone)

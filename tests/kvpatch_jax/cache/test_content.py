@@ -353,14 +353,6 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
     assert kvp.apply_patch(kvp.Placed(chunk, patch, 0, iter(["a", "b", "c"])))  # any sequence of names will do
 
 
-def test_a_bare_backbone_is_refused_where_a_library_wants_several(store, unchecked: None):
-    library = StaticLibrary(store, quota=1 << 20)
-    library.put("X", [1, 2])
-    with pytest.raises(InputError, match=r"backbones.*expected a sequence"):
-        library.delete("TOKENS", "X", backbones="tiny")
-    assert library.get("TOKENS", "X") is not None
-
-
 # ----------------------------------------------------------------------------------------------------- fingerprints
 
 
@@ -372,14 +364,12 @@ def test_a_backbone_in_place_of_its_fingerprint_is_told(backbone, store, uncheck
         lambda given: encoder_id(given, {"pixel_values": RGB}),
         lambda given: store.get("page", given),
         lambda given: store.contains("page", given),
-        lambda given: store.stream("page", given),
         lambda given: store.delete("page", given),
         lambda given: store.put_encoder("page", given, np.ones((2, 3), np.float32)),
         lambda given: store.get_patches(PatchKey("page", given, ())),
         lambda given: Request("page", given),
         lambda given: Linker(given),
         lambda given: kvp.Chunk(**fields, backbone=given),
-        lambda given: StaticLibrary(store, quota=1 << 20).delete("TEXT", "x", backbones=[given]),
     ):
         for given in (backbone, ""):
             with pytest.raises(InputError, match=r"expected.*(fingerprint|str)"):

@@ -11,7 +11,7 @@ from serving_sides import TOKENS, served, sides_of
 from kvpatch_jax.errors import ConfigError, StoreIOError
 from kvpatch_jax.serving.vllm import ConnectorConfig, shared_stores
 from kvpatch_jax.serving.vllm.shared_stores import MIN_KEY_BYTES, SharedStores, read_key, remote_of
-from kvpatch_jax.store import LocalAdapter
+from kvpatch_jax.store import Remote
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 GIVEN = {"store": "s", "backbone": "b"}
@@ -115,8 +115,7 @@ def test_chunks_of_an_engine_with_a_key_are_encrypted_and_served_to_engines_with
     with sides_of(tmp_path, key=key) as sides:
         served(sides, "forms", {"segments": [8]})
         assert served(sides, "own", {"segments": [8]}).count == 8
-        canonical = next((tmp_path / "store" / "obj").rglob("*.kv*"))
-        assert b"sealed" in canonical.read_bytes()[:4096]
+        assert all(b'"kind":"sealed"' in path.read_bytes()[:4096] for path in (tmp_path / "store" / "data").glob("*/*"))
     with sides_of(tmp_path, key=key, patience=29.0) as again:
         assert served(again, "again", {"segments": [8]}).count == 8
     other = tmp_path / "other"
@@ -151,23 +150,22 @@ def test_engines_of_one_secret_share_a_remote_store(tmp_path, monkeypatch):
 
 
 def test_planning_asks_the_remote_store_once_of_a_chunk_that_nobody_knows(tmp_path, monkeypatch):
-    """And twice for what is listed of one that is known: the listing, and whether its chunk was deleted."""
     asked = list[str]()
-    read = LocalAdapter.read
+    get = Remote.get
 
-    def noting(self, path, *given):
-        asked.append(path)
-        return read(self, path, *given)
+    def noting(self, name):
+        asked.append(name)
+        return get(self, name)
 
-    monkeypatch.setattr(LocalAdapter, "read", noting)
+    monkeypatch.setattr(Remote, "get", noting)
     given = {"remote": f"file://{tmp_path}/remote", "secret": key_file(tmp_path), "patch_after": 9}
 
     def planned(sides, name, ends, **more):
         """How often a plan asks for each chunk's listing."""
         asked.clear()
         count = served(sides, name, {"segments": ends, "save": False, **more}).count
-        listings = {path.partition(".")[0] for path in asked if path.endswith(".enc.safetensors")}
-        return count, sorted(sum(path.startswith(listing) for path in asked) for listing in listings)
+        listings = [name for name in asked if name.endswith("/enc")]
+        return count, sorted(map(listings.count, set(listings)))
 
     with sides_of(tmp_path / "one", **given) as sides:
         asked.clear()
@@ -175,7 +173,7 @@ def test_planning_asks_the_remote_store_once_of_a_chunk_that_nobody_knows(tmp_pa
         sides.worker.former.flush()
         sides.worker.stores.of("default").flush()
     with sides_of(tmp_path / "two", **given) as other:
-        assert planned(other, "known", [8, 16, 24]) == (24, [2, 2])
+        assert planned(other, "known", [8, 16, 24]) == (24, [1, 1])
         assert planned(other, "here", [8, 16, 24]) == (24, [])
         # The first chunk is known, and the next one to nobody.
         assert planned(other, "unknown", [8, 15, 24]) == (8, [1])
@@ -231,8 +229,8 @@ def test_a_remote_store_that_hangs_later_delays_a_request_no_longer_than_its_pat
     with sides_of(tmp_path, remote=remote, patience=1.0) as sides:
         hangs = threading.Event()
         store = sides.scheduler.stores.of("default")
-        assert store._remote is not None
-        monkeypatch.setattr(store._remote, "open", lambda name: hangs.wait(60))
+        assert store.objects.remote is not None
+        monkeypatch.setattr(store.objects.remote, "get", lambda name: hangs.wait(60) and (None, None))
         began = time.monotonic()
         found = served(sides, "own", {"segments": [8], "save": False}, TOKENS)
         assert (found.count, sides.scheduler.counts["unread"]) == (0, 1)

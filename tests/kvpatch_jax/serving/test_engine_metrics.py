@@ -58,7 +58,7 @@ def test_what_an_engine_serves_is_counted_by_policy_point_and_outcome(tmp_path):
         assert page.value("refusals", "not_stored_exactly") == 1
         assert page.value("formed", "canonicals") == 2, "as before: only what is new is sent"
         assert page.value("forming_jobs") == page.value("forming_bytes") == 0
-        assert page.value("tier_bytes", "host") == sides.scheduler.stores.shared.host_tier.nbytes > 0
+        assert page.value("tier_bytes", "host") == sides.scheduler.stores.shared.memory.nbytes > 0
         assert page.value("tier_limit_bytes", "host") == 1 << 30
         assert page.value("open_tenants") == 1
 

@@ -14,7 +14,7 @@ from serving_sides import TOKENS, let_plan, output_of, request_of, served, sides
 from kvpatch_jax.errors import StoreReadOnlyError, WeightsError
 from kvpatch_jax.serving.vllm.weights import RECORD, SAMPLE, expect_weights, weights_digest
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store.disk.tenant_disk import TenantDisk
+from kvpatch_jax.store.objects import Objects
 
 DIGEST, OTHER = "11" * 32, "22" * 32
 LEADING = {"segments": [8]}
@@ -130,7 +130,7 @@ def test_a_read_only_store_is_used_unchecked(tmp_path, monkeypatch):
         raise StoreReadOnlyError("store: read-only")
 
     with ChunkStore(tmp_path) as store:
-        monkeypatch.setattr(TenantDisk, "put", refuses)
+        monkeypatch.setattr(Objects, "amend", refuses)
         expect_weights(store, "tiny", DIGEST)
         assert store.get_encoder(RECORD, "tiny") is None
 

@@ -165,13 +165,13 @@ def test_a_damaged_prefill_gives_way_to_the_next_best(tmp_path):
         prefills = sides.scheduler.stores.prefills("default", np.dtype("float32"))
         found, _ = asked(sides, "again", [0, 1, 2])
         step = found.orders.loads[0].payloads[2].step
-        path = (
-            tmp_path / "store" / store.names.canonical("tiny", step.segment.id, lead=prefills.lead(step.version)).path
-        )
+        name = store.names.canonical("tiny", step.segment.id, lead=prefills.lead(step.version))
+        path = tmp_path / "store" / "data" / store.objects.index.row("SELECT file FROM objects WHERE name = ?", name)[0]
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
     with sides_of(tmp_path) as sides:
+        sides.scheduler.stores.shared.memory.clear()
         _, told = asked(sides, "after", [0, 1, 2])
         assert points(told) == ["leading", "restored"]
         _, told = asked(sides, "then", [0, 1, 2])

@@ -1,226 +1,162 @@
-"""`python -m kvpatch_jax.store`, called in this process, and once as a program."""
+"""`python -m kvpatch_jax.store`: lists, counts, verifies and moves what is in a root, and says what is wrong."""
 
-import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of
+from prometheus_client import CollectorRegistry, generate_latest
 
-from kvpatch_jax.store import ChunkStore, DynamicLibrary, StaticLibrary
-from kvpatch_jax.store.cli.commands import COMMANDS
-from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store import ChunkStore
+from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.metrics import COUNTERS, StoreCollector
 
 KEY = b"k" * 32
+OUTPUT = np.ones((4, 3), np.float32)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Two tenants; the second encrypts."""
-    root = tmp_path / "root"
     (tmp_path / "key").write_bytes(KEY)
-    with ChunkStore(root, tenant="one") as one, ChunkStore(root, tenant="two", key=KEY) as two:
-        for store in (one, two):
-            store.put(chunk_of(encoder=np.ones(5, np.float32)))
-            store.put_patches([patch_of(chunk_of())])
-        two.put(chunk_of("brief"), ttl=1e-6)
-    return root
+    with (
+        ChunkStore(tmp_path / "root", tenant="one") as one,
+        ChunkStore(tmp_path / "root", tenant="two", key=KEY) as two,
+    ):
+        for number in range(3):
+            one.put_encoder(f"B{number}", "tiny", OUTPUT)
+        two.put_encoder("B", "tiny", OUTPUT)
+        two.put_encoder("brief", "tiny", OUTPUT, ttl=1e-6)
+    return tmp_path / "root"
 
 
 @pytest.fixture
-def call(root: Path, capsys):
-    def call(command: str, *flags: str) -> tuple[int, dict]:
-        status = main([command, f"--root={root}", "--json", *flags])
-        return status, json.loads(capsys.readouterr().out or "null")
+def call(root: Path, capsys: pytest.CaptureFixture[str]):
+    def call(command: str, *options: str) -> tuple[int, list]:
+        status = main([command, *options, str(root), "--json"])
+        return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return call
 
 
-def damage(root: Path, tenant: str, key: bytes | None = None) -> Path:
+def first_file(root: Path, tenant: str, key: bytes | None = None) -> Path:
     with ChunkStore(root, tenant=tenant, key=key) as store:
-        path = file_of(store, chunk_of())
-    path.write_bytes(path.read_bytes()[:-1])
-    return path
+        query = "SELECT file FROM objects WHERE tenant = ? ORDER BY name"
+        return root / "data" / store.objects.index.rows(query, store.objects.tenant)[0][0]
 
 
-def test_ls_and_stat_show_the_operator_all_and_a_tenant_its_own(root: Path, call):
-    status, everything = call("ls")
+def test_ls_lists_everything_or_a_tenants_objects(root: Path, call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvpatch_jax.store.__main__.PAGE", 2)
+    status, rows = call("ls")
     assert status == 0
-    kinds = sorted((each["kind"], each["encrypted"]) for each in everything["objects"])
-    both = [(kind, encrypted) for kind in ("enc", "kv", "patch") for encrypted in (False, True)]
-    assert kinds == sorted([*both, ("kv", True)])
-    _, own = call("ls", "--tenant=one")
-    spaces = {each["tenant"] for each in own["objects"]}
-    assert len(spaces) == 1
-    assert len(own["objects"]) == 3
-    assert all(each in everything["objects"] for each in own["objects"])
-    assert sum(each["expires"] is not None for each in everything["objects"]) == 1
-    assert all(each["nbytes"] == (root / each["path"]).stat().st_size for each in everything["objects"])
-    _, sums = call("stat", "--deep")
-    assert (sums["objects"], sums["expired"], sums["encrypted"]) == (7, 1, 4)
-    assert sums["bytes"] == sum(each["nbytes"] for each in everything["objects"])
-    assert sums["kinds"]["kv"]["objects"] == 3
-    _, sums = call("stat", "--tenant=two", "--deep")
-    assert (sums["objects"], sums["encrypted"], len(sums["tenants"])) == (4, 4, 1)
-    assert call("ls", "--tenant=nobody") == (1, {"objects": []})
+    assert len(rows) == len({(row["tenant"], row["name"]) for row in rows}) == 5
+    assert sum(row["bytes"] for row in rows) == sum(path.stat().st_size for path in (root / "data").glob("*/*"))
+    assert {row["kind"] for row in rows} == {"encoder"}
+    assert sum(row["expires"] is not None for row in rows) == 1
+    _, mine = call("ls", "--tenant=one")
+    with ChunkStore(root, tenant="one") as store:
+        assert {row["name"] for row in mine} == {store.names.encoder("tiny", f"B{number}") for number in range(3)}
 
 
-def test_verify_reports_damaged_objects_by_its_exit_status(root: Path, call):
+def test_stat_counts_by_tenant_and_kind(root: Path, call):
+    _, (total,) = call("stat")
+    _, (mine,) = call("stat", "--tenant=one")
+    _, rows = call("ls", "--tenant=one")
+    assert (total["objects"], mine["objects"], total["outbox"]) == (5, 3, 0)
+    assert mine["bytes"] == sum(row["bytes"] for row in rows)
+    assert [(row["kind"], row["objects"]) for row in mine["usage"]] == [("encoder", 3)]
+
+
+def test_verify_reports_damage_by_its_exit_status_and_deletes_it_if_asked(root: Path, call):
     key = f"--key-file={root.parent / 'key'}"
-    assert call("verify")[1] | {"nbytes": 0} == {
-        "good": 3,
-        "unopened": 4,
-        "nbytes": 0,
-        "bad": [],
-        "left": [],
-        "unreadable": [],
-    }
-    status, found = call("verify", "--tenant=two", key)
-    assert (status, found["good"], found["unopened"]) == (0, 4, 0)
-    path = damage(root, "one")
-    status, found = call("verify", "--tenant=two", key)
-    assert (status, found["bad"]) == (0, [])
-    status, found = call("verify")
-    assert (status, found["good"], found["bad"]) == (1, 2, [str(path.relative_to(root))])
-    assert not path.exists()
-    assert call("stat")[1]["quarantined"] == 1
-    assert call("verify")[0] == 0  # it is in quarantine now
-    damage(root, "two", KEY)
-    assert call("verify", "--tenant=two", key)[0] == 1
-
-
-def test_gc_deletes_expired_objects_and_evicts_to_a_budget(root: Path, call):
-    (root / "tmp" / "dead").write_bytes(b"half")
-    (root / "deleted" / "0.1-2").mkdir(parents=True)
-    status, found = call("gc")
-    assert (status, found["objects_before"], found["objects"], found["expired"]) == (0, 7, 6, 1)
-    assert not any((root / "tmp").iterdir())
-    assert not any((root / "deleted").iterdir())
-    status, found = call("gc", f"--budget={found['bytes'] // 2}")
-    assert status == 0
-    assert 0 < found["objects"] < 6
-    assert found["bytes"] <= found["bytes_before"] // 2
-    assert found["evicted"] == 6 - found["objects"]
-    assert call("gc", "--tenant=one", "--budget=0")[1]["objects"] == 0
-
-
-def test_rm_tenant_asks_and_keeps_other_tenants(root: Path, call, monkeypatch, capsys):
-    for answer in ("", "no\n", "y\n"):
-        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
-        assert call("rm-tenant", "--tenant=one") == (1, {"deleted": False})
-    assert main(["rm-tenant", f"--root={root}", "--yes"]) == 2
-    assert "expected --tenant" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))
-    status, found = call("rm-tenant", "--tenant=one")
-    assert (status, found["deleted"], found["objects"]) == (0, True, 3)
-    assert call("ls", "--tenant=one")[1]["objects"] == []
-    assert len(call("ls")[1]["objects"]) == 4
-    assert call("rm-tenant", "--tenant=one", "--yes")[1]["objects"] == 0
-
-
-def test_invalid_command_lines_say_why(root: Path, capsys, tmp_path: Path):
-    wrong = tmp_path / "wrong"
-    wrong.write_bytes(b"w" * 32)
-    for arguments, words in (
-        (["ls", f"--root={tmp_path}/nowhere"], "got no store there"),
-        (["ls"], "error: no root; expected --root=DIR\n\nusage"),
-        (["unknown", f"--root={root}"], "error: unknown command 'unknown'; expected one of ls, stat"),
-        (["verfy", f"--root={root}"], "error: unknown command 'verfy'; expected 'verify'?\n\nusage"),
-        ([f"--root={root}"], "error: no command; expected one of ls, stat"),
-        (["ls", "stat", f"--root={root}"], "error: got 'stat' after the command; expected flags only\n\nusage"),
-        (["ls", f"--rot={root}"], "Did you mean: root"),
-        (["export", f"--root={root}", f"--directory={tmp_path}/x", "--tenant=nobody"], "nothing of it in"),
-        (["ls", f"--root={root}", "--what=1"], "Unknown command line flag"),
-        (["gc", f"--root={root}", "--budget=-1"], "budget"),
-        (["verify", f"--root={root}", f"--key-file={wrong}"], "expected --tenant"),
-        (["verify", f"--root={root}", "--tenant=two", f"--key-file={wrong}"], "another key"),
-        (["verify", f"--root={root}", "--tenant=two", "--key-file=/nowhere"], "expected a file"),
-    ):
-        assert main(arguments) == 2
-        printed = capsys.readouterr()
-        assert words in printed.err
-        assert printed.out == ""
-    assert not (tmp_path / "nowhere").exists()
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in COMMANDS)
-
-
-def test_the_program_exits_with_1_for_damage_and_draws_no_bar_unseen(root: Path):
-    damage(root, "one")
-    program = [PYTHON, "-m", "kvpatch_jax.store", "verify", f"--root={root}", "--json"]
-    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stderr[-2000:]
-    assert len(json.loads(done.stdout)["bad"]) == 1
-    assert done.stderr == ""  # no bar where nobody looks
-
-
-@pytest.mark.parametrize("flags", [[], ["--tenant=one"], ["--tenant=one", "--copy"]], ids=["all", "tenant", "copy"])
-def test_export_and_import_move_objects_to_another_root(root: Path, call, tmp_path: Path, flags: list[str], capsys):
-    directory, other = tmp_path / "snapshot", tmp_path / "other"
-    status, exported = call("export", f"--directory={directory}", *flags)
-    assert (status, exported["objects"]) == (0, 3 if flags else 6)  # the seventh is expired
-    status = main(["import", f"--root={other}", f"--directory={directory}", "--json", *flags])
-    assert (status, json.loads(capsys.readouterr().out)["objects"]) == (0, exported["objects"])
-    with ChunkStore(other, tenant="one") as store:
-        found = store.get(chunk_of().id, BACKBONE)
-    assert found is not None
-    assert np.array_equal(found.kv["k"], chunk_of().kv["k"])
-    assert call("export", f"--directory={directory}", *flags)[0] == 2  # it is there
-
-
-def test_a_damaged_snapshot_is_refused(root: Path, call, tmp_path: Path, capsys):
-    directory = tmp_path / "snapshot"
-    assert call("export", f"--directory={directory}", "--tenant=one", "--copy")[0] == 0
-    path = next(directory.rglob("*.kv.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1])
-    flags = [f"--root={tmp_path / 'other'}", f"--directory={directory}", "--tenant=one"]
-    assert main(["import", *flags]) == 2
-    assert "snapshot" in capsys.readouterr().err
-    assert call("export", "--arrays", f"--directory={tmp_path / 'new'}")[0] == 2  # no tenant
-    assert call("import")[0] == 2  # no directory
-
-
-# ---------------------------------------------------------------------------------------------------------- libraries
-
-
-@pytest.fixture
-def shelves(root: Path) -> Path:
-    """Both tenants have libraries: three static entries of which one is expired, a reference with an old version."""
-    for tenant, key in (("one", None), ("two", KEY)):
-        with ChunkStore(root, tenant=tenant, key=key) as store:
-            files, references = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
-            files.put("A", "text")
-            files.put("B", "more text")
-            files.put("brief", "gone", ttl=1e-6)
-            references.publish("R", "first")
-            held = references.open("TEXT", "R")
-            assert held is not None
-            references.publish("R", "second")
-            del held  # not closed: as a reader that dies
-    return root
-
-
-def test_ls_stat_and_verify_take_libraries(shelves: Path, call):
-    _, everything = call("ls")
-    kinds = sorted(each["kind"] for each in everything["objects"] if each["path"].startswith("lib/"))
-    assert kinds == ["dynamic"] * 4 + ["static"] * 6
-    _, own = call("ls", "--tenant=one")
-    assert len(own["objects"]) == 3 + 5
-    assert len({each["tenant"] for each in own["objects"]}) == 1
-    _, sums = call("stat", "--deep")
-    assert (sums["objects"], sums["expired"], sums["encrypted"]) == (7 + 10, 1 + 2, 4 + 5)
-    assert sums["kinds"]["static"]["objects"] == 6
-    assert call("stat", "--tenant=two")[1]["kinds"]["dynamic"]["objects"] == 2
-    status, found = call("verify")
-    assert (status, found["good"], found["unopened"]) == (0, 3 + 5, 4 + 5)
-    key = f"--key-file={shelves.parent / 'key'}"
-    assert call("verify", "--tenant=two", key)[1]["good"] == 4 + 5
-    path = shelves / next(each["path"] for each in own["objects"] if each["kind"] == "dynamic")
-    path.write_bytes(path.read_bytes()[:-1])
-    status, found = call("verify", "--tenant=one")
-    assert (status, found["bad"]) == (1, [str(path.relative_to(shelves))])
+    assert call("verify") == (0, [{"good": 3, "encrypted": 2, "damaged": 0, "unreadable": 0, "names": []}])
+    assert call("verify", "--tenant=two", key)[1][0]["good"] == 2
+    paths = [first_file(root, "one"), first_file(root, "two", KEY)]
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1])
+    status, (report,) = call("verify")
+    assert (status, report["good"], report["damaged"], len(report["names"])) == (1, 2, 2, 2)
+    assert all(path.exists() for path in paths)
+    assert call("verify", "--delete")[0] == 1
+    assert not any(path.exists() for path in paths)
     assert call("verify")[0] == 0
-    assert call("stat", "--tenant=one")[1]["quarantined"] == 1
+    assert call("stat")[1][0]["objects"] == 3
+
+
+def test_collect_deletes_what_has_expired(root: Path, call):
+    assert call("collect") == (0, [{"deleted": 1}])
+    assert call("stat")[1][0]["objects"] == 4
+
+
+def test_a_tenant_and_a_root_are_exported_and_imported(root: Path, call, capsys: pytest.CaptureFixture[str]):
+    key = f"--key-file={root.parent / 'key'}"
+    tenants, whole, new = (str(root.parent / name) for name in ("tenants", "whole", "new"))
+    assert call("export", "--tenant=two", key, tenants)[1][0]["objects"] == 1
+    assert call("export", whole)[1][0]["objects"] == 4
+    assert main(["import", whole, new]) == 0
+    assert main(["import", tenants, f"{new}er", "--tenant=third", key]) == 0
+    capsys.readouterr()
+    with ChunkStore(new, tenant="one") as one, ChunkStore(f"{new}er", tenant="third", key=KEY) as third:
+        for output in (one.get_encoder("B2", "tiny"), third.get_encoder("B", "tiny")):
+            assert output is not None
+            assert output.tobytes() == OUTPUT.tobytes()
+    assert main(["import", tenants, f"{new}er", "--tenant=third"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["list", "ROOT"],
+        ["ls"],
+        ["ls", "ROOT", "--unknown"],
+        ["ls", "ROOT/nothing"],
+        ["ls", "ROOT", "--tenant=nobody"],
+        ["verify", "ROOT", "--tenant=two", "--key-file=ROOT/nothing"],
+        ["verify", "ROOT", "--key-file=ROOT/secret"],
+        ["verify", "ROOT", "--tenant=two", "--key-file=ROOT/secret"],
+        ["export", "ROOT", "ROOT"],
+        ["import", "ROOT", "ROOT/new"],
+    ],
+)
+def test_a_wrong_call_ends_with_one_line(root: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    before = sorted(root.iterdir())
+    try:
+        status = main([argument.replace("ROOT", str(root)) for argument in arguments])
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert sorted(root.iterdir()) == before
+
+
+def test_the_program_prints_a_table_and_ends_when_nobody_reads_on(root: Path):
+    with ChunkStore(root, tenant="one") as store:
+        for number in range(20):
+            store.put_encoder(f"more {number}", "tiny", OUTPUT)
+    program = f"{sys.executable} -m kvpatch_jax.store ls {root} | head -n 2; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, row = done.stdout.splitlines()
+    assert heading.split() == ["bytes", "kind", "used", "expires", "tenant/name"]
+    assert row.split()[1] == "encoder"
+
+
+def test_prometheus_gets_all_counters_of_a_store(root: Path):
+    with ChunkStore(root, tenant="one") as store:
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(lambda: {"acme": store.statistics()}))
+        store.get_encoder("B0", "tiny")
+        store.get_encoder("unknown", "tiny")
+        page = generate_latest(registry).decode().splitlines()
+        bytes_on_disk = store.usage().bytes
+        assert set(store.statistics().counts) <= set(COUNTERS)
+    assert 'kvpatch_store_disk_hits_total{store="acme"} 1.0' in page
+    assert 'kvpatch_store_misses_total{store="acme"} 1.0' in page
+    assert f'kvpatch_store_disk_bytes{{store="acme"}} {float(bytes_on_disk)}' in page
+    assert "# HELP kvpatch_store_evicted_total Objects evicted to make room." in page

@@ -1,242 +1,307 @@
-"""Calls of several store objects and processes over one root and one remote store, each held up at any system call.
+"""A read never goes back behind what was acknowledged: on one machine, by any store object, thread or process."""
+# pyright: reportArgumentType=false
 
-Whatever they answer must have an explanation (`register_histories`): a read never goes back behind what was
-acknowledged before it began, and what was deleted never returns, unless it was put or restored.
-"""
-
-import itertools
+import concurrent.futures
+import mmap
 import os
+import random
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import hypothesis
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from register_histories import FOREVER, RegisterCall, unexplained
-from store_actors import SECRET, SIZE, Actors, stoppable
-from store_cases import host_chunk
-from store_processes import processes
+from hypothesis import strategies
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvpatch_jax.store import ChunkStore, save_snapshot
+from kvpatch_jax.store.files import Encoded, Stored
+from kvpatch_jax.store.objects import Objects
 
-IDS = ("a", "b")
-HERE, ELSEWHERE = 2, 2
-"""Actors in this process and in others."""
-READS = ("get", "stream")
-RESTORED = 0
-"""Seed of what is in the snapshot."""
+SECRET = b"s" * 16
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-class Scene:
-    """Actors over a new root, and the history of what they did."""
+def name_of(number: int) -> str:
+    return f"{number:032x}/enc"
 
-    def __init__(self, actors: Actors, base: Path):
-        self.actors, self.base = actors, base
-        self.calls: dict[int, RegisterCall] = {}
-        self.shared: dict[int, list[RegisterCall]] = {}
-        self.done: list[RegisterCall] = []
-        self.broken: list[str] = []
-        self.seed = RESTORED
-        self.folder = Path(tempfile.mkdtemp(dir=base))
-        actors.said = self._said
-        for actor in range(HERE + ELSEWHERE):
-            actors.call(actor, "open", str(self.folder / "root"), str(self.folder / "remote"))
 
-    def _said(self, actor: int, number: int, word: str, moment: int, value: Any) -> None:
-        if word == "broken":
-            self.broken.append(f"store {actor}: {value}")
-        for call in self.shared.get(number, ()):
-            if word in ("placed", "done"):
-                call.placed = min(call.placed, moment)
-            if word == "done":
-                call.end = moment
-                if call.what == "get":
-                    call.value = value
+def object_of(value: int) -> Encoded:
+    return Encoded("encoder", {}, {"output": np.full(20, value, np.int64)})
 
-    def run(self, actor: int, what: str, id: str = "", at: int | None = None) -> None:
-        """Lets an actor make a call, unless it is still at another."""
-        actors = self.actors
-        actors.hear()
-        if what == "go":
-            if actor in actors.stopped:
-                actors.go(actor)
+
+def value_of(stored: Stored) -> int:
+    assert len(set(stored.arrays["output"].tolist())) == 1
+    return int(stored.arrays["output"][0])
+
+
+names = strategies.integers(0, 3)
+
+
+class Machine(RuleBasedStateMachine):
+    """Several store objects of two tenants over one root, whose queues are halted and set going at any time.
+
+    For each name, `written` is what is acknowledged, and `queued` the queued puts that may still take its place: each
+    with the store that has it, which reads it at once.
+    """
+
+    stores = Bundle("stores")
+
+    @initialize(target=stores)
+    def begin(self):
+        self.folder = tempfile.mkdtemp(prefix="kvpatch-test-", dir=MEMORY)
+        self.count, self.gates = 0, dict[int, threading.Event]()
+        self.all: list[Objects] = []
+        self.written: dict[tuple[str, int], int | None] = {}
+        self.queued: dict[tuple[str, int], list[tuple[Objects, int, concurrent.futures.Future]]] = {}
+        return self.new(0, "one")
+
+    def new(self, memory: int, tenant: str) -> Objects:
+        store = Objects(f"{self.folder}/root", tenant, memory=memory, secret=SECRET)
+        self.all.append(store)
+        gate = self.gates[id(store)] = threading.Event()
+        gate.set()
+        commit = store.queue._commit
+
+        def halted(jobs):
+            gate.wait()
+            return commit(jobs)
+
+        store.queue._commit = halted
+        return store
+
+    def fresh(self) -> int:
+        self.count += 1
+        return self.count
+
+    def settled(self, key: tuple[str, int]) -> list[tuple[Objects, int, concurrent.futures.Future]]:
+        """Moves queued puts that are done to what is written, and returns the others."""
+        waiting = []
+        for store, value, ack in self.queued.get(key, []):
+            if not ack.done():
+                waiting.append((store, value, ack))
+            elif ack.result():
+                self.written[key] = value
+        self.queued[key] = waiting
+        return waiting
+
+    @rule(target=stores, memory=strategies.sampled_from([0, 1 << 20]), tenant=strategies.sampled_from(["one", "two"]))
+    def open(self, memory, tenant):
+        return self.new(memory, tenant)
+
+    @rule(store=stores, number=names)
+    def put(self, store, number):
+        value, key = self.fresh(), (store.tenant, number)
+        assert store.put([(name_of(number), object_of(value))]) == [True]
+        self.overtake(key, value)
+        self.check(store, number, [value])
+
+    @rule(store=stores, numbers=strategies.lists(names, min_size=1, max_size=4))
+    def put_many(self, store, numbers):
+        value = self.fresh()
+        store.put([(name_of(number), object_of(value)) for number in numbers])
+        for number in numbers:
+            self.overtake((store.tenant, number), value)
+
+    @rule(store=stores, number=names)
+    def put_async(self, store, number):
+        value, key = self.fresh(), (store.tenant, number)
+        ack = store.put_async(name_of(number), lambda: object_of(value), 160)
+        self.queued.setdefault(key, []).append((store, value, ack))
+
+    @rule(store=stores)
+    def halt(self, store):
+        self.gates[id(store)].clear()
+
+    @rule(store=stores)
+    def flush(self, store):
+        self.gates[id(store)].set()
+        store.flush()
+        for key in list(self.queued):
+            self.settled(key)
+
+    @rule(store=stores, number=names)
+    def delete(self, store, number):
+        store.delete(f"{number:032x}")
+        self.overtake((store.tenant, number), None)
+        self.check(store, number, [None])
+
+    @rule(store=stores)
+    def delete_tenant(self, store):
+        store.delete_tenant()
+        for number in range(4):
+            self.overtake((store.tenant, number), None)
+            self.check(store, number, [None])
+
+    def overtake(self, key: tuple[str, int], value: int | None) -> None:
+        """Notes what is acknowledged. Puts that still wait began before: they are without effect."""
+        self.settled(key)
+        self.written[key] = value
+        self.queued[key] = []
+
+    @rule(store=stores, number=names)
+    def amend(self, store, number):
+        value, key = self.fresh(), (store.tenant, number)
+        seen: list[int] = []
+
+        def make(before):
+            seen[:] = map(value_of, before)
+            return object_of(value)
+
+        allowed = self.allowed(store, number)
+        store.amend(name_of(number), make)
+        assert (seen[0] if seen else None) in [*allowed, self.allowed(store, number)[0]]
+        self.overtake(key, value)
+
+    @rule(store=stores, number=names)
+    def get(self, store, number):
+        self.check(store, number, self.allowed(store, number))
+
+    @rule(store=stores)
+    def collect(self, store):
+        store.index.collect()
+
+    def allowed(self, store: Objects, number: int) -> list[int | None]:
+        """What a read may return now: what is acknowledged, or a queued put that has not been overtaken."""
+        waiting = self.settled((store.tenant, number))
+        return [self.written.get((store.tenant, number)), *(value for _, value, _ in waiting)]
+
+    def check(self, store: Objects, number: int, allowed: list[int | None]) -> None:
+        value = store.get(name_of(number), value_of)
+        self.settled((store.tenant, number))
+        assert value in [*allowed, self.written.get((store.tenant, number))]
+
+    def teardown(self):
+        if not hasattr(self, "folder"):
             return
-        if actors.is_busy(actor):
-            return
-        words: tuple[Any, ...] = (id,) if id else ()
-        if what in ("put", "queue"):
-            self.seed += 1
-            words = (id, self.seed)
-        if what == "restore":
-            words = (str(self.base / "snapshot"),)
-        self._note(actors.next_number, actor, what, id)
-        actors.call(actor, what, *words, at=at)
-
-    def _note(self, number: int, actor: int, what: str, id: str) -> None:
-        kind = {"queue": "put", "stream": "get", "delete_tenant": "delete"}.get(what, what)
-        if kind not in ("put", "get", "delete", "evict", "restore"):
-            return
-        value = self.seed if kind == "put" else RESTORED if kind == "restore" else None
-        begin = time.monotonic_ns()
-        calls = [RegisterCall(kind, key, value, begin, store=actor) for key in ([id] if id else IDS)]
-        self.shared[number] = calls
-        self.done += calls
+        try:
+            self.end()
+        finally:
+            for store in self.all:
+                store.close()
+            shutil.rmtree(self.folder)
 
     def end(self) -> None:
-        """Lets everything go on, reads everything everywhere, and looks for an explanation."""
-        actors = self.actors
-        try:
-            actors.go_all()
-            for actor in range(HERE + ELSEWHERE):
-                self.run(actor, "flush")
-            for actor in range(HERE + ELSEWHERE):
-                for id in IDS:
-                    self.run(actor, "get", id)
-            assert self.broken == []
-            calls = [call for call in self.done if call.what != "get" or call.end < FOREVER]
-            wrong = unexplained(calls)
-            assert wrong == "", wrong
-        finally:
-            actors.go_all()
-            for actor in range(HERE + ELSEWHERE):
-                actors.call(actor, "close")
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Writes all that is queued. Then every store reads the same."""
+        for gate in self.gates.values():
+            gate.set()
+        for store in self.all:
+            store.flush()
+        for tenant, number in list(self.queued):
+            self.settled((tenant, number))
+            for store in self.all:
+                if store.tenant == tenant:
+                    assert store.get(name_of(number), value_of) == self.written.get((tenant, number))
 
 
-@pytest.fixture(scope="module")
-def base() -> Iterator[Path]:
-    """A folder of a file system that is fast to sync, if there is one, with a snapshot."""
-    fast = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=fast) as folder:
-        source, base = Path(folder) / "source", Path(folder)
-        with ChunkStore(source, secret=SECRET) as store:
-            store.put_many([host_chunk(id, RESTORED, tokens=SIZE) for id in IDS])
-        save_snapshot(source, base / "snapshot", tenant="default", secret=SECRET)
-        yield base
-
-
-@pytest.fixture(scope="module")
-def actors(base: Path) -> Iterator[Actors]:
-    started = []
-
-    def start(address: str) -> None:
-        started.append(processes().start("act", base / "root", address=address))
-
-    with stoppable():
-        yield Actors(HERE, start, ELSEWHERE, base)
-    for process in started:
-        process.kill()
-
-
-def machine(actors: Actors, base: Path) -> type[RuleBasedStateMachine]:
-    """A machine of calls of these actors."""
-    anybody = st.integers(0, HERE + ELSEWHERE - 1)
-    names, points = st.sampled_from(IDS), st.one_of(st.none(), st.integers(0, 30))
-
-    class Calls(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scene = Scene(actors, base)
-
-        def teardown(self) -> None:
-            self.scene.end()
-
-        @rule(by=anybody, id=names, at=points)
-        def put(self, by: int, id: str, at: int | None) -> None:
-            self.scene.run(by, "put", id, at)
-
-        @rule(by=st.sampled_from([0, *range(HERE, HERE + ELSEWHERE)]), id=names, at=points)
-        def queue(self, by: int, id: str, at: int | None) -> None:
-            self.scene.run(by, "queue", id, at)
-
-        @rule(by=anybody, id=names, at=points)
-        def delete(self, by: int, id: str, at: int | None) -> None:
-            self.scene.run(by, "delete", id, at)
-
-        @rule(by=anybody, id=names, at=points, how=st.sampled_from(READS))
-        def read(self, by: int, id: str, at: int | None, how: str) -> None:
-            self.scene.run(by, how, id, at)
-
-        @rule(by=anybody, at=points, what=st.sampled_from(["evict", "evict", "collect", "restore", "delete_tenant"]))
-        def keep(self, by: int, at: int | None, what: str) -> None:
-            self.scene.run(by, what, at=at)
-
-        @rule(by=anybody)
-        def flush(self, by: int) -> None:
-            self.scene.run(by, "flush")
-
-        @rule(by=anybody)
-        def go(self, by: int) -> None:
-            self.scene.run(by, "go")
-
-    return Calls
-
-
-def explore(actors: Actors, base: Path, examples: int, steps: int, *, shrink: bool) -> None:
-    """Runs programs at random; shortens one that fails only if there is time for it."""
-    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-    chosen = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        database=None,
-        derandomize=not shrink,
-        phases=phases,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+def run_machine(examples: int, steps: int) -> None:
+    checks = list(hypothesis.HealthCheck)
+    settings = hypothesis.settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks, database=None
     )
-    run_state_machine_as_test(machine(actors, base), settings=chosen)
+    run_state_machine_as_test(Machine, settings=settings)
 
 
-def test_programs_of_several_processes_have_an_explanation(actors: Actors, base: Path):
-    explore(actors, base, 25, 15, shrink=False)
+def test_reads_follow_what_is_acknowledged():
+    run_machine(25, 30)
 
 
-def _id_for(what: str) -> str:
-    return "" if what in ("evict", "restore", "delete_tenant") else "a"
+@pytest.mark.slow
+def test_reads_follow_what_is_acknowledged_in_many_programs():
+    run_machine(1500, 60)
 
 
-def held_at_every_call(actors: Actors, base: Path, held: str, meanwhile: str, every: int, first: str) -> None:
-    """Holds a call of one process before each of its system calls, while another process does something whole.
+# ---------------------------------------------------------------------------------------------- threads and processes
 
-    Then it goes on, everything is read, evicted, and read from the remote store.
 
-    Args:
-      first: what is there: "" nothing, "put" an object, "evict" one that is in the remote store alone.
+class Versions:
+    """Last version that was begun and that was acknowledged of each name, in memory that processes share.
+
+    Odd versions are puts, even ones deletions. Each name has one writer.
     """
-    at, stopped = 0, True
-    while stopped:
-        scene = Scene(actors, base)
-        if first:
-            scene.run(1, "put", "a")
-        if first == "evict":
-            scene.run(1, "evict")
-        scene.run(2, held, _id_for(held), at)
-        if held == "queue":
-            time.sleep(0.02)  # the writer is another thread
-            actors.hear()
-        stopped = 2 in actors.stopped
-        scene.run(0, meanwhile, _id_for(meanwhile))
-        scene.run(0, "flush")
-        scene.run(1, "get", "a")
-        scene.run(2, "go")
-        scene.run(2, "flush")
-        for what in ("get", "evict", "get"):
-            scene.run(3, what, _id_for(what))
+
+    def __init__(self, names: int):
+        shared = mmap.mmap(-1, 16 * names)
+        self.begun, self.acknowledged = np.frombuffer(shared, np.int64).reshape(2, names)
+
+
+def write(store: Objects, versions: Versions, number: int, seed: int, end: float) -> None:
+    """Puts and deletes an object again and again."""
+    chance = random.Random(seed)
+    while time.monotonic() < end:
+        version = int(versions.begun[number]) + (1 if versions.begun[number] % 2 == 0 or chance.random() < 0.3 else 2)
+        versions.begun[number] = version
+        if version % 2 == 0:
+            store.delete(f"{number:032x}")
+        elif chance.random() < 0.5:
+            store.put([(name_of(number), object_of(version))])
+        else:
+            assert store.put_async(name_of(number), lambda version=version: object_of(version), 160).result()
+        versions.acknowledged[number] = version
+
+
+def read(store: Objects, versions: Versions, seed: int, end: float) -> int:
+    """Reads all the time, and compares with what was acknowledged before and begun until after the read."""
+    chance, count = random.Random(seed), 0
+    while time.monotonic() < end:
+        number = chance.randrange(len(versions.begun))
+        first = int(versions.acknowledged[number])
+        value = store.get(name_of(number), value_of)
+        last = int(versions.begun[number])
+        if value is None:
+            assert first == 0 or first % 2 == 0 or last > first
+        else:
+            assert first <= value <= last
+        count += 1
+    return count
+
+
+def test_threads_read_what_is_acknowledged(folder):
+    versions, end = Versions(3), time.monotonic() + 3
+    stores = [Objects(folder / "root", secret=SECRET, memory=memory) for memory in (0, 0, 3000, 1 << 20)]
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        writers = [pool.submit(write, stores[number], versions, number, number, end) for number in range(3)]
+        readers = [pool.submit(read, store, versions, seed, end) for seed, store in enumerate(stores)]
+        for writer in writers:
+            writer.result()
+        assert min(reader.result() for reader in readers) > 20
+    assert versions.acknowledged.min() > 4
+    for store in stores:
+        assert store.counters["damaged"] == 0
+        store.close()
+
+
+def run_processes(folder: str, seconds: float, processes: int) -> int:
+    """Runs writers, and a reader beside each, in processes of their own. Returns the number of those that failed."""
+    versions, end, pids = Versions(processes), time.monotonic() + seconds, list[int]()
+    for number in range(2 * processes):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        code = 1
         try:
-            scene.end()
-        except AssertionError as error:
-            error.add_note(f"{held} held at its system call {at}, {meanwhile} meanwhile, after {first or 'nothing'}")
-            raise
-        at += every
+            store = Objects(f"{folder}/root", secret=SECRET, memory=[0, 1 << 20][number % 3 > 0])
+            if number < processes:
+                write(store, versions, number, number, end)
+            else:
+                read(store, versions, number, end)
+            code = 0
+        finally:
+            os._exit(code)
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
 
 
-@pytest.mark.parametrize(
-    ("held", "meanwhile"), list(itertools.product(["put", "queue", "delete", "get"], ["put", "delete"]))
-)
-def test_a_call_that_is_held_has_an_explanation(actors: Actors, base: Path, held: str, meanwhile: str):
-    held_at_every_call(actors, base, held, meanwhile, 5, "evict" if held == "get" else "put")
+@pytest.mark.parametrize(("seconds", "processes"), [(3, 2), pytest.param(60, 12, marks=pytest.mark.slow)])
+def test_processes_read_what_is_acknowledged(folder, seconds, processes):
+    command = [sys.executable, __file__, str(folder), str(seconds), str(processes)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+if __name__ == "__main__":
+    sys.exit(run_processes(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))

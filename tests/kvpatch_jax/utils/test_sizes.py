@@ -1,7 +1,6 @@
 """Sizes are numbers or as people write them, read in one place by all that take bytes."""
 # pyright: reportArgumentType=false
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, KVPatchError
-from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot
-from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store import ChunkStore, StaticLibrary
 from kvpatch_jax.utils.sizes import size_of
 
 NONE = (math.nan, math.inf, -math.inf, -1, "-1 GB", True, False, 1.5, "", " ", "GB", "ten", "1 XB", "1e9", "1.5.2 GB")
@@ -58,38 +56,19 @@ def test_a_number_of_bytes_is_itself_written_or_not(size: int):
 
 
 def test_every_budget_takes_a_written_size(tmp_path: Path):
-    with ChunkStore(tmp_path / "store", budget="10GB", queue="64 MiB") as store:
-        assert store.budget == Budget(disk=10**10)
+    with ChunkStore(tmp_path / "store", budget="10GB", share="5 GiB", memory="1 GiB", queue="64 MiB") as store:
         assert StaticLibrary(store, quota="1 MB").quota == 10**6
-    fields = [field.name for field in dataclasses.fields(Budget)]
-    budget = Budget(**{word: f"{number} GiB" for number, word in enumerate(fields, 1)})
-    assert dataclasses.astuple(budget) == tuple(number << 30 for number in range(1, len(fields) + 1))
-    with ChunkStore(tmp_path / "store", budget=5 << 30) as store:
-        assert store.budget.disk == 5 << 30
+        budgets = store.objects.index.rows("SELECT bytes FROM budgets ORDER BY bytes")
+        assert budgets == [(5 << 30,), (10**10,)]
 
 
 @pytest.mark.parametrize("given", [value for value in NONE if value is not None][:4])
 def test_a_budget_that_is_none_is_refused_when_it_is_given(given, tmp_path: Path, unchecked: None):
     """Not at the first put; and no directory is made."""
-    for word in (field.name for field in dataclasses.fields(Budget)):
-        with pytest.raises(InputError, match=rf"Budget\.{word}: got .*expected bytes"):
-            Budget(**{word: given})
-    for call in (
-        lambda: ChunkStore(tmp_path / "store", budget=given),
-        lambda: ChunkStore(tmp_path / "store", queue=given),
-        lambda: load_snapshot(tmp_path / "none", tmp_path / "store", tenant="a", budget=given),
-    ):
-        with pytest.raises(InputError, match=r"expected (bytes|a Budget)"):
-            call()
+    for word in ("budget", "share", "memory", "queue"):
+        with pytest.raises(InputError, match=rf"store: {word}: got .*expected bytes"):
+            ChunkStore(tmp_path / "store", **{word: given})
     assert not (tmp_path / "store").exists()
-
-
-def test_the_command_line_takes_written_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    ChunkStore(tmp_path / "store").close()
-    assert main(["gc", f"--root={tmp_path / 'store'}", "--budget=1.5GiB"]) == 0
-    for flag in ("--budget=lots", "--budget=-1", "--library-quota=0"):
-        assert main(["gc", f"--root={tmp_path / 'store'}", flag]) == 2
-        assert f"error: {flag.partition('=')[0]}: got" in capsys.readouterr().err
 
 
 def test_a_session_takes_written_sizes(unchecked: None):

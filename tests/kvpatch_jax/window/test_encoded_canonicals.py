@@ -231,28 +231,8 @@ def test_auto_takes_fewer_bits_once_its_budget_is_spent():
             CanonicalEncoding(wrong)
 
 
-class StoreWithDefault(MemoryStore):
-    """A store that encodes what it is given, unless it is told to leave it as it is."""
-
-    class encodings:
-        default = "k4v4g32"
-
-    def put(self, chunk, *, encoding=None, ttl=None):
-        word = None if encoding == "unreduced" or chunk.encoding else encoding or self.encodings.default
-        super().put(chunk, encoding=word)
-
-    def get(self, id, backbone, *, encoding=None, lead=None):
-        if encoding is not None:
-            return super().get(id, backbone, encoding=None if encoding == "unreduced" else encoding, lead=lead)
-        default = super().get(id, backbone, encoding=self.encodings.default, lead=lead)
-        return default or super().get(id, backbone, lead=lead)
-
-    def contains(self, id, backbone, *, encoding=None, lead=None):
-        return self.get(id, backbone, encoding=encoding, lead=lead) is not None
-
-
 def test_stored_prefills_are_never_encoded():
-    store, (chunk, _) = StoreWithDefault(), chunk_of(1)
+    store, (chunk, _) = MemoryStore(), chunk_of(1)
     prefills = StoredPrefills(store, chunk.backbone, jnp.float32)
     front = "0" * 32
     prefill = kvp.Chunk(**{**_fields(chunk, chunk), "lead": prefills.lead(front)})
@@ -263,9 +243,6 @@ def test_stored_prefills_are_never_encoded():
     store.chunks.clear()
     MemoryStore.put(store, kvp.encode_chunk(prefill, "k4v4"))
     assert prefills.get("c1", front) is None
-    assert CanonicalEncoding.of_store(store, None).words == ("k4v4g32", None)
-    assert CanonicalEncoding.of_store(store, "k8v8").words == ("k8v8g32", None)
-    assert CanonicalEncoding.of_store(MemoryStore(), None).words == (None,)
 
 
 def test_a_canonical_of_another_content_is_refused_in_any_encoding():

@@ -1,1 +1,0 @@
-"""One root on disk: durable puts, verified reads, quarantine, eviction, configuration."""

@@ -1,1 +1,0 @@
-"""What a file of the store is: its name, header, arrays, encryption and expiry."""

@@ -1,1 +1,0 @@
-"""The operating system as the store uses it: opening below a root, durable writes, locks, threads."""

@@ -1,1 +1,0 @@
-"""Named resources that prompts refer to, static and dynamic, and finding them by content."""

@@ -1,0 +1,236 @@
+"""Keyed names of a tenant's objects: `<chunk>/<part>`.
+
+A name is a digest with the tenant's key: without the key, names reveal neither ids nor whether two tenants store the
+same chunk. Parts: `kv` with the lead and the encoding, `enc`, `p.<served>.<form>`, and `e` of libraries' entries.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any, get_args
+
+import jax
+
+from ..cache import (
+    Antecedent,
+    AntecedentLike,
+    Base,
+    Patch,
+    PatchMetadata,
+    antecedent_of,
+    digest_of,
+    encoded,
+    fingerprint_of,
+)
+from ..core import KVEncoding, PatchFrame, Quantised, RaggedFactors, is_low_rank, is_packed
+from ..errors import InputError
+
+Encoding = str | KVEncoding
+"""Few bits that a canonical's KV is kept in: a `KVEncoding` or its word, such as "k4v4"."""
+
+
+def encoding_word(encoding: Encoding | None) -> str | None:
+    """Returns the word of an encoding in names: of "k4v4" that with its group; None for the canonical as prefilled.
+
+    Raises:
+      InputError: the encoding is unknown.
+    """
+    if encoding is None:
+        return None
+    try:
+        return str(KVEncoding.of(encoding))
+    except InputError:
+        raise InputError(
+            f"store.encoding: got {encoding!r:.80}; expected None, or a KVEncoding such as 'k4v4'"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchKey:
+    """Key of the patches that serve a chunk behind an antecedent: fields of `PatchMetadata` with the same meaning.
+
+    Its representation contains no ids.
+
+    Attributes:
+      antecedent: chunks, ids or members before the chunk; `base_antecedent` likewise. If the content of a member is
+        unknown, that of its stored canonical counts.
+      content: content of the chunk to be patched; None: that of the stored canonical.
+      lead: digest of the chunk's lead (`Chunk.lead`).
+      encoding: encoding of the base that the patches were formed against (`Chunk.encoding`), such as "k4v4"; None: the
+        KV as it was prefilled. Patches of another encoding are not found.
+    """
+
+    chunk: str = dataclasses.field(repr=False)
+    backbone: str
+    antecedent: AntecedentLike = dataclasses.field(repr=False)
+    orbit: bool = False
+    base: Base = "canonical"
+    base_antecedent: AntecedentLike | None = dataclasses.field(default=None, repr=False)
+    frame: PatchFrame = "phase_free"
+    start: tuple[int, ...] | None = None
+    content: str | None = dataclasses.field(default=None, repr=False)
+    lead: str | None = None
+    encoding: Encoding | None = None
+
+    def __post_init__(self) -> None:
+        fingerprint_of(self.backbone, "served")
+        if self.encoding is not None:
+            try:
+                object.__setattr__(self, "encoding", str(KVEncoding.of(self.encoding)))
+            except InputError:
+                raise InputError(
+                    f"served.encoding: got {self.encoding!r:.80}; expected `Chunk.encoding`, such as 'k4v4'"
+                ) from None
+        fits = {
+            "chunk": isinstance(self.chunk, str),
+            "orbit": isinstance(self.orbit, bool),
+            "base": self.base in get_args(Base),
+            "frame": self.frame in get_args(PatchFrame),
+            "start": self.start is None or (isinstance(self.start, tuple) and {*map(type, self.start)} <= {int}),
+            "lead": self.lead is None or isinstance(self.lead, str),
+        }
+        for name, fit in fits.items():
+            if not fit:
+                raise InputError(
+                    f"served.{name}: got {getattr(self, name)!r:.80}; expected the type of PatchMetadata.{name}"
+                )
+
+        object.__setattr__(self, "antecedent", antecedent_of(self.antecedent))
+        if self.base_antecedent is not None:
+            base = antecedent_of(self.base_antecedent, "base_antecedent")
+            object.__setattr__(self, "base_antecedent", base)
+
+    @property
+    def behind(self) -> Antecedent:
+        """Antecedent of the chunk, with states and contents as far as they are known."""
+        return antecedent_of(self.antecedent)
+
+    @property
+    def base_behind(self) -> Antecedent | None:
+        """Antecedent of the base; None for the canonical."""
+        return None if self.base_antecedent is None else antecedent_of(self.base_antecedent)
+
+
+class Names:
+    """Namer of one tenant's objects.
+
+    Args:
+      tenant: owner of the objects.
+      secret: at least 16 bytes, from which the tenant's key of names is derived.
+
+    Attributes:
+      tenant: keyed digest of the tenant, 24 hexadecimal digits.
+
+    Raises:
+      InputError: the tenant is empty, or the secret is too short.
+    """
+
+    def __init__(self, tenant: str, secret: bytes):
+        if not isinstance(tenant, str) or not tenant:
+            raise InputError(f"store: got tenant {tenant!r:.80}; expected a name")
+        if not isinstance(secret, bytes) or len(secret) < 16:
+            size = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
+            raise InputError(f"store: got a secret of {size}; expected 16 bytes or more")
+        self._key = bytes.fromhex(digest_of([b"tenant", encoded(tenant)], hashlib.blake2b(secret).digest()))
+        self.tenant = self._digest(12, "tenant")
+        self._chunks = functools.lru_cache(1024)(self._chunk)
+        self._canonicals = functools.lru_cache(1024)(self._canonical)
+
+    def __repr__(self) -> str:
+        return f"Names({self.tenant})"
+
+    def _digest(self, size: int, *fields: str) -> str:
+        return digest_of([encoded(field) for field in fields], self._key, size)
+
+    def chunk(self, backbone: str, id: str) -> str:
+        """Names a chunk, 32 hexadecimal digits: the first part of the names of all of its objects. The last are kept.
+
+        Raises:
+          InputError: an argument of another type.
+        """
+        try:
+            return self._chunks(backbone, id)
+        except TypeError:  # not hashable, so of another type, which this names
+            return self._chunk(backbone, id)
+
+    def _chunk(self, backbone: str, id: str) -> str:
+        if not isinstance(backbone, str) or not backbone:
+            fingerprint_of(backbone, "store")  # raises what is wrong
+        if not isinstance(id, str):
+            raise InputError(f"store: got an id of type {type(id).__name__}; expected a str, such as `chunk.id`")
+        return self._digest(16, "chunk", backbone, id)
+
+    def canonical(self, backbone: str, id: str, encoding: Encoding | None = None, lead: str | None = None) -> str:
+        """Names a canonical. Each encoding, and each lead, has an object of its own. The last names are kept.
+
+        Raises:
+          InputError: the encoding is unknown, or another argument of a wrong type.
+        """
+        try:
+            return self._canonicals(backbone, id, encoding, lead)
+        except TypeError:
+            return self._canonical(backbone, id, encoding, lead)
+
+    def _canonical(self, backbone: str, id: str, encoding: Encoding | None, lead: str | None) -> str:
+        if lead is not None and not isinstance(lead, str):
+            raise InputError(f"store: got a lead of type {type(lead).__name__}; expected `Chunk.lead`, a str, or None")
+        behind = "" if lead is None else f".b{self._digest(8, 'lead', lead)}"
+        word = encoding_word(encoding)
+        return f"{self.chunk(backbone, id)}/kv{behind}{'' if word is None else f'.{word}'}"
+
+    def encoder(self, backbone: str, id: str) -> str:
+        """Names an encoder output, by the id of its chunk or an `encoder_id`."""
+        return f"{self.chunk(backbone, id)}/enc"
+
+    def entry(self, library: str, *fields: str, version: int | None = None) -> str:
+        """Names a library's entry by the names of library and entry, and in a dynamic library by the version."""
+        part = "e" if version is None else f"e.v{version:09d}"
+        return f"{self._digest(16, 'entry', library, *fields)}/{part}"
+
+    def patch(self, patch: Patch) -> str:
+        """Names a patch by what it serves, then its ranks, layers, dtypes and contents."""
+        form = json.dumps(_form(patch), sort_keys=True)
+        return f"{self.patches(patch.metadata)}{self._digest(16, 'form', form)}"
+
+    def patches(self, served: PatchKey | PatchMetadata) -> str:
+        """Returns the beginning of the names of all patches with one key, of any ranks, layers, dtypes and contents."""
+        base = served.base_behind
+        fields: list[Any] = [served.base, served.orbit, _served(served.behind, served.orbit)]
+        fields += [None if base is None else _served(base)]
+        fields += [served.frame, served.start, served.lead, served.encoding]
+        return f"{self.chunk(served.backbone, served.chunk)}/p.{self._digest(16, 'served', json.dumps(fields))}."
+
+
+def _form(patch: Patch) -> list:
+    """Returns what tells patches apart that serve the same: ranks, layers, dtypes, contents and basis."""
+    metadata = patch.metadata
+    dtypes: list[tuple[str, list[str]]] = []
+    for name, factors in patch.factors.items():
+        # The directions of a patch in a shared basis belong to the basis.
+        is_shared = metadata.basis is not None and is_low_rank(factors)
+        words = []
+        for leaf in jax.tree.leaves(factors[0] if is_shared else factors, is_leaf=is_packed):  # pyright: ignore
+            words.append(f"int{leaf.bits}g{leaf.group}" if is_packed(leaf) else str(leaf.dtype))
+        if isinstance(factors, RaggedFactors):
+            # How many directions all layers have together; a checkpoint knows shapes alone.
+            words.append(f"{factors.v.values.shape[0] if isinstance(factors.v, Quantised) else factors.v.shape[0]}")
+        dtypes.append((name, words))
+    form = [sorted(patch.ranks.items()), metadata.layers, sorted(dtypes)]
+
+    members, base = list(metadata.behind.members), metadata.base_behind
+    if metadata.orbit:
+        members = sorted(members, key=lambda member: (member.id, member.content or "", member.state))
+    contents = [member.content for member in members]
+    base_contents = [] if base is None else [member.content for member in base.members]
+    if any(content is not None for content in contents + base_contents):
+        form.append({"contents": [contents, base_contents]})
+    if metadata.basis is not None:
+        form.append({"basis": metadata.basis})
+    return form
+
+
+def _served(antecedent: Antecedent, orbit: bool = False) -> list[tuple[str, str]]:
+    """Lists ids and states of an antecedent; sorted for an orbit patch, which serves every order."""
+    served = [(member.id, member.state) for member in antecedent.members]
+    return sorted(served) if orbit else served
