@@ -101,15 +101,15 @@ def store_paths() -> str:
     """Draws a put on the left and a get on the right, from top to bottom, and what becomes of a get that fails."""
     put = [
         ("put(chunk)", ["header, leaves,", "a checksum of each"], INK),
-        ("encrypt", ["only with a key:", "AES-GCM, leaf by leaf"], INK),
-        ("make room", ["evict where a budget", "would be exceeded"], INK),
-        ("write aside", ["tmp/, many small", "objects in one group"], GREEN),
-        ("name it", ["sync, rename, sync", "the directory"], GREEN),
-        ("acknowledge", ["memory copies go; a", "remote store has it"], GREEN),
+        ("encrypt", ["only with a key:", "AES-GCM"], INK),
+        ("write a file", ["of a random name,", "never changed again"], GREEN),
+        ("sync", ["the file, then", "its folder"], GREEN),
+        ("one transaction", ["evict, replace, name", "it; sync the log"], GREEN),
+        ("acknowledge", ["unlink what left;", "a remote store later"], GREEN),
     ]
     get = [
         ("get(id)", ["the name is a digest,", "keyed by tenant"], INK),
-        ("memory", ["if the disk still has", "this very version"], BLUE),
+        ("memory", ["if the index still", "has this very write"], BLUE),
         ("disk", ["opened without", "following a link"], BLUE),
         ("verify", ["header, leaves, name;", "then decrypt"], BLUE),
         ("chunk", ["position-free, bit", "for bit as put"], BLUE),
@@ -127,7 +127,7 @@ def store_paths() -> str:
         *station(
             14, 710, "nothing good on the disk", ["the remote store is asked; the disk keeps its copy"], SOFT, 428, 62
         ),
-        *station(14, 782, "does not verify", ["to quarantine, with the reason, and a miss"], RED, 428, 62),
+        *station(14, 782, "does not verify", ["looked at again, counted, and a miss"], RED, 428, 62),
         *station(14, 854, "a miss", ["None: compute the chunk again, and put it"], RED, 428, 62),
         arrow([(400, 44 + 4 * step + 84), (400, 706)], SOFT, "5 4"),
         text(254, 632, "when a step fails:", 15, SOFT),
