@@ -33,16 +33,18 @@ QUESTION_TOKENS = 2
 """Tokens that methods choose by: a list question is the asking word and the first code."""
 
 
-UNSEEN = "unseen"
-"""The probe of contexts of size "4" in faces that training never draws; other probes are names of sizes."""
+UNSEEN, ALIKE = "unseen", "alike"
+"""Probes of contexts of size "4": in faces that training never draws; documents that all look alike, of one face, black
+on white. Other probes are names of sizes."""
 
 
 @functools.lru_cache(maxsize=4)
 def drawn(drawing: str, probe: str, number: int, count: int, seed: int) -> tuple[Contexts, Questions]:
     """Draws a batch of contexts and what is asked of them."""
-    size = SIZES["4" if probe == UNSEEN else probe]
+    size = SIZES["4" if probe in (UNSEEN, ALIKE) else probe]
     rng = np.random.default_rng([seed, number, size.sheets])
-    contexts = sample(rng, count, size, unseen=probe == UNSEEN, drawing=drawing)
+    variety = 0.0 if probe == ALIKE else 1.0
+    contexts = sample(rng, count, size, unseen=probe == UNSEEN, variety=variety, drawing=drawing)
     return contexts, ask(contexts, rng, ASKED)
 
 
@@ -157,7 +159,7 @@ class TaskDataset:
         return prepared(draw, backbone, run.methods)  # pyright: ignore[reportArgumentType]
 
 
-DOCUMENTS = TaskDataset("documents", ("4", "8", "16", UNSEEN))
+DOCUMENTS = TaskDataset("documents", ("4", "8", "16", UNSEEN, ALIKE))
 """Bills, charts and screens set in real faces."""
 PLAIN = TaskDataset("plain", ("4", "8", "16"))
 """The plain drawing, for instances that were trained on it."""
