@@ -7,12 +7,13 @@ Every side is checked before it is timed, and timed in turns with the others; a 
   operators  apply_patch, pool.splice, relocate and form_patch beside x · 2, memcpy and prefills
   store      a ChunkStore beside raw files, safetensors, Orbax, SQLite, diskcache and LMDB, on the disk of --out
   window     an agent's loop: a session beside re-prefill and prefix caches, on a decoder and a hybrid
+  backbones  prefill and decode of every architecture, beside transformers with --torch-python
   costs      seconds per launch, FLOP and byte of a window's edits, for plans: writes device_costs.json
 """
 
 from ..harness import program
 
-SUITES = ["kernels", "operators", "store", "window", "costs"]
+SUITES = ["kernels", "operators", "store", "window", "backbones", "costs"]
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     values = flags.FLAGS
     if unknown := sorted(set(values.suite) - set(SUITES)):
         raise InputError(f"--suite: got {unknown[0]!r}; expected some of {', '.join(SUITES)}")
-    options = BenchOptions(values.quick, out=values.out)
+    options = BenchOptions(values.quick, out=values.out, torch_python=values["torch-python"].value)
     chosen = []
     for name in values.suite:
         for benchmark in importlib.import_module(f"{__package__}.{name}").suite(options):
@@ -67,4 +68,5 @@ if __name__ == "__main__":
     flags.DEFINE_bool("quick", False, "Tiny sizes: a preview, not a measurement.")
     flags.DEFINE_integer("repeats", 9, "Turns of each comparison.", lower_bound=1)
     flags.DEFINE_string("out", None, "Folder of results.json; its disk is the store's.")
+    flags.DEFINE_string("torch-python", None, "backbones: an interpreter with torch and transformers to compare with.")
     program.start(main, "evals.bench: loading libraries", needs=("absl",))

@@ -26,6 +26,7 @@ class Sides(NamedTuple):
       check: measures each side's error over its tolerance; a side above 1, or NaN, is wrong and is not timed.
       moved: bytes that one run has to move; 0: no bandwidth is given.
       figures: further numbers, by side and metric, once all is timed.
+      pause: seconds between two runs, where threads of one side would spin on into the next one's time.
       notes: sides that cannot run, with the reason.
     """
 
@@ -33,6 +34,7 @@ class Sides(NamedTuple):
     check: Callable[[], Mapping[str, float]] = dict
     moved: int = 0
     figures: Callable[[], Mapping[tuple[str, str], Sequence[float]]] = dict
+    pause: float = 0.0
     notes: Mapping[str, str] = {}
 
 
@@ -59,6 +61,7 @@ class BenchOptions(NamedTuple):
     quick: bool = False
     seed: int = 0
     out: str | None = None
+    torch_python: str | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------- timing
@@ -96,7 +99,7 @@ def timed(
     return measure
 
 
-def interleave(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleave(calls: Mapping[str, Callable[[], float]], repeats: int, pause: float = 0.0) -> dict[str, list[float]]:
     """Measures the seconds of each side `repeats` times after a warm-up, in turns: a busy spell hits all alike."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(1 + repeats):
@@ -104,6 +107,7 @@ def interleave(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[s
             seconds = measure()
             if turn:
                 samples[name].append(seconds)
+            time.sleep(pause)
     return samples
 
 
@@ -157,7 +161,7 @@ def measure(benchmark: Benchmark, repeats: int) -> tuple[list[Row], list[str]]:
     figures: dict[tuple[str, str], Sequence[float]] = {(arm, "error"): [error] for arm, error in errors.items()}
 
     calls = {arm: call for arm, call in sides.calls.items() if arm not in wrong}
-    samples = interleave(calls, repeats)
+    samples = interleave(calls, repeats, sides.pause)
     ours = next(iter(sides.calls), "")
     for arm, seconds in samples.items():
         figures[arm, "seconds"] = seconds

@@ -1,4 +1,4 @@
-"""Models to time: shapes of releases, and tiny models of their architectures.
+"""Models to time: shapes of releases, and the tiny models of every family.
 
 Fields are what is publicly known of these releases, Qwen3.5's largest the defaults of transformers' classes; no file
 was read from their own repositories, and no weights of them were loaded.
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError
-from models import ModelBackbone
+from models import FAMILIES, ModelBackbone
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """`config.json` of text decoders, and of Qwen3.5 with a tower of one small layer in the released one's place."""
@@ -31,18 +31,32 @@ def qwen2_config(
 
 
 @functools.cache
-def tiny_config(architecture: str) -> dict[str, Any]:
-    """Reads `config.json` of an architecture's tiny model, from the goldens of the tests.
+def tiny_models() -> dict[str, dict[str, Any]]:
+    """Reads `config.json` of each architecture's tiny model, from the goldens of the tests.
 
     Raises:
-      ConfigError: there is none, or no goldens beside the package (they are not installed with it).
+      ConfigError: there are no goldens beside the package (they are not installed with it).
     """
+    models: dict[str, dict[str, Any]] = {}
     for path in (*sorted(GOLDENS.glob("text/*.json")), *sorted(GOLDENS.glob("*/config.json"))):
         raw = json.loads(path.read_text())
         raw = raw.get("config", raw)
-        if architecture in raw.get("architectures", ()):
-            return raw
-    raise ConfigError(f"architecture: got {architecture!r}; expected one with a tiny model in {GOLDENS}")
+        # transformers writes no architecture into the configuration of this one.
+        unnamed = "Qwen2_5_VLForConditionalGeneration" if raw["model_type"] == "qwen2_5_vl" else ""
+        name = raw.get("architectures", [unnamed])[0]
+        if name in FAMILIES:
+            models.setdefault(name, raw | {"architectures": [name]})
+    if not models:
+        raise ConfigError(f"tiny models: got no folder {GOLDENS}; expected a checkout of the repository")
+    return models
+
+
+def tiny_config(architecture: str) -> dict[str, Any]:
+    """Reads `config.json` of an architecture's tiny model. Raises ConfigError where there is none."""
+    if architecture not in tiny_models():
+        expected = f"one of {sorted(tiny_models())}"
+        raise ConfigError(f"architecture: got {architecture!r}, without a tiny model; expected {expected}")
+    return tiny_models()[architecture]
 
 
 def with_buckets(backbone: ModelBackbone) -> ModelBackbone:

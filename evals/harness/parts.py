@@ -75,7 +75,9 @@ def run_parts(
     parts: Sequence[Part],
     shard: Shard = WHOLE,
     *,
+    limit: int = 0,
     threads: int = 1,
+    patience: float = 0.0,
 ) -> dict[str, list[Record]]:
     """Measures a shard's parts that no file in the folder has yet, and adds each to the shard's file when it is done.
 
@@ -86,7 +88,8 @@ def run_parts(
       out: folder of the run.
       config: what the parts depend on, "model" among it, of JSON's types; a folder is of one configuration.
       parts: of all shards.
-      threads: parts measured at once.
+      limit: at most so many parts now; 0 for all. threads: parts measured at once.
+      patience: seconds to wait for another process that writes this shard.
 
     Returns:
       The records of finished parts of all shards, by key.
@@ -96,14 +99,14 @@ def run_parts(
     """
     make_out(out)
     file = out / shard.file
-    with locked(file):
+    with locked(file, patience):
         finished = stored_records(out, config)
         # A new file begins with what its parts depend on; a last line that was cut off by a kill leaves.
         content = file.read_bytes() if file.exists() else b""
         if (whole := _whole_lines(content, config)) != content:
             file.write_bytes(whole)
         shares = itertools.islice(parts, shard.index, None, shard.count)
-        missing = [part for part in shares if part.key not in finished]
+        missing = [part for part in shares if part.key not in finished][: limit or None]
         writing, bar = threading.Lock(), progress_bar(sum((part.work for part in missing), 0.0))
 
         def measure(part: Part) -> None:
@@ -124,6 +127,25 @@ def run_parts(
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
     return stored_records(out, config)
+
+
+def run_shards_on_ray(task: Callable[[int, int], None], address: str, shards: int, resources: str) -> None:
+    """Runs `task(index, count)` of every shard on a Ray cluster; a lost worker's shard resumes from its file.
+
+    Args:
+      address: as `ray.init` takes it, or "local": a cluster on this machine for the run.
+      resources: what a task occupies, as JSON of `ray.remote`'s options.
+
+    Raises:
+      InputError: resources that are no object. ShardError: shards that failed more often than they are tried again.
+    """
+    from kvpatch_jax.batch import run_shards
+
+    try:
+        occupied = dict(json.loads(resources))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--ray_resources: got {resources!r:.80}; expected a JSON object") from error
+    run_shards(task, shards, address=None if address == "local" else address, resources=occupied)
 
 
 def make_out(folder: Path) -> None:
@@ -169,20 +191,29 @@ def _whole_lines(content: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
+def locked(file: Path, patience: float = 0.0) -> Iterator[None]:
     """Keeps other processes from a file of parts, where the system has such locks; a lock ends with its process.
 
+    Args:
+      patience: seconds to wait for another process that has the file.
+
     Raises:
-      InputError: another process has it.
+      InputError: another process still has it.
     """
+    deadline = time.monotonic() + patience
     with (file.parent / f".{file.name}.lock").open("w") as lock:
         with contextlib.suppress(ImportError):
             import fcntl
 
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(
-                    f"--out: got {file}, which another process is writing; expected another --shard, or one process"
-                ) from None
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() >= deadline:
+                        raise InputError(
+                            f"--out: got {file}, which another process is writing; expected another --shard, or one "
+                            "process"
+                        ) from None
+                time.sleep(0.5)
         yield

@@ -13,7 +13,7 @@ from typing import Any
 
 EXTRA = ("absl", "jinja2", "matplotlib", "optax", "pandas", "PIL", "tokenizers", "tqdm")
 """Packages of the extra `[evals]`, by the names that they are imported by."""
-PLACES = ("out", "shard")
+PLACES = ("out", "shard", "shards", "ray", "ray_resources", "limit")
 """Flags that say where a run is written and who shares the work; rows do not depend on them."""
 
 

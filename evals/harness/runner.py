@@ -15,7 +15,7 @@ from .config import RunConfig
 from .datasets import Dataset, Run, find_dataset
 from .environment import environment
 from .methods import REFERENCE, Arm, parse
-from .parts import WHOLE, Part, Record, Shard, run_parts
+from .parts import WHOLE, Part, Record, Shard, run_parts, run_shards_on_ray, stored_records
 from .program import repeated_command
 
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "pillow")
@@ -92,6 +92,11 @@ def plan(config: RunConfig) -> DatasetPlans:
             parts = spliced_parts(dataset, run, data.dtype)
         plans.append((dataset, run, parts))
     return plans
+
+
+def parts_of(plans: DatasetPlans) -> list[Part]:
+    """Lists the parts of all data sets, in the order in which they are measured."""
+    return [part for *_, parts in plans for part in parts]
 
 
 def spliced_parts(dataset: Dataset, run: Run, dtype: str) -> list[Part]:
@@ -196,9 +201,36 @@ def run(config: RunConfig, out: Path, shard: Shard = WHOLE) -> dict[str, Any] | 
       InputError: the configuration names what does not exist, or the folder has parts of another one.
     """
     plans, description = plan(config), described(config)
-    parts = [part for *_, of_dataset in plans for part in of_dataset]
-    records = run_parts(out, description, parts, shard, threads=config.threads)
-    if {part.key for part in parts} - set(records):
+    records = run_parts(out, description, parts_of(plans), shard, threads=config.threads)
+    return _finish(config, plans, description, out, records)
+
+
+def run_on_ray(config: RunConfig, out: Path, address: str, shards: int, resources: str) -> dict[str, Any] | None:
+    """Measures a run as tasks of a Ray cluster, a shard each; every worker sees models and `out` under these paths.
+
+    Args, Raises: as `run_shards_on_ray`.
+    """
+    plans, description = plan(config), described(config)
+    stored_records(out, description)
+    run_shards_on_ray(functools.partial(_ray_shard, config, out.resolve()), address, shards, resources)
+    return _finish(config, plans, description, out, stored_records(out, description))
+
+
+def _ray_shard(config: RunConfig, out: Path, index: int, count: int) -> None:
+    # The worker of a run that was killed may still be ending.
+    parts = parts_of(plan(config))
+    run_parts(out, described(config), parts, Shard(index, count), threads=config.threads, patience=60.0)
+
+
+def _finish(
+    config: RunConfig,
+    plans: DatasetPlans,
+    description: Mapping[str, Any],
+    out: Path,
+    records: Mapping[str, list[Record]],
+) -> dict[str, Any] | None:
+    """Writes results.json where every part is finished; returns the results, or None."""
+    if {part.key for part in parts_of(plans)} - set(records):
         return None
     rows, unserved = rows_of(config, plans, records)
     about = {**description, "name": config.name, "title": config.title, "seeds": list(config.seeds)}

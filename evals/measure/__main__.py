@@ -4,7 +4,7 @@
 
 Reads items (contexts in pieces, and questions behind them), caches every piece alone, serves it in every arm behind the
 others, and scores the answers by the data's scorer and by their distance from re-prefill. The same command resumes
-after a kill; `--shard=0/4` … `--shard=3/4` share the work on one folder.
+after a kill; `--shard=0/4` … `--shard=3/4` share the work on one folder, and so do tasks of a Ray cluster (`--ray`).
 """
 
 from absl import flags
@@ -24,6 +24,9 @@ flags.DEFINE_integer("max_tokens", None, "of a prompt: longer ones are left out;
 flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "of the weights")
 _OUT = flags.DEFINE_string("out", "out/measure", "folder of answers and report; shards share one")
 _SHARD = flags.DEFINE_string("shard", "0/1", "index/count: measure every count-th context, from index on")
+_RAY = flags.DEFINE_string("ray", None, "address of a Ray cluster, or local: --shards are its tasks")
+_SHARDS = flags.DEFINE_integer("shards", 8, "tasks with --ray", lower_bound=1)
+_RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, as JSON: {"num_gpus": 1}')
 
 
 def main() -> None:
@@ -34,7 +37,7 @@ def main() -> None:
     from kvpatch_jax.errors import InputError
     from kvpatch_jax.repair import METHODS
 
-    from ..harness.parts import Shard, run_parts
+    from ..harness.parts import Shard, run_parts, stored_records
     from . import fields, job, report
 
     if flags.FLAGS.fields == "help" or flags.FLAGS.arms == ["help"]:
@@ -45,13 +48,23 @@ def main() -> None:
     request = job.Request(**values)
     if not request.model or not request.data:
         raise InputError(f"--model, --data: got {request.model!r}, {request.data!r}; expected both; see --help")
-    planned, out = job.plan(request), Path(_OUT.value)
+    # Workers of a cluster may run in another folder.
+    paths = {name: str(Path(path).resolve()) for name in ("model", "data", "fields")
+             if (path := getattr(request, name)) and Path(path).exists()}  # fmt: skip
+    request, out = request._replace(**paths), Path(_OUT.value)
+    planned = job.plan(request)
+    # A folder of another measurement is refused before anything is measured.
+    stored_records(out, planned.config)
     print(f"{planned.config['fields']}: {len(planned.parts)} contexts. {planned.data.about}")
     print(f"arms: {', '.join(planned.config['arms'])}", flush=True)
     for refusal in planned.data.refusals:
         print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
 
-    records = run_parts(out, planned.config, planned.parts, Shard.of(_SHARD.value))
+    if _RAY.value:
+        job.run_on_ray(request, out, _RAY.value, _SHARDS.value, _RESOURCES.value)
+        records = stored_records(out, planned.config)
+    else:
+        records = run_parts(out, planned.config, planned.parts, Shard.of(_SHARD.value))
     if len(records) < len(planned.parts):
         print(f"{len(records)} of {len(planned.parts)} contexts are finished: the last shard writes the report")
         return

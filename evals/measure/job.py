@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpatch_jax.batch import once_in_this_process
 from kvpatch_jax.errors import InputError, KVPatchError
 from kvpatch_jax.utils import strict_json
 from models import Buckets, load
 
 from ..harness.methods import BLIND, REFERENCE, parse
-from ..harness.parts import Part
+from ..harness.parts import Part, Shard, run_parts, run_shards_on_ray
 from ..harness.runner import model_path
 from . import fields
 from .contexts import frame_of
@@ -19,7 +20,7 @@ from .measured import ARMS, Setup, contexts_of, measure_context
 
 
 class Request(NamedTuple):
-    """What a command asks for, by its flags."""
+    """What a command asks for, by its flags; sent to other processes as it is."""
 
     model: str
     data: str
@@ -69,9 +70,9 @@ def plan(request: Request) -> Plan:
         work = float(len(context.pieces) + len(context.items) * len(arms))
         parts.append(Part(context.key, functools.partial(measure_context, setup, context), work))
     config = {
-        "model": path.resolve().name,
+        "model": path.name,
         "fingerprint": backbone.fingerprint,
-        "data": data.source.resolve().name,
+        "data": data.source.name,
         "digest": data.digest,
         "fields": data.name,
         "pieces": data.about,
@@ -94,3 +95,19 @@ def longest_prompt(path: Path) -> int | None:
     text = raw.get("text_config") or raw.get("language_config") or raw.get("llm_config") or {}
     sizes = [values.get("max_position_embeddings") for values in (text, raw)]
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+def run_on_ray(request: Request, out: Path, address: str, shards: int, resources: str) -> None:
+    """Measures all parts as tasks of a Ray cluster, a shard each.
+
+    Model, data and `out` are seen by every worker under the same paths. What a lost worker measured is not lost.
+
+    Args, Raises: as `run_shards_on_ray`.
+    """
+    run_shards_on_ray(functools.partial(_run_shard, request, out.resolve()), address, shards, resources)
+
+
+def _run_shard(request: Request, out: Path, index: int, count: int) -> None:
+    planned = once_in_this_process(functools.partial(plan, request))
+    # The worker of a run that was killed may still be ending.
+    run_parts(out, planned.config, planned.parts, Shard(index, count), patience=60.0)

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from evals.bench import costs, kernels, operators, store, window
+from evals.bench import backbones, costs, kernels, operators, store, window
 from evals.bench.benchmark import (
     Benchmark,
     BenchOptions,
@@ -26,6 +27,8 @@ from evals.bench.benchmark import (
     timed,
     wrong_rows,
 )
+from evals.bench.shapes import tiny_config, tiny_models
+from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.plan import DeviceCosts
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +187,50 @@ def test_the_accelerator_program_runs_where_little_is_installed():
     code = f"{absent}; import evals.bench.accelerator; print(*({{'kvpatch_jax', 'models'}} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.stdout == "\n", process.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- backbones
+
+
+@pytest.mark.slow
+def test_ours_alone_has_every_operation():
+    chosen = [benchmark for benchmark in backbones.suite(QUICK) if "InternVL" in benchmark.case]
+    rows, notes = zip(*(measure(benchmark, 1) for benchmark in chosen), strict=True)
+    assert [side[0]["probe"] for side in rows] == [f"backbones.{name}" for name in ("prefill", "generate")]
+    assert all("our numbers alone" in remarks[0] for remarks in notes)
+
+
+def test_an_unknown_architecture_is_refused():
+    assert len(tiny_models()) > 30
+    with pytest.raises(ConfigError, match="GPT2"):
+        tiny_config("GPT2LMHeadModel")
+
+
+def test_sides_that_compute_another_function_differ():
+    assert backbones.difference(np.ones((1, 2)), 1.0001 * np.ones((1, 2))) == pytest.approx(1e-4, rel=1e-3)
+    assert backbones.difference(np.ones((1, 2)), np.ones((1, 3))) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [("exit 3", "hello: got ''"), ('read line; echo \'{"error": "no"}\'', "hello: no")]
+)
+def test_an_interpreter_without_torch_is_refused_in_one_line(tmp_path, body, message):
+    with pytest.raises(InputError, match=r"no-python.*torch and transformers"):
+        backbones.TransformersWorker(str(tmp_path / "no-python"))
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o700)
+    with pytest.raises(InputError, match=message):
+        backbones.TransformersWorker(str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("KVPATCH_TORCH_PYTHON" not in os.environ, reason="no interpreter with torch and transformers")
+def test_both_sides_compute_the_same():
+    options = QUICK._replace(torch_python=os.environ["KVPATCH_TORCH_PYTHON"])
+    rows, _ = measure(next(each for each in backbones.suite(options) if "generate Qwen2" in each.key), 1)
+    assert wrong_rows(rows) == []
+    assert {row["arm"] for row in rows if row["metric"] == "seconds"} == {"kvpatch_jax", "transformers"}
 
 
 def test_a_word_that_no_benchmark_has_ends_in_one_line():

@@ -51,7 +51,7 @@ def test_ten_kills_at_random_moments_leave_the_same_records(tmp_path):
 
 
 def test_a_line_cut_off_by_a_kill_is_measured_again(tmp_path):
-    run_parts(tmp_path, CONFIG, PARTS[:3])
+    run_parts(tmp_path, CONFIG, PARTS, limit=3)
     file = tmp_path / "parts.jsonl"
     file.write_bytes(file.read_bytes()[:-7])
     assert len(stored_records(tmp_path, CONFIG)) == 2

@@ -1,0 +1,143 @@
+"""Every family's backbone beside transformers on the CPU, where another interpreter has it: one checkpoint, one prompt.
+
+Both sides read the same float32 file, with as many threads as there are cores. `prefill`: the prompt's forward with its
+KV and the logits of every token. `generate`: the prompt and the tokens that follow greedily (ours one compiled
+program).
+"""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import InputError, KVPatchError
+from models import save
+from models.random_weights import random_backbone
+
+from .benchmark import Benchmark, BenchOptions, Sides, timed
+from .shapes import LARGE, random_ids, tiny_models
+
+AGREEMENT = 2e-4
+"""Largest difference of logits, over the largest magnitude, at which both sides are one function."""
+PROMPT, NEW_TOKENS, RUNS, LEAST = 128, 16, 4, 0.1
+"""Tokens of the prompt and behind it; seconds of a measurement at least."""
+QUICK = ("Qwen2ForCausalLM", "InternVLForConditionalGeneration")
+
+
+def suite(options: BenchOptions) -> Iterator[Benchmark]:
+    """Yields every operation of every architecture's tiny model, and of one of Qwen2-0.5B's shape."""
+    theirs = None if options.torch_python is None else TransformersWorker(options.torch_python)
+    for name, raw in (tiny_models() | {"Qwen2-0.5B": LARGE}).items():
+        if name in QUICK or not options.quick:
+            pair = functools.cache(functools.partial(ModelPair, raw, theirs, options.seed))
+            for operation in ("prefill", "generate"):
+                prepare = functools.partial(_compared, pair, operation)
+                yield Benchmark(f"backbones.{operation}", name, prepare, large=name == "Qwen2-0.5B")
+
+
+def _compared(make: Callable[[], "ModelPair"], operation: str) -> Sides:
+    """Prepares one operation on both sides; a model that one side cannot run is a note."""
+    try:
+        pair = make()
+    except KVPatchError as refusal:
+        return Sides({}, notes={"not run": str(refusal)})
+    notes = {} if pair.theirs is not None else {"transformers": "no --torch-python: our numbers alone"}
+    return Sides(pair.calls(operation), lambda: pair.errors, pause=0.02, notes=notes)
+
+
+class WorkerError(KVPatchError):
+    """The interpreter with torch answered with an error, or ended."""
+
+
+class TransformersWorker:
+    """transformers in a process of its own, which runs only while it is asked to.
+
+    Raises:
+      InputError: `python` cannot be run, or has no torch or transformers.
+      WorkerError: of `ask`, when the other side fails.
+    """
+
+    def __init__(self, python: str):
+        program, expected = shutil.which(python), "expected a Python with torch and transformers"
+        if program is None:
+            raise InputError(f"--torch-python: got {python!r}, which cannot be run; {expected}")
+        worker = str(Path(__file__).with_name("transformers_worker.py"))
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([program, worker], text=True, env=environment, **pipes)
+        self.close = weakref.finalize(self, _end, self.process)
+        try:
+            self.versions = self.ask("hello", threads=len(os.sched_getaffinity(0)))
+        except WorkerError as error:
+            self.close()
+            raise InputError(f"--torch-python: got {python!r}: {error}; {expected}") from error
+
+    def ask(self, call: str, **request: Any) -> dict[str, Any]:
+        """Sends one request and reads its answer."""
+        requests, answers = self.process.stdin, self.process.stdout
+        assert requests is not None
+        assert answers is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"call": call, **request}), file=requests, flush=True)
+            line = answers.readline()
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise WorkerError(f"{call}: got {line!r:.200}; expected an answer as JSON") from error
+        if "error" in answer:
+            raise WorkerError(f"{call}: {answer['error']}")
+        return answer
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
+
+
+class ModelPair:
+    """A model with drawn weights on both sides; `errors` says how far our logits are from theirs."""
+
+    def __init__(self, raw: Mapping[str, Any], theirs: TransformersWorker | None, seed: int):
+        self.backbone, self.theirs, self.errors = random_backbone(raw, seed), theirs, {}
+        ids = random_ids(PROMPT, seed)
+        self.ids = np.asarray([ids], np.int32)
+        if theirs is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = Path(save(self.backbone, Path(folder) / "checkpoint"))
+                path = checkpoint / "logits.npy"
+                theirs.ask("open", directory=str(checkpoint), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
+                logits = np.load(path)
+            self.errors = {"kvpatch_jax": difference(np.asarray(self.prefill().logits), logits) / AGREEMENT}
+
+    def calls(self, operation: str) -> dict[str, Callable[[], float]]:
+        """Lists the sides of an operation."""
+        calls = {"kvpatch_jax": timed(getattr(self, operation), runs=RUNS)}
+        if self.theirs is not None:
+            ask = functools.partial(self.theirs.ask, "seconds", name=operation, least=LEAST)
+            calls["transformers"] = lambda: ask()["seconds"]
+        return calls
+
+    def prefill(self) -> Any:
+        """Runs the prompt's forward, from ids."""
+        return self.backbone.prefill(self.backbone.embed(self.ids), logits="all")
+
+    def generate(self) -> Any:
+        """Runs the prompt and the tokens that follow, greedily."""
+        return self.backbone.generate(self.backbone.embed(self.ids), NEW_TOKENS)
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Measures the largest difference over the largest magnitude; infinite where shapes differ."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
