@@ -36,7 +36,5 @@ from .retriever import ExactRetriever as ExactRetriever
 from .retriever import Retriever as Retriever
 from .retriever import pooled as pooled
 from .snapshot import Summary as Summary
-from .snapshot import load_snapshot as load_snapshot
-from .snapshot import save_snapshot as save_snapshot
 from .store import ChunkStore as ChunkStore
 from .store import Statistics as Statistics

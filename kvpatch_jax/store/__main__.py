@@ -11,14 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from ..errors import InputError, KVPatchError, StoreCorruptError, StoreKeyError, StoreVersionError
-from .files import read_object, tenant_key
+from ..errors import InputError, KVPatchError, StoreCorruptError
+from .files import tenant_key
 from .index import Index
 from .names import Names
-from .objects import Objects
+from .objects import Objects, listed_rows, verify_objects
 from .snapshot import Summary, load_snapshot, save_snapshot
-
-PAGE = 1000  # rows that `ls` and `verify` read at a time, so that the first ones come at once
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,21 +72,11 @@ def _store(options: argparse.Namespace) -> Iterator[Objects | str]:
         yield objects
 
 
-def _rows(index: Index, tenant: str | None) -> Iterator[tuple]:
-    """Yields (tenant, name, kind, size, used, expires, file) of all objects, by tenant and name."""
-    where, last = "(tenant, name) > (?, ?)" if tenant is None else "tenant = ? AND name > ?", (tenant or "", "")
-    query = f"""SELECT tenant, name, kind, size, used, expires, file FROM objects
-      WHERE {where} ORDER BY tenant, name LIMIT {PAGE}"""
-    while page := index.rows(query, *last):
-        yield from page
-        last = page[-1][:2]
-
-
 def _ls(options: argparse.Namespace) -> int:
     with _index(options) as (index, tenant):
         if not options.json:
             print(f"{'bytes':>13}  {'kind':<7}  {'used':<19}  {'expires':<19}  tenant/name")
-        for owner, name, kind, size, used, expires, _ in _rows(index, tenant):
+        for owner, name, kind, size, used, expires, _ in listed_rows(index, tenant):
             row = {"tenant": owner, "name": name, "kind": kind, "bytes": size, "used": used, "expires": expires}
             text = f"{size:>13,}  {kind:<7}  {_when(used)}  {_when(expires)}  {owner}/{name}"
             print(json.dumps(row) if options.json else text)
@@ -121,36 +109,18 @@ def _verify(options: argparse.Namespace) -> int:
         raise InputError("--key-file: got a key without a tenant; expected --tenant too")
     names: dict[str, list[str]] = {"good": [], "encrypted": [], "damaged": [], "unreadable": []}
     with _index(options) as (index, tenant):
-        for owner, name, _, _, _, _, file in _rows(index, tenant):
-            key = None if master is None else tenant_key(master, owner)
-            verdict = _verdict(index, owner, name, file, key)
-            if verdict != "good":  # the fault may have been the reader's, or the object was replaced or evicted since
-                verdict = _verdict(index, owner, name, file, key)
-                if index.row("SELECT 1 FROM objects WHERE file = ?", file) is None:
-                    continue
-            names[verdict].append(f"{owner}/{name}")
-            if verdict == "damaged" and options.delete:
-                with index.write() as transaction:
-                    query = "SELECT id, file FROM objects WHERE file = ?"
-                    transaction.forget(transaction.db.execute(query, (file,)).fetchall())
+        try:
+            index.check()
+        except StoreCorruptError:
+            names["damaged"].append("index.sqlite")  # the next opening makes it again
+        else:
+            key = None if master is None or tenant is None else tenant_key(master, tenant)
+            for owner, name, verdict in verify_objects(index, tenant, key, options.delete):
+                names[verdict].append(f"{owner}/{name}")
     bad = names["damaged"] + names["unreadable"]
     counts = {verdict: len(listed) for verdict, listed in names.items()}
     lines = [", ".join(f"{count:,} {verdict}" for verdict, count in counts.items()), *bad]
     return _printed(options, counts | {"names": bad}, "\n".join(lines), 1 if bad else 0)
-
-
-def _verdict(index: Index, tenant: str, name: str, file: str, key: bytes | None) -> str:
-    try:
-        header, _ = read_object(f"{index.root}/data/{file}", key)
-        return "good" if (header.tenant, header.name) == (tenant, name) else "damaged"
-    except StoreKeyError:
-        if key is not None:
-            raise
-        return "encrypted"  # its checksums were verified before
-    except (StoreCorruptError, FileNotFoundError):
-        return "damaged"
-    except (StoreVersionError, OSError):
-        return "unreadable"  # not deleted: another version or another attempt may read it
 
 
 def _collect(options: argparse.Namespace) -> int:
@@ -182,7 +152,7 @@ def _printed(options: argparse.Namespace, result: dict[str, Any], text: str, sta
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "ls": (_ls, "list objects: bytes, kind, last use, expiry, keyed name"),
     "stat": (_stat, "count objects and bytes by tenant and kind"),
-    "verify": (_verify, "read all objects, and list damaged ones (exit status 1)"),
+    "verify": (_verify, "read the index and all objects, and list damaged ones (exit status 1)"),
     "collect": (_collect, "delete what has expired, and what dead writers left"),
     "export": (_export, "save a snapshot of the root, or of a tenant, in a new directory"),
     "import": (_import, "restore a snapshot: a root's into a new ROOT, a tenant's into --tenant of ROOT"),

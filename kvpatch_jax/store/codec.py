@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import Chunk, Member, Patch, PatchMetadata, brief, check_factors, encode_chunk
+from ..cache import Chunk, Member, Patch, PatchMetadata, check_factors, encode_chunk
 from ..core import (
     AnyArray,
     KVEncoding,
@@ -53,7 +53,7 @@ class UnknownFieldError(StoreCorruptError, StoreVersionError):
 
 
 @contextlib.contextmanager
-def _decoding(kind: str) -> Iterator[None]:
+def decoding(kind: str) -> Iterator[None]:
     """Raises StoreCorruptError in place of whatever a malformed body causes; no message holds an id."""
     try:
         yield
@@ -73,8 +73,8 @@ def _expect_known(names: Iterable[str], known: Iterable[str] = ()) -> None:
 # --------------------------------------------------------------------------------------------- values of type hints
 
 
-def _made[T](kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Makes a dataclass of fields as JSON holds them, by its type hints.
+def _instance[T](kind: type[T], fields: Mapping[str, Any]) -> T:
+    """Makes an instance of a dataclass from fields as JSON holds them, by its type hints.
 
     Raises:
       UnknownFieldError: a field or word that it does not have. KeyError, TypeError, ValueError: it is malformed.
@@ -112,7 +112,7 @@ def _value_of(hint: Any, value: Any) -> Any:
     elif hint is Member:
         return Member(*[_value_of(*pair) for pair in zip(_hints_of(Member).values(), value, strict=True)])
     elif dataclasses.is_dataclass(hint):
-        return _made(hint, value)  # pyright: ignore[reportArgumentType]
+        return _instance(hint, value)  # pyright: ignore[reportArgumentType]
     elif isinstance(value, hint) and not isinstance(value, bool):  # NumPy's words, of what was not written yet
         return value
     raise TypeError(f"got a {type(value).__name__}; expected {hint}")
@@ -130,14 +130,14 @@ def encode_chunk_object(chunk: Chunk, encoding: Encoding | None = None) -> Encod
     """
     word = encoding_word(encoding)
     if chunk.batch is not None:
-        raise ShapeError(f"store: chunk {chunk.id!r}: got a batch of {chunk.batch}; expected one chunk per object")
+        raise ShapeError(f"store: got a batch of {chunk.batch} chunks; expected one chunk per object")
     if chunk.encoding is not None and word not in (None, chunk.encoding):
-        raise InputError(f"store: got chunk {brief(chunk.id)!r} encoded as {chunk.encoding}; expected {word}")
+        raise InputError(f"store: got a chunk encoded as {chunk.encoding}; expected {word}")
     if chunk.encoding is None and word is not None:
         chunk = encode_chunk(chunk, word)
     if encoding_word(chunk.encoding) != chunk.encoding or (chunk.encoding is not None and not _has_encoding(chunk)):
         raise InputError(
-            f"store: got chunk {brief(chunk.id)!r} decoded from {chunk.encoding}, or of other bits; expected packed kv "
+            f"store: got a chunk decoded from {chunk.encoding}, or of other bits; expected packed kv "
             "as `encode_chunk` makes them, or the chunk as it was prefilled"
         )
     if any(name in ("local", "hidden") or "." in name for name in chunk.layout.names):
@@ -159,7 +159,7 @@ def decode_chunk_object(stored: Stored) -> Chunk:
     Raises:
       StoreCorruptError: the body does not match its arrays. UnknownFieldError: a later version's.
     """
-    with _decoding("chunk"):
+    with decoding("chunk"):
         body, leaves = dict(stored.body), dict(stored.arrays)
         layout, packed = _layout_of(body.pop("layout")), body.pop("packed")
         fields = {name: body.pop(name) for name in _CHUNK_FIELDS}
@@ -218,7 +218,7 @@ def _layout_text(layout: KVLayout) -> str:
 @functools.lru_cache(maxsize=64)
 def _layout_of(text: str) -> KVLayout:
     """Decodes a layout. Building and checking one takes longer than reading a small object, so the last are kept."""
-    return _made(KVLayout, json.loads(text))
+    return _instance(KVLayout, json.loads(text))
 
 
 # -------------------------------------------------------------------------------------------------- packed arrays
@@ -260,7 +260,7 @@ def _take_array(leaves: dict[str, np.ndarray], packed: Mapping[str, Any], name: 
     """
     if name not in packed:
         return leaves.pop(name)
-    form = _made(_PackedForm, packed[name])
+    form = _instance(_PackedForm, packed[name])
     _expect_known([form.dtype], _FLOATS)
     scale, least = leaves.pop(f"{name}.scale"), leaves.pop(f"{name}.least", None)
     heads = 1 if form.heads is None else form.heads
@@ -295,9 +295,7 @@ def encode_patch_object(patch: Patch) -> Encoded:
     """
     metadata = patch.metadata
     if patch.batch is not None:
-        raise ShapeError(
-            f"store: patch of chunk {metadata.chunk!r}: got a batch of {patch.batch}; expected one per object"
-        )
+        raise ShapeError(f"store: got a batch of {patch.batch} patches; expected one per object")
     arrays, forms, packed = dict[str, np.ndarray](), dict[str, list[str]](), dict[str, Any]()
     for name, factors in patch.factors.items():
         if isinstance(factors, RaggedFactors):
@@ -331,10 +329,10 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
     Raises:
       StoreCorruptError: the body does not match its arrays. UnknownFieldError: a later version's.
     """
-    with _decoding("patch"):
+    with decoding("patch"):
         body, leaves = dict(stored.body), dict(stored.arrays)
         fields, forms, packed = body.pop("metadata"), body.pop("forms"), body.pop("packed")
-        metadata = _made(PatchMetadata, {**fields, "layout": _layout_of(fields["layout"])})
+        metadata = _instance(PatchMetadata, {**fields, "layout": _layout_of(fields["layout"])})
         if metadata.encoding is not None:
             _encoding_of(metadata.encoding)
         factors: dict[str, Any] = {}
@@ -388,7 +386,7 @@ def encode_encoder(id: str, backbone: str, output: AnyArray) -> Encoded:
 
 def decode_encoder(stored: Stored) -> np.ndarray:
     """Decodes an encoder output. Raises StoreCorruptError."""
-    with _decoding("encoder output"):
+    with decoding("encoder output"):
         _expect_known([*stored.body, *stored.arrays], ("id", "backbone", "output"))
         return stored.arrays["output"]
 
@@ -414,7 +412,7 @@ def name_of(names: Names, stored: Stored | Encoded) -> str:
       StoreCorruptError: its body is malformed.
     """
     body = stored.body
-    with _decoding(stored.kind):
+    with decoding(stored.kind):
         if stored.kind == "chunk":
             return names.canonical(body["backbone"], body["id"], body["encoding"], body["lead"])
         if stored.kind == "encoder":

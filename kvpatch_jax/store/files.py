@@ -5,13 +5,15 @@ are leaves named `pad.N`. The metadata holds the format number, kind, tenant, na
 An encrypted object is such a file with one leaf, `sealed`, whose plain bytes are the object's own file.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
 import mmap
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -54,7 +56,7 @@ class Encoded(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself, so that an index can be rebuilt: keyed names, sequence number, and expiry (Unix)."""
+    """A file's own description, from which an index is rebuilt: keyed names, sequence number, and expiry (Unix)."""
 
     tenant: str
     name: str
@@ -118,13 +120,12 @@ def _plain_parts(encoded: Encoded, header: Header) -> list[memoryview]:
     metadata = {"header_sum": _BLANK, **about, "sums": " ".join(f"{name}:{value}" for name, value in sums.items())}
     text = json.dumps({"__metadata__": metadata} | tensors, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
-    own_sum = xxhash.xxh3_64_hexdigest(text).encode()
-    text = text[: _SUM.start] + own_sum + text[_SUM.stop :]
+    text = text[: _SUM.start] + xxhash.xxh3_64_hexdigest(text).encode() + text[_SUM.stop :]
     return [memoryview(len(text).to_bytes(8, "little") + text), *(leaf.data for leaf in leaves)]
 
 
 def write_file(path: str, parts: list[memoryview]) -> int:
-    """Creates a file of these parts, which nobody had before. Returns its descriptor, which is not synced yet."""
+    """Creates a file of these parts, and fails if it exists. Returns its descriptor; the file is not synced yet."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         pending = [part for part in parts if part.nbytes]
@@ -141,6 +142,15 @@ def write_file(path: str, parts: list[memoryview]) -> int:
     return fd
 
 
+def write_synced(path: str, content: bytes) -> None:
+    """Creates or replaces a small file and syncs it, but not its name."""
+    flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: str) -> None:
     """Makes the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -148,6 +158,17 @@ def sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def locked(path: str, flags: int = os.O_CREAT) -> Iterator[None]:
+    """Locks a file against other threads, processes and, where the file system passes locks on, machines."""
+    with open(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600), "rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock if a process was forked meanwhile
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -187,23 +208,18 @@ def aligned(size: int) -> np.ndarray:
     return data[-data.ctypes.data % ALIGN :][:size]
 
 
-def read_header(path: str) -> tuple[Header, str, int]:
-    """Reads a file's header alone. Returns it with the object's kind and the file's bytes. Raises as `read_object`."""
+def read_header(path: str) -> tuple[Header, Stored]:
+    """Reads and verifies a file's header alone. Returns the object without arrays. Raises as `read_object`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = os.fstat(fd).st_size
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        if length > min(size - 8, MAX_HEADER):
-            raise DamagedError(f"object: got a header of {length} bytes in {size}; expected it within the file")
-        metadata, tensors = _parse_header(os.pread(fd, length, 8))
-        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        length = _header_length(os.pread(fd, 8, 0), size)
+        with _parsing():
+            header, stored, tensors, _ = _parse_header(os.pread(fd, length, 8), size)
+            end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         if 8 + length + end != size:
             raise DamagedError(f"object: got {size} bytes; expected {8 + length + end}")
-        return _header_of(metadata), metadata["kind"], size
-    except StoreError:  # one of the ValueErrors
-        raise
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise DamagedError(f"object: got a malformed header ({type(error).__name__}); expected a valid one") from None
+        return header, stored
     finally:
         os.close(fd)
 
@@ -225,12 +241,9 @@ def parse_object(data: np.ndarray, key: bytes | None = None) -> tuple[Header, St
 
 
 def _parse(data: np.ndarray) -> tuple[Header, Stored]:
-    try:
-        length = int.from_bytes(data[:8].tobytes(), "little")
-        if len(data) < 8 or length > min(len(data) - 8, MAX_HEADER):
-            raise DamagedError(f"object: got a header of {length} bytes in {len(data)}; expected it within the file")
-        metadata, tensors = _parse_header(data[8 : 8 + length].tobytes())
-        header, sums = _header_of(metadata), dict(pair.rsplit(":", 1) for pair in metadata["sums"].split())
+    length = _header_length(data[:8].tobytes(), len(data))
+    with _parsing():
+        header, stored, tensors, sums = _parse_header(data[8 : 8 + length].tobytes(), len(data))
         payload, arrays, end = data[8 + length :], dict[str, np.ndarray](), 0
         for name, tensor in tensors.items():
             begin, stop = tensor["data_offsets"]
@@ -244,16 +257,34 @@ def _parse(data: np.ndarray) -> tuple[Header, Stored]:
                 arrays[name].flags.writeable = False
         if end != len(payload) or arrays.keys() != sums.keys():
             raise DamagedError("object: got leaves that end elsewhere; expected them to cover the file")
-        body = json.loads(metadata["body"])
+    return header, stored._replace(arrays=arrays)
+
+
+@contextlib.contextmanager
+def _parsing() -> Iterator[None]:
+    """Raises DamagedError in place of whatever malformed bytes cause."""
+    try:
+        yield
     except StoreError:  # one of the ValueErrors
         raise
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise DamagedError(f"object: got malformed bytes ({type(error).__name__}); expected an object") from None
-    return header, Stored(metadata["kind"], body, arrays, header.seq, header.expires, len(data))
 
 
-def _parse_header(text: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """Verifies a header's text. Returns its metadata and its tensors."""
+def _header_length(first: bytes, size: int) -> int:
+    """Returns the length of a file's header, from the file's first 8 bytes and its size."""
+    length = int.from_bytes(first, "little")
+    if length > min(size - 8, MAX_HEADER):
+        raise DamagedError(f"object: got a header of {length} bytes in {size}; expected it within the file")
+    return length
+
+
+def _parse_header(text: bytes, size: int) -> tuple[Header, Stored, dict[str, Any], dict[str, str]]:
+    """Verifies a header's text, of a file of `size` bytes.
+
+    Returns:
+      The header, the object without arrays, the table of its leaves and gaps, and the checksum of each leaf.
+    """
     blank = text[: _SUM.start] + _BLANK.encode() + text[_SUM.stop :]
     if xxhash.xxh3_64_hexdigest(blank).encode() != text[_SUM]:
         raise DamagedError("object: got a header of another checksum; expected its own")
@@ -261,12 +292,10 @@ def _parse_header(text: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     metadata = tensors.pop("__metadata__")
     if metadata["format"] != str(FORMAT):
         raise StoreVersionError(f"object: got format {metadata['format'][:20]!r}; expected {FORMAT}")
-    return metadata, tensors
-
-
-def _header_of(metadata: Mapping[str, str]) -> Header:
     expires = float(metadata["expires"]) if metadata["expires"] else None
-    return Header(metadata["tenant"], metadata["name"], int(metadata["seq"]), expires)
+    header = Header(metadata["tenant"], metadata["name"], int(metadata["seq"]), expires)
+    stored = Stored(metadata["kind"], json.loads(metadata["body"]), {}, header.seq, expires, size)
+    return header, stored, tensors, dict(pair.rsplit(":", 1) for pair in metadata["sums"].split())
 
 
 # ------------------------------------------------------------------------------------------------------ encryption

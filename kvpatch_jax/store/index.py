@@ -31,7 +31,7 @@ from ..errors import (
     StoreVersionError,
 )
 from . import forks
-from .files import FORMAT, read_header, sync_folder
+from .files import FORMAT, read_header, sync_folder, write_synced
 
 GRACE_SECONDS = 3600.0
 """Age at which a file that no row names counts as a dead writer's."""
@@ -50,8 +50,8 @@ NETWORK = (
 )
 """File systems that several machines may have mounted at once, where SQLite's write-ahead log does not work."""
 
-_BEGUN = {"lock", "data", "index.new", "index.new-journal", "index.sqlite", "secret.new"}
-"""What lies in a root that a process is creating."""
+COLUMNS = "tenant, name, kind, rank, file, size, seq, expires, used"
+INSERT = f"INSERT INTO objects({COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _PRAGMAS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA mmap_size=268435456;"
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -126,6 +126,18 @@ class Transaction:
         rows = list(rows)
         self.db.executemany("DELETE FROM objects WHERE id = ?", [(id,) for id, _ in rows])
         self.forgotten += [file for _, file in rows]
+
+    def send(self, tenant: str, name: str, seq: int, operation: str) -> None:
+        """Adds a "put" or "delete" of a name to the outbox, in place of those that wait there."""
+        self.db.execute("DELETE FROM outbox WHERE tenant = ? AND name = ?", (tenant, name))
+        row = tenant, name, seq, operation, time.time()
+        self.db.execute("INSERT INTO outbox(tenant, name, seq, operation, at) VALUES(?, ?, ?, ?, ?)", row)
+
+    def end_dead_holds(self) -> None:
+        """Ends the holds of processes that do not exist any more."""
+        for pid, started in self.db.execute("SELECT DISTINCT pid, started FROM holds").fetchall():
+            if process_started(pid) != started:
+                self.db.execute("DELETE FROM holds WHERE pid = ? AND started = ?", (pid, started))
 
 
 class Index:
@@ -251,11 +263,7 @@ class Index:
             return
         line = f"{FORMAT:04d} {secrets.token_hex(32)} ".encode()
         line += xxhash.xxh3_64_hexdigest(line).encode() + b"\n"
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW
-        with open(os.open(f"{self.root}/secret.new", flags, 0o600), "wb") as file:
-            file.write(line + line)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(f"{self.root}/secret.new", line + line)
         os.rename(f"{self.root}/secret.new", f"{self.root}/secret")
         sync_folder(self.root)
 
@@ -480,17 +488,11 @@ class Index:
                 if old:
                     transaction.forget([old[:2]])
                 row = (tenant, file.name, file.kind, RANKS[file.kind], file.file, file.size, seq, file.expires, now)
-                columns = "tenant, name, kind, rank, file, size, seq, expires, used"
-                db.execute(f"INSERT INTO objects({columns}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+                db.execute(INSERT, row)
                 if outbox:
-                    self._send(db, tenant, file.name, seq, "put")
+                    transaction.send(tenant, file.name, seq, "put")
                 stored.append(seq)
         return stored, evicted
-
-    def _send(self, db: sqlite3.Connection, tenant: str, name: str, seq: int, operation: str) -> None:
-        db.execute("DELETE FROM outbox WHERE tenant = ? AND name = ?", (tenant, name))
-        columns = "tenant, name, seq, operation, at"
-        db.execute(f"INSERT INTO outbox({columns}) VALUES(?, ?, ?, ?, ?)", (tenant, name, seq, operation, time.time()))
 
     def _evict(self, transaction: Transaction, tenant: str, need: int, now: float) -> int:
         """Makes room for `need` bytes within the budgets: expired objects leave first, then the least recently used."""
@@ -499,23 +501,23 @@ class Index:
         for owner, budget in budgets.items():
             where, values = ("tenant = ?", (owner,)) if owner else ("1", ())
             usage = f"SELECT COALESCE(SUM(bytes), 0) FROM usage WHERE kind != 'entry' AND {where}"
-            (held,) = db.execute(usage, values).fetchone()
-            if held + need <= budget:
+            (taken,) = db.execute(usage, values).fetchone()
+            if taken + need <= budget:
                 continue
             if need > budget:
                 raise StoreFullError(f"store: got {need} bytes to write; expected at most the budget of {budget}")
             query = f"SELECT id, file, size FROM objects WHERE expires <= ? AND rank < 2 AND {where}"
             victims = db.execute(query, (now, *values)).fetchall()
             transaction.forget([row[:2] for row in victims])
-            held -= sum(row[2] for row in victims)
-            if held + need <= budget:
+            taken -= sum(row[2] for row in victims)
+            if taken + need <= budget:
                 continue
 
             # What the remote store does not have yet stays.
             waiting = "EXISTS (SELECT 1 FROM outbox o WHERE o.tenant = objects.tenant AND o.name = objects.name)"
             order = f"CAST(used / {AGE_SECONDS} AS INTEGER), rank, used"
             query = f"SELECT id, file, size FROM objects WHERE rank < 2 AND {where} AND NOT {waiting} ORDER BY {order}"
-            victims, excess = list[tuple[int, str]](), held + need - budget
+            victims, excess = list[tuple[int, str]](), taken + need - budget
             for id, file, size in db.execute(query, values):
                 if excess <= 0 and (excess <= (LOW - 1) * budget or len(victims) >= MAX_VICTIMS):
                     break
@@ -523,7 +525,7 @@ class Index:
                 excess -= size
             if excess > 0:
                 raise StoreFullError(
-                    f"store: got {need} bytes to write, and {held} that cannot be evicted before the remote store has "
+                    f"store: got {need} bytes to write, and {taken} that cannot be evicted before the remote store has "
                     f"them; expected at most {budget}"
                 )
             transaction.forget(victims)
@@ -542,7 +544,7 @@ class Index:
             db.execute(f"DELETE FROM outbox WHERE {where}", values)
             db.execute("INSERT OR REPLACE INTO deleted VALUES(?, ?, ?, ?)", (tenant, chunk or "", seq, time.time()))
             if outbox:
-                self._send(db, tenant, f"{chunk}/" if chunk else "", seq, "delete")
+                transaction.send(tenant, f"{chunk}/" if chunk else "", seq, "delete")
         return bool(rows)
 
     def collect(self) -> int:
@@ -555,9 +557,7 @@ class Index:
             db.execute("DELETE FROM deleted WHERE at < ?", (now - DELETION_SECONDS,))
             db.execute("DELETE FROM leases WHERE until < ?", (now,))
             db.execute("DELETE FROM usage WHERE count = 0")
-            for pid, started in db.execute("SELECT DISTINCT pid, started FROM holds").fetchall():
-                if process_started(pid) != started:
-                    db.execute("DELETE FROM holds WHERE pid = ? AND started = ?", (pid, started))
+            transaction.end_dead_holds()
         named = {file for (file,) in self.rows("SELECT file FROM objects")}
         orphans = [file for file, at in _data_files(self.root) if file not in named and at < now - GRACE_SECONDS]
         if orphans:
@@ -573,26 +573,24 @@ def _insert_files(db: sqlite3.Connection, root: str) -> int:
     latest: dict[tuple[str, str], tuple[int, float]] = {}
     for file, modified in _data_files(root):
         try:
-            header, kind, size = read_header(f"{root}/data/{file}")
+            header, stored = read_header(f"{root}/data/{file}")
         except (StoreError, OSError):
             continue
         key, age = (header.tenant, header.name), (header.seq, modified)
         if key in latest and latest[key] >= age:
             continue
         latest[key] = age
-        if kind == "sealed":
-            kind = kind_of(header.name)
-        row = (*key, kind, RANKS.get(kind, 1), file, size, header.seq, header.expires, modified)
-        columns = "tenant, name, kind, rank, file, size, seq, expires, used"
+        kind = kind_of(header.name) if stored.kind == "sealed" else stored.kind
+        row = (*key, kind, RANKS.get(kind, 1), file, stored.nbytes, header.seq, header.expires, modified)
         db.execute("DELETE FROM objects WHERE tenant = ? AND name = ?", key)
-        db.execute(f"INSERT INTO objects({columns}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        db.execute(INSERT, row)
     last = max((seq for seq, _ in latest.values()), default=0)
     db.execute("UPDATE meta SET value = ? WHERE key = 'seq'", (last + 1,))
     return len(latest)
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of an object from its name: what stands behind the slash."""
+    """Returns the kind of an object from the part of its name behind the slash."""
     part = name.partition("/")[2].partition(".")[0]
     return {"p": "patch", "enc": "encoder", "e": "entry"}.get(part, "chunk")
 

@@ -7,9 +7,7 @@ name in prompts and all but the content. A listing is one query of the index and
 import base64
 import contextlib
 import dataclasses
-import fcntl
 import functools
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 
 from ..cache import Chunk, Text, check_text, chunk_id, decoded, encoded, is_encoded, sort_of
 from ..core import AnyArray
-from ..errors import InputError, LibraryFullError, StoreCorruptError, StoreVersionError
+from ..errors import InputError, LibraryFullError, StoreError
 from ..utils.kinds import expect_kind
 from ..utils.sizes import Size, size_of
-from .files import Encoded, Stored, read_header
+from .codec import decoding
+from .files import Encoded, Stored, locked, read_header
 from .index import file_errors, process_started
 from .references import Kind, Reference, check_name
 from .retriever import as_vector
@@ -171,7 +169,7 @@ def _encode_entry(
 
 def _decode_entry(stored: Stored) -> Resource:
     fields = _fields_of(stored.body, stored.expires)
-    try:
+    with decoding("entry"):
         content: Any = stored.arrays["content"]
         match stored.body["content"]:
             case "str":
@@ -182,14 +180,12 @@ def _decode_entry(stored: Stored) -> Resource:
                 content = tuple(content.tolist())
             case None:
                 content = None
-    except _MALFORMED as error:
-        raise _malformed(error) from None
     return Resource(content=content, **fields)
 
 
 def _fields_of(body: Mapping[str, Any], expires: float | None) -> dict[str, Any]:
     """Decodes the fields of a `LibraryEntry`. Raises StoreCorruptError for a body of no entry."""
-    try:
+    with decoding("entry"):
         chunk = None if body["chunk"] is None else (str(body["chunk"][0]), str(body["chunk"][1]))
         version = None if body["version"] is None else int(body["version"])
         components = np.frombuffer(base64.b64decode(body["vector"], validate=True), np.float32)
@@ -201,16 +197,6 @@ def _fields_of(body: Mapping[str, Any], expires: float | None) -> dict[str, Any]
             "vector": components if components.size else None,
             "withdrawn": body["content"] is None and chunk is None,
         }
-    except _MALFORMED as error:
-        raise _malformed(error) from None
-
-
-_MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, InputError)
-
-
-def _malformed(error: Exception) -> StoreCorruptError:
-    kind = type(error).__name__  # the error's text may contain content
-    return StoreCorruptError(f"object: got a body that is no valid entry ({kind}); expected a valid one")
 
 
 # ---------------------------------------------------------------------------------------------------------- libraries
@@ -230,12 +216,9 @@ class _Library:
     def _changing(self) -> Iterator[None]:
         """Locks the libraries of the root for changes, among threads and processes."""
         self.objects.expect_open()
-        path, flags = f"{self.objects.root}/libraries.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.ExitStack() as stack:
             with file_errors("library: lock"):
-                fd = os.open(path, flags, 0o600)
-                stack.callback(os.close, fd)
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                stack.enter_context(locked(f"{self.objects.root}/libraries.lock"))
             yield
 
     def _name(self, reference: Reference) -> str:
@@ -279,19 +262,14 @@ class _Library:
         """Reads an entry without its content; None if it is gone or damaged."""
         query = "SELECT file FROM objects WHERE tenant = ? AND name = ?"
         (file,) = self.objects.index.row(query, self.objects.tenant, name) or ("",)
-        path = f"{self.objects.root}/data/{file}"
         try:
-            header, kind, _ = read_header(path)
-            if kind == "sealed":
+            header, stored = read_header(f"{self.objects.root}/data/{file}")
+            if stored.kind == "sealed":
                 stored = self.objects.read(name)
-                body = None if stored is None else stored.body
-            else:
-                with safe_open(path, "numpy") as opened:
-                    body = json.loads(opened.metadata()["body"])
-            if body is None or (header.tenant, header.name) != (self.objects.tenant, name):
+            if stored is None or (header.tenant, header.name) != (self.objects.tenant, name):
                 return None
-            return LibraryEntry(**_fields_of(body, expires))
-        except (StoreCorruptError, StoreVersionError, SafetensorError, OSError, KeyError, ValueError):
+            return LibraryEntry(**_fields_of(stored.body, expires))
+        except (StoreError, OSError):
             return None
 
     def _put_chunk(self, chunk: Chunk | None, ttl: float | int | None) -> None:
@@ -512,16 +490,14 @@ class DynamicLibrary(_Library):
         with self.objects.index.write() as transaction:
             db = transaction.db
             db.execute("DELETE FROM holds WHERE rowid = ?", (hold,))
-            for pid, started in db.execute("SELECT DISTINCT pid, started FROM holds").fetchall():
-                if process_started(pid) != started:
-                    db.execute("DELETE FROM holds WHERE pid = ? AND started = ?", (pid, started))
+            transaction.end_dead_holds()
             rows = db.execute(query, (tenant, prefix, f"{prefix}g")).fetchall()
             dropped = [self._read_entry(name, None) for _, _, name in rows]
             transaction.forget([row[:2] for row in rows])
             if rows and self.objects.remote is not None:
-                columns, seq, now = "tenant, name, seq, operation, at", transaction.next_seq(), time.time()
-                deletions = [(tenant, name, seq, "delete", now) for _, _, name in rows]
-                db.executemany(f"INSERT INTO outbox({columns}) VALUES(?, ?, ?, ?, ?)", deletions)
+                seq = transaction.next_seq()
+                for _, _, name in rows:
+                    transaction.send(tenant, name, seq, "delete")
         if self.objects.sender is not None:
             self.objects.sender.wake()
         self._delete_unused_chunks([entry for entry in dropped if entry is not None])

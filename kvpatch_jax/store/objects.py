@@ -5,8 +5,8 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -17,6 +17,7 @@ from ..errors import (
     StoreCorruptError,
     StoreError,
     StoreIOError,
+    StoreKeyError,
     StoreUnreachableError,
     StoreVersionError,
 )
@@ -29,7 +30,6 @@ from .files import (
     file_bytes,
     object_parts,
     parse_object,
-    read_object,
     sync_folder,
     tenant_key,
     write_file,
@@ -42,6 +42,8 @@ from .queue import Ack, Job, PutQueue, encoded_of
 ATTEMPTS = 16
 """How often a read-modify-write is begun again because others wrote in between."""
 MIN_KEY_BYTES = 32
+QUEUE_BYTES = 256 << 20
+"""Bytes that queued puts may hold at a time."""
 
 
 class Usage(NamedTuple):
@@ -73,11 +75,9 @@ class Objects:
         ttl: float | int | None = None,
         key: bytes | None = None,
         secret: bytes | None = None,
-        queue: Size = 256 << 20,
         remote: Any = None,
     ):
-        limits = {name: size_of(size, f"store: {name}") for name, size in (("memory", memory), ("queue", queue))}
-        bounds = {}
+        memory_bytes, bounds = size_of(memory, "store: memory"), dict[str, int]()
         for name, size in (("budget", budget), ("share", share)):
             if size is not None:
                 bounds[name] = size_of(size, f"store: {name}")
@@ -93,12 +93,12 @@ class Objects:
             if name in bounds:
                 self.index.set_budget(owner, bounds[name])
         self.counters: collections.Counter[str] = collections.Counter()
-        self.memory = memory_of(self.root, limits["memory"])
+        self.memory = memory_of(self.root, memory_bytes)
         self.closed, self.key = False, None if key is None else tenant_key(key, self.tenant)
         # What one key decrypted, a store with another must not return.
         self._space = self.tenant if self.key is None else f"{self.tenant} {xxhash.xxh3_64_hexdigest(self.key)}"
         self._unread = set[str]()  # files that could not be read: whoever asks whether they exist is to put them again
-        self.queue = PutQueue(self.commit, self.index.ticket, limits["queue"])
+        self.queue = PutQueue(self.commit, self.index.ticket, QUEUE_BYTES)
         self.remote, self.sender = remote, None
         if remote is not None:
             from .remote import Sender
@@ -343,16 +343,10 @@ class Objects:
             return None
         return row
 
-    def _verified(self, name: str, file: str) -> Stored:
-        header, stored = read_object(f"{self.root}/data/{file}", self.key)
-        if (header.tenant, header.name) != (self.tenant, name):
-            raise DamagedError("object: got another object than its name says; expected its own")
-        return stored
-
     def _read(self, name: str, file: str) -> Stored | None:
         """Reads and verifies a file; None, counted, if it is gone, damaged or of another format."""
         try:
-            return self._verified(name, file)
+            return _read_named(f"{self.root}/data/{file}", self.tenant, name, self.key)
         except FileNotFoundError:
             return None
         except StoreVersionError:
@@ -374,42 +368,34 @@ class Objects:
         if data is None:
             return None, None
         try:
-            header, stored = parse_object(np.frombuffer(data, np.uint8), self.key)
-            if (header.tenant, header.name) != (self.tenant, name):
-                raise DamagedError("object: got another object than its name says; expected its own")
+            stored = _parse_named(data, self.tenant, name, self.key)
         except (StoreCorruptError, StoreVersionError):
             self.counters["remote_damaged"] += 1
             return None, etag
-        if header.expires is not None and header.expires <= time.time():
+        if stored.expires is not None and stored.expires <= time.time():
             return None, etag
         return stored, etag
 
     def get_remote[T](self, name: str, decode: Callable[[Stored], T]) -> T | None:
         """Reads an object of the remote store alone, and keeps no copy; None if it is not there or does not answer."""
         self.expect_open()
-        if self.remote is None:
-            return None
+        return None if self.remote is None else self._decode_remote(name, decode)[1]
+
+    def _decode_remote[T](self, name: str, decode: Callable[[Stored], T]) -> tuple[Stored | None, T | None]:
+        """Reads and decodes an object of the remote store. Failures are counted, and give (None, None)."""
         try:
             stored, _ = self._read_remote(name)
-            return None if stored is None else decode(stored)
+            return stored, None if stored is None else decode(stored)
         except StoreUnreachableError:
             self.counters["remote_errors"] += 1
         except StoreCorruptError:
             self.counters["remote_damaged"] += 1
-        return None
+        return None, None
 
     def _from_remote[T](self, name: str, decode: Callable[[Stored], T]) -> T | None:
         """Reads an object from the remote store; the disk keeps a copy unless the name was written or deleted since."""
         ticket = self.index.ticket()
-        try:
-            stored, _ = self._read_remote(name)
-            value = None if stored is None else decode(stored)
-        except StoreUnreachableError:
-            self.counters["remote_errors"] += 1
-            stored, value = None, None
-        except StoreCorruptError:
-            self.counters["remote_damaged"] += 1
-            stored, value = None, None
+        stored, value = self._decode_remote(name, decode)
         if stored is None:
             self.counters["misses"] += 1
             return None
@@ -429,22 +415,20 @@ class Objects:
 
         Writes that began before are then without effect, in every process of this machine.
         """
-        self.expect_open()
-        queued = self.queue.drop(f"{chunk}/")
-        deleted = self.index.delete(self.tenant, chunk, outbox=self.remote is not None)
-        self.memory.drop(self._space, f"{chunk}/")
-        if self.sender is not None:
-            self.sender.wake()
-        return deleted or queued
+        return self._delete(chunk, f"{chunk}/")
 
     def delete_tenant(self) -> None:
         """Deletes everything of the tenant, here and in the remote store."""
+        self._delete(None, "")
+
+    def _delete(self, chunk: str | None, prefix: str) -> bool:
         self.expect_open()
-        self.queue.drop("")
-        self.index.delete(self.tenant, None, outbox=self.remote is not None)
-        self.memory.drop(self._space)
+        queued = self.queue.drop(prefix)
+        deleted = self.index.delete(self.tenant, chunk, outbox=self.remote is not None)
+        self.memory.drop(self._space, prefix)
         if self.sender is not None:
             self.sender.wake()
+        return deleted or queued
 
     def damaged(self, delete: bool = False) -> list[str]:
         """Lists the names of objects whose files do not verify, twice; with `delete` they are deleted.
@@ -455,26 +439,12 @@ class Objects:
         """
         self.index.check()
         names = []
-        for name, file in self.index.rows("SELECT name, file FROM objects WHERE tenant = ?", self.tenant):
-            if not self._is_damaged(name, file) or not self._is_damaged(name, file):
-                continue
-            query = "SELECT id, file FROM objects WHERE file = ?"
-            if self.index.row(query, file) is not None:  # neither replaced nor evicted since
+        for _, name, verdict in verify_objects(self.index, self.tenant, self.key, delete):
+            if verdict == "encrypted":
+                raise StoreKeyError("object: got an encrypted one; expected a store with its key, ChunkStore(key=...)")
+            if verdict == "damaged":
                 names.append(name)
-                if delete:
-                    with self.index.write() as transaction:
-                        transaction.forget(transaction.db.execute(query, (file,)).fetchall())
         return names
-
-    def _is_damaged(self, name: str, file: str) -> bool:
-        """Returns whether a file is gone, or does not verify; not if it cannot be read now, or has another format."""
-        try:
-            self._verified(name, file)
-            return False
-        except (StoreCorruptError, FileNotFoundError):
-            return True
-        except (StoreVersionError, OSError):
-            return False
 
     # ----------------------------------------------------------------------------------------------------- the rest
 
@@ -507,14 +477,6 @@ class Objects:
             "outbox_age_seconds": max(0.0, now - oldest),
         }
 
-    def bytes_of(self, name: str) -> np.ndarray | None:
-        """Returns the bytes of an object's file, [bytes], as they are; None if there is none."""
-        row = self._row(name)
-        try:
-            return None if row is None else file_bytes(f"{self.root}/data/{row[1]}")
-        except OSError:
-            return None
-
     def flush(self) -> None:
         """Waits for queued puts, and until the remote store has everything. Raises the first error of either."""
         self.queue.flush()
@@ -539,3 +501,68 @@ def _checked_ttl(ttl: float | int | None) -> float | int | None:
     if ttl is not None and not (is_number and 0 < ttl < 1e12):
         raise InputError(f"store: got ttl {ttl!r:.80}; expected seconds above 0 and below 1e12, or None")
     return ttl
+
+
+def _parse_named(data: np.ndarray, tenant: str, name: str, key: bytes | None) -> Stored:
+    """Verifies the bytes of a file, [bytes], and that it is the object of this name. Raises as `parse_object`."""
+    header, stored = parse_object(data, key)
+    if (header.tenant, header.name) != (tenant, name):
+        raise DamagedError("object: got another object than its name says; expected its own")
+    return stored
+
+
+def _read_named(path: str, tenant: str, name: str, key: bytes | None) -> Stored:
+    return _parse_named(file_bytes(path), tenant, name, key)
+
+
+Verdict = Literal["good", "encrypted", "damaged", "unreadable"]
+PAGE = 1000
+"""Rows of the index that are listed at a time."""
+
+
+def listed_rows(index: Index, tenant: str | None) -> Iterator[tuple]:
+    """Yields (tenant, name, kind, size, used, expires, file) of a tenant's objects, or all, by tenant and name."""
+    where, last = "(tenant, name) > (?, ?)" if tenant is None else "tenant = ? AND name > ?", (tenant or "", "")
+    query = f"""SELECT tenant, name, kind, size, used, expires, file FROM objects
+      WHERE {where} ORDER BY tenant, name LIMIT {PAGE}"""
+    while page := index.rows(query, *last):
+        yield from page
+        last = page[-1][:2]
+
+
+def verify_objects(
+    index: Index, tenant: str | None, key: bytes | None, delete: bool
+) -> Iterator[tuple[str, str, Verdict]]:
+    """Reads the files of a tenant's objects, or of all, and yields (tenant, name, verdict).
+
+    Without a key, an encrypted object of intact bytes is "encrypted". With `delete`, damaged objects are deleted;
+    unreadable ones are not, because another version of the format or another attempt may read them.
+
+    Raises:
+      StoreKeyError: an object is encrypted with another key than the tenant's `key`, or not encrypted.
+    """
+    query = "SELECT id, file FROM objects WHERE file = ?"
+    for owner, name, *_, file in listed_rows(index, tenant):
+        verdict = _verdict(index, owner, name, file, key)
+        if verdict != "good":  # the fault may have been the reader's, or the object was replaced or evicted since
+            verdict = _verdict(index, owner, name, file, key)
+            if index.row(query, file) is None:
+                continue
+        yield owner, name, verdict
+        if verdict == "damaged" and delete:
+            with index.write() as transaction:
+                transaction.forget(transaction.db.execute(query, (file,)).fetchall())
+
+
+def _verdict(index: Index, tenant: str, name: str, file: str, key: bytes | None) -> Verdict:
+    try:
+        _read_named(f"{index.root}/data/{file}", tenant, name, key)
+        return "good"
+    except StoreKeyError:
+        if key is not None:
+            raise
+        return "encrypted"  # its checksums were verified before
+    except (StoreCorruptError, FileNotFoundError):
+        return "damaged"
+    except (StoreVersionError, OSError):
+        return "unreadable"

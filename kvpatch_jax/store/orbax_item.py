@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from ..cache import Chunk, Patch, trusted
 from ..core import AnyArray, PhaseFreeKV
@@ -26,9 +26,10 @@ from ..errors import InputError, KVPatchError, StoreError, StoreFullError, Store
 from . import codec, snapshot
 from .files import Encoded, Stored, sync_folder
 from .index import file_errors
+from .objects import Objects
 from .queue import Job
-from .snapshot import Store, Summary, add_objects, is_selected, objects_of
-from .store import Placement
+from .snapshot import add_objects
+from .store import ChunkStore, Placement, packed_target
 
 type Placements = Placement | Mapping[str, Placement]
 
@@ -49,11 +50,9 @@ class StoreItem:
       contents: chunks, with their encoder outputs, and patches to save.
       placement: where kv [L, T, K, H] are loaded, or a mapping by channels: each device reads its part. By default they
         are on the host.
-      names: what is saved or loaded: names, in the store, of chunks or objects; without a store, ids of chunks.
 
     Attributes:
       contents: after loading without a store, chunks and patches.
-      summary: after saving or loading a store, the numbers of its objects.
 
     Raises:
       InputError: a store together with contents or a placement, or arrays without a store.
@@ -61,41 +60,32 @@ class StoreItem:
 
     def __init__(
         self,
-        store: Store | None = None,
+        store: ChunkStore | None = None,
         *,
         arrays: bool = False,
         contents: Sequence[Chunk | Patch] = (),
         placement: Placements | None = None,
-        names: Collection[str] | None = None,
     ):
         if arrays if store is None else len(contents) or placement is not None or jax.process_count() > 1:
             raise InputError(
                 "StoreItem: got arrays without a store, or a store with contents, a placement or several processes; "
                 "expected a store in one process, or contents to save, or a placement to load"
             )
-        self.store, self.arrays, self.placement, self.names = store, arrays, placement, names
+        self.store, self.arrays, self.placement = store, arrays, placement
         self.contents: Sequence[Chunk | Patch] = contents
-        self.summary: Summary | None = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Starts to save; Orbax calls it, and awaits the result in the background."""
         if self.store is not None and not self.arrays:
-            return self._save_snapshot(self.store, directory)
+            return _save_snapshot(self.store.objects, directory)
         with _typed_errors(directory.path, StoreIOError):
             await directory.await_creation()
             if self.store is None:
                 encoded = [item for value in self.contents for item in _encoded(value)]
                 objects = [Stored(*item) for item in encoded]
             else:
-                objects = await asyncio.to_thread(_stored, self.store, self.names)
-                self.summary = Summary(len(objects), sum(stored.nbytes for stored in objects))
+                objects = await asyncio.to_thread(_stored, self.store.objects)
             return await _save_arrays(directory, objects)
-
-    async def _save_snapshot(self, store: Store, directory: Any) -> None:
-        path = os.fspath(await directory.await_creation())
-        if "://" in path:
-            raise InputError(f"checkpoint: got {path}; expected a path on this machine (arrays may be elsewhere)")
-        self.summary = await asyncio.to_thread(snapshot.save_snapshot, store, path, names=self.names)
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Loads the item; Orbax calls it. All is done before it returns, because Orbax wraps later errors."""
@@ -107,11 +97,11 @@ class StoreItem:
         if self.store is None and is_snapshot:
             raise StoreSnapshotError(f"checkpoint {path}: got a snapshot; expected arrays, or a store to load into")
         if self.store is None:
-            self.contents = _load_contents(path, self.placement, self.names)
+            self.contents = _load_contents(path, self.placement)
         elif is_snapshot:
-            self.summary = snapshot.load_snapshot(path, self.store, names=self.names)
+            snapshot.load_snapshot(path, self.store.objects)
         else:
-            self.summary = _load_into(path, self.store, self.names)
+            _load_into(path, self.store.objects)
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:
@@ -129,6 +119,13 @@ def make_durable(directory: str | os.PathLike[str]) -> None:
 # --------------------------------------------------------------------------------------------------------- saving
 
 
+async def _save_snapshot(objects: Objects, directory: Any) -> None:
+    path = os.fspath(await directory.await_creation())
+    if "://" in path:
+        raise InputError(f"checkpoint: got {path}; expected a path on this machine (arrays may be elsewhere)")
+    await asyncio.to_thread(snapshot.save_snapshot, objects, path)
+
+
 def _encoded(value: Chunk | Patch) -> list[Encoded]:
     """Encodes a chunk, whose kv stay on their devices, with its encoder output, or a patch."""
     if isinstance(value, Patch):
@@ -144,12 +141,11 @@ def _encoded(value: Chunk | Patch) -> list[Encoded]:
     return objects
 
 
-def _stored(store: Store, names: Collection[str] | None) -> list[Stored]:
+def _stored(objects: Objects) -> list[Stored]:
     """Reads objects of a store, after its queued puts; large ones are mapped."""
-    objects = objects_of(store)
     objects.queue.flush()
-    listed = [name for name in objects.beginning("", remote=False) if is_selected(name, names)]
-    return [stored for name in listed if (stored := objects.read(name)) is not None]
+    names = objects.beginning("", remote=False)
+    return [stored for name in names if (stored := objects.read(name)) is not None]
 
 
 def _empty(dtype: Any, shape: Sequence[int]) -> np.ndarray:
@@ -263,38 +259,34 @@ def _templates(about: Mapping[str, Any], placement: Placements | None) -> dict[s
         if placement is None or about["kind"] != "chunk" or channel in ("local", "hidden"):
             continue
         target = placement[channel] if isinstance(placement, Mapping) else placement
-        if packed and isinstance(target, NamedSharding):
-            target = NamedSharding(target.mesh, PartitionSpec(*target.spec[:1]))
+        target = packed_target(target) if packed else target
         sharding = target if isinstance(target, Sharding) else SingleDeviceSharding(target)
         leaves[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
     return leaves
 
 
-def _load_into(path: str, store: Store, names: Collection[str] | None) -> Summary:
-    """Adds the selected objects to a store, under its names; all are in memory at once."""
-    objects = objects_of(store)
+def _load_into(path: str, objects: Objects) -> None:
+    """Adds objects that have not expired to a store, under its names; all are in memory at once."""
     selected = dict[str, Mapping[str, Any]]()
     for about in _read_descriptions(path):
         name = codec.name_of(objects.names, Encoded(about["kind"], about["body"], _templates(about, None)))
-        is_live = about["expires"] is None or about["expires"] > time.time()
-        if is_live and is_selected(name, names):
+        if about["expires"] is None or about["expires"] > time.time():
             selected[name] = about
     jobs, ticket = [], objects.index.ticket()
     for name, stored in zip(selected, _load_objects(path, list(selected.values())), strict=True):
         read = functools.partial(Encoded, stored.kind, stored.body, stored.arrays)
         jobs.append(Job(name, read, stored.nbytes, stored.expires, ticket))
-    return add_objects(objects, jobs)
+    add_objects(objects, jobs)
 
 
-def _load_contents(path: str, placement: Placements | None, ids: Collection[str] | None) -> list[Chunk | Patch]:
+def _load_contents(path: str, placement: Placements | None) -> list[Chunk | Patch]:
     """Loads chunks, with their encoder outputs, and patches, except those in a basis, which only a store can find."""
     chunks, patches = list[Chunk](), list[Chunk | Patch]()
     encoders: dict[tuple[str, str], np.ndarray] = {}
     selected = []
     for about in _read_descriptions(path):
-        body = about["body"]["metadata"] if about["kind"] == "patch" else about["body"]
-        is_whole = about["kind"] in ("chunk", "encoder") or (about["kind"] == "patch" and body["basis"] is None)
-        if is_whole and (ids is None or body.get("chunk", body.get("id")) in ids):
+        is_patch = about["kind"] == "patch" and about["body"]["metadata"]["basis"] is None
+        if is_patch or about["kind"] in ("chunk", "encoder"):
             selected.append(about)
     for stored in _load_objects(path, selected, placement):
         if stored.kind == "chunk":

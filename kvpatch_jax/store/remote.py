@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import datetime
-import fcntl
 import functools
 import itertools
 import json
@@ -14,7 +13,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..errors import InputError, StoreError, StoreIOError, StoreUnreachableError
 from ..utils.background import JobQueue
 from ..utils.optional_packages import require
 from . import forks
-from .files import aligned, file_bytes
+from .files import aligned, file_bytes, locked
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file", "memory", "valkey", "valkeys")
 FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0
@@ -74,17 +73,6 @@ def open_remote(url: Any, *, timeout: float | int = 10.0) -> "Remote":
         raise InputError(f"remote store: got {url[:80]!r} ({str(error)[:200]}); expected a valid URL") from error
 
 
-@contextlib.contextmanager
-def _locked(path: str, flags: int = 0) -> Iterator[None]:
-    """Locks a file against other threads, processes and, where the file system passes locks on, machines."""
-    with open(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600), "rb+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock if a process was forked meanwhile
-
-
 class ObstoreClient:
     """Calls of an object store. An etag is what `obstore.put(mode=)` takes.
 
@@ -101,7 +89,7 @@ class ObstoreClient:
         self._options = {"use_multipart": False} if kind == "HTTPStore" else {}
         self._is_folder, self._writing = kind == "LocalStore", contextlib.nullcontext
         if self._is_folder:
-            self._writing = functools.partial(_locked, f"{store.prefix or ''}/.lock", os.O_CREAT)
+            self._writing = functools.partial(locked, f"{store.prefix or ''}/.lock")
 
     def get(self, name: str) -> tuple[Any, Any]:
         """Reads an object's bytes and its etag; (None, None) if there is none."""
@@ -343,7 +331,7 @@ class Sender:
         self._objects, self._remote = objects, remote
         path = f"{objects.root}/{objects.tenant}.outbox"
         os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))  # not while a root is removed
-        self.alone = functools.partial(_locked, path)
+        self.alone = functools.partial(locked, path, 0)
         self.forked()
         forks.register(self)
         if self._next_rows(0):  # an earlier process has left them

@@ -20,32 +20,21 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
 from ..errors import InputError, StoreCorruptError, StoreFullError, StoreKeyError, StoreSnapshotError, StoreVersionError
 from .codec import name_of
-from .files import Encoded, Header, Stored, read_header, read_object, sync_folder, tenant_key
-from .index import Index, file_errors
+from .files import Encoded, Header, Stored, read_header, read_object, sync_folder, tenant_key, write_synced
+from .index import COLUMNS, INSERT, Index, file_errors, kind_of
 from .objects import Objects
 from .queue import Job
 
-
-@runtime_checkable
-class _Owner(Protocol):
-    """A `ChunkStore`, which stands above this module."""
-
-    objects: Objects
-
-
-type Store = _Owner | Objects
 type Path = str | os.PathLike[str]
 
 MANIFEST, LIST = "snapshot.json", "index.sqlite"
 _VERSION, _GROUP, _GROUP_BYTES = 1, 64, 64 << 20
-_COLUMNS = "tenant, name, kind, rank, file, size, seq, expires, used"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +55,7 @@ class Summary:
 # --------------------------------------------------------------------------------------------------------- saving
 
 
-def save_snapshot(source: Store | Path, directory: Path, *, names: Collection[str] | None = None) -> Summary:
+def save_snapshot(source: Objects | Path, directory: Path) -> Summary:
     """Saves a snapshot of a tenant, after its queued puts, or of a whole root. Both may be in use.
 
     All objects are of one instant, but those replaced since are saved as they are now, and those deleted or evicted
@@ -74,9 +63,8 @@ def save_snapshot(source: Store | Path, directory: Path, *, names: Collection[st
     damages store and snapshot alike.
 
     Args:
-      source: a tenant's store, or the directory of a root.
+      source: a tenant's objects, or the directory of a root.
       directory: new or empty. Without its manifest, which is written last, it is no snapshot.
-      names: names of the chunks or objects to save; None: all.
 
     Raises:
       InputError: the directory is not empty. StoreFullError, StoreReadOnlyError, StoreIOError: it cannot be written.
@@ -84,12 +72,11 @@ def save_snapshot(source: Store | Path, directory: Path, *, names: Collection[st
     directory = os.path.abspath(directory)
     _expect_new(directory)
     with contextlib.ExitStack() as stack:
-        if isinstance(source, str | os.PathLike):
-            index, tenant = stack.enter_context(contextlib.closing(Index(str(source), create=False))), None
+        if isinstance(source, Objects):
+            source.queue.flush()
+            index, tenant = source.index, source.tenant
         else:
-            objects = objects_of(source)
-            objects.queue.flush()
-            index, tenant = objects.index, objects.tenant
+            index, tenant = stack.enter_context(contextlib.closing(Index(str(source), create=False))), None
         stack.enter_context(file_errors(f"snapshot {directory}"))
         stack.push(functools.partial(_discard, directory))
 
@@ -100,7 +87,7 @@ def save_snapshot(source: Store | Path, directory: Path, *, names: Collection[st
         with contextlib.closing(sqlite3.connect(f"{directory}/{LIST}", isolation_level=None)) as listed:
             listed.execute("PRAGMA journal_mode=OFF")
             listed.execute("BEGIN")
-            total = _select(listed, tenant, names)
+            total = _select(listed, tenant)
             _link_files(index, listed, directory)
             listed.execute("COMMIT")
             listed.execute("VACUUM")  # otherwise the deleted rows' bytes would stay
@@ -111,17 +98,9 @@ def save_snapshot(source: Store | Path, directory: Path, *, names: Collection[st
         # The manifest comes last, when all else is durable.
         sync_tree(directory)
         manifest = {"version": _VERSION, "scope": tenant or "root", "sum": _file_sum(f"{directory}/{LIST}")}
-        with open(f"{directory}/{MANIFEST}", "x", encoding="utf-8") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(f"{directory}/{MANIFEST}", json.dumps(manifest).encode())
         sync_folder(directory)
     return Summary(count, nbytes, total - count)
-
-
-def objects_of(store: Store) -> Objects:
-    """Returns the objects of an open store."""
-    return store if isinstance(store, Objects) else store.objects
 
 
 def _discard(directory: str, kind: type[BaseException] | None, *_: object) -> None:
@@ -135,8 +114,8 @@ def _expect_new(directory: str) -> None:
         raise InputError(f"snapshot: got {directory}, which exists; expected a new or an empty directory")
 
 
-def _select(listed: sqlite3.Connection, tenant: str | None, names: Collection[str] | None) -> int:
-    """Deletes what is not to be saved from the copy of an index. Returns the number of objects that are."""
+def _select(listed: sqlite3.Connection, tenant: str | None) -> int:
+    """Deletes the rows that are not saved from the copy of an index. Returns the number of objects, expired too."""
     for table in ("leases", "holds"):
         listed.execute(f"DELETE FROM {table}")
     if tenant is not None:
@@ -144,10 +123,6 @@ def _select(listed: sqlite3.Connection, tenant: str | None, names: Collection[st
             listed.execute(f"DELETE FROM {table}")
         for table in ("objects", "usage"):
             listed.execute(f"DELETE FROM {table} WHERE tenant != ?", (tenant,))
-    if names is not None:
-        rows = listed.execute("SELECT id, name FROM objects").fetchall()
-        others = [(id,) for id, name in rows if not is_selected(name, names)]
-        listed.executemany("DELETE FROM objects WHERE id = ?", others)
     (total,) = listed.execute("SELECT COUNT(*) FROM objects").fetchone()
     listed.execute("DELETE FROM objects WHERE expires <= ?", (time.time(),))
     return total
@@ -164,10 +139,10 @@ def _link_files(index: Index, listed: sqlite3.Connection, directory: str) -> Non
                 _link(f"{index.root}/data/{file}", f"{directory}/data/{file}")
             except FileNotFoundError:
                 listed.execute("DELETE FROM objects WHERE file = ?", (file,))
-                query = f"SELECT {_COLUMNS} FROM objects WHERE tenant = ? AND name = ?"
+                query = f"SELECT {COLUMNS} FROM objects WHERE tenant = ? AND name = ?"
                 row = index.row(query, tenant, name)
                 if row is not None and row[4] != file:  # otherwise the file is lost, and the object a miss
-                    listed.execute(f"INSERT INTO objects({_COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+                    listed.execute(INSERT, row)
                     replaced.append((tenant, name, row[4]))
         pending = replaced
 
@@ -199,14 +174,7 @@ def _file_sum(path: str) -> str:
 # ------------------------------------------------------------------------------------------------------ restoring
 
 
-def load_snapshot(
-    directory: Path,
-    target: Store | Path,
-    *,
-    names: Collection[str] | None = None,
-    key: bytes | None = None,
-    skip_damaged: bool = False,
-) -> Summary:
+def load_snapshot(directory: Path, target: Objects | Path, *, key: bytes | None = None) -> Summary:
     """Restores a snapshot after every byte of it was verified: into a tenant's store, or a root's into a new root.
 
     Objects that the store has stay, unless they are damaged; so does a library's entry that it has, with all versions.
@@ -214,12 +182,10 @@ def load_snapshot(
 
     Args:
       directory: of `save_snapshot`.
-      target: a tenant's store, for a tenant's snapshot or a root's of the same secret; or the directory of a new root,
-        for a root's snapshot.
-      names: names, in the store, of the chunks or objects to restore; None: all.
+      target: a tenant's objects, for a tenant's snapshot or a root's of the same secret; or the directory of a new
+        root, for a root's snapshot.
       key: key under which a store of another secret encrypted the objects; those of the same secret open with the
         store's own.
-      skip_damaged: leaves out damaged objects instead of refusing the snapshot.
 
     Raises:
       StoreSnapshotError: it is unfinished or damaged (`bad` lists the objects), or not for this target.
@@ -227,18 +193,17 @@ def load_snapshot(
     """
     directory = os.path.abspath(directory)
     scope, rows = _listed(directory)
-    if isinstance(target, str | os.PathLike):
-        if scope != "root" or names is not None or key is not None:
+    if not isinstance(target, Objects):
+        if scope != "root" or key is not None:
             raise InputError(
-                f"snapshot {directory}: got a directory for a tenant's snapshot, or with names or a key; expected a "
-                "tenant's store to load into"
+                f"snapshot {directory}: got a directory for a tenant's snapshot, or with a key; expected a tenant's "
+                "store to load into"
             )
         with file_errors(f"snapshot {directory}"):
-            return _restore_root(directory, rows, os.path.abspath(str(target)), skip_damaged)
+            return _restore_root(directory, rows, os.path.abspath(str(target)))
 
     # Verify all of the tenant's objects, and select those that have not expired.
-    objects = objects_of(target)
-    tenant = objects.tenant if scope == "root" else scope
+    tenant = target.tenant if scope == "root" else scope
     rows = [row for row in rows if row[0] == tenant]
     if scope == "root" and not rows:
         raise StoreSnapshotError(
@@ -247,20 +212,20 @@ def load_snapshot(
         )
     if key is not None:
         key = tenant_key(key, tenant)
-    elif tenant == objects.tenant:
-        key = objects.key
-    jobs, expired, ticket = list[Job](), 0, objects.index.ticket()
-    for path, header, stored, opener in _verified(directory, rows, key, skip_damaged):
+    elif tenant == target.tenant:
+        key = target.key
+    jobs, expired, ticket = list[Job](), 0, target.index.ticket()
+    for path, header, stored, opener in _verified(directory, rows, key):
         if stored is None:
             raise StoreKeyError(f"snapshot {directory}: got encrypted objects; expected their key")
-        name = header.name if tenant == objects.tenant else name_of(objects.names, stored)
+        name = header.name if tenant == target.tenant else name_of(target.names, stored)
         if header.expires is not None and header.expires <= time.time():
             expired += 1
-        elif is_selected(name, names):
+        else:
             read = functools.partial(_read_again, path, opener)
             jobs.append(Job(name, read, stored.nbytes, header.expires, ticket))
     with file_errors(f"snapshot {directory}"):
-        summary = add_objects(objects, jobs)
+        summary = add_objects(target, jobs)
     return dataclasses.replace(summary, skipped=summary.skipped + expired)
 
 
@@ -282,7 +247,7 @@ def _listed(directory: str) -> tuple[str, list[tuple]]:
 
 
 def _verified(
-    directory: str, rows: Sequence[tuple], key: bytes | None, skip_damaged: bool
+    directory: str, rows: Sequence[tuple], key: bytes | None
 ) -> Iterator[tuple[str, Header, Stored | None, bytes | None]]:
     """Verifies the files of rows (tenant, name, file, size): yields path, header, object, and the key that it took.
 
@@ -292,10 +257,10 @@ def _verified(
     for tenant, name, file, size in rows:
         path = f"{directory}/data/{file}"
         try:
-            header, kind, nbytes = read_header(path)
-            if (header.tenant, header.name, nbytes) != (tenant, name, size):
-                raise StoreCorruptError(f"got another object, of {nbytes} bytes; expected {size} bytes")
-            opener, stored = key if kind == "sealed" else None, None
+            header, stored = read_header(path)
+            if (header.tenant, header.name, stored.nbytes) != (tenant, name, size):
+                raise StoreCorruptError(f"got another object, of {stored.nbytes} bytes; expected {size} bytes")
+            opener, stored = key if stored.kind == "sealed" else None, None
             try:
                 _, stored = read_object(path, opener)
             except StoreKeyError:  # its checksums were verified before
@@ -304,10 +269,10 @@ def _verified(
             yield path, header, stored, opener
         except (StoreCorruptError, StoreVersionError, OSError) as error:
             bad.append(f"{name}: {error}")
-    if bad and not skip_damaged:
+    if bad:
         raise StoreSnapshotError(
             f"snapshot {directory}: got {len(bad)} of {len(rows)} objects that do not verify, the first is "
-            f"{bad[0][:300]}; expected all to (skip_damaged takes the others)",
+            f"{bad[0][:300]}; expected all to",
             tuple(bad),
         )
 
@@ -316,11 +281,6 @@ def _read_again(path: str, key: bytes | None) -> Encoded:
     """Reads an object when it is written, so that not all are in memory at once."""
     _, stored = read_object(path, key)
     return Encoded(stored.kind, stored.body, stored.arrays)
-
-
-def is_selected(name: str, names: Collection[str] | None) -> bool:
-    """Returns whether names have an object, or its chunk; None has all."""
-    return names is None or name in names or name.partition("/")[0] in names
 
 
 def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
@@ -332,7 +292,7 @@ def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
       StoreFullError: they exceed a budget. StoreError: as `Objects.put`, or reading them failed. Nothing was added.
     """
     index, absent = objects.index, [job for job in jobs if not _is_present(objects, job.name)]
-    need = sum(job.nbytes for job in absent if not _is_entry(job.name))
+    need = sum(job.nbytes for job in absent if kind_of(job.name) != "entry")
     for (budget,) in index.rows("SELECT bytes FROM budgets WHERE tenant IN ('', ?)", objects.tenant):
         if need > budget:
             raise StoreFullError(f"store: got {need} bytes to restore; expected at most the budget of {budget}")
@@ -361,26 +321,19 @@ def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
 def _is_present(objects: Objects, name: str) -> bool:
     """Returns whether a store has an object intact, or any version of an entry."""
     names = [name]
-    if _is_entry(name):
+    if kind_of(name) == "entry":
         names = objects.beginning(name.partition("/")[0] + "/", remote=False)
     return any(objects.read(other) is not None for other in names)
 
 
-def _is_entry(name: str) -> bool:
-    return name.endswith("/e") or "/e." in name
-
-
 def _order(job: Job) -> tuple[bool, str]:
-    return not _is_entry(job.name), job.name
+    return kind_of(job.name) != "entry", job.name
 
 
-def _restore_root(directory: str, rows: Sequence[tuple], root: str, skip_damaged: bool) -> Summary:
-    """Copies a root's snapshot beside the new root, then renames it, so that all of the root is there, or nothing.
-
-    Damaged objects are copied too: for a store they are misses.
-    """
+def _restore_root(directory: str, rows: Sequence[tuple], root: str) -> Summary:
+    """Copies a root's snapshot beside the new root, then renames it, so that all of the root is there, or nothing."""
     _expect_new(root)
-    for _ in _verified(directory, rows, None, skip_damaged):
+    for _ in _verified(directory, rows, None):
         pass
     unfinished = f"{root}.unfinished-{secrets.token_hex(4)}"
     try:

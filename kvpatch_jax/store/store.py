@@ -29,6 +29,7 @@ from .names import Encoding, PatchKey
 from .objects import Objects, Usage
 from .patches import basis_writes, extended_bases, find_basis, find_patches
 from .queue import Ack
+from .snapshot import Summary, load_snapshot, save_snapshot
 
 if TYPE_CHECKING:
     from .remote import Lease, Remote
@@ -74,7 +75,6 @@ class ChunkStore:
         Machines that share a remote store need the same.
       remote: URL of a store that machines share, such as "s3://bucket/prefix", or what `open_remote` returns. Puts and
         deletions are sent to it in the background; what the disk lacks is read from it.
-      queue: bytes that asynchronous puts may hold at a time.
 
     Raises:
       StoreError: the root cannot be created, or is no store of this format.
@@ -93,14 +93,13 @@ class ChunkStore:
         key: bytes | None = None,
         secret: bytes | None = None,
         remote: "str | Remote | None" = None,
-        queue: Size = "256 MiB",
     ):
         expect_kind(root, str | os.PathLike, "store: root", "a directory's name", InputError)
         if isinstance(remote, str):
             from .remote import open_remote
 
             remote = open_remote(remote)
-        limits: dict[str, Any] = {"budget": budget, "share": share, "memory": memory, "queue": queue}
+        limits: dict[str, Any] = {"budget": budget, "share": share, "memory": memory}
         self.objects = Objects(root, tenant, **limits, ttl=ttl, key=key, secret=secret, remote=remote)
         self.names = self.objects.names
 
@@ -378,19 +377,19 @@ class ChunkStore:
         self.objects.expect_open()
         return self.objects.index.collect()
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str]) -> Summary:
         """Saves this tenant's objects, queued ones too, as a snapshot; see `snapshot.save_snapshot`."""
-        from .snapshot import save_snapshot
-
         expect_kind(directory, str | os.PathLike, "store.save: directory", "a directory's name", InputError)
-        save_snapshot(self.objects, directory)
+        return save_snapshot(self.objects, directory)
 
-    def restore(self, directory: str | os.PathLike[str]) -> None:
-        """Adds the objects of a snapshot that are not stored, after all were verified; see `snapshot.load_snapshot`."""
-        from .snapshot import load_snapshot
+    def restore(self, directory: str | os.PathLike[str], *, key: bytes | None = None) -> Summary:
+        """Adds the objects of a snapshot that are not stored, after all were verified; see `snapshot.load_snapshot`.
 
+        Args:
+          key: the key of encrypted objects that were saved from a root of another secret.
+        """
         expect_kind(directory, str | os.PathLike, "store.restore: directory", "a directory's name", InputError)
-        load_snapshot(directory, self.objects)
+        return load_snapshot(directory, self.objects, key=key)
 
     def flush(self) -> None:
         """Waits for asynchronous puts, and until the remote store has everything.
@@ -436,12 +435,16 @@ def placed(chunk: Chunk, placement: Placement | Mapping[str, Placement]) -> Chun
 def _placed(value: Any, target: Placement) -> Any:
     if is_packed(value):
         leaves: PackedArray = value
-        if isinstance(target, NamedSharding):
-            target = NamedSharding(target.mesh, PartitionSpec(*target.spec[:1]))
-        return jax.tree.map(functools.partial(_placed, target=target), leaves)
+        return jax.tree.map(functools.partial(_placed, target=packed_target(target)), leaves)
     if isinstance(target, Sharding):
         return jax.make_array_from_callback(value.shape, target, lambda index: value[index])
     return jax.device_put(value, target)
+
+
+def packed_target(target: Placement) -> Placement:
+    """Returns where the leaves of packed KV go: they are partitioned by layers alone."""
+    is_named = isinstance(target, NamedSharding)
+    return NamedSharding(target.mesh, PartitionSpec(*target.spec[:1])) if is_named else target
 
 
 def _joined(acks: Sequence[Ack]) -> Ack:

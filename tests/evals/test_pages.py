@@ -40,7 +40,6 @@ FIRST = {DOCS / "start.md": (DOCS / "example.py").read_text("utf-8")}
 HOLDS = {
     "extending": "page_error < 1e-5 and chain['blind'] < chain['deep_half.share=0.5']",
     "hybrids": "np.allclose(whole['state'], again['state'], atol=1e-5)",
-    "remotes": "found.id == chunk.id",
     "repairs": "repaired.flops > 0",
     "serving": "kv['k'].shape[1] == len(slots)",
     "traces": "[event.op for event in trace.events] == ['add']",

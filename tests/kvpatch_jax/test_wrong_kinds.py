@@ -70,7 +70,6 @@ def test_stores_refuse_what_they_are_not_made_with():
     options = dict.fromkeys(("budget", "share", "ttl", "secret", "key", "remote")) | {
         "tenant": "a",
         "memory": 0,
-        "queue": 9,
     }
     made = iter(range(10**6))
     assert not raw_errors(lambda **given: ChunkStore(f"store {next(made)}", **given), options)

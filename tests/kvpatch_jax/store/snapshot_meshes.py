@@ -42,12 +42,9 @@ def main(path: str) -> None:
         assert patch.metadata.chunk == "C"
         assert all(value.sharding == target for value in first.kv.values())
 
-    part = StoreItem(placement=jax.devices()[5], names=["C"])
-    ocp.load_checkpointables(path, {"chunks": part})
-    loaded = part.contents
-    assert [type(value).__name__ for value in loaded] == ["Chunk", "Patch"]
-    assert same_chunk(loaded[0], other)
-    assert loaded[0].kv["k"].devices() == {jax.devices()[5]}
+    item = StoreItem(placement=jax.devices()[5])
+    ocp.load_checkpointables(path, {"chunks": item})
+    assert all(chunk.kv["k"].devices() == {jax.devices()[5]} for chunk in item.contents[:2])
     print("resharded", len(jax.devices()))
 
 

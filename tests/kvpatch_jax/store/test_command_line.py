@@ -1,6 +1,8 @@
 """`python -m kvpatch_jax.store`: lists, counts, verifies and moves what is in a root, and says what is wrong."""
 
+import contextlib
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +50,7 @@ def first_file(root: Path, tenant: str, key: bytes | None = None) -> Path:
 
 
 def test_ls_lists_everything_or_a_tenants_objects(root: Path, call, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvpatch_jax.store.__main__.PAGE", 2)
+    monkeypatch.setattr("kvpatch_jax.store.objects.PAGE", 2)
     status, rows = call("ls")
     assert status == 0
     assert len(rows) == len({(row["tenant"], row["name"]) for row in rows}) == 5
@@ -83,6 +85,20 @@ def test_verify_reports_damage_by_its_exit_status_and_deletes_it_if_asked(root: 
     assert not any(path.exists() for path in paths)
     assert call("verify")[0] == 0
     assert call("stat")[1][0]["objects"] == 3
+
+
+def test_verify_reports_a_damaged_index_which_is_then_made_again(root: Path, call):
+    path = root / "index.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'by_file'").fetchone()
+    content = bytearray(path.read_bytes())
+    content[page * size - 20] ^= 1  # no command but `verify` reads this entry
+    path.write_bytes(content)
+    status, (report,) = call("verify")
+    assert (status, report["names"]) == (1, ["index.sqlite"])
+    status, (report,) = call("verify")
+    assert (status, report["good"], report["encrypted"]) == (0, 3, 2)
 
 
 def test_collect_deletes_what_has_expired(root: Path, call):

@@ -177,7 +177,7 @@ def test_verify_deletes_what_is_damaged_and_nothing_else(folder, monkeypatch):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvpatch_jax.store.objects.read_object", fail)
+        patch.setattr("kvpatch_jax.store.objects.file_bytes", fail)
         assert store.damaged(delete=True) == []  # nobody knows
         assert store.get(name_of(6), content_of) is None
     assert store.usage().count == OBJECTS

@@ -156,6 +156,7 @@ class Refusing:
 def test_a_root_that_cannot_be_made_is_made_later(folder, monkeypatch, code, error, call):
     with monkeypatch.context() as patch:
         patch.setattr(index, "os", Refusing(code, call))
+        patch.setattr("kvpatch_jax.store.files.os", Refusing(code, call))
         with pytest.raises(error):
             Objects(folder / "root")
     with contextlib.closing(Objects(folder / "root")) as store:
@@ -506,8 +507,9 @@ def test_memory_keeps_to_its_limit_and_is_one_for_a_process(folder):
     two.close()
 
 
-def test_the_queue_waits_while_it_is_full(folder):
-    store = Objects(folder / "root", queue=1000)
+def test_the_queue_waits_while_it_is_full(folder, monkeypatch):
+    monkeypatch.setattr("kvpatch_jax.store.objects.QUEUE_BYTES", 1000)
+    store = Objects(folder / "root")
     gate, encoding = threading.Event(), threading.Event()
 
     def make() -> Encoded:

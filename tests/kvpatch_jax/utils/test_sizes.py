@@ -56,7 +56,7 @@ def test_a_number_of_bytes_is_itself_written_or_not(size: int):
 
 
 def test_every_budget_takes_a_written_size(tmp_path: Path):
-    with ChunkStore(tmp_path / "store", budget="10GB", share="5 GiB", memory="1 GiB", queue="64 MiB") as store:
+    with ChunkStore(tmp_path / "store", budget="10GB", share="5 GiB", memory="1 GiB") as store:
         assert StaticLibrary(store, quota="1 MB").quota == 10**6
         budgets = store.objects.index.rows("SELECT bytes FROM budgets ORDER BY bytes")
         assert budgets == [(5 << 30,), (10**10,)]
@@ -65,7 +65,7 @@ def test_every_budget_takes_a_written_size(tmp_path: Path):
 @pytest.mark.parametrize("given", [value for value in NONE if value is not None][:4])
 def test_a_budget_that_is_none_is_refused_when_it_is_given(given, tmp_path: Path, unchecked: None):
     """Not at the first put; and no directory is made."""
-    for word in ("budget", "share", "memory", "queue"):
+    for word in ("budget", "share", "memory"):
         with pytest.raises(InputError, match=rf"store: {word}: got .*expected bytes"):
             ChunkStore(tmp_path / "store", **{word: given})
     assert not (tmp_path / "store").exists()
