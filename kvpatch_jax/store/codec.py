@@ -35,7 +35,6 @@ from ..core import (
 )
 from ..core.encoding import BITS, plane_widths
 from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
-from ..patching import Basis
 from .files import DTYPES, Encoded, Stored
 from .names import Encoding, Names, encoding_word
 
@@ -376,7 +375,7 @@ def _factors_of(name: str, parts: dict[str, Any], metadata: PatchMetadata) -> An
     return parts["u"], np.broadcast_to(np.float32(np.nan), form)
 
 
-# ----------------------------------------------------------------------------------------- encoder outputs, bases
+# ----------------------------------------------------------------------------------------- encoder outputs
 
 
 def encode_encoder(id: str, backbone: str, output: AnyArray) -> Encoded:
@@ -389,20 +388,6 @@ def decode_encoder(stored: Stored) -> np.ndarray:
     with decoding("encoder output"):
         _expect_known([*stored.body, *stored.arrays], ("id", "backbone", "output"))
         return stored.arrays["output"]
-
-
-def basis_id(digest: str, channel: str) -> str:
-    """Returns the id under which a channel's directions of a basis are stored, as an encoder output."""
-    return f"basis {digest} {channel}"
-
-
-def encode_basis(basis: Basis) -> list[tuple[str, Encoded]]:
-    """Encodes a basis: an id and an object for each channel."""
-    objects = []
-    for name, directions in basis.directions.items():
-        id = basis_id(basis.digest, name)
-        objects.append((id, encode_encoder(id, basis.backbone, np.asarray(directions))))
-    return objects
 
 
 def name_of(names: Names, stored: Stored | Encoded) -> str:

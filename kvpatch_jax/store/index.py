@@ -127,6 +127,10 @@ class Transaction:
         self.db.executemany("DELETE FROM objects WHERE id = ?", [(id,) for id, _ in rows])
         self.forgotten += [file for _, file in rows]
 
+    def forget_file(self, file: str) -> None:
+        """Deletes the object of a file, if there is one."""
+        self.forget(self.db.execute("SELECT id, file FROM objects WHERE file = ?", (file,)).fetchall())
+
     def send(self, tenant: str, name: str, seq: int, operation: str) -> None:
         """Adds a "put" or "delete" of a name to the outbox, in place of those that wait there."""
         self.db.execute("DELETE FROM outbox WHERE tenant = ? AND name = ?", (tenant, name))

@@ -260,10 +260,8 @@ class _Library:
 
     def _read_entry(self, name: str, expires: float | None) -> LibraryEntry | None:
         """Reads an entry without its content; None if it is gone or damaged."""
-        query = "SELECT file FROM objects WHERE tenant = ? AND name = ?"
-        (file,) = self.objects.index.row(query, self.objects.tenant, name) or ("",)
         try:
-            header, stored = read_header(f"{self.objects.root}/data/{file}")
+            header, stored = read_header(f"{self.objects.root}/data/{self.objects.file_of(name)}")
             if stored.kind == "sealed":
                 stored = self.objects.read(name)
             if stored is None or (header.tenant, header.name) != (self.objects.tenant, name):

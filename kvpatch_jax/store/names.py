@@ -134,8 +134,7 @@ class Names:
             raise InputError(f"store: got a secret of {size}; expected 16 bytes or more")
         self._key = bytes.fromhex(digest_of([b"tenant", encoded(tenant)], hashlib.blake2b(secret).digest()))
         self.tenant = self._digest(12, "tenant")
-        self._chunks = functools.lru_cache(1024)(self._chunk)
-        self._canonicals = functools.lru_cache(1024)(self._canonical)
+        self._chunks = functools.lru_cache(1024)(functools.partial(self._digest, 16, "chunk"))
 
     def __repr__(self) -> str:
         return f"Names({self.tenant})"
@@ -144,35 +143,22 @@ class Names:
         return digest_of([encoded(field) for field in fields], self._key, size)
 
     def chunk(self, backbone: str, id: str) -> str:
-        """Names a chunk, 32 hexadecimal digits: the first part of the names of all of its objects. The last are kept.
+        """Names a chunk, 32 hexadecimal digits: the first part of the names of all of its objects.
 
         Raises:
           InputError: an argument of another type.
         """
-        try:
-            return self._chunks(backbone, id)
-        except TypeError:  # not hashable, so of another type, which this names
-            return self._chunk(backbone, id)
-
-    def _chunk(self, backbone: str, id: str) -> str:
-        if not isinstance(backbone, str) or not backbone:
-            fingerprint_of(backbone, "store")  # raises what is wrong
+        fingerprint_of(backbone, "store")
         if not isinstance(id, str):
             raise InputError(f"store: got an id of type {type(id).__name__}; expected a str, such as `chunk.id`")
-        return self._digest(16, "chunk", backbone, id)
+        return self._chunks(backbone, id)
 
     def canonical(self, backbone: str, id: str, encoding: Encoding | None = None, lead: str | None = None) -> str:
-        """Names a canonical. Each encoding, and each lead, has an object of its own. The last names are kept.
+        """Names a canonical. Each encoding, and each lead, has an object of its own.
 
         Raises:
           InputError: the encoding is unknown, or another argument of a wrong type.
         """
-        try:
-            return self._canonicals(backbone, id, encoding, lead)
-        except TypeError:
-            return self._canonical(backbone, id, encoding, lead)
-
-    def _canonical(self, backbone: str, id: str, encoding: Encoding | None, lead: str | None) -> str:
         if lead is not None and not isinstance(lead, str):
             raise InputError(f"store: got a lead of type {type(lead).__name__}; expected `Chunk.lead`, a str, or None")
         behind = "" if lead is None else f".b{self._digest(8, 'lead', lead)}"

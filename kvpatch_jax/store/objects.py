@@ -53,6 +53,16 @@ class Usage(NamedTuple):
     count: int
 
 
+class _Write(NamedTuple):
+    """The parts of a file that is to be written under a name; `ticket` as in `NewFile`."""
+
+    name: str
+    kind: str
+    parts: list[memoryview]
+    expires: float | int | None
+    ticket: int | None
+
+
 class Objects:
     """Objects of one tenant in a root that any number of threads and processes share.
 
@@ -129,12 +139,9 @@ class Objects:
           StoreFullError, StoreReadOnlyError, StoreIOError: nothing was written. DtypeError: a leaf's dtype.
         """
         self.expect_open()
-        seq = self.index.ticket()
-        files = []
-        for name, encoded in writes:
-            parts = object_parts(encoded, Header(self.tenant, name, seq, expires), self.key)
-            files.append((name, encoded.kind, parts, expires, None))
-        return [seq > 0 for seq in self._write(files, expected, outbox=self.remote is not None)]
+        ticket = self.index.ticket()
+        prepared = [self._prepared(name, encoded, expires, ticket, now=True) for name, encoded in writes]
+        return [seq > 0 for seq in self._write(prepared, expected, outbox=self.remote is not None)]
 
     def put_async(
         self, name: str, make: Callable[[], Encoded], nbytes: int, *, expires: float | int | None = None
@@ -145,20 +152,17 @@ class Objects:
 
     def commit(self, jobs: Sequence[Job]) -> list[int]:
         """Writes queued puts, each in the order in which it was queued."""
-        writes = []
-        for job in jobs:
-            assert job.encoded is not None
-            header = Header(self.tenant, job.name, job.ticket, job.expires)
-            parts = object_parts(job.encoded, header, self.key)
-            writes.append((job.name, job.encoded.kind, parts, job.expires, job.ticket))
+        writes = [self._prepared(job.name, encoded_of(job), job.expires, job.ticket) for job in jobs]
         return self._write(writes, None, outbox=self.remote is not None)
 
-    def _write(
-        self,
-        writes: Sequence[tuple[str, str, list[memoryview], float | int | None, int | None]],
-        expected: int | None,
-        outbox: bool,
-    ) -> list[int]:
+    def _prepared(
+        self, name: str, encoded: Encoded, expires: float | int | None, ticket: int, *, now: bool = False
+    ) -> _Write:
+        """Encodes a file, which takes place as of its ticket, or `now`."""
+        parts = object_parts(encoded, Header(self.tenant, name, ticket, expires), self.key)
+        return _Write(name, encoded.kind, parts, expires, None if now else ticket)
+
+    def _write(self, writes: Sequence[_Write], expected: int | None, outbox: bool) -> list[int]:
         """Writes and syncs files, and names them in one transaction. Returns their numbers, 0 for late ones."""
         files = list[NewFile]()
         try:
@@ -218,19 +222,15 @@ class Objects:
             except StoreUnreachableError:
                 self.counters["remote_errors"] += 1
         encoded = make([stored for stored in (here, there) if stored is not None])
-        parts = object_parts(encoded, Header(self.tenant, name, self.index.ticket(), expires), self.key)
+        write, path = self._prepared(name, encoded, expires, self.index.ticket(), now=True), self._remote_name(name)
         try:
-            if (
-                self.remote is not None
-                and is_reached
-                and not self.remote.swap(self._remote_name(name), b"".join(parts), etag)
-            ):
+            if self.remote is not None and is_reached and not self.remote.swap(path, b"".join(write.parts), etag):
                 return False
         except StoreUnreachableError:
             self.counters["remote_errors"] += 1
             is_reached = False
         outbox = self.remote is not None and not is_reached
-        return self._write([(name, encoded.kind, parts, expires, None)], seq, outbox)[0] > 0
+        return self._write([write], seq, outbox)[0] > 0
 
     # ---------------------------------------------------------------------------------------------------- reading
 
@@ -334,6 +334,11 @@ class Objects:
         job = self._queued_job(name)
         return None if job is None else Stored(*encoded_of(job))
 
+    def file_of(self, name: str) -> str:
+        """Returns the file of an object, below `data` of the root; "" if there is none."""
+        (file,) = self.index.row("SELECT file FROM objects WHERE tenant = ? AND name = ?", self.tenant, name) or ("",)
+        return file
+
     def _row(self, name: str) -> tuple | None:
         """Returns (id, file, expires, size) of an object that has not expired."""
         query = "SELECT id, file, expires, size FROM objects WHERE tenant = ? AND name = ?"
@@ -402,8 +407,7 @@ class Objects:
         self.counters["remote_hits"] += 1
         encoded = Encoded(stored.kind, stored.body, stored.arrays)
         try:
-            parts = object_parts(encoded, Header(self.tenant, name, ticket, stored.expires), self.key)
-            self._write([(name, stored.kind, parts, stored.expires, ticket)], None, outbox=False)
+            self._write([self._prepared(name, encoded, stored.expires, ticket)], None, outbox=False)
         except StoreError:
             self.counters["keep_errors"] += 1
         return value
@@ -541,17 +545,16 @@ def verify_objects(
     Raises:
       StoreKeyError: an object is encrypted with another key than the tenant's `key`, or not encrypted.
     """
-    query = "SELECT id, file FROM objects WHERE file = ?"
     for owner, name, *_, file in listed_rows(index, tenant):
         verdict = _verdict(index, owner, name, file, key)
         if verdict != "good":  # the fault may have been the reader's, or the object was replaced or evicted since
             verdict = _verdict(index, owner, name, file, key)
-            if index.row(query, file) is None:
+            if index.row("SELECT 1 FROM objects WHERE file = ?", file) is None:
                 continue
         yield owner, name, verdict
         if verdict == "damaged" and delete:
             with index.write() as transaction:
-                transaction.forget(transaction.db.execute(query, (file,)).fetchall())
+                transaction.forget_file(file)
 
 
 def _verdict(index: Index, tenant: str, name: str, file: str, key: bytes | None) -> Verdict:

@@ -11,11 +11,10 @@ from ..errors import InputError, KVPatchError
 from ..patching import Basis, check_in_basis, coefficients, with_basis
 from .codec import (
     PatchParts,
-    basis_id,
     decode_chunk_object,
     decode_encoder,
     decode_patch_parts,
-    encode_basis,
+    encode_encoder,
     patch_of,
 )
 from .files import Encoded
@@ -81,7 +80,7 @@ def find_basis(objects: Objects, digest: str, layout: KVLayout, backbone: str) -
     """Reads a basis; None if there is none, or its content does not match the digest."""
     directions = dict[str, np.ndarray]()
     for channel in layout.names:
-        value = objects.get(objects.names.encoder(backbone, basis_id(digest, channel)), decode_encoder)
+        value = objects.get(_basis_name(objects, backbone, digest, channel), decode_encoder)
         if value is not None:
             directions[channel] = value
     try:
@@ -91,31 +90,38 @@ def find_basis(objects: Objects, digest: str, layout: KVLayout, backbone: str) -
         return None
 
 
-def basis_writes(
-    objects: Objects, basis: Basis, expires: float | int | None
-) -> tuple[list[tuple[str, Encoded]], float | None]:
-    """Returns the objects of a basis, and when they expire: no earlier than those that are stored."""
-    writes = [(objects.names.encoder(basis.backbone, id), encoded) for id, encoded in encode_basis(basis)]
-    ends = [expires, *_expiries(objects, basis)]
-    return writes, None if None in ends else max(ends)  # pyright: ignore[reportArgumentType]
+def put_basis(objects: Objects, basis: Basis, expires: float | int | None) -> None:
+    """Stores a basis, an object for each channel; it expires no earlier than those that are stored."""
+    writes, ends = list[tuple[str, Encoded]](), [expires, *_expiries(objects, basis)]
+    for channel, directions in basis.directions.items():
+        encoded = encode_encoder(_basis_id(basis.digest, channel), basis.backbone, np.asarray(directions))
+        writes.append((_basis_name(objects, basis.backbone, basis.digest, channel), encoded))
+    objects.put(writes, expires=None if None in ends else max(ends))  # pyright: ignore[reportArgumentType]
+
+
+def _basis_id(digest: str, channel: str) -> str:
+    """Returns the id under which a channel's directions of a basis are stored, as an encoder output."""
+    return f"basis {digest} {channel}"
+
+
+def _basis_name(objects: Objects, backbone: str, digest: str, channel: str) -> str:
+    return objects.names.encoder(backbone, _basis_id(digest, channel))
 
 
 def _expiries(objects: Objects, basis: Basis) -> list[float | None]:
     """Returns when the objects of a basis that are on this machine expire."""
     query, ends = "SELECT expires FROM objects WHERE tenant = ? AND name = ?", list[float | None]()
     for channel in basis.directions:
-        name = objects.names.encoder(basis.backbone, basis_id(basis.digest, channel))
+        name = _basis_name(objects, basis.backbone, basis.digest, channel)
         ends += [end for (end,) in objects.index.rows(query, objects.tenant, name)]
     return ends
 
 
-def extended_bases(
-    objects: Objects, patches: Sequence[Patch], expires: float | int | None
-) -> list[tuple[list[tuple[str, Encoded]], float | None]]:
-    """Checks that the bases of patches are stored. Returns the writes of those that would expire before the patches.
+def extend_bases(objects: Objects, patches: Sequence[Patch], expires: float | int | None) -> None:
+    """Checks that the bases of patches are stored, and extends the life of those that would expire before the patches.
 
     Raises:
-      InputError: a basis is not stored, or a patch is not in the basis that it names.
+      InputError: a basis is not stored, or a patch is not in the basis that it names. StoreError: as `Objects.put`.
     """
     bases = dict[str, Basis]()
     for patch in patches:
@@ -130,14 +136,12 @@ def extended_bases(
         check_in_basis(patch, basis)
         bases[metadata.basis] = basis
 
-    writes = []
     # An eighth longer than needed, or of many patches with the same ttl each would write its basis again.
     until = None if expires is None else expires + (expires - time.time()) / 8
     for basis in bases.values():
         ends = [end for end in _expiries(objects, basis) if end is not None]
         if ends and (expires is None or min(ends) < expires):
-            writes.append(basis_writes(objects, basis, until))
-    return writes
+            put_basis(objects, basis, until)
 
 
 def _matches(

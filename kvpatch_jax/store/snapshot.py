@@ -300,20 +300,18 @@ def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
     # Entries come last, so that nobody sees one without its chunk, and the newest version of each first.
     absent.sort(key=_order, reverse=True)
     size = _GROUP_BYTES // max([1, *(job.nbytes for job in absent)])
-    files, nbytes = list[tuple | None](), 0
+    files, nbytes = list[str](), 0
     try:
         for group in itertools.batched(absent, max(1, min(size, _GROUP))):
             written = [dataclasses.replace(job, encoded=job.make()) for job in group]
             for job, is_stored in zip(group, objects.commit(written), strict=True):
                 if is_stored:
-                    query = "SELECT file FROM objects WHERE tenant = ? AND name = ?"
-                    files.append(index.row(query, objects.tenant, job.name))
+                    files.append(objects.file_of(job.name))
                     nbytes += job.nbytes
     except BaseException:
         with index.write() as transaction:
-            for file in filter(None, files):
-                rows = transaction.db.execute("SELECT id, file FROM objects WHERE file = ?", file)
-                transaction.forget(rows.fetchall())
+            for file in files:
+                transaction.forget_file(file)
         raise
     return Summary(len(files), nbytes, len(jobs) - len(files))
 

@@ -27,7 +27,7 @@ from .codec import (
 from .files import Encoded, Stored
 from .names import Encoding, PatchKey
 from .objects import Objects, Usage
-from .patches import basis_writes, extended_bases, find_basis, find_patches
+from .patches import extend_bases, find_basis, find_patches, put_basis
 from .queue import Ack
 from .snapshot import Summary, load_snapshot, save_snapshot
 
@@ -293,16 +293,14 @@ class ChunkStore:
           InputError: a patch's basis is not stored. StoreError, DtypeError: as `put`.
         """
         patches, expires = all_of(Patch, patches, "store"), self.objects.expiry(ttl)
-        for writes, until in extended_bases(self.objects, patches, expires):
-            self.objects.put(writes, expires=until)
+        extend_bases(self.objects, patches, expires)
         self.objects.put([(self.names.patch(patch), encode_patch_object(patch)) for patch in patches], expires=expires)
 
     def put_patch_async(self, patch: Patch, *, ttl: float | int | None = None) -> concurrent.futures.Future[bool]:
         """Queues a patch, as `put_async` a chunk. Patches that are queued close together are committed together."""
         expires = self.objects.expiry(ttl)
         (patch,) = all_of(Patch, [patch], "store")
-        for writes, until in extended_bases(self.objects, [patch], expires):
-            self.objects.put(writes, expires=until)
+        extend_bases(self.objects, [patch], expires)
         make = functools.partial(encode_patch_object, patch)
         return self.objects.put_async(self.names.patch(patch), make, patch.nbytes, expires=expires)
 
@@ -336,8 +334,7 @@ class ChunkStore:
         A stored basis never gets a shorter life: patches may use it.
         """
         expect_kind(basis, Basis, "store.put_basis", "a Basis")
-        writes, expires = basis_writes(self.objects, basis, self.objects.expiry(ttl))
-        self.objects.put(writes, expires=expires)
+        put_basis(self.objects, basis, self.objects.expiry(ttl))
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None if there is none whose content matches the digest."""
