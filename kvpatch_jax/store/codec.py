@@ -225,7 +225,7 @@ def _layout_of(text: str) -> KVLayout:
 
 @dataclasses.dataclass(frozen=True)
 class _PackedForm:
-    """What says how the leaves of a packed array are read: the fields of `PackedArray` that are no arrays."""
+    """How to read the leaves of a packed array: the fields of `PackedArray` that are no arrays."""
 
     bits: int
     group: int

@@ -107,7 +107,7 @@ class NewFile(NamedTuple):
     expires: float | int | None
     fd: int
     ticket: int | None = None
-    """Number that a queued write saw, which takes place as if then; None: now."""
+    """Number of the moment that a queued write takes place at; None: now."""
 
 
 class Transaction:
@@ -152,7 +152,7 @@ class Index:
       create: False refuses a directory that is no store.
 
     Attributes:
-      secret: key of names, which lies in a file of the root's own.
+      secret: key of names, from the root's file `secret`.
 
     Raises:
       StoreError: the directory is no store, of another format, or on a network file system; StoreReadOnlyError,
@@ -374,7 +374,7 @@ class Index:
         self.unlink(transaction.forgotten)
 
     def _expect_same_index(self) -> None:
-        """Raises where the root was removed, or another index was put in its place, while the store is open."""
+        """Raises StoreIOError if the root was removed, or its index replaced, while the store is open."""
         try:
             same = os.stat(self.path).st_ino == self._inode
         except OSError:
@@ -402,7 +402,7 @@ class Index:
             os.close(os.open(f"{self.root}/damaged", os.O_CREAT | os.O_WRONLY, 0o600))
 
     def check(self) -> None:
-        """Reads the index whole. Raises StoreCorruptError if it is damaged; the next open makes it again."""
+        """Reads the whole index. Raises StoreCorruptError if it is damaged; the next open makes it again."""
         if self.row("PRAGMA integrity_check(1)") != ("ok",):
             self._mark_damaged()
             raise StoreCorruptError(f"store {self.root}: got a damaged index; expected the store to be opened again")
@@ -445,7 +445,7 @@ class Index:
                 transaction.db.execute("INSERT OR REPLACE INTO budgets VALUES(?, ?)", (tenant, nbytes))
 
     def ticket(self) -> int:
-        """Returns the number that a write which begins now has: later deletions and writes undo it."""
+        """Returns the number of a write that begins now; later writes and deletions supersede it."""
         (seq,) = self.row("SELECT value FROM meta WHERE key = 'seq'") or (0,)
         return seq
 
@@ -473,7 +473,7 @@ class Index:
         with self.write() as transaction:
             db = transaction.db
             if any(os.fstat(file.fd).st_nlink == 0 for file in files):
-                raise StoreIOError("store: got a write that stood still for an hour; expected it to end sooner")
+                raise StoreIOError("store: got a write that stalled for an hour; expected it to end sooner")
             seq = transaction.next_seq()
             need = sum(file.size for file in files if RANKS[file.kind] < 2)
             evicted = self._evict(transaction, tenant, need, now) if need else 0
@@ -565,7 +565,7 @@ class Index:
         named = {file for (file,) in self.rows("SELECT file FROM objects")}
         orphans = [file for file, at in _data_files(self.root) if file not in named and at < now - GRACE_SECONDS]
         if orphans:
-            with self.write() as transaction:  # a writer that stood still may have named one since
+            with self.write() as transaction:  # a writer that stalled may have named one since
                 query = "SELECT 1 FROM objects WHERE file = ?"
                 orphans = [file for file in orphans if not transaction.db.execute(query, (file,)).fetchone()]
                 self.unlink(orphans)  # within the transaction: a writer then sees that its file is gone

@@ -476,7 +476,7 @@ class DynamicLibrary(_Library):
         """Deletes versions that are neither the newest nor held, in one transaction. Returns their number.
 
         Args:
-          prefix: beginning of the names of one reference's versions, or "" for all.
+          prefix: prefix of the names of one reference's versions, or "" for all.
           hold: one that ends in the same transaction.
         """
         tenant = self.objects.tenant
@@ -502,7 +502,7 @@ class DynamicLibrary(_Library):
         return len(rows)
 
     def _versions(self, reference: Reference, remote: bool = True) -> list[int]:
-        names = self.objects.beginning(self._prefix(reference), remote)
+        names = self.objects.with_prefix(self._prefix(reference), remote)
         return sorted(int(name.rpartition("v")[2]) for name in names)
 
     def _prefix(self, reference: Reference) -> str:

@@ -22,7 +22,7 @@ class Memory:
         self._lock = threading.Lock()
 
     def get(self, tenant: str, name: str, file: str) -> Any:
-        """Returns the value of a name as it is in a file; None if it is not here."""
+        """Returns the value of a name that was decoded from this file; None if it is not cached."""
         with self._lock:
             entry = self._values.get((tenant, name))
             if entry is None or entry[0] != file:
@@ -47,7 +47,7 @@ class Memory:
             self.nbytes = 0
 
     def drop(self, tenant: str, prefix: str = "") -> None:
-        """Drops a tenant's values whose names begin so."""
+        """Drops a tenant's values whose names have this prefix."""
         with self._lock:
             for key in [key for key in self._values if key[0] == tenant and key[1].startswith(prefix)]:
                 self.nbytes -= self._values.pop(key)[2]

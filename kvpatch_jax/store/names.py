@@ -180,7 +180,7 @@ class Names:
         return f"{self.patches(patch.metadata)}{self._digest(16, 'form', form)}"
 
     def patches(self, served: PatchKey | PatchMetadata) -> str:
-        """Returns the beginning of the names of all patches with one key, of any ranks, layers, dtypes and contents."""
+        """Returns the prefix of the names of all patches with one key, of any ranks, layers, dtypes and contents."""
         base = served.base_behind
         fields: list[Any] = [served.base, served.orbit, _served(served.behind, served.orbit)]
         fields += [None if base is None else _served(base)]
@@ -189,7 +189,7 @@ class Names:
 
 
 def _form(patch: Patch) -> list:
-    """Returns what tells patches apart that serve the same: ranks, layers, dtypes, contents and basis."""
+    """Returns what distinguishes patches that serve the same chunk: ranks, layers, dtypes, contents and basis."""
     metadata = patch.metadata
     dtypes: list[tuple[str, list[str]]] = []
     for name, factors in patch.factors.items():

@@ -107,7 +107,7 @@ class Objects:
         self.closed, self.key = False, None if key is None else tenant_key(key, self.tenant)
         # What one key decrypted, a store with another must not return.
         self._space = self.tenant if self.key is None else f"{self.tenant} {xxhash.xxh3_64_hexdigest(self.key)}"
-        self._unread = set[str]()  # files that could not be read: whoever asks whether they exist is to put them again
+        self._unread = set[str]()  # unreadable files: `contains` denies them, so that callers put them again
         self.queue = PutQueue(self.commit, self.index.ticket, QUEUE_BYTES)
         self.remote, self.sender = remote, None
         if remote is not None:
@@ -303,18 +303,18 @@ class Objects:
         row = self._row(name)
         return row is not None and row[1] not in self._unread
 
-    def beginning(self, prefix: str, remote: bool = True) -> list[str]:
-        """Lists the names of objects that begin so: queued, on the disk, and in the remote store if it answers."""
+    def with_prefix(self, prefix: str, remote: bool = True) -> list[str]:
+        """Lists the names of objects with a prefix: queued, on the disk, and in the remote store if it answers."""
         self.expect_open()
         query = (
             "SELECT name FROM objects WHERE tenant = ? AND name >= ? AND name < ? AND (expires IS NULL OR expires > ?)"
         )
         rows = self.index.rows(query, self.tenant, prefix, f"{prefix}\U0010ffff", time.time())
-        queued = [name for name in self.queue.beginning(prefix) if self._queued_job(name) is not None]
+        queued = [name for name in self.queue.with_prefix(prefix) if self._queued_job(name) is not None]
         names = dict.fromkeys([name for (name,) in rows] + queued)
         if remote and self.remote is not None:
             try:
-                there = self.remote.beginning(self._remote_name(prefix))
+                there = self.remote.with_prefix(self._remote_name(prefix))
                 names |= dict.fromkeys([name.removeprefix(f"{self.tenant}/") for name in there])
             except StoreUnreachableError:
                 self.counters["remote_errors"] += 1

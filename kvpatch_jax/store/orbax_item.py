@@ -144,7 +144,7 @@ def _encoded(value: Chunk | Patch) -> list[Encoded]:
 def _stored(objects: Objects) -> list[Stored]:
     """Reads objects of a store, after its queued puts; large ones are mapped."""
     objects.queue.flush()
-    names = objects.beginning("", remote=False)
+    names = objects.with_prefix("", remote=False)
     return [stored for name in names if (stored := objects.read(name)) is not None]
 
 

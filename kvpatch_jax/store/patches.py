@@ -25,7 +25,7 @@ from .objects import Objects
 def find_patches(objects: Objects, key: PatchKey | PatchMetadata) -> list[Patch]:
     """Returns all stored patches that serve a chunk behind an antecedent, largest first: `ChunkStore.get_patches`."""
     parts = list[PatchParts]()
-    for name in objects.beginning(objects.names.patches(key)):
+    for name in objects.with_prefix(objects.names.patches(key)):
         if (patch_parts := objects.get(name, decode_patch_parts)) is not None:
             parts.append(patch_parts)
 
@@ -51,7 +51,7 @@ def stored_contents(objects: Objects, id: str, backbone: str, lead: str | None) 
     """
     canonical = objects.names.canonical(backbone, id, None, lead)
     contents = set[str | None]()
-    for name in objects.beginning(canonical, remote=False):
+    for name in objects.with_prefix(canonical, remote=False):
         # "kv" is also the beginning of the names behind other leads.
         if name == canonical or not name.removeprefix(canonical).startswith(".b"):
             chunk = objects.get(name, decode_chunk_object, remote=False)

@@ -37,7 +37,7 @@ class PutQueue:
 
     Args:
       commit: writes jobs durably; returns the number of each, 0 if it did not take place.
-      ticket: returns the number that a write which begins now has.
+      ticket: returns the number of a write that begins now.
       limit: bytes that wait at a time; one object may be larger.
 
     Attributes:
@@ -85,14 +85,14 @@ class PutQueue:
         with self._changed:
             return self._jobs.get(name) or self._running.get(name)
 
-    def beginning(self, prefix: str) -> list[str]:
-        """Lists the names of queued puts that begin so."""
+    def with_prefix(self, prefix: str) -> list[str]:
+        """Lists the names of queued puts with a prefix."""
         with self._changed:
             names = [*self._jobs, *self._running]
         return [name for name in names if name.startswith(prefix)]
 
     def drop(self, prefix: str) -> bool:
-        """Drops waiting puts whose names begin so; their futures hold False."""
+        """Drops waiting puts whose names have this prefix; their futures hold False."""
         with self._changed:
             dropped = [self._jobs.pop(name) for name in list(self._jobs) if name.startswith(prefix)]
             self.nbytes -= sum(job.nbytes for job in dropped)

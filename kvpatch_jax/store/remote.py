@@ -125,12 +125,12 @@ class ObstoreClient:
         return False
 
     def names(self, prefix: str) -> list[str]:
-        """Lists the names that begin so; obstore lists folders."""
+        """Lists the names with a prefix; obstore lists folders."""
         entries = self._obstore.list(self._store, prefix.rpartition("/")[0]).collect()
         return [entry["path"] for entry in entries if entry["path"].startswith(prefix)]
 
     def delete(self, prefix: str) -> None:
-        """Deletes the objects whose names begin so."""
+        """Deletes the objects whose names have this prefix."""
         with self._writing():
             names = self.names(prefix)
             try:
@@ -231,12 +231,12 @@ class Remote:
         """Writes an object if the stored one has this etag, or with None if there is none. Returns whether it did."""
         return self._call("swap", name, data, etag)
 
-    def beginning(self, prefix: str) -> list[str]:
-        """Lists the names that begin so."""
+    def with_prefix(self, prefix: str) -> list[str]:
+        """Lists the names with a prefix."""
         return self._call("names", prefix)
 
     def delete(self, prefix: str) -> None:
-        """Deletes the objects whose names begin so."""
+        """Deletes the objects whose names have this prefix."""
         self._call("delete", prefix)
 
 

@@ -303,8 +303,10 @@ def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
     files, nbytes = list[str](), 0
     try:
         for group in itertools.batched(absent, max(1, min(size, _GROUP))):
-            written = [dataclasses.replace(job, encoded=job.make()) for job in group]
-            for job, is_stored in zip(group, objects.commit(written), strict=True):
+            copies = [
+                dataclasses.replace(job) for job in group
+            ]  # which hold the encoded objects until they are written
+            for job, is_stored in zip(group, objects.commit(copies), strict=True):
                 if is_stored:
                     files.append(objects.file_of(job.name))
                     nbytes += job.nbytes
@@ -320,7 +322,7 @@ def _is_present(objects: Objects, name: str) -> bool:
     """Returns whether a store has an object intact, or any version of an entry."""
     names = [name]
     if kind_of(name) == "entry":
-        names = objects.beginning(name.partition("/")[0] + "/", remote=False)
+        names = objects.with_prefix(name.partition("/")[0] + "/", remote=False)
     return any(objects.read(other) is not None for other in names)
 
 

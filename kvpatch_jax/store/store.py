@@ -191,7 +191,7 @@ class ChunkStore:
     def prefetch(
         self, ids: Sequence[str], backbone: str, *, encoding: Encoding | None = None, lead: str | None = None
     ) -> concurrent.futures.Future[int]:
-        """Begins to bring canonicals nearer: from the remote store to the disk, and into memory.
+        """Starts loading canonicals: from the remote store to the disk, and into memory.
 
         Returns:
           A future of how many there are. What fails is a miss.
@@ -326,7 +326,7 @@ class ChunkStore:
 
     def patch_count(self, id: str, backbone: str) -> int:
         """Counts a chunk's patches on this machine, behind any antecedent, without reading them."""
-        return len(self.objects.beginning(f"{self.names.chunk(backbone, id)}/p.", remote=False))
+        return len(self.objects.with_prefix(f"{self.names.chunk(backbone, id)}/p.", remote=False))
 
     def put_basis(self, basis: Basis, *, ttl: float | int | None = None) -> None:
         """Stores a basis that patches share, under its digest, before the patches that name it. Raises as `put`.
@@ -365,6 +365,7 @@ class ChunkStore:
 
         Raises:
           StoreKeyError: objects are encrypted with another key.
+          StoreCorruptError: the index is damaged; the next opening makes it again.
         """
         self.objects.expect_open()
         return self.objects.damaged(delete)

@@ -206,7 +206,7 @@ def check_root(root: Path, allowed: dict[int, set[int | None]]) -> int:
                     count += content is not None
                     assert content is None or content[1] in versions
                     assert content is None or content == (number, content[1], list(range(number, number + 60)))
-                store.beginning("")
+                store.with_prefix("")
                 store.usage()
                 store.index.collect()
                 for number in range(OBJECTS):

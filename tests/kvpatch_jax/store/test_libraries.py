@@ -60,7 +60,7 @@ def damage(store: ChunkStore, name: str, offset: int) -> None:
 
 def version_count(store: ChunkStore, name: str) -> int:
     entry = store.names.entry("dynamic", "TEXT", name, version=1).partition("/")[0]
-    return len(store.objects.beginning(f"{entry}/"))
+    return len(store.objects.with_prefix(f"{entry}/"))
 
 
 # -------------------------------------------------------------------------------------------------------- static
@@ -325,7 +325,7 @@ def test_machines_that_share_a_remote_store_share_the_libraries(tmp_path: Path):
         held.close()
         here.flush()
         there.flush()
-        assert [name[-2:] for name in here.objects.beginning(first._prefix(resource.reference))] == ["10"]
+        assert [name[-2:] for name in here.objects.with_prefix(first._prefix(resource.reference))] == ["10"]
         assert second.withdraw("TEXT", "A")
         assert first.open("TEXT", "A") is None
 

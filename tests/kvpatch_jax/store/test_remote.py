@@ -106,11 +106,11 @@ def connect(request, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(folder):
     with contextlib.ExitStack() as stack:
 
         def open_objects(number, remote, **options):
-            objects = Objects(tmp_path / f"machine{number}", secret=SECRET, remote=remote, memory=0, **options)
+            objects = Objects(folder / f"machine{number}", secret=SECRET, remote=remote, memory=0, **options)
             stack.callback(objects.close)
             return objects
 
@@ -159,8 +159,8 @@ def test_names_that_begin_so_are_listed_with_those_of_other_machines(connect, ma
     first.put([(name_of(1, f"p.{letter}.x"), encoded(1, "patch")) for letter in "ab"])
     second.put([(name_of(1, "p.a.y"), encoded(2, "patch"))])
     first.flush()
-    assert sorted(second.beginning(name_of(1, "p.a."))) == [name_of(1, "p.a.x"), name_of(1, "p.a.y")]
-    assert second.beginning(name_of(1, "p.c.")) == []
+    assert sorted(second.with_prefix(name_of(1, "p.a."))) == [name_of(1, "p.a.x"), name_of(1, "p.a.y")]
+    assert second.with_prefix(name_of(1, "p.c.")) == []
 
 
 def test_the_latest_write_and_deletion_of_a_machine_reach_the_others_in_order(connect, machine):
@@ -176,7 +176,7 @@ def test_the_latest_write_and_deletion_of_a_machine_reach_the_others_in_order(co
     assert second.get(name_of(3), value_of) == 4
     first.delete_tenant()
     first.flush()
-    assert connect().beginning(f"{first.tenant}/") == []
+    assert connect().with_prefix(f"{first.tenant}/") == []
 
 
 def test_no_amendment_of_two_machines_is_lost(connect, machine):
@@ -316,9 +316,9 @@ for number in range(first, first + 1000):
 """
 
 
-def test_killed_writers_lose_nothing_that_they_acknowledged(tmp_path, machine):
+def test_killed_writers_lose_nothing_that_they_acknowledged(tmp_path, folder, machine):
     machine(1, None).close()
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "machine1"), str(tmp_path / "shared")]
+    command = [sys.executable, "-c", WRITER, str(folder / "machine1"), str(tmp_path / "shared")]
     writers = [subprocess.Popen([*command, str(first)], stdout=subprocess.PIPE, text=True) for first in (0, 1000)]
     try:
         acknowledged = [int(writer.stdout.readline()) for writer in writers for _ in range(20)]

@@ -67,7 +67,7 @@ def put_entry(store: ChunkStore, version: int, text: str = "body") -> None:
 
 
 def names_of(store: ChunkStore) -> set[str]:
-    return set(store.objects.beginning(""))
+    return set(store.objects.with_prefix(""))
 
 
 def expect_filled(store: ChunkStore) -> None:

@@ -59,7 +59,7 @@ def put(
 
 
 def numbers_of(store: Objects, kind: str = "encoder") -> list[int]:
-    names = store.beginning("")
+    names = store.with_prefix("")
     return sorted(int(name.partition("/")[0], 16) for name in names if name.endswith(f"/{PARTS[kind]}"))
 
 
