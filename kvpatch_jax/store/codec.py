@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
@@ -388,6 +388,14 @@ def decode_encoder(stored: Stored) -> np.ndarray:
     with decoding("encoder output"):
         _expect_known([*stored.body, *stored.arrays], ("id", "backbone", "output"))
         return stored.arrays["output"]
+
+
+def is_of(stored: Stored | Encoded, ids: Collection[str] | None) -> bool:
+    """Returns whether an object is a canonical, an encoder output or a patch of one of these chunks; None: of any."""
+    if ids is None:
+        return True
+    body = stored.body["metadata"] if stored.kind == "patch" else stored.body
+    return body.get("chunk" if stored.kind == "patch" else "id") in ids
 
 
 def name_of(names: Names, stored: Stored | Encoded) -> str:

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class StoreItem:
       contents: chunks, with their encoder outputs, and patches to save.
       placement: where kv [L, T, K, H] are loaded, or a mapping by channels: each device reads its part. By default they
         are on the host.
+      ids: of the chunks to save or load, with their encoder outputs and patches; None: everything.
 
     Attributes:
       contents: after loading without a store, chunks and patches.
@@ -65,26 +66,27 @@ class StoreItem:
         arrays: bool = False,
         contents: Sequence[Chunk | Patch] = (),
         placement: Placements | None = None,
+        ids: Collection[str] | None = None,
     ):
         if arrays if store is None else len(contents) or placement is not None or jax.process_count() > 1:
             raise InputError(
                 "StoreItem: got arrays without a store, or a store with contents, a placement or several processes; "
                 "expected a store in one process, or contents to save, or a placement to load"
             )
-        self.store, self.arrays, self.placement = store, arrays, placement
+        self.store, self.arrays, self.placement, self.ids = store, arrays, placement, ids
         self.contents: Sequence[Chunk | Patch] = contents
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Starts to save; Orbax calls it, and awaits the result in the background."""
         if self.store is not None and not self.arrays:
-            return _save_snapshot(self.store.objects, directory)
+            return _save_snapshot(self.store.objects, directory, self.ids)
         with _typed_errors(directory.path, StoreIOError):
             await directory.await_creation()
             if self.store is None:
                 encoded = [item for value in self.contents for item in _encoded(value)]
                 objects = [Stored(*item) for item in encoded]
             else:
-                objects = await asyncio.to_thread(_stored, self.store.objects)
+                objects = await asyncio.to_thread(_stored, self.store.objects, self.ids)
             return await _save_arrays(directory, objects)
 
     async def load(self, directory: Any) -> Awaitable[None]:
@@ -97,11 +99,11 @@ class StoreItem:
         if self.store is None and is_snapshot:
             raise StoreSnapshotError(f"checkpoint {path}: got a snapshot; expected arrays, or a store to load into")
         if self.store is None:
-            self.contents = _load_contents(path, self.placement)
+            self.contents = _load_contents(path, self.placement, self.ids)
         elif is_snapshot:
-            snapshot.load_snapshot(path, self.store.objects)
+            snapshot.load_snapshot(path, self.store.objects, ids=self.ids)
         else:
-            _load_into(path, self.store.objects)
+            _load_into(path, self.store.objects, self.ids)
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:
@@ -119,11 +121,11 @@ def make_durable(directory: str | os.PathLike[str]) -> None:
 # --------------------------------------------------------------------------------------------------------- saving
 
 
-async def _save_snapshot(objects: Objects, directory: Any) -> None:
+async def _save_snapshot(objects: Objects, directory: Any, ids: Collection[str] | None) -> None:
     path = os.fspath(await directory.await_creation())
     if "://" in path:
         raise InputError(f"checkpoint: got {path}; expected a path on this machine (arrays may be elsewhere)")
-    await asyncio.to_thread(snapshot.save_snapshot, objects, path)
+    await asyncio.to_thread(snapshot.save_snapshot, objects, path, ids=ids)
 
 
 def _encoded(value: Chunk | Patch) -> list[Encoded]:
@@ -141,11 +143,12 @@ def _encoded(value: Chunk | Patch) -> list[Encoded]:
     return objects
 
 
-def _stored(objects: Objects) -> list[Stored]:
+def _stored(objects: Objects, ids: Collection[str] | None) -> list[Stored]:
     """Reads objects of a store, after its queued puts; large ones are mapped."""
     objects.queue.flush()
     names = objects.with_prefix("", remote=False)
-    return [stored for name in names if (stored := objects.read(name)) is not None]
+    found = [objects.read(name) for name in names]
+    return [stored for stored in found if stored is not None and codec.is_of(stored, ids)]
 
 
 def _empty(dtype: Any, shape: Sequence[int]) -> np.ndarray:
@@ -265,12 +268,13 @@ def _templates(about: Mapping[str, Any], placement: Placements | None) -> dict[s
     return leaves
 
 
-def _load_into(path: str, objects: Objects) -> None:
+def _load_into(path: str, objects: Objects, ids: Collection[str] | None) -> None:
     """Adds objects that have not expired to a store, under its names; all are in memory at once."""
     selected = dict[str, Mapping[str, Any]]()
     for about in _read_descriptions(path):
-        name = codec.name_of(objects.names, Encoded(about["kind"], about["body"], _templates(about, None)))
-        if about["expires"] is None or about["expires"] > time.time():
+        encoded = Encoded(about["kind"], about["body"], _templates(about, None))
+        name = codec.name_of(objects.names, encoded)
+        if (about["expires"] is None or about["expires"] > time.time()) and codec.is_of(encoded, ids):
             selected[name] = about
     jobs, ticket = [], objects.index.ticket()
     for name, stored in zip(selected, _load_objects(path, list(selected.values())), strict=True):
@@ -279,14 +283,15 @@ def _load_into(path: str, objects: Objects) -> None:
     add_objects(objects, jobs)
 
 
-def _load_contents(path: str, placement: Placements | None) -> list[Chunk | Patch]:
+def _load_contents(path: str, placement: Placements | None, ids: Collection[str] | None) -> list[Chunk | Patch]:
     """Loads chunks, with their encoder outputs, and patches, except those in a basis, which only a store can find."""
     chunks, patches = list[Chunk](), list[Chunk | Patch]()
     encoders: dict[tuple[str, str], np.ndarray] = {}
     selected = []
     for about in _read_descriptions(path):
         is_patch = about["kind"] == "patch" and about["body"]["metadata"]["basis"] is None
-        if is_patch or about["kind"] in ("chunk", "encoder"):
+        is_content = is_patch or about["kind"] in ("chunk", "encoder")
+        if is_content and codec.is_of(Encoded(about["kind"], about["body"], {}), ids):
             selected.append(about)
     for stored in _load_objects(path, selected, placement):
         if stored.kind == "chunk":

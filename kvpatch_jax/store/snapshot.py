@@ -20,12 +20,12 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import xxhash
 
 from ..errors import InputError, StoreCorruptError, StoreFullError, StoreKeyError, StoreSnapshotError, StoreVersionError
-from .codec import name_of
+from .codec import is_of, name_of
 from .files import Encoded, Header, Stored, read_header, read_object, sync_folder, tenant_key, write_synced
 from .index import COLUMNS, INSERT, Index, file_errors, kind_of
 from .objects import Objects
@@ -55,7 +55,7 @@ class Summary:
 # --------------------------------------------------------------------------------------------------------- saving
 
 
-def save_snapshot(source: Objects | Path, directory: Path) -> Summary:
+def save_snapshot(source: Objects | Path, directory: Path, *, ids: Collection[str] | None = None) -> Summary:
     """Saves a snapshot of a tenant, after its queued puts, or of a whole root. Both may be in use.
 
     All objects are of one instant, but those replaced since are saved as they are now, and those deleted or evicted
@@ -65,6 +65,7 @@ def save_snapshot(source: Objects | Path, directory: Path) -> Summary:
     Args:
       source: a tenant's objects, or the directory of a root.
       directory: new or empty. Without its manifest, which is written last, it is no snapshot.
+      ids: of a tenant's chunks to save, with their encoder outputs and patches; None: everything.
 
     Raises:
       InputError: the directory is not empty. StoreFullError, StoreReadOnlyError, StoreIOError: it cannot be written.
@@ -75,8 +76,11 @@ def save_snapshot(source: Objects | Path, directory: Path) -> Summary:
         if isinstance(source, Objects):
             source.queue.flush()
             index, tenant = source.index, source.tenant
+            listing = [] if ids is None else source.with_prefix("", remote=False)
+            names = {name for name in listing if (stored := source.read(name)) is not None and is_of(stored, ids)}
         else:
             index, tenant = stack.enter_context(contextlib.closing(Index(str(source), create=False))), None
+            names = set[str]()
         stack.enter_context(file_errors(f"snapshot {directory}"))
         stack.push(functools.partial(_discard, directory))
 
@@ -87,7 +91,7 @@ def save_snapshot(source: Objects | Path, directory: Path) -> Summary:
         with contextlib.closing(sqlite3.connect(f"{directory}/{LIST}", isolation_level=None)) as listed:
             listed.execute("PRAGMA journal_mode=OFF")
             listed.execute("BEGIN")
-            total = _select(listed, tenant)
+            total = _select(listed, tenant, None if ids is None else names)
             _link_files(index, listed, directory)
             listed.execute("COMMIT")
             listed.execute("VACUUM")  # otherwise the deleted rows' bytes would stay
@@ -114,7 +118,7 @@ def _expect_new(directory: str) -> None:
         raise InputError(f"snapshot: got {directory}, which exists; expected a new or an empty directory")
 
 
-def _select(listed: sqlite3.Connection, tenant: str | None) -> int:
+def _select(listed: sqlite3.Connection, tenant: str | None, names: Collection[str] | None) -> int:
     """Deletes the rows that are not saved from the copy of an index. Returns the number of objects, expired too."""
     for table in ("leases", "holds"):
         listed.execute(f"DELETE FROM {table}")
@@ -123,6 +127,9 @@ def _select(listed: sqlite3.Connection, tenant: str | None) -> int:
             listed.execute(f"DELETE FROM {table}")
         for table in ("objects", "usage"):
             listed.execute(f"DELETE FROM {table} WHERE tenant != ?", (tenant,))
+    if names is not None:
+        others = [row for row in listed.execute("SELECT name FROM objects").fetchall() if row[0] not in names]
+        listed.executemany("DELETE FROM objects WHERE name = ?", others)
     (total,) = listed.execute("SELECT COUNT(*) FROM objects").fetchone()
     listed.execute("DELETE FROM objects WHERE expires <= ?", (time.time(),))
     return total
@@ -174,7 +181,9 @@ def _file_sum(path: str) -> str:
 # ------------------------------------------------------------------------------------------------------ restoring
 
 
-def load_snapshot(directory: Path, target: Objects | Path, *, key: bytes | None = None) -> Summary:
+def load_snapshot(
+    directory: Path, target: Objects | Path, *, key: bytes | None = None, ids: Collection[str] | None = None
+) -> Summary:
     """Restores a snapshot after every byte of it was verified: into a tenant's store, or a root's into a new root.
 
     Objects that the store has stay, unless they are damaged; so does a library's entry that it has, with all versions.
@@ -186,6 +195,7 @@ def load_snapshot(directory: Path, target: Objects | Path, *, key: bytes | None 
         root, for a root's snapshot.
       key: key under which a store of another secret encrypted the objects; those of the same secret open with the
         store's own.
+      ids: of the chunks to restore, with their encoder outputs and patches; None: everything.
 
     Raises:
       StoreSnapshotError: it is unfinished or damaged (`bad` lists the objects), or not for this target.
@@ -194,10 +204,10 @@ def load_snapshot(directory: Path, target: Objects | Path, *, key: bytes | None 
     directory = os.path.abspath(directory)
     scope, rows = _listed(directory)
     if not isinstance(target, Objects):
-        if scope != "root" or key is not None:
+        if scope != "root" or key is not None or ids is not None:
             raise InputError(
-                f"snapshot {directory}: got a directory for a tenant's snapshot, or with a key; expected a tenant's "
-                "store to load into"
+                f"snapshot {directory}: got a directory for a tenant's snapshot, or with a key or ids; expected a "
+                "tenant's store to load into"
             )
         with file_errors(f"snapshot {directory}"):
             return _restore_root(directory, rows, os.path.abspath(str(target)))
@@ -221,7 +231,7 @@ def load_snapshot(directory: Path, target: Objects | Path, *, key: bytes | None 
         name = header.name if tenant == target.tenant else name_of(target.names, stored)
         if header.expires is not None and header.expires <= time.time():
             expired += 1
-        else:
+        elif is_of(stored, ids):
             read = functools.partial(_read_again, path, opener)
             jobs.append(Job(name, read, stored.nbytes, header.expires, ticket))
     with file_errors(f"snapshot {directory}"):

@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -375,19 +375,26 @@ class ChunkStore:
         self.objects.expect_open()
         return self.objects.index.collect()
 
-    def save(self, directory: str | os.PathLike[str]) -> Summary:
-        """Saves this tenant's objects, queued ones too, as a snapshot; see `snapshot.save_snapshot`."""
-        expect_kind(directory, str | os.PathLike, "store.save: directory", "a directory's name", InputError)
-        return save_snapshot(self.objects, directory)
+    def save(self, directory: str | os.PathLike[str], *, ids: Collection[str] | None = None) -> Summary:
+        """Saves this tenant's objects, queued ones too, as a snapshot; see `snapshot.save_snapshot`.
 
-    def restore(self, directory: str | os.PathLike[str], *, key: bytes | None = None) -> Summary:
+        Args:
+          ids: of the chunks to save, with their encoder outputs and patches; None: everything.
+        """
+        expect_kind(directory, str | os.PathLike, "store.save: directory", "a directory's name", InputError)
+        return save_snapshot(self.objects, directory, ids=ids)
+
+    def restore(
+        self, directory: str | os.PathLike[str], *, key: bytes | None = None, ids: Collection[str] | None = None
+    ) -> Summary:
         """Adds the objects of a snapshot that are not stored, after all were verified; see `snapshot.load_snapshot`.
 
         Args:
           key: the key of encrypted objects that were saved from a root of another secret.
+          ids: of the chunks to restore, with their encoder outputs and patches; None: everything.
         """
         expect_kind(directory, str | os.PathLike, "store.restore: directory", "a directory's name", InputError)
-        return load_snapshot(directory, self.objects, key=key)
+        return load_snapshot(directory, self.objects, key=key, ids=ids)
 
     def flush(self) -> None:
         """Waits for asynchronous puts, and until the remote store has everything.

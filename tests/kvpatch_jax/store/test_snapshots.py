@@ -312,6 +312,20 @@ def test_a_store_is_saved_and_loaded_beside_a_model(tmp_path: Path, arrays: bool
         expect_filled(other)
 
 
+@pytest.mark.parametrize("arrays", [False, True])
+def test_chunks_are_saved_and_restored_by_their_ids(tmp_path: Path, arrays: bool):
+    with filled(tmp_path / "root") as store, ChunkStore(tmp_path / "other") as other:
+        store.save(tmp_path / "part", ids=["bf16"])
+        assert len(files_of(tmp_path / "part")) == 1
+        ocp.save_checkpointables(str(tmp_path / "all"), {"chunk_store": StoreItem(store, arrays=arrays)})
+        ocp.load_checkpointables(str(tmp_path / "all"), {"chunk_store": StoreItem(other, ids=["bf16"])})
+        assert names_of(other) == {other.names.canonical("tiny", "bf16")}
+        ocp.save_checkpointables(str(tmp_path / "few"), {"chunk_store": StoreItem(store, arrays=True, ids=["bf16"])})
+        item = StoreItem()
+        ocp.load_checkpointables(str(tmp_path / "few"), {"chunk_store": item})
+        assert [chunk.id for chunk in item.contents if isinstance(chunk, kvp.Chunk)] == ["bf16"]
+
+
 def test_changed_arrays_are_refused(tmp_path: Path):
     context = ocp.Context()
     context.array_options.saving.use_compression = False
