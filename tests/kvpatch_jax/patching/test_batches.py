@@ -168,9 +168,9 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
     with pytest.raises(ShapeError, match="a batch of 3; expected one chunk"):
         kvp.pool.splice(pool, np.arange(24, dtype=np.int32), kvp.Placed(batch, patch, 3, A))
     with kvp.ChunkStore(tmp_path) as store:
-        with pytest.raises(ShapeError, match="a batch of 3; expected one chunk per object"):
+        with pytest.raises(ShapeError, match="a batch of 3 chunks; expected one chunk per object"):
             store.put(batch)
-        with pytest.raises(ShapeError, match="a batch of 3; expected one per object"):
+        with pytest.raises(ShapeError, match="a batch of 3 patches; expected one per object"):
             store.put_patches([patch])
 
 
