@@ -1,4 +1,5 @@
 """Run as a program on eight host devices: chunks sharded over all of them are saved, and loaded onto 1, 2 and 4."""
+# pyright: reportAttributeAccessIssue=false
 
 import os
 import sys
