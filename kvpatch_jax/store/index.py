@@ -105,7 +105,6 @@ class NewFile(NamedTuple):
     file: str
     size: int
     expires: float | int | None
-    fd: int
     ticket: int | None = None
     """Number of the moment that a queued write takes place at; None: now."""
 
@@ -472,7 +471,7 @@ class Index:
         stored, now = list[int](), time.time()
         with self.write() as transaction:
             db = transaction.db
-            if any(os.fstat(file.fd).st_nlink == 0 for file in files):
+            if not all(os.path.exists(f"{self.root}/data/{file.file}") for file in files):
                 raise StoreIOError("store: got a write that stalled for an hour; expected it to end sooner")
             seq = transaction.next_seq()
             need = sum(file.size for file in files if RANKS[file.kind] < 2)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import os
 import secrets
 import time
@@ -37,7 +38,7 @@ from .files import (
 from .index import Index, NewFile, file_errors
 from .memory import memory_of
 from .names import Names
-from .queue import Ack, Job, PutQueue, encoded_of
+from .queue import GROUP, Ack, Job, PutQueue, encoded_of
 
 ATTEMPTS = 16
 """How often a read-modify-write is begun again because others wrote in between."""
@@ -167,28 +168,33 @@ class Objects:
         files = list[NewFile]()
         try:
             with file_errors(f"store {self.root}: put"):
-                for name, kind, parts, expires, ticket in writes:
-                    token = secrets.token_hex(12)
-                    file, size = f"{token[:2]}/{token}", sum(part.nbytes for part in parts)
-                    fd = write_file(f"{self.root}/data/{file}", parts)
-                    files.append(NewFile(name, kind, file, size, expires, fd, ticket))
-                for file in files:
-                    os.fsync(file.fd)
+                for group in itertools.batched(writes, GROUP):
+                    self._write_group(group, files)
                 for shard in {file.file[:2] for file in files}:
                     sync_folder(f"{self.root}/data/{shard}")
             stored, evicted = self.index.put(self.tenant, files, expected=expected, outbox=outbox)
         except Exception:  # after KeyboardInterrupt they may have names; if not, `collect` deletes them
             self.index.unlink([file.file for file in files])
             raise
-        finally:
-            for file in files:
-                os.close(file.fd)
         self.counters["puts"] += sum(seq > 0 for seq in stored)
         self.counters["put_bytes"] += sum(file.size for file in files)
         self.counters["evicted"] += evicted
         if outbox and self.sender is not None:
             self.sender.wake()
         return stored
+
+    def _write_group(self, writes: Sequence[_Write], files: list[NewFile]) -> None:
+        """Writes files, then syncs them, so that the disk works meanwhile. Adds each to `files` once it exists."""
+        with contextlib.ExitStack() as stack:
+            descriptors = list[int]()
+            for name, kind, parts, expires, ticket in writes:
+                token = secrets.token_hex(12)
+                file, size = f"{token[:2]}/{token}", sum(part.nbytes for part in parts)
+                descriptors.append(write_file(f"{self.root}/data/{file}", parts))
+                stack.callback(os.close, descriptors[-1])
+                files.append(NewFile(name, kind, file, size, expires, ticket))
+            for descriptor in descriptors:
+                os.fsync(descriptor)
 
     def amend(self, name: str, make: Callable[[list[Stored]], Encoded], *, expires: float | int | None = None) -> None:
         """Replaces an object by one that is made of what is stored here, and in the remote store if it answers.

@@ -4,7 +4,9 @@ import concurrent.futures
 import contextlib
 import errno
 import gc
+import itertools
 import os
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -196,6 +198,20 @@ def test_a_queued_put_cannot_be_cancelled(folder):
     assert not any(ack.cancel() for ack in acks)
     store.flush()
     assert numbers_of(store) == list(range(20))
+    store.close()
+
+
+def test_many_objects_are_put_at_once_with_few_descriptors(folder):
+    store = Objects(folder / "root", memory=0)
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
+    most = list(itertools.islice((number for number in itertools.count() if number not in taken), 100))[-1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        stored = store.put([(name_of(number), object_of(number)) for number in range(300)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert stored == [True] * 300
+    assert numbers_of(store) == list(range(300))
     store.close()
 
 
