@@ -14,11 +14,8 @@ _SET = flags.DEFINE_multi_string("set", [], "key=value in place of the configura
 _QUICK = flags.DEFINE_boolean("quick", False, "few contexts: a preview, not a measurement")
 _ALL = flags.DEFINE_boolean("all", False, "every method and setting of the configuration, not the first table's alone")
 _OUT = flags.DEFINE_string("out", None, "folder of the run; by default out/run, of other configurations out/NAME")
-_SHARD = flags.DEFINE_string("shard", "0/1", "index/count: measure every count-th part, from index on")
-_RAY = flags.DEFINE_string("ray", None, "address of a Ray cluster, or local: --shards are its tasks")
-_SHARDS = flags.DEFINE_integer("shards", 2, "tasks with --ray", lower_bound=1)
-_RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, as JSON: {"num_gpus": 1}')
 _PUBLISH = flags.DEFINE_boolean("publish", False, "also write docs/NAME.json, from which pages are filled")
+program.define_sharing(shards=2)
 
 
 def main() -> None:
@@ -28,7 +25,7 @@ def main() -> None:
 
     from .harness import config as configurations
     from .harness import report, runner
-    from .harness.parts import Shard
+    from .harness.parts import sharing
 
     began = time.perf_counter()
     variants = [name for name, asked in (("all", _ALL.value), ("quick", _QUICK.value)) if asked]
@@ -36,11 +33,7 @@ def main() -> None:
     out = Path(_OUT.value or f"out/{'run' if config.name == 'main' else config.name}")
     print(f"{config.name}: {config.title}", flush=True)
 
-    if _RAY.value is None:
-        results = runner.run(config, out, Shard.of(_SHARD.value))
-    else:
-        results = runner.run_on_ray(config, out, _RAY.value, _SHARDS.value, _RESOURCES.value)
-
+    results = runner.run(config, out, sharing(flags.FLAGS))
     if results is None:
         print(f"parts are missing in {out}: the same command, or the other shards, measure them", flush=True)
         return

@@ -1,6 +1,7 @@
 """A file of finished parts, one JSON line each after a line with what they are parts of; runs resume from it."""
 
 import contextlib
+import functools
 import itertools
 import json
 import threading
@@ -32,6 +33,22 @@ class Part(NamedTuple):
     work: float = 1.0
 
 
+class Plan(NamedTuple):
+    """What a run measures.
+
+    Attributes:
+      config: what its parts depend on, "model" among it, of JSON's types; a folder is of one configuration.
+      parts: of all shards.
+      data: what the program makes its rows from, or whose files live as long as it does.
+      threads: parts measured at once.
+    """
+
+    config: dict[str, Any]
+    parts: Sequence[Part]
+    data: Any = None
+    threads: int = 1
+
+
 class Shard(NamedTuple):
     """Every `count`-th part, from `index` on; each shard writes a file of its own."""
 
@@ -55,6 +72,30 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
+class Cluster(NamedTuple):
+    """A Ray cluster whose tasks measure a run's shards.
+
+    Attributes:
+      address: as `ray.init` takes it, or "local": a cluster on this machine for the run.
+      shards: how many tasks there are.
+      resources: what a task occupies, by the names of `ray.remote`'s options.
+    """
+
+    address: str
+    shards: int
+    resources: Mapping[str, Any] = {}
+
+
+def sharing(flags: Any) -> Shard | Cluster:
+    """Reads the flags of `program.define_sharing`. Raises InputError for resources that are no JSON object."""
+    if flags.ray is None:
+        return Shard.of(flags.shard)
+    try:
+        return Cluster(flags.ray, flags.shards, dict(json.loads(flags.ray_resources)))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--ray_resources: got {flags.ray_resources!r:.80}; expected a JSON object") from error
+
+
 def stored_records(out: Path, config: Mapping[str, Any]) -> dict[str, list[Record]]:
     """Reads the records of finished parts by their keys, from the files of every shard; nothing is written.
 
@@ -75,7 +116,6 @@ def run_parts(
     parts: Sequence[Part],
     shard: Shard = WHOLE,
     *,
-    limit: int = 0,
     threads: int = 1,
     patience: float = 0.0,
 ) -> dict[str, list[Record]]:
@@ -88,7 +128,7 @@ def run_parts(
       out: folder of the run.
       config: what the parts depend on, "model" among it, of JSON's types; a folder is of one configuration.
       parts: of all shards.
-      limit: at most so many parts now; 0 for all. threads: parts measured at once.
+      threads: parts measured at once.
       patience: seconds to wait for another process that writes this shard.
 
     Returns:
@@ -106,7 +146,7 @@ def run_parts(
         if (whole := _whole_lines(content, config)) != content:
             file.write_bytes(whole)
         shares = itertools.islice(parts, shard.index, None, shard.count)
-        missing = [part for part in shares if part.key not in finished][: limit or None]
+        missing = [part for part in shares if part.key not in finished]
         writing, bar = threading.Lock(), progress_bar(sum((part.work for part in missing), 0.0))
 
         def measure(part: Part) -> None:
@@ -129,23 +169,35 @@ def run_parts(
     return stored_records(out, config)
 
 
-def run_shards_on_ray(task: Callable[[int, int], None], address: str, shards: int, resources: str) -> None:
-    """Runs `task(index, count)` of every shard on a Ray cluster; a lost worker's shard resumes from its file.
+def run_plan(out: Path, planned: Plan, share: Shard | Cluster, plan: Callable[[], Plan]) -> dict[str, list[Record]]:
+    """Measures one shard in this process, as `run_parts` does, or all of them as tasks of a Ray cluster.
+
+    A lost worker's shard resumes from its file.
 
     Args:
-      address: as `ray.init` takes it, or "local": a cluster on this machine for the run.
-      resources: what a task occupies, as JSON of `ray.remote`'s options.
+      out: folder of the run. Workers see it, and whatever `plan` reads, under the same paths.
+      plan: makes `planned` anew, once in each worker's process.
 
-    Raises:
-      InputError: resources that are no object. ShardError: shards that failed more often than they are tried again.
+    Returns, Raises: as `run_parts`; also ShardError for shards that failed more often than they are tried again.
     """
+    if isinstance(share, Shard):
+        return run_parts(out, planned.config, planned.parts, share, threads=planned.threads)
     from kvpatch_jax.batch import run_shards
 
-    try:
-        occupied = dict(json.loads(resources))
-    except (ValueError, TypeError) as error:
-        raise InputError(f"--ray_resources: got {resources!r:.80}; expected a JSON object") from error
-    run_shards(task, shards, address=None if address == "local" else address, resources=occupied)
+    # A folder of another run is refused before there is a cluster.
+    stored_records(out, planned.config)
+    address = None if share.address == "local" else share.address
+    task = functools.partial(_run_shard, out.resolve(), plan)
+    run_shards(task, share.shards, address=address, resources=share.resources)
+    return stored_records(out, planned.config)
+
+
+def _run_shard(out: Path, plan: Callable[[], Plan], index: int, count: int) -> None:
+    from kvpatch_jax.batch import once_in_this_process
+
+    planned = once_in_this_process(plan)
+    # The worker of a run that was killed may still be ending.
+    run_parts(out, planned.config, planned.parts, Shard(index, count), threads=planned.threads, patience=60.0)
 
 
 def make_out(folder: Path) -> None:

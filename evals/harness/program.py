@@ -13,7 +13,7 @@ from typing import Any
 
 EXTRA = ("absl", "jinja2", "matplotlib", "optax", "pandas", "PIL", "tokenizers", "tqdm")
 """Packages of the extra `[evals]`, by the names that they are imported by."""
-PLACES = ("out", "shard", "shards", "ray", "ray_resources", "limit")
+PLACES = ("out", "shard", "ray", "shards", "ray_resources")
 """Flags that say where a run is written and who shares the work; rows do not depend on them."""
 
 
@@ -52,6 +52,16 @@ def start(main: Callable[[], None], message: str = "", needs: Sequence[str] = EX
             raise SystemExit(f"error: {error}") from None
 
     app.run(begin)
+
+
+def define_sharing(shards: int) -> None:
+    """Defines the flags that say who measures the parts of a run; `parts.sharing` reads them."""
+    from absl import flags
+
+    flags.DEFINE_string("shard", "0/1", "index/count: measure every count-th part, from index on")
+    flags.DEFINE_string("ray", None, "address of a Ray cluster, or local: --shards are its tasks")
+    flags.DEFINE_integer("shards", shards, "tasks with --ray", lower_bound=1)
+    flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, as JSON: {"num_gpus": 1}')
 
 
 def repeated_command(name: str) -> str:

@@ -15,7 +15,7 @@ from .config import RunConfig
 from .datasets import Dataset, Run, find_dataset
 from .environment import environment
 from .methods import REFERENCE, Arm, parse
-from .parts import WHOLE, Part, Record, Shard, run_parts, run_shards_on_ray, stored_records
+from .parts import WHOLE, Cluster, Part, Plan, Record, Shard, run_plan
 from .program import repeated_command
 
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "pillow")
@@ -75,8 +75,8 @@ DatasetPlans = list[tuple[Any, Run, list[Part]]]
 """Data sets, what each is asked for, and its parts."""
 
 
-def plan(config: RunConfig) -> DatasetPlans:
-    """Lists the parts of every data set of a run.
+def plan(config: RunConfig) -> Plan:
+    """Lists the parts of every data set of a run, in the order in which they are measured; its data are DatasetPlans.
 
     Raises:
       InputError: an unknown data set, probe, method or model.
@@ -91,12 +91,8 @@ def plan(config: RunConfig) -> DatasetPlans:
         else:
             parts = spliced_parts(dataset, run, data.dtype)
         plans.append((dataset, run, parts))
-    return plans
-
-
-def parts_of(plans: DatasetPlans) -> list[Part]:
-    """Lists the parts of all data sets, in the order in which they are measured."""
-    return [part for *_, parts in plans for part in parts]
+    parts = [part for *_, of_dataset in plans for part in of_dataset]
+    return Plan(described(config), parts, plans, config.threads)
 
 
 def spliced_parts(dataset: Dataset, run: Run, dtype: str) -> list[Part]:
@@ -191,7 +187,7 @@ def rows_of(
     return rows, unserved
 
 
-def run(config: RunConfig, out: Path, shard: Shard = WHOLE) -> dict[str, Any] | None:
+def run(config: RunConfig, out: Path, share: Shard | Cluster = WHOLE) -> dict[str, Any] | None:
     """Measures what a folder lacks of a run, and writes results.json once all parts of all shards are there.
 
     Returns:
@@ -200,40 +196,12 @@ def run(config: RunConfig, out: Path, shard: Shard = WHOLE) -> dict[str, Any] | 
     Raises:
       InputError: the configuration names what does not exist, or the folder has parts of another one.
     """
-    plans, description = plan(config), described(config)
-    records = run_parts(out, description, parts_of(plans), shard, threads=config.threads)
-    return _finish(config, plans, description, out, records)
-
-
-def run_on_ray(config: RunConfig, out: Path, address: str, shards: int, resources: str) -> dict[str, Any] | None:
-    """Measures a run as tasks of a Ray cluster, a shard each; every worker sees models and `out` under these paths.
-
-    Args, Raises: as `run_shards_on_ray`.
-    """
-    plans, description = plan(config), described(config)
-    stored_records(out, description)
-    run_shards_on_ray(functools.partial(_ray_shard, config, out.resolve()), address, shards, resources)
-    return _finish(config, plans, description, out, stored_records(out, description))
-
-
-def _ray_shard(config: RunConfig, out: Path, index: int, count: int) -> None:
-    # The worker of a run that was killed may still be ending.
-    parts = parts_of(plan(config))
-    run_parts(out, described(config), parts, Shard(index, count), threads=config.threads, patience=60.0)
-
-
-def _finish(
-    config: RunConfig,
-    plans: DatasetPlans,
-    description: Mapping[str, Any],
-    out: Path,
-    records: Mapping[str, list[Record]],
-) -> dict[str, Any] | None:
-    """Writes results.json where every part is finished; returns the results, or None."""
-    if {part.key for part in parts_of(plans)} - set(records):
+    planned = plan(config)
+    records = run_plan(out, planned, share, functools.partial(plan, config))
+    if {part.key for part in planned.parts} - set(records):
         return None
-    rows, unserved = rows_of(config, plans, records)
-    about = {**description, "name": config.name, "title": config.title, "seeds": list(config.seeds)}
+    rows, unserved = rows_of(config, planned.data, records)
+    about = {**planned.config, "name": config.name, "title": config.title, "seeds": list(config.seeds)}
     results = {
         "config": {**about, "command": repeated_command("evals.run"), "unserved": unserved},
         "environment": environment(PACKAGES),

@@ -23,21 +23,19 @@ flags.DEFINE_integer("answer_tokens", None, "of an answer at most; by default as
 flags.DEFINE_integer("max_tokens", None, "of a prompt: longer ones are left out; by default what config.json says", 1)
 flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "of the weights")
 _OUT = flags.DEFINE_string("out", "out/measure", "folder of answers and report; shards share one")
-_SHARD = flags.DEFINE_string("shard", "0/1", "index/count: measure every count-th context, from index on")
-_RAY = flags.DEFINE_string("ray", None, "address of a Ray cluster, or local: --shards are its tasks")
-_SHARDS = flags.DEFINE_integer("shards", 8, "tasks with --ray", lower_bound=1)
-_RESOURCES = flags.DEFINE_string("ray_resources", "{}", 'what a task occupies, as JSON: {"num_gpus": 1}')
+program.define_sharing(shards=8)
 
 
 def main() -> None:
     """Measures, and writes answers.jsonl, results.json, rows.csv and report.html."""
+    import functools
     from pathlib import Path
     from typing import Any
 
     from kvpatch_jax.errors import InputError
     from kvpatch_jax.repair import METHODS
 
-    from ..harness.parts import Shard, run_parts, stored_records
+    from ..harness.parts import run_plan, sharing
     from . import fields, job, report
 
     if flags.FLAGS.fields == "help" or flags.FLAGS.arms == ["help"]:
@@ -51,20 +49,14 @@ def main() -> None:
     # Workers of a cluster may run in another folder.
     paths = {name: str(Path(path).resolve()) for name in ("model", "data", "fields")
              if (path := getattr(request, name)) and Path(path).exists()}  # fmt: skip
-    request, out = request._replace(**paths), Path(_OUT.value)
+    request, out, share = request._replace(**paths), Path(_OUT.value), sharing(flags.FLAGS)
     planned = job.plan(request)
-    # A folder of another measurement is refused before anything is measured.
-    stored_records(out, planned.config)
     print(f"{planned.config['fields']}: {len(planned.parts)} contexts. {planned.data.about}")
     print(f"arms: {', '.join(planned.config['arms'])}", flush=True)
     for refusal in planned.data.refusals:
         print(f"left out: {refusal.where}: {refusal.reason}", flush=True)
 
-    if _RAY.value:
-        job.run_on_ray(request, out, _RAY.value, _SHARDS.value, _RESOURCES.value)
-        records = stored_records(out, planned.config)
-    else:
-        records = run_parts(out, planned.config, planned.parts, Shard.of(_SHARD.value))
+    records = run_plan(out, planned, share, functools.partial(job.plan, request))
     if len(records) < len(planned.parts):
         print(f"{len(records)} of {len(planned.parts)} contexts are finished: the last shard writes the report")
         return

@@ -3,19 +3,17 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvpatch_jax.batch import once_in_this_process
 from kvpatch_jax.errors import InputError, KVPatchError
 from kvpatch_jax.utils import strict_json
 from models import Buckets, load
 
 from ..harness.methods import BLIND, REFERENCE, parse
-from ..harness.parts import Part, Shard, run_parts, run_shards_on_ray
+from ..harness.parts import Part, Plan
 from ..harness.runner import model_path
 from . import fields
 from .contexts import frame_of
-from .items import DataSet
 from .measured import ARMS, Setup, contexts_of, measure_context
 
 
@@ -35,20 +33,8 @@ class Request(NamedTuple):
     dtype: str = "float32"
 
 
-class Plan(NamedTuple):
-    """A measurement's parts.
-
-    Attributes:
-      config: what they depend on. data: that is read, whose images are on disk as long as it lives.
-    """
-
-    parts: Sequence[Part]
-    config: dict[str, Any]
-    data: DataSet
-
-
 def plan(request: Request) -> Plan:
-    """Reads the data, loads the model and plans the parts.
+    """Reads the data, loads the model and plans the parts; its data, a DataSet, hold images on disk.
 
     Raises:
       InputError: data without an item, or a model that cannot be asked in words. What `models.load` raises.
@@ -83,7 +69,7 @@ def plan(request: Request) -> Plan:
         "answer_tokens": request.answer_tokens,
         **sample,
     }
-    return Plan(parts, config, data)
+    return Plan(config, parts, data)
 
 
 def longest_prompt(path: Path) -> int | None:
@@ -95,19 +81,3 @@ def longest_prompt(path: Path) -> int | None:
     text = raw.get("text_config") or raw.get("language_config") or raw.get("llm_config") or {}
     sizes = [values.get("max_position_embeddings") for values in (text, raw)]
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
-
-
-def run_on_ray(request: Request, out: Path, address: str, shards: int, resources: str) -> None:
-    """Measures all parts as tasks of a Ray cluster, a shard each.
-
-    Model, data and `out` are seen by every worker under the same paths. What a lost worker measured is not lost.
-
-    Args, Raises: as `run_shards_on_ray`.
-    """
-    run_shards_on_ray(functools.partial(_run_shard, request, out.resolve()), address, shards, resources)
-
-
-def _run_shard(request: Request, out: Path, index: int, count: int) -> None:
-    planned = once_in_this_process(functools.partial(plan, request))
-    # The worker of a run that was killed may still be ending.
-    run_parts(out, planned.config, planned.parts, Shard(index, count), patience=60.0)

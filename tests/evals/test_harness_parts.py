@@ -2,13 +2,16 @@
 
 import functools
 import multiprocessing
+import os
 import random
+import signal
 import time
+import types
 from pathlib import Path
 
 import pytest
 
-from evals.harness.parts import Part, Shard, run_parts, stored_records
+from evals.harness.parts import Cluster, Part, Plan, Shard, run_parts, run_plan, sharing, stored_records
 from kvpatch_jax.errors import InputError
 
 CONFIG = {"model": "toy", "seed": 3}
@@ -51,7 +54,7 @@ def test_ten_kills_at_random_moments_leave_the_same_records(tmp_path):
 
 
 def test_a_line_cut_off_by_a_kill_is_measured_again(tmp_path):
-    run_parts(tmp_path, CONFIG, PARTS, limit=3)
+    run_parts(tmp_path, CONFIG, PARTS[:3])
     file = tmp_path / "parts.jsonl"
     file.write_bytes(file.read_bytes()[:-7])
     assert len(stored_records(tmp_path, CONFIG)) == 2
@@ -65,6 +68,37 @@ def test_shards_measure_every_part_once(tmp_path, count):
     assert {part.key: records[part.key] for part in PARTS} == EXPECTED
     written = "".join(file.read_text() for file in tmp_path.glob("parts*.jsonl"))
     assert [written.count(f'"{key}"') for key in EXPECTED] == [1] * len(EXPECTED)
+
+
+@pytest.mark.slow
+def test_tasks_of_ray_measure_what_one_process_measures_whatever_happens_to_a_worker(tmp_path):
+    ray = pytest.importorskip("ray")
+
+    # Defined in here, it travels by value: a worker cannot import a test.
+    def plan(expected=EXPECTED, config=CONFIG, mark=tmp_path / "died"):
+        def measure(key):
+            if key == "part 7" and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return expected[key]
+
+        return Plan(config, [Part(key, functools.partial(measure, key)) for key in expected])
+
+    cluster = sharing(types.SimpleNamespace(ray="local", shards=3, ray_resources='{"num_cpus": 0.5}'))
+    assert cluster == Cluster("local", 3, {"num_cpus": 0.5})
+    try:
+        assert run_plan(tmp_path / "out", plan(), cluster, plan) == EXPECTED
+    finally:
+        ray.shutdown()
+    assert (tmp_path / "died").exists()
+    written = "".join(file.read_text() for file in (tmp_path / "out").glob("parts*.jsonl"))
+    assert [written.count(f'"{key}"') for key in EXPECTED] == [1] * len(EXPECTED)
+
+
+@pytest.mark.parametrize("resources", ["[1]", "num_gpus=1"])
+def test_resources_of_a_task_are_an_object(resources):
+    with pytest.raises(InputError, match="--ray_resources"):
+        sharing(types.SimpleNamespace(ray="auto", shards=2, ray_resources=resources))
 
 
 def test_parts_measured_under_other_shards_are_not_measured_again(tmp_path):

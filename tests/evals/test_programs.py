@@ -61,7 +61,9 @@ def test_a_missing_package_is_named_before_anything_is_done():
         program.start(lambda: pytest.fail("it has begun"), needs=("no_such_package",))
 
 
-@pytest.mark.parametrize("flags", [["--out=/somewhere", "--shard=0/2"], ["--out", "/somewhere", "--shard", "0/2"]])
+@pytest.mark.parametrize(
+    "flags", [["--out=/somewhere", "--shard=0/2"], ["--out", "/somewhere", "--ray", "auto", "--shards=2"]]
+)
 def test_the_command_of_a_run_names_no_place(monkeypatch: pytest.MonkeyPatch, flags: list[str]):
     monkeypatch.setattr(sys, "argv", ["run.py", "--config=main", *flags, "--set", "n=64"])
     assert program.repeated_command("evals.run") == "python -m evals.run --config=main --set n=64"
