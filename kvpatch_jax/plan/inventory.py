@@ -172,8 +172,8 @@ class PatchInventory:
         contains = getattr(self._store, "contains", None)
         for word in self._encodings:
             if contains is not None:
-                own = {} if word is None else {"encoding": word}
-                if contains(entry.id, self.backbone, lead=self._lead, **own):
+                options = {} if word is None else {"encoding": word}
+                if contains(entry.id, self.backbone, lead=self._lead, **options):
                     return True
                 continue
             chunk = stored(self._store, entry.id, self.backbone, self._lead, word)

@@ -242,7 +242,7 @@ class ReusePlanner:
         if contains is None:
             return False
         for word in encodings:
-            own = {} if word is None else {"encoding": word}
-            if contains(entry.id, fingerprint, **own):
+            options = {} if word is None else {"encoding": word}
+            if contains(entry.id, fingerprint, **options):
                 return True
         return False

@@ -147,8 +147,7 @@ def _stored(objects: Objects, ids: Collection[str] | None) -> list[Stored]:
     """Reads objects of a store, after its queued puts; large ones are mapped."""
     objects.queue.flush()
     names = objects.with_prefix("", remote=False)
-    found = [objects.read(name) for name in names]
-    return [stored for stored in found if stored is not None and codec.is_of(stored, ids)]
+    return [stored for name in names if (stored := objects.read(name)) is not None and codec.is_of(stored, ids)]
 
 
 def _empty(dtype: Any, shape: Sequence[int]) -> np.ndarray:
