@@ -27,7 +27,7 @@ gc.set_threshold(50_000, 20, 20)
 # A file's tests stay in one process, so a long file that begins last keeps the others waiting. Longest first, by
 # the CPU seconds of a run with nothing compiled beforehand (those of 10 or more).
 LONG = (
-    "test_hybrid_windows.py",
+    "test_window_truth.py",
     "test_hybrid.py",
     "test_run.py",
     "test_power_cut.py",
@@ -39,7 +39,7 @@ LONG = (
     "test_remote_adapters.py",
     "test_reused_chat.py",
     "test_patch.py",
-    "test_hybrid_sessions.py",
+    "test_families.py",
     "test_rotate_patch.py",
     "test_tenants.py",
     "test_sessions.py",

@@ -37,10 +37,10 @@ Readouts:
 
 Modules:
   ops                 the same on bare arrays: to be jitted, vmapped and differentiated
-  pool, engines       the paged pool and other engines' page formats: splice, rotate, read; their conversions
+  pool                the paged pool and other engines' page formats: splice, rotate, read, convert
   store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
   session, traces     runtimes of sessions and answers; traces of windows
-  window              windows, edits and costs
+  window              windows as values, and the executor that brings their KV into a pool
   plan                which mode of reuse serves each chunk of a window, within a goal
   repair              other published repairs of a reused cache, for comparison
   batch               files of questions
@@ -91,7 +91,6 @@ if TYPE_CHECKING:
     from .batch import answer_batch
     from .core import deficit
     from .plan import Certificate
-    from .pool import engines
     from .session import Session, Sessions
     from .store import ChunkStore
 
@@ -123,7 +122,6 @@ __all__ = [
     "deficit",
     "empty_readout",
     "encode_chunk",
-    "engines",
     "errors",
     "form_patch",
     "joined",
@@ -155,7 +153,6 @@ __all__ = [
 _LAZY_MODULES = {
     "batch": "batch",
     "deficit": "core.deficit",
-    "engines": "pool.engines",
     "plan": "plan",
     "pool": "pool",
     "repair": "repair",

@@ -15,7 +15,19 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from .core import PARTS, AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame, jitted_fold, token_rows
+from .core import (
+    PARTS,
+    AnyArray,
+    EngineKV,
+    KVLayout,
+    Paged,
+    Start,
+    check_paged,
+    expect_frame,
+    jitted_fold,
+    token_rows,
+    zero_padded,
+)
 from .errors import InputError, LayoutError, ShapeError
 
 KV = Mapping[str, Array]
@@ -51,6 +63,13 @@ class Tokens(NamedTuple):
         deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
         ahead = None if self.ahead is None else self.ahead[:, start:stop]
         return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack, ahead)
+
+    def pad(self, size: int) -> "Tokens":
+        """Pads every row with zeros to `size` tokens, on the host: on a device every length would compile a program."""
+        deepstack = None if self.deepstack is None else jnp.asarray(zero_padded(self.deepstack, 1, size))
+        positions = np.asarray(zero_padded(np.asarray(self.positions), 1, size))
+        ahead = None if self.ahead is None else np.asarray(zero_padded(np.asarray(self.ahead), 1, size))
+        return Tokens(jnp.asarray(zero_padded(self.embeddings, 1, size)), positions, deepstack, ahead)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.

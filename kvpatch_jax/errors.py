@@ -67,7 +67,7 @@ class PoolError(KVPatchError):
 
 
 class PoolLostError(PoolError):
-    """A failed launch that the pool was donated to; its contents are lost. `PagedExecutor.renew` makes another."""
+    """A failed launch that the pool was donated to; its contents are lost. `Executor.renew` makes another."""
 
 
 class WindowError(KVPatchError):

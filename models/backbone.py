@@ -217,7 +217,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         Args:
           messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"},
             {"type": "image", "image": a path, PIL image or uint8 array}, {"type": "video", "video": a path or Video}
-            and {"type": "audio", "audio": a path or Audio}.
+            and {"type": "audio", "audio": a path or Audio}; or OpenAI's parts with data URLs (`cache.part_item`).
           add_generation_prompt: end with what opens the assistant's answer.
           variables: further names that the template knows.
 

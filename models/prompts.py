@@ -17,7 +17,7 @@ from kvpatch_jax.cache import Video, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
 from .families.family import Config, Family, Run, placeholders
-from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, media_of, replaced
+from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, read_messages, replaced
 from .inputs.texts import TOKENIZER_FILE, ids_of_text, texts_of, unknown_token
 
 NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
@@ -110,7 +110,8 @@ class Prompts:
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """See `ModelBackbone.chat`."""
-        template, media = self._template(), media_of(messages)
+        template = self._template()
+        messages, media = read_messages(messages)
         for sort in {sort for sort, _ in media} - {"image"}:
             source = self._medium(sort).template
             template = dataclasses.replace(template, source=source) if source else template

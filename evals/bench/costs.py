@@ -1,6 +1,6 @@
-"""What a window's edits take on this device, for plans: seconds per launch, FLOP and byte of each kind.
+"""What an executor's actions take on this device, for plans: seconds per launch, FLOP and byte of each kind.
 
-Every kind of edit runs by itself on a `PagedExecutor`, at several numbers of tokens behind fronts of several lengths.
+Every kind of action runs by itself on an `Executor`, at several numbers of tokens behind fronts of several lengths.
 Rates are fitted to half of the sizes, by least squares of the relative error with no rate below zero, and predict the
 other half. With --out, `device_costs.json` is what `plan(..., costs=DeviceCosts.read(...))` takes.
 """
@@ -11,7 +11,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from scipy.optimize import nnls
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.plan import DeviceCosts, Rates
-from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window
+from kvpatch_jax.window import BARE, ActionKind, Entry, Executor, PatchNote, Service, Step, Window, total
 from models import ModelBackbone
 from models.random_weights import random_backbone
 
@@ -34,17 +34,17 @@ TOKENS, FRONTS, RANKS, TURNS = (24, 64, 100, 160, 256, 384), (64, 320, 896), (8,
 PAGE = 16
 
 
-class EditRun(NamedTuple):
-    """A run of one kind of edit: the bytes and FLOPs that it counts, and its seconds, the median of its turns."""
+class ActionRun(NamedTuple):
+    """A run of one kind of action: the bytes and FLOPs that it counts, and its seconds, the median of its turns."""
 
-    kind: str
+    kind: ActionKind
     bytes: int
     flops: int
     seconds: float
 
 
 def suite(options: BenchOptions) -> Iterator[Benchmark]:
-    """Yields the rates of edits, which have no peers."""
+    """Yields the rates of actions, which have no peers."""
     name, raw = ("tiny", TINY) if options.quick else ("a twelfth of Qwen2-0.5B", MEDIUM)
     yield Benchmark("costs.rates", name, functools.partial(_rates, name, raw, options))
 
@@ -54,7 +54,7 @@ def _rates(name: str, raw: dict[str, Any], options: BenchOptions) -> Sides:
     backbone = with_buckets(random_backbone(raw, options.seed))
     sizes = list(itertools.product(*((TOKENS[:3], FRONTS[:1]) if options.quick else (TOKENS, FRONTS))))
     with tempfile.TemporaryDirectory() as folder, kvp.ChunkStore(folder, tenant="costs") as store:
-        timer = EditTimer(backbone, store, options.seed)
+        timer = ActionTimer(backbone, store, options.seed)
         runs = [run for tokens, front in sizes for run in timer.runs(tokens, front)]
 
     kinds, figures, generator = {}, {}, np.random.default_rng(options.seed)
@@ -78,7 +78,7 @@ def _rates(name: str, raw: dict[str, Any], options: BenchOptions) -> Sides:
     return Sides({}, figures=lambda: figures)
 
 
-def fit(runs: Sequence[EditRun]) -> Rates:
+def fit(runs: Sequence[ActionRun]) -> Rates:
     """Fits seconds per launch, FLOP and byte, none below zero: least squares of the relative error."""
     features = np.array([[1.0, run.flops, run.bytes] for run in runs])
     scale = np.maximum(features.max(axis=0), 1e-30)
@@ -87,72 +87,72 @@ def fit(runs: Sequence[EditRun]) -> Rates:
     return Rates(*(float(value) for value in rates / scale))
 
 
-class EditTimer:
-    """Times edits of chunks of several sizes on one executor, each of which it undoes."""
+class ActionTimer:
+    """Times actions on chunks of several sizes on one executor, which then goes back to where it was."""
 
     def __init__(self, backbone: ModelBackbone, store: kvp.ChunkStore, seed: int):
         self.backbone, self.store, self.seed = backbone, store, seed
         dtype = str(backbone.embed(np.zeros((1, 1), np.int32)).embeddings.dtype)
         pages = -(-max(FRONTS) // PAGE) + 4 * -(-max(TOKENS) // PAGE) + 8
-        self.executor = PagedExecutor(backbone, pages, PAGE, dtype, store=store)
-        self.empty = Window.empty(Costs.of(backbone, dtype), lead=1)
+        self.executor = Executor(backbone, pages, PAGE, dtype, store=store)
 
-    def runs(self, size: int, front: int) -> Iterator[EditRun]:
-        """Runs every kind of edit of a chunk of this size behind a front of that size."""
+    def runs(self, size: int, front: int) -> Iterator[ActionRun]:
+        """Runs every kind of action on a chunk of this size behind a front of that size."""
         executor, id = self.executor, f"chunk {size}"
         executor.release("")
-        window, edits = self.empty.append(self._entry("front", front)[0])
-        executor.run(window, edits)
+        window = Window.empty(self.backbone, lead=1).append(self._entry("front", front)[0])
+        executor.run(window)
         entry, tokens = self._entry(id, size)
         kv = {name: value[:, 0] for name, value in self.backbone.prefill(tokens).kv.items()}
         local, fingerprint = np.arange(size, dtype=np.float32), self.backbone.fingerprint
         chunk = kvp.Chunk(kv, local, size, size, id, self.backbone.layout, fingerprint, content=id)
         executor.provide(id, chunk=chunk)
 
-        prefilled, copied = window.append(entry), window.append(entry, "bare", fetched=True)
-        yield _repeated("Prefill", prefilled, functools.partial(self._placed, prefilled, id))
-        self._seconds(prefilled)
-        conditioned = executor.read(prefilled[0], id)
-        recomputed = prefilled[0].recompute(id)
-        yield _repeated("Recompute", recomputed, functools.partial(self._seconds, recomputed))
+        prefilled, placed = window.append(entry), window.append(entry, BARE)
+        yield self._repeated("prefill", window, prefilled)
+        executor.run(prefilled)
+        conditioned = executor.read(prefilled, id)
+        # A chunk rotates when a small one in front of it comes in, and again when it leaves.
+        inserted = prefilled.insert(self._entry("small", 8)[0], id)
+        yield self._repeated("rotate", inserted, prefilled)
 
-        # A chunk rotates when a small one in front of it leaves.
-        inserted = prefilled[0].insert(self._entry("small", 8)[0], id)
-        closed = inserted[0].evict("small")
-        yield _repeated("Rotate", closed, lambda: (self._seconds(inserted), self._seconds(closed))[1])
-        executor.run(*prefilled[0].evict(id))
-
-        yield _repeated("Copy", copied, functools.partial(self._placed, copied, id))
+        yield self._repeated("copy", window, placed)
         for rank in RANKS:
             patch = kvp.form_patch(chunk, conditioned, min(rank, size), window.target())
             executor.provide(id, patch=patch)
-            patched = window.append(entry, "patch", PatchNote.of(patch), fetched=True)
-            yield _repeated("ApplyPatch", patched, functools.partial(self._placed, patched, id))
+            yield self._repeated("patch", window, window.append(entry, Service("patch", PatchNote.of(patch))))
 
         # A fetch is from the store's memory, where the chunk was put.
         self.store.put(chunk)
-        fetched = window.append(entry, "bare")
-        yield _repeated("Fetch", fetched, functools.partial(self._fetched, fetched, copied, id))
+        yield self._fetches(window, placed)
         executor.release("")
         executor.forget(id)
 
-    def _seconds(self, changed: tuple[Window, Edits]) -> float:
-        """Times edits."""
-        begin = time.perf_counter()
-        self.executor.run(*changed)
-        jax.block_until_ready(self.executor.pool.vectors)
-        return time.perf_counter() - begin
+    def _repeated(self, kind: ActionKind, before: Window, after: Window) -> ActionRun:
+        """Takes the turns from one window to another; the first one warms up. Other kinds are not counted."""
+        turns = []
+        for _ in range(TURNS + 1):
+            self.executor.run(before)
+            turns.append(self._timed(after))
+        return _median(kind, turns[1:])
 
-    def _placed(self, changed: tuple[Window, Edits], id: str) -> float:
-        """Times edits that place a piece, and evicts it."""
-        seconds = self._seconds(changed)
-        self.executor.run(*changed[0].evict(id))
-        return seconds
-
-    def _fetched(self, fetched: tuple[Window, Edits], copied: tuple[Window, Edits], id: str) -> float:
+    def _fetches(self, before: Window, placed: Window) -> ActionRun:
         """Times a fetch and a copy, less a copy right behind them: a difference of medians would be lost in noise."""
-        self.executor.forget(id)
-        return max(1e-7, self._placed(fetched, id) - self._placed(copied, id))
+        turns = []
+        for _ in range(TURNS + 1):
+            self.executor.run(before)
+            self.executor.forget(placed.ids[-1])
+            step, both = self._timed(placed)
+            self.executor.run(before)
+            turns.append((step, max(1e-7, both - self._timed(placed)[1])))
+        return _median("fetch", turns[1:])
+
+    def _timed(self, window: Window) -> tuple[Step, float]:
+        """Runs a window. Returns what was done, and seconds."""
+        begin = time.perf_counter()
+        step = self.executor.run(window)
+        jax.block_until_ready(self.executor.pools)
+        return step, time.perf_counter() - begin
 
     def _entry(self, id: str, size: int) -> tuple[Entry, Tokens]:
         """Draws the tokens of a piece and provides them."""
@@ -162,9 +162,7 @@ class EditTimer:
         return Entry.of_tokens(id, tokens, id, kind="text" if id == "front" else "chunk"), tokens
 
 
-def _repeated(kind: str, changed: tuple[Window, Edits], turn: Callable[[], float]) -> EditRun:
-    """Takes the turns of one kind; the first one warms up. Edits of other kinds come along, and are not counted."""
-    seconds = [turn() for _ in range(TURNS + 1)][1:]
-    edits = [edit for edit in changed[1] if type(edit).__name__ == kind]
-    nbytes, flops = sum(edit.bytes for edit in edits), sum(edit.flops for edit in edits)
-    return EditRun(kind, nbytes, flops, statistics.median(seconds))
+def _median(kind: ActionKind, turns: Sequence[tuple[Step, float]]) -> ActionRun:
+    """Returns the median of turns that did the same."""
+    _, nbytes, flops = total(turns[0][0], kind)
+    return ActionRun(kind, nbytes, flops, statistics.median(seconds for _, seconds in turns))

@@ -69,7 +69,7 @@ class Loop:
         self.backbone, self.sizes, self.steps, self.seed = backbone, sizes, 0, seed
         self.lead, self.question = random_ids(sizes.lead, seed + 1000), random_ids(sizes.question, seed + 1001)
         bucketed = with_buckets(backbone)
-        self.session = kvp.Session(bucketed, keep=sizes.window, lead=[self.lead], prefills=0, rank=0)
+        self.session = kvp.Session(bucketed, keep=sizes.window, lead=[self.lead], rank=0)
         self.figures: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
 
     def chunk(self, step: int) -> list[int]:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import Likeness
+from kvpatch_jax.core import bucket
 from kvpatch_jax.patching import Accumulated, orders_of
 from kvpatch_jax.repair import SplicedCache, cacheblend
-from kvpatch_jax.window import Likeness, Promise
-from kvpatch_jax.window.padding import bucket, padded_tokens
+from kvpatch_jax.window import Promise
 
 from ..harness.lines import KV, GrowingWindow, Line, cut, padded
 from .windows import WindowBatch
@@ -173,7 +174,7 @@ class PromisedBatch:
         for place in places:
             where, piece = line.slices[place], line.pieces[place]
             slots = np.broadcast_to(np.arange(where.start, where.stop), (len(self.windows.clusters), piece.size))
-            tokens = padded_tokens(piece.tokens.shift(line.starts[place]), piece.size)
+            tokens = piece.tokens.shift(line.starts[place]).pad(piece.size)
             splice = SplicedCache(tokens, {name: jnp.asarray(kv) for name, kv in served.items()}, jnp.asarray(slots))
             served = cut(cacheblend(line.backbone, splice, PERCENT / 100).cache, slice(None))
         return cut(served, slice(line.size))

@@ -32,6 +32,7 @@ DATASETS = {
     "bytes": "evals.task.versions:VERSIONS",
     "windows": "evals.windows.operations:WINDOWS",
     "tolerance": "evals.windows.tolerance:TOLERANCE",
+    "sinks": "evals.windows.sinks:SINKS",
     "revisits": "evals.windows.revisits:REVISITS",
     "loops": "evals.loops.dataset:LOOPS",
 }

@@ -20,8 +20,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 import kvpatch_jax as kvp
 from kvpatch_jax import Text, ops
 from kvpatch_jax.backbone import Tokens, ahead_of
-from kvpatch_jax.core import PARTS
-from kvpatch_jax.window.padding import bucket, padded_chunk, padded_tokens, zero_padded
+from kvpatch_jax.core import PARTS, bucket, zero_padded
 from models import ModelBackbone
 
 KV = dict[str, Float[np.ndarray, "L B _ _ _"]]
@@ -66,7 +65,7 @@ def prefilled(backbone: ModelBackbone, tokens: Tokens, context: Any = None, mask
     room = bucket(backbone.buckets, size)
     # An image whose tokens see each other is not divided.
     many = RUN if context is None and tokens.ahead is None else None
-    return cut(backbone.prefill(padded_tokens(tokens, room), context, mask, chunk=many).kv, slice(size))
+    return cut(backbone.prefill(tokens.pad(room), context, mask, chunk=many).kv, slice(size))
 
 
 class BatchedPiece(NamedTuple):
@@ -118,7 +117,7 @@ def make_piece(backbone: ModelBackbone, tokens: Tokens, id: str, content: str | 
         backbone=backbone.fingerprint,
         content=content or id,
     )
-    return BatchedPiece(tokens, padded_chunk(chunk, bucket(backbone.buckets, len(local))))
+    return BatchedPiece(tokens, chunk.pad(bucket(backbone.buckets, len(local))))
 
 
 def text_piece(backbone: ModelBackbone, ids: Int[np.ndarray, "B T"], id: str) -> BatchedPiece:

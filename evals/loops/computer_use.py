@@ -8,16 +8,13 @@ has fewer parts than the one before, or others, the agent began another history,
 Left out: tools, delays and lengths, which are a load's; a session's last answer, which no request has.
 """
 
-import base64
-import binascii
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpatch_jax.cache import content_digest
-from kvpatch_jax.errors import TraceError
+from kvpatch_jax.cache import content_digest, unit_items
+from kvpatch_jax.errors import InputError, TraceError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.atomic_files import replace
 
@@ -25,13 +22,14 @@ from ..measure.records import json_objects
 from .episodes import OMITTED
 
 QUESTION = "What is the next action?"
-_SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
+_SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp"}
+"""Of the files of screenshots, by the bytes that they begin with."""
 
 
 class PromptPart(NamedTuple):
-    """A part of a prompt: its text, or the data URL of a screenshot; `image` also where a screenshot has left."""
+    """A part of a prompt: its text, or the file of a screenshot; `image` also where a screenshot has left."""
 
-    text: str
+    content: str | bytes
     image: bool
 
 
@@ -79,7 +77,7 @@ class _History:
     def continues(self, parts: list[PromptPart]) -> bool:
         """Returns whether a request has all that the one before had, screenshots there or left."""
         same = [
-            old == new or (old.image and new.image and OMITTED in (old.text, new.text))
+            old == new or (old.image and new.image and OMITTED in (old.content, new.content))
             for old, new in zip(self.parts, parts, strict=False)
         ]
         return len(parts) >= len(self.parts) and all(same)
@@ -88,59 +86,47 @@ class _History:
         """Yields the events that lead to a request, and its question."""
         for place, (old, new) in enumerate(zip(self.parts, parts, strict=False)):
             id = self.ids[place]
-            if old != new and new.text == OMITTED and id is not None:
+            if old != new and new.content == OMITTED and id is not None:
                 yield Event(turn, self.session, "evict", chunk=id)
             elif old != new and id is not None:
                 yield Event(turn, self.session, "recall", chunk=id)
         for place in range(len(self.parts), len(parts)):
             self.ids.append(None)
             part = parts[place]
-            if not part.image:
-                digest = content_digest(part.text)[:32]
-                yield Event(turn, self.session, "add", f"text {place}", digest, kind="text", text=part.text)
-            elif part.text != OMITTED:
-                digest, payload = self._stored(part.text, f"{where}, part {place}")
+            if isinstance(part.content, bytes):
+                digest, payload = self._stored(part.content, f"{where}, part {place}")
                 self.ids[place] = f"screen {place}"
                 yield Event(turn, self.session, "add", f"screen {place}", digest, payload=(payload,))
+            elif not part.image:
+                digest = content_digest(part.content)[:32]
+                yield Event(turn, self.session, "add", f"text {place}", digest, kind="text", text=part.content)
         self.parts = parts
         yield Event(turn, self.session, "ask", text=QUESTION)
 
-    def _stored(self, url: str, where: str) -> tuple[str, str]:
+    def _stored(self, content: bytes, where: str) -> tuple[str, str]:
         """Writes a screenshot. Returns its digest, and its path in the folder."""
-        head, comma, data = url.partition(";base64,")
-        kind = head.removeprefix("data:image/")
-        if not comma or kind not in _SUFFIXES:
-            raise TraceError(
-                f"{where}: got {url!r:.60}; expected a data URL of PNG, JPEG or WebP: nothing is downloaded"
-            )
-        try:
-            content = base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise TraceError(f"{where}: got no base64 ({error}); expected an image") from None
+        suffix = next((suffix for magic, suffix in _SUFFIXES.items() if content.startswith(magic)), None)
+        if suffix is None:
+            raise TraceError(f"{where}: got an image that begins with {content[:8]!r}; expected PNG, JPEG or WebP")
         digest = content_digest(content)[:32]
-        target = self.folder / "images" / f"{digest}{_SUFFIXES[kind]}"
+        target = self.folder / "images" / f"{digest}{suffix}"
         if not target.exists():
             replace(target, content)
         return digest, target.relative_to(self.folder).as_posix()
 
 
 def _parts(message: Any, where: str) -> Iterator[PromptPart]:
-    """Yields the parts of a message: texts, tool calls as JSON, and screenshots."""
-    content = message.get("content") if isinstance(message, dict) else message
-    if not isinstance(message, dict) or not isinstance(content, str | list | None):
-        raise TraceError(f"{where}, messages: got {message!r:.80}; expected objects with a text or a list of parts")
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise TraceError(f"{where}, messages: got the part {part!r:.80}; expected an object with type")
-        url, text = part.get("image_url"), part.get("text")
-        if part["type"] == "image_url":
-            url = url.get("url") if isinstance(url, dict) else url
-            if not isinstance(url, str):
-                raise TraceError(f"{where}, image_url: got {url!r:.60}; expected a data URL")
-            yield PromptPart(url, True)
-        elif not isinstance(text, str):
-            raise TraceError(f"{where}, text: got {text!r:.80}; expected a text")
-        elif text.strip():
-            yield PromptPart(OMITTED, True) if text.strip() == OMITTED else PromptPart(text, False)
-    for call in message.get("tool_calls") or ():
-        yield PromptPart(json.dumps(call.get("function") if isinstance(call, dict) else call, sort_keys=True), False)
+    """Yields the parts of a message: texts, screenshots, and tool calls as JSON."""
+    if not isinstance(message, dict) or "role" not in message:
+        raise TraceError(f"{where}, messages: got {message!r:.80}; expected objects with role and content")
+    try:
+        items = unit_items(message, f"{where}, messages")
+    except InputError as error:
+        raise TraceError(str(error)) from None
+    for item in items:
+        if isinstance(item, bytes):
+            yield PromptPart(item, True)
+        elif not isinstance(item, str):
+            raise TraceError(f"{where}, messages: got a {type(item).__name__}; expected texts and data URLs of images")
+        elif item.strip():
+            yield PromptPart(OMITTED, True) if item.strip() == OMITTED else PromptPart(str(item), False)

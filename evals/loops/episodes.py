@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.errors import TraceError
-from kvpatch_jax.traces import Event, Trace
-from kvpatch_jax.window import Costs, Entry, Window
+from kvpatch_jax.traces import PLACING, Event, Trace
+from kvpatch_jax.window import Entry, Window
 
 CHARACTERS = 4
 """Characters of a token of text, where a trace states no tokens."""
@@ -18,7 +17,7 @@ LINE = 60
 SCREENSHOT_TOKENS, REPLY_TOKENS, SYSTEM_TOKENS, LINE_TOKENS, PLACEHOLDER_TOKENS = 1300, 60, 200, 15, 10
 """Tokens of what no trace states, at the sizes of real agents: a screenshot, a reply, the system text, a line that
 stands for a round, and a text in place of a screenshot."""
-NO_COSTS = Costs("0" * 64, 1, 0, 0, 0, ForwardCosts((0,), (0,), (0,), 0))
+NO_BACKBONE = "0" * 64
 """Of windows that are followed and not served."""
 
 
@@ -124,11 +123,11 @@ def episodes_of(trace: Trace, placeholder: str = OMITTED) -> list[Episode]:
         system, rounds, seen = list[str](), list[Round](), dict[str, Shown]()
         screens, texts = list[Shown](), list[str]()
         for event in trace.of(session):
-            if event.op in ("add", "replace", "recall") and event.kind == "chunk" and event.chunk is not None:
+            if event.op in (*PLACING, "recall") and event.kind == "chunk" and event.chunk is not None:
                 known = seen[event.chunk] if event.op == "recall" else shown(trace, event)
                 seen[event.chunk] = known
                 screens.append(known)
-            elif event.op in ("add", "replace"):
+            elif event.op in PLACING:
                 (texts if rounds or screens else system).append(event.text or "")
             elif event.op == "ask" and rounds and not screens and not texts:
                 rounds[-1] = rounds[-1]._replace(questions=(*rounds[-1].questions, event.text or ""))
@@ -153,9 +152,11 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
     """
     windows, pieces = dict[str, Window](), dict[tuple[str, str], PromptPiece]()
     lead = trace.parameters.get("lead")
-    empty = Window.empty(NO_COSTS, promise="remember", lead=lead if type(lead) is int else None)
     for number, event in enumerate(trace):
-        window = windows.get(event.session, empty)
+        window = windows.get(event.session)
+        if window is None:
+            # A session pins a first chunk; a first text stays in front, and may be replaced.
+            window = Window.empty(NO_BACKBONE, lead=lead if type(lead) is int else int(event.kind == "chunk"))
         if event.op == "fork":
             raise TraceError(f"event {number}: got a branch of {event.session!r:.40}; expected sessions alone")
         if event.op == "ask":
@@ -168,7 +169,7 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
             windows.pop(event.session, None)
         else:
             entry = None
-            if event.op in ("add", "replace") and event.chunk is not None:
+            if event.op in PLACING and event.chunk is not None:
                 content = shown(trace, event)
                 span = event.span or content.tokens
                 entry = Entry(event.chunk, content.content, content.tokens, span, event.kind, event.order_free)
@@ -182,18 +183,20 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
 def _changed(window: Window, event: Event, entry: Entry | None) -> Window:
     """Makes the window after an event; before a chunk enters, the oldest leave down to the number that it states."""
     chunk = event.chunk or ""
-    if event.op in ("add", "recall") and event.keep is not None and event.kind == "chunk":
-        window, _ = window.slide(max(event.keep - 1, 0))
+    if event.op in ("add", "insert", "recall") and event.keep is not None and event.kind == "chunk":
+        window = window.slide(max(event.keep - 1, 0))
     match event.op:
         case "add" if entry is not None:
-            return window.append(entry)[0]
+            return window.append(entry)
+        case "insert" if entry is not None:
+            return window.insert(entry, event.before or "")
         case "replace" if entry is not None:
-            return window.replace(event.replaced or "", entry)[0]
+            return window.replace(event.replaced or "", entry)
         case "slide":
-            return window.slide(event.keep or 0)[0]
+            return window.slide(event.keep or 0)
         case "recall":
-            return window.recall(chunk)[0]
+            return window.recall(chunk)
         case "evict":
-            return window.evict(chunk)[0]
+            return window.evict(chunk)
         case _:
-            return window.reorder(event.order)[0]
+            return window.reorder(event.order)

@@ -6,6 +6,7 @@ from typing import Any
 
 import kvpatch_jax as kvp
 from kvpatch_jax.session import compared, embedded, prefilled_logits
+from kvpatch_jax.window import Piece, Window
 from models import ModelBackbone
 
 from .costs import changes, same
@@ -13,13 +14,14 @@ from .episodes import PromptPiece
 
 SESSIONS: dict[str, dict[str, Any]] = {
     "exact": {"promise": "forget"},
-    "remember": {"promise": "remember"},
-    "patched": {"promise": "remember", "uncertified": True, "rank": 16},
+    "remember": {"promise": "remember", "reuse": "blind", "rank": 0},
+    "patched": {"promise": "remember", "reuse": "patched", "rank": 16},
 }
 """Options of the sessions, by arm.
 
 * exact: every piece is as a re-prefill of the prompt would leave it; what is stored behind the very same pieces serves.
-* remember: pieces that stay keep their KV, rotated to their new places.
+* remember: pieces that stay keep their KV, rotated to their new places, behind what they have not seen, too. Nothing is
+  served alone: no canonical is formed, because texts stand in front of every screenshot.
 * patched: the same, and screenshots that return are served by patches, or by prefills behind a like neighbour.
 """
 PAGES = 160
@@ -44,7 +46,10 @@ class SessionReplay:
         self._names: dict[str, str] = {}
         # Forwards of pieces, by the names of the window's entries.
         self._run: list[str] = []
-        self.session.runtime.executor.formers.append(lambda window, id, tokens, length, kv: self._run.append(id))
+        self.session.runtime.executor.observers.append(self._record)
+
+    def _record(self, window: Window, piece: Piece, *_: Any) -> None:
+        self._run.append(piece.id)
 
     def close(self) -> None:
         """Ends session and store."""

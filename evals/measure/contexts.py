@@ -13,9 +13,9 @@ import numpy as np
 
 from kvpatch_jax import Text
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import zero_padded
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import SplicedCache
-from kvpatch_jax.window.padding import padded_tokens, zero_padded
 from models import ModelBackbone
 from models.prompts import ChatFrame
 
@@ -140,7 +140,7 @@ class MeasuredContext:
         chunks += [(count, size)] if size > count else []
         cache = {name: jnp.asarray(zero_padded(kv, 2, self.first + size)) for name, kv in self.blind.items()}
         placed = joined_tokens([line.pieces[place].tokens.shift(line.starts[place]) for place in self.places])
-        tokens = padded_tokens(placed, size)
+        tokens = placed.pad(size)
         # Padding has the positions that follow, so that every method's geometry finds places in order.
         positions = np.array(tokens.positions)
         behind = line.end + np.arange(size - count)
@@ -152,7 +152,7 @@ class MeasuredContext:
         """Makes what methods that store a form of KV start from: one piece alone in a cache, at its place."""
         line, piece = self.line, self.line.pieces[place]
         size = padded_size(piece.size)
-        tokens = padded_tokens(piece.tokens.shift(line.starts[place]), size)
+        tokens = piece.tokens.shift(line.starts[place]).pad(size)
         canonical = cut(piece.chunk.kv, slice(piece.size))
         recorded, canonical, cache = (
             {name: jnp.asarray(zero_padded(value, 2, size)) for name, value in kv.items()}

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import InputError, KVPatchError
-from kvpatch_jax.window.padding import padded_tokens
 from models import ModelBackbone
 from models.prompts import ChatFrame
 
@@ -195,7 +194,7 @@ class AnswerReader:
         return embedded(self.context.backbone, prompt).shift(np.int32(self.context.line.end))
 
     def _padded(self, tokens: Tokens) -> Tokens:
-        return padded_tokens(tokens, Buckets().round_up(tokens.embeddings.shape[1]))
+        return tokens.pad(Buckets().round_up(tokens.embeddings.shape[1]))
 
     def _generated(self, cache: KV) -> tuple[int, ...]:
         """Decodes greedily up to a stop token."""

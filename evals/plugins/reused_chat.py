@@ -2,17 +2,16 @@
 
 import collections
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import content_items
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.window import PatchStore
 from models import ModelBackbone
 
 SYSTEM_PROMPTS = 4
 """System prompts whose sessions are open at once."""
-MEDIA = ("image", "video", "audio")
 
 
 class ReusedAnswer(NamedTuple):
@@ -34,7 +33,7 @@ class ReusedChat:
     One session per system prompt is open, and every request is a fork of it: the pieces of its message are added in
     order, served by what the store has of them, and the last text is asked. Without `approximate` only what is exact is
     reused: the same pieces in the same order. With it a piece is also served by a patch formed behind the same pieces,
-    or by what was prefilled behind others that ended alike (`SessionConfig.uncertified`), and answers differ from those
+    or by what was prefilled behind others that ended alike (`SessionConfig.reuse`), and answers differ from those
     of a prefill as `python -m evals.measure` says for your data.
     """
 
@@ -49,7 +48,7 @@ class ReusedChat:
           options: of `SessionConfig` besides.
         """
         self.backbone, self.store = backbone, store
-        self._options = {"chat": True, **({"uncertified": True, "rank": 16} if approximate else {}), **options}
+        self._options = {"chat": True, **({"reuse": "patched", "rank": 16} if approximate else {}), **options}
         self._sessions = collections.OrderedDict[str | None, kvp.Session]()
 
     def answer(
@@ -65,8 +64,7 @@ class ReusedChat:
 
         Args:
           messages: {"role", "content"} each: a system message or none, and one user message. A content is a text, or a
-            list of {"type": "text", "text": …} and {"type": "image", "image": …} ("video", "audio" alike); what holds
-            the medium may also be named "url" or "path".
+            list of parts, as `kvpatch_jax.cache.part_item` reads them.
           steps, temperature, top_p: as of `Session.ask`.
           stop: texts that end an answer and are left out, besides the checkpoint's own stop tokens.
 
@@ -112,39 +110,15 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[Any]
         )
     system = None
     if len(messages) == 2:
-        system = "".join(_text(entry, "system message") for entry in _entries(messages[0]))
+        texts = content_items(messages[0], "messages: system")
+        if not all(isinstance(text, kvp.Text) for text in texts):
+            raise InputError("messages: got an image, video or sound in the system message; expected texts")
+        system = "".join(texts)
 
-    pieces: list[Any] = []
-    for number, entry in enumerate(_entries(messages[-1])):
-        kind = entry.get("type")
-        pieces.append(_medium(entry, kind, number) if kind in MEDIA else kvp.Text(_text(entry, f"content {number}")))
+    pieces = content_items(messages[-1], "messages: user")
     texts = [piece for piece in pieces if isinstance(piece, kvp.Text) and piece.strip()]
     if not texts or pieces[-1] is not texts[-1]:
         raise InputError(
             f"messages: got {len(pieces)} entries, the last of which is no text; expected the question last"
         )
     return system, [piece for piece in pieces[:-1] if not isinstance(piece, kvp.Text) or piece], str(pieces[-1])
-
-
-def _entries(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, Sequence) or not all(isinstance(entry, Mapping) for entry in content):
-        raise InputError(f"messages: got content {content!r:.80}; expected a text, or a list of entries with a type")
-    return content
-
-
-def _text(entry: Mapping[str, Any], where: str) -> str:
-    if entry.get("type") != "text" or not isinstance(entry.get("text"), str):
-        raise InputError(f"messages: got {where} {dict(entry)!r:.80}; expected a text, image, video or audio")
-    return entry["text"]
-
-
-def _medium(entry: Mapping[str, Any], kind: str, number: int) -> Any:
-    value = next((entry[name] for name in (kind, "url", "path") if entry.get(name) is not None), None)
-    if value is None:
-        raise InputError(f"messages: got content {number} of type {kind!r} without its {kind}; expected it there")
-    # Harnesses name files by str; an address is refused by whoever opens it.
-    value = Path(value.removeprefix("file://")) if isinstance(value, str) else value
-    return kvp.Video(value) if kind == "video" else kvp.Audio(value) if kind == "audio" else value

@@ -1,1 +1,1 @@
-"""Windows on the task: what operations do to answers, which antecedents matter, and what a store brings back."""
+"""Windows on the task: what operations do to answers, which antecedents and first tokens matter, what stores return."""

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.session import embedded
-from kvpatch_jax.session.logit_comparison import compared, served_logits
+from kvpatch_jax.session import compared, embedded, served_logits
 from kvpatch_jax.window import Costs
 from models import Buckets, ModelBackbone
 
@@ -53,7 +52,7 @@ WAYS = {
     REFERENCE: Way(stored=False),
     "default": Way(),
     # A patch of the very history would serve what its stored prefill serves, so none is formed.
-    "uncertified": Way({"uncertified": True, "rank": 0}),
+    "uncertified": Way({"reuse": "patched", "rank": 0}),
     f"{ONE_BY_ONE}, run": Way({"promise": "forget"}, stored=False),
     f"{BATCHED}, run": Way({"promise": "forget"}, stored=False, batched=True),
 }

@@ -16,7 +16,7 @@ from ..core import Buckets
 from ..errors import AmbiguousTextError, ConfigError, InputError, KVPatchError
 from ..patching import Rank
 from ..session import check_backbone, check_rank, float_dtype
-from ..window import PatchStore, padded_tokens
+from ..window import PatchStore
 from .batch_file import FORMAT, VERSION, AnswerFile, Line, shard_path
 from .batch_items import STEPS, BatchItem, RejectedItem, ResolvedItem, listed, shard_of
 from .batch_patches import BatchPatchCache, Place, QuestionPrefix, joined_context, stacked
@@ -328,9 +328,7 @@ class _BatchRun:
                 length, keys = self._buckets.round_up(length), self._buckets.round_up(keys)
             steps = 1 << (job.steps - 1).bit_length()
             size = _ForwardSize(length, keys, steps, job.stop, tokens.deepstack is not None)
-            row = _QuestionRow(
-                job, padded_tokens(tokens, length).shift(prefix.span), tokens.embeddings.shape[1], prefix
-            )
+            row = _QuestionRow(job, tokens.pad(length).shift(prefix.span), tokens.embeddings.shape[1], prefix)
             rows = self._waiting.setdefault(size, [])
             rows.append(row)
             if len(rows) == self._batch:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cache import Audio, Text, Video, chunk_id, digest_of, encoded, file_of, one_form, sort_of
+from ..cache import chunk_id, digest_of, encoded, one_form, sort_of, unit_items
 from ..errors import AmbiguousTextError, InputError, KVPatchError
 
 STEPS = 32
 """Tokens of an answer at most, if neither the item nor the checkpoint says."""
-_VIDEO_OPTIONS = {"fps", "frames", "rate", "timestamps"}
 _FIELDS = ("front", "question", "id", "order_free", "steps", "stop")
 
 
@@ -25,8 +24,9 @@ class BatchItem:
     Attributes:
       front: what precedes the question, in order: images and texts, or lists of them that make one chunk (frames). Each
         is a chunk, which items share if their contents are equal. A str is a text, a `pathlib.Path` the file of an
-        image, or by its suffix of a video or sound; a `Video` or `Audio` is one. JSON names the kind:
-        `{"image": "page.png"}`, `{"text": "page.png"}`, `{"video": "clip.mp4", "fps": 1}`, `{"audio": "said.wav"}`.
+        image, or by its suffix of a video or sound; a `Video` or `Audio` is one. JSON names the kind, as any part of a
+        message does (`cache.part_item`): `{"image": "page.png"}`, `{"text": "page.png"}`,
+        `{"video": "clip.mp4", "fps": 1}`, `{"audio": "said.wav"}`.
       question: a text, token ids, an image, or a list of them, as in `front`.
       id: a name that is written beside the answer, or None.
       order_free: whether the order of `front` has no meaning. It is then chosen so that items share the most.
@@ -219,19 +219,12 @@ class _ContentReader:
           ImageError, InputError: an unreadable image, a str that looks like a file, or another kind of item. `field`
           is part of the message.
         """
-        # Token ids are lists too, but one item.
-        several = isinstance(piece, list | tuple)
-        if several and piece:
-            several = not all(isinstance(token, int | np.integer) for token in piece)
-        items = list(piece) if several else [piece]
+        # JSON names the kind, {"image": FILE} or {"text": TEXT}, because a str alone may be either.
+        items = unit_items(piece, f"item.{field}")
         if not items:
             raise InputError(f"item.{field}: got an empty list; expected images or texts")
 
-        for place, item in enumerate(items):
-            # JSON names the kind, {"image": FILE} or {"text": TEXT}, because a str alone may be either.
-            if isinstance(item, Mapping):
-                item = items[place] = _named_item(item, field)
-
+        for item in items:
             try:
                 sort = sort_of(item, f"item: {field}")
             except AmbiguousTextError as error:
@@ -256,21 +249,3 @@ class _ContentReader:
             raise found
         self.units.setdefault(found, items if path is None else [Path(path)])
         return found
-
-
-def _named_item(item: Mapping[str, Any], field: str) -> Any:
-    """Returns what JSON names: {"image": FILE}, {"video": FILE, …}, {"audio": FILE} or {"text": TEXT}, where a video's
-    further keys are the options of a `Video`, and its file may be a folder of frames.
-
-    Raises:
-      InputError: other keys, or an option that is refused.
-    """
-    kind = next((kind for kind in ("image", "video", "audio", "text") if kind in item), None)
-    value, options = item.get(kind or ""), {name: option for name, option in item.items() if name != kind}
-    if not isinstance(value, str) or not set(options) <= (_VIDEO_OPTIONS if kind == "video" else set()):
-        expected = '{"image": a file\'s name}, {"video": a file\'s name}, {"audio": a file\'s name} or {"text": a text}'
-        raise InputError(f"item.{field}: got {item!r:.80}; expected {expected}")
-    if kind == "text":
-        return Text(value)
-    path = file_of(value, f"item: {field}")
-    return Video(path, **options) if kind == "video" else Audio(path) if kind == "audio" else path

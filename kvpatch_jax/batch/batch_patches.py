@@ -15,10 +15,10 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, Output, Tokens, ahead_of, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
-from ..core import PARTS, EngineKV, end_position, jitted_fold, to_engine, token_rows
+from ..core import PARTS, EngineKV, bucket, end_position, jitted_fold, to_engine, token_rows
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
-from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch, stored
+from ..window import PatchStore, asked_behind, stored
 
 Path = tuple[str, ...]
 """Ids of chunks from the front: the last one, after its antecedent."""
@@ -291,7 +291,7 @@ class BatchPatchCache:
             if patch.tokens is not None and patch.tokens > chunk.tokens:
                 continue
             if {leaf.dtype.name for leaf in jax.tree.leaves(dict(patch.factors))} == {factor_dtype(chunk, self._dtype)}:
-                self._patches[path] = padded_patch(patch, chunk.tokens)
+                self._patches[path] = patch.pad(chunk.tokens)
                 self.counts["found_patches"] += 1
                 return True
 
@@ -324,7 +324,7 @@ class BatchPatchCache:
 
     def _padded_chunk(self, id: str) -> Chunk:
         chunk = self._chunks[id]
-        return padded_chunk(chunk, bucket(getattr(self._backbone, "buckets", None), chunk.length))
+        return chunk.pad(bucket(getattr(self._backbone, "buckets", None), chunk.length))
 
     def _error(self, path: Path) -> KVPatchError | None:
         """Returns why a chunk or patch along a path could not be formed, or None."""

@@ -1,10 +1,5 @@
 """Containers of cached KV: chunks, patches, their provenance, and ids made of content."""
 
-from .antecedent import EXACT as EXACT
-from .antecedent import Antecedent as Antecedent
-from .antecedent import AntecedentLike as AntecedentLike
-from .antecedent import Member as Member
-from .antecedent import antecedent_of as antecedent_of
 from .checksum import bits_of as bits_of
 from .checksum import examine as examine
 from .checksum import mixed as mixed
@@ -23,7 +18,6 @@ from .chunk_ids import encoded as encoded
 from .chunk_ids import encoder_id as encoder_id
 from .content import Text as Text
 from .content import check_text as check_text
-from .content import file_of as file_of
 from .content import fingerprint_of as fingerprint_of
 from .content import items_of as items_of
 from .content import one_form as one_form
@@ -32,11 +26,14 @@ from .images import ImageSource as ImageSource
 from .images import decoded as decoded
 from .images import expect_small as expect_small
 from .images import is_encoded as is_encoded
-from .images import over_white as over_white
 from .media import Audio as Audio
 from .media import Video as Video
 from .media import expect_small_medium as expect_small_medium
 from .media import medium_of as medium_of
+from .message_parts import content_items as content_items
+from .message_parts import part_item as part_item
+from .message_parts import part_name as part_name
+from .message_parts import unit_items as unit_items
 from .patch import Base as Base
 from .patch import Patch as Patch
 from .patch import PatchMetadata as PatchMetadata
@@ -45,3 +42,23 @@ from .patch import check_chunk as check_chunk
 from .patch import check_factors as check_factors
 from .patch import patch_digest as patch_digest
 from .patch import same_storage as same_storage
+from .provenance import BARE_WAYS as BARE_WAYS
+from .provenance import MOST_WAYS as MOST_WAYS
+from .provenance import SURVIVOR_WAYS as SURVIVOR_WAYS
+from .provenance import UNKNOWN as UNKNOWN
+from .provenance import UNKNOWN_WAYS as UNKNOWN_WAYS
+from .provenance import Antecedent as Antecedent
+from .provenance import AntecedentLike as AntecedentLike
+from .provenance import Identities as Identities
+from .provenance import Likeness as Likeness
+from .provenance import Member as Member
+from .provenance import Way as Way
+from .provenance import Ways as Ways
+from .provenance import antecedent_of as antecedent_of
+from .provenance import contents_differ as contents_differ
+from .provenance import identity as identity
+from .provenance import likeness_keys as likeness_keys
+from .provenance import merged as merged
+from .provenance import prefilled as prefilled
+from .provenance import slides as slides
+from .provenance import text_digest as text_digest

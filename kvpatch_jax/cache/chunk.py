@@ -28,6 +28,7 @@ from ..core import (
     expect_frame,
     extent,
     is_packed,
+    zero_padded,
 )
 from ..core.encoding import resize
 from ..errors import InputError, NotFiniteError, ShapeError
@@ -196,15 +197,17 @@ class Chunk:
             if name in PARTS:
                 kv[name] = value
             else:
-                kv[name] = resize(value, -2, tokens) if isinstance(value, PackedArray) else pad(value, -3, more)
-        return trusted(self, kv=PhaseFreeKV(kv), local=pad(self.local, 0, more), hidden=hidden)
+                kv[name] = pad(value, -2 if isinstance(value, PackedArray) else -3, more)
+        local = zero_padded(np.asarray(self.local, np.float32), 0, tokens)
+        return trusted(self, kv=PhaseFreeKV(kv), local=local, hidden=hidden)
 
 
-def pad(value: AnyArray, axis: int, more: int) -> Array:
-    """Appends `more` zeros along an axis."""
-    widths = [(0, 0)] * value.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(jnp.asarray(value), widths)
+def pad(value: AnyArray | PackedArray, axis: int, more: int) -> Any:
+    """Appends `more` zeros along an axis, on the host: on a device every length would compile a program."""
+    if isinstance(value, PackedArray):
+        size = value.columns if axis == -1 else value.planes[0].shape[axis]
+        return jax.tree.map(jnp.asarray, resize(value, axis, size + more, host=True) if more else value)
+    return jnp.asarray(zero_padded(value, axis, value.shape[axis] + more))
 
 
 def _kept(value: Any) -> Any:

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from ..errors import AmbiguousTextError, InputError
-from ..utils.atomic_files import path_of
 from .images import decoded, is_encoded
 from .media import AUDIO_SUFFIXES, VIDEO_SUFFIXES, Video, medium_of
 
@@ -31,6 +30,7 @@ _LONGEST = 4096
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
 _PATH_START = re.compile(r"/\w|\.{1,2}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w", re.IGNORECASE)
+_IMAGE_SUFFIX = re.compile(rf"\.(?:{_IMAGES})", re.IGNORECASE)
 _MEDIA_FILE = re.compile(rf".*[^\s.]\.(?:{_IMAGES}|{_MEDIA})", re.IGNORECASE)
 _ANY_FILE = re.compile(r"[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}", re.IGNORECASE | re.ASCII)
 _SEPARATED = re.compile(r"[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+", re.ASCII)
@@ -120,15 +120,17 @@ def check_text(text: str, what: str) -> None:
         )
 
 
-def file_of(name: str, what: str) -> Path:
-    """Returns the path that a str names, where only a file is allowed.
+def looks_like_an_address(name: str) -> bool:
+    """Returns whether a str, where only a file is allowed, is an address."""
+    return bool(_DATA_URL.match(name) or _ADDRESS.match(name))
 
-    Raises:
-      InputError: the name is an address, or as `path_of`. The message begins with `what`.
-    """
-    if _DATA_URL.match(name) or _ADDRESS.match(name):
-        raise InputError(f"{what}: got {name[:300]!r}, an address; expected a file on this machine: download it first")
-    return path_of(name, what, InputError)
+
+def sort_of_suffix(path: str | os.PathLike[str]) -> Sort | None:
+    """Returns what the suffix of a file's name says it has: image, video or audio; None for another suffix."""
+    medium = medium_of(Path(path))
+    if medium is not None:
+        return "video" if isinstance(medium, Video) else "audio"
+    return "image" if _IMAGE_SUFFIX.fullmatch(Path(path).suffix) else None
 
 
 def one_form(item: Any) -> Any:

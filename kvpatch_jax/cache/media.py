@@ -7,6 +7,7 @@ frames of a file a family samples depends on its settings.
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from ..errors import InputError
-from .images import decoded, over_white
+from .images import decoded, expect_small
 
 VIDEO_SUFFIXES = tuple(
     ".3gp .avi .flv .m2ts .m4v .mkv .mov .mp4 .mpe .mpeg .mpg .mts .ogv .webm .wmv".split()  # noqa: SIM905
@@ -170,27 +171,32 @@ def medium_of(item: Any) -> Video | Audio | None:
 
 
 def expect_small_medium(medium: Video | Audio, most: int) -> None:
-    """Checks that a video or sound has at most `most` bytes as it was given, before it is read: its file, the files of
-    its folder, or its array.
+    """Checks that a video or sound has at most `most` bytes as it was given, before it is read: its file, the pixels of
+    its frames, or its array.
 
     Raises:
-      InputError: it is too large, or its path cannot be read.
+      InputError: it is too large, or its path cannot be read. ImageError: a frame that is, or that cannot.
     """
-    source, what = medium.source, type(medium).__name__.lower()
+    source, name = medium.source, type(medium).__name__.lower()
+    frames = list(source) if isinstance(source, list | tuple) else []
     size = getattr(source, "nbytes", len(source) if isinstance(source, bytes) else 0)
     if isinstance(source, os.PathLike):
         path = Path(source)
-        what = repr(str(path))
+        name = repr(str(path))
         try:
+            frames = [entry for entry in path.iterdir() if entry.is_file()] if path.is_dir() else []
             # A FIFO or device could block for ever.
-            files = [path] if not path.is_dir() else [entry for entry in path.iterdir() if entry.is_file()]
-            if not all(file.is_file() for file in files):
+            if not path.is_dir() and not path.is_file():
                 raise OSError("no regular file")
-            size = sum(file.stat().st_size for file in files)
+            size = 0 if path.is_dir() else path.stat().st_size
         except (OSError, ValueError) as error:
-            raise InputError(f"{what:.300}: got no such file ({error}); expected a video or audio file") from error
+            raise InputError(f"{name:.300}: got no such file ({error}); expected a video or audio file") from error
+    for frame in frames:
+        size += expect_small(frame, most, f"{name}: frame")
+        if size > most:
+            break
     if size > most:
-        raise InputError(f"{what:.300}: got {size} bytes; expected at most {most}")
+        raise InputError(f"{name:.300}: got {size} bytes; expected at most {most}")
 
 
 def _number(what: str, value: Any, wanted: type) -> Any:
@@ -198,7 +204,7 @@ def _number(what: str, value: Any, wanted: type) -> Any:
     if value is None:
         return None
     kinds = (int, np.integer) if wanted is int else (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not np.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= sys.float_info.max:
         raise InputError(f"{what}: got {value!r:.80}; expected a positive {'whole ' if wanted is int else ''}number")
     return wanted(value)
 
@@ -222,7 +228,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _frames(source: Any, name: str) -> np.ndarray:
-    """Returns frames as one array of their own, uint8 [N,H,W,3]; transparency is laid over white."""
+    """Returns frames as one array of their own, uint8 [N,H,W,3]."""
     if isinstance(source, np.ndarray | jax.Array) and source.ndim != 4:
         raise InputError(f"{name}: got frames of shape {list(source.shape)}; expected [frames, height, width, 3]")
     if not isinstance(source, np.ndarray | jax.Array | list | tuple) or not len(source):
@@ -230,7 +236,7 @@ def _frames(source: Any, name: str) -> np.ndarray:
     if isinstance(source, jax.Array):
         source = np.asarray(source)
 
-    frames = [over_white(decoded(frame, f"{name}: frame {number}")) for number, frame in enumerate(source)]
+    frames = [decoded(frame, f"{name}: frame {number}") for number, frame in enumerate(source)]
     sizes = sorted({frame.shape for frame in frames})
     if len(sizes) != 1:
         raise InputError(f"{name}: got frames of sizes {sizes}; expected one size")

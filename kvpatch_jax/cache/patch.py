@@ -20,12 +20,11 @@ from ..core import (
     RaggedFactors,
     is_low_rank,
 )
-from ..core.encoding import resize
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import all_of, expect_kind
-from .antecedent import Antecedent, Member, antecedent_of
 from .checksum import examine
 from .chunk import Chunk, brief, pad
+from .provenance import Antecedent, Member, antecedent_of, contents_differ
 
 Base = Literal["canonical", "conditioned", "patched"]
 
@@ -49,7 +48,7 @@ class PatchMetadata:
       corrects: for a correction, the digest of the patch that it corrects (`patch_digest`); else None.
       asked: (channel, rank) where a larger rank was requested than the chunk's tokens or features allow; the patch has
         the largest possible rank then, or is dense where that is smaller. None where no rank was reduced.
-      members: the antecedent with contents and states; None where the ids say all that is known.
+      members: the antecedent with contents and identities; None where the ids say all that is known.
       base_members: likewise for `base_antecedent`.
       lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled after, or None.
       basis: the digest of the shared basis that v is taken from (`basis.Basis`); None where v is the patch's own.
@@ -149,8 +148,8 @@ class Patch:
         kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
         batch = "" if self.batch is None else f"batch of {self.batch}, "
         layers = f"{batch}{len(metadata.layers)} of {metadata.layout.layers} layers"
-        served = "" if metadata.behind.exact else ", not served exactly"
-        formed = f"{brief(metadata.chunk)!r} after {tuple(map(brief, metadata.antecedent))}{served}"
+        exactness = "" if metadata.behind.exact else ", not exact"
+        formed = f"{brief(metadata.chunk)!r} after {tuple(map(brief, metadata.antecedent))}{exactness}"
         return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes)"
 
     def pad(self, tokens: int) -> "Patch":
@@ -226,7 +225,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
     if isinstance(leaf, PackedArray):
-        return resize(leaf, axis, leaf.shape[axis] + more) if more else leaf
+        return pad(leaf, axis, more)
     if not isinstance(leaf, Quantised):
         return pad(leaf, axis, more)
     return Quantised(pad(leaf.values, axis, more), pad(leaf.scale, axis, more if leaf.scale.shape[axis] != 1 else 0))
@@ -379,7 +378,7 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
     contents = ("content", metadata.content, chunk.content)
     places = ("local positions", metadata.local, None if metadata.local is None else chunk.places)
     for word, found, expected in (contents, places):
-        if None not in (found, expected) and found != expected:
+        if contents_differ(found, expected):
             raise PatchMismatchError(
                 f"patch: got one formed of chunk {chunk.id!r} with {word} {found!r}; expected {expected!r}, which this "
                 "chunk of the same id has"

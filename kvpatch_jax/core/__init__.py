@@ -4,6 +4,8 @@ Pure functions on arrays and static descriptions of them. Nothing here depends o
 """
 
 from .buckets import Buckets as Buckets
+from .buckets import bucket as bucket
+from .buckets import zero_padded as zero_padded
 from .encoding import PART_DTYPE as PART_DTYPE
 from .encoding import KVEncoding as KVEncoding
 from .encoding import PackedArray as PackedArray

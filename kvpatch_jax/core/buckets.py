@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..utils.kinds import is_whole
+from .layout import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,3 +41,20 @@ class Buckets:
         # `size` lies in (2^n, 2^(n+1)], which has `steps` buckets of this width.
         step = (1 << ((size - 1).bit_length() - 1)) // self.steps
         return -(-size // step) * step
+
+
+def bucket(buckets: Buckets | None, size: int) -> int:
+    """Returns a size rounded up to its bucket, or unchanged without buckets."""
+    return size if buckets is None else buckets.round_up(size)
+
+
+def zero_padded(value: AnyArray, axis: int, size: int) -> AnyArray:
+    """Pads an array with zeros to `size` along an axis, on the host; returns it unchanged if it has that size."""
+    if value.shape[axis] == size:
+        return value
+    # On a device every length would compile a program.
+    host = np.asarray(value)
+    axis %= host.ndim
+    padded = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
+    padded[(*(slice(None),) * axis, slice(host.shape[axis]))] = host
+    return padded

@@ -328,31 +328,6 @@ def apply(
     return result
 
 
-def over_layers(
-    kv: Mapping[str, PackedArray],
-    arguments: dict[str, dict[str, Any]],
-    kernel: Callable[..., Array],
-    write: Callable[[Any, Array, dict[str, Array]], Any],
-    into: Any,
-) -> Any:
-    """Runs a kernel on packed channels [L, ...], one layer at a time, and passes each layer's result on.
-
-    So one layer at most is unpacked. All channels go through one loop: of several, XLA copies the results.
-
-    Args:
-      arguments: of the kernel by channel, as `operator_arguments` gives them.
-      write: into, layer, {channel: [..., T, K, H]} → into.
-    """
-    program = _layer_program(arguments, kernel)
-
-    def step(into: Any, operands: tuple[Array, Any]) -> tuple[Any, None]:
-        layer, own = operands
-        return write(into, layer, program(own)), None
-
-    layers = jnp.arange(next(iter(kv.values())).shape[0])
-    return jax.lax.scan(step, into, (layers, _layered(kv, arguments)))[0]
-
-
 def _layered(kv: Mapping[str, PackedArray], arguments: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, dict]]:
     """Returns what has layers of every channel: its codes, and of its arguments the factors with their scales."""
     return {name: (value, layered_arguments(arguments[name])) for name, value in kv.items()}

@@ -104,8 +104,8 @@ def form_patch(
         part min(R, F): a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for
         each layer and channel, so that the patch holds most of the deficit within these bytes; of one chunk, joint
         heads in the phase-free frame, from exact directions whatever `method` says.
-      antecedent: the chunks that precede this one, in order: chunks, ids, or members that say how they were served. Ids
-        and chunks mean that each was served exactly.
+      antecedent: the chunks that precede this one, in order: chunks, ids, or members with the identities of their KV.
+        Ids and chunks mean that each was prefilled there.
       options: fields of `FormOptions`: method, key, layers, dense, frame, start, angles, dtype,
         basis, weights.
 

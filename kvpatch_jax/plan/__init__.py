@@ -1,6 +1,5 @@
 """Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
 
-from ..window import Way, Ways
 from .certificate import Certificate
 from .certificate import is_promised as is_promised
 from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
@@ -25,8 +24,6 @@ __all__ = [
     "Point",
     "RankChoice",
     "Rates",
-    "Way",
-    "Ways",
     "plan",
 ]
 from .goal import DEFAULT_KL as DEFAULT_KL

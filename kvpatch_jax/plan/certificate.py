@@ -194,25 +194,12 @@ class Certificate:
         Raises:
           CertificateError: as `bound`.
         """
-        bound = self.bound if what == "bound" else self.flips
-        first = bound(point, rank, promise=promise)
-        if first is None:
-            return []
-        if is_promised(point, promise):
-            return [0.0] * (most + 1)
-
-        # Between two measured numbers of others the bound is constant, so one lookup fills that stretch.
-        bounds = [first]
-        for measured in self._grids[point, promise][1]:
-            for others in (measured - 1, measured):
-                missing = min(others, most) + 1 - len(bounds)
-                if missing <= 0:
-                    continue
-                number = bound(point, rank, behind=others, promise=promise)
-                if number is None:
-                    return bounds
-                bounds += [max(number, bounds[-1])] * missing
-
+        bound, bounds = self.bound if what == "bound" else self.flips, list[float]()
+        for others in range(most + 1):
+            number = bound(point, rank, behind=others, promise=promise)
+            if number is None:
+                break
+            bounds.append(max([number, *bounds[-1:]]))
         return bounds
 
     def together(self, served: Iterable[tuple[str, int]], promise: Promise = "forget") -> float | None:

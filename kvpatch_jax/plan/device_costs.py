@@ -1,26 +1,24 @@
-"""Duration of edits on a device: seconds per launch, FLOP and byte for each kind of edit, measured or assumed."""
+"""Duration of actions on a device: seconds per launch, FLOP and byte for each kind, measured or assumed."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, get_args
 
-from ..cache import digest_of
 from ..errors import PlanError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
-from ..window import Edit, Rotate
+from ..window import Action, ActionKind
 
 FORMAT = "kvpatch_jax.device_costs"
-VERSION = 1
-KINDS = ("Drop", "Compact", "Fetch", "Rotate", "Copy", "ApplyPatch", "Compose", "Prefill", "Recompute")
+VERSION = 2
+KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
 
 
 class Rates(NamedTuple):
-    """Seconds per launch, per FLOP and per byte of one kind of edit."""
+    """Seconds per launch, per FLOP and per byte of one kind of action."""
 
     launch: float = 0.0
     flop: float = 0.0
@@ -54,16 +52,16 @@ _GUESSES = (
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCosts:
-    """Seconds that edits take on one device.
+    """Seconds that actions take on one device.
 
     Attributes:
       device: its kind, as in `jax.devices()[0].device_kind`.
       date: of the measurement, ISO 8601; None if the rates are assumed.
-      kinds: rates by kind of edit. A kind that is missing costs nothing, but for "Compose" (see `rates`).
+      kinds: rates by kind of action. A kind that is missing costs nothing, but for "compose" (see `rates`).
       about: what it was measured with, or what is assumed.
 
     Raises:
-      PlanError: an unknown kind of edit, or rates that are negative or not finite.
+      PlanError: an unknown kind of action, or rates that are negative or not finite.
     """
 
     device: str
@@ -80,7 +78,6 @@ class DeviceCosts:
             if len(rates) != 3 or not numbers or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
                 raise PlanError(f"device costs.{kind}: got {rates!r:.120}; expected three finite numbers >= 0")
 
-        # Integers become floats, so that the digest does not depend on how the rates were written.
         kinds = {kind: Rates(*(float(rate) for rate in rates)) for kind, rates in self.kinds.items()}
         object.__setattr__(self, "kinds", kinds)
 
@@ -101,8 +98,8 @@ class DeviceCosts:
 
         guess = next(row for row in _GUESSES if row.word in device.lower())
         rates = Rates(guess.launch, 1 / guess.flops, 1 / guess.bytes)
-        kinds = {kind: rates for kind in KINDS if kind not in ("Drop", "Fetch", "Compose")}
-        kinds["Fetch"] = Rates(1e-4, 0.0, 1e-9)  # from a disk, whatever the device
+        kinds = {str(kind): rates for kind in KINDS if kind != "compose"}
+        kinds["fetch"] = Rates(1e-4, 0.0, 1e-9)  # from a disk, whatever the device
         about = f"assumed: {guess.flops:g} FLOP/s, {guess.bytes:g} bytes/s, {guess.launch:g} s per launch"
         return cls(device, None, kinds, about)
 
@@ -112,41 +109,30 @@ class DeviceCosts:
         return self.date is not None
 
     def rates(self, kind: str) -> Rates:
-        """Returns the rates of a kind of edit; of "Compose", where it has none, those of "ApplyPatch"."""
+        """Returns the rates of a kind of action; of "compose", where it has none, those of "patch"."""
         # Both are small matrix products over what is read and written once.
-        if kind == "Compose" and kind not in self.kinds:
-            kind = "ApplyPatch"
+        if kind == "compose" and kind not in self.kinds:
+            kind = "patch"
         return self.kinds.get(kind, _FREE)
 
-    def seconds(self, edits: Iterable[Edit]) -> float:
-        """Predicts the duration of edits. Consecutive rotations share one launch."""
-        # Rates are looked up once for a run of edits of one kind: there may be hundreds of rotations.
-        total, kind, rates = 0.0, type(None), _FREE
-        for edit in edits:
-            previous, kind = kind, type(edit)
-            if kind is not previous:
-                rates = self.rates(kind.__name__)
-
-            # Edits that move nothing, such as Drop, are not launched.
-            flops, nbytes = edit.flops, edit.bytes
-            total += rates[1] * flops + rates[2] * nbytes
-            if (flops or nbytes) and (kind is not previous or kind is not Rotate):
-                total += rates[0]
-
+    def seconds(self, step: Iterable[Action]) -> float:
+        """Predicts the duration of actions. All rotations share one launch."""
+        total, rotated = 0.0, False
+        for kind, _, _, nbytes, flops in step:
+            launch, flop, byte = self.rates(kind)
+            total += flop * flops + byte * nbytes
+            if kind != "rotate" or not rotated:
+                total += launch
+            rotated = rotated or kind == "rotate"
         return total
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """Digest of device, date and rates: 64 hexadecimal digits."""
-        return digest_of([FORMAT.encode(), json.dumps(self._body(), sort_keys=True).encode()])
-
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rates as JSON with a digest, atomically.
+        """Writes the rates as JSON, atomically.
 
         Raises:
           PlanError: the file cannot be written.
         """
-        body = {"format": FORMAT, "version": VERSION, **self._body(), "digest": self.digest}
+        body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         try:
             replace(path_of(path, "device costs", PlanError), (json.dumps(body, indent=2) + "\n").encode())
         except OSError as error:
@@ -181,12 +167,6 @@ class DeviceCosts:
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{what}: got {error!r}; expected the fields that `DeviceCosts.write` writes") from error
 
-        if costs.digest != body.get("digest"):
-            raise PlanError(f"{what}: got digest {body.get('digest')!r:.80}; expected {costs.digest}")
         if device is not None and costs.device != device:
             raise PlanError(f"{what}: got rates of device {costs.device!r:.80}; expected {device!r:.80}")
         return costs
-
-    def _body(self) -> dict[str, Any]:
-        kinds = {kind: list(self.kinds[kind]) for kind in sorted(self.kinds)}
-        return {"device": self.device, "date": self.date, "about": self.about, "kinds": kinds}

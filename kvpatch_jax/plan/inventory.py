@@ -1,29 +1,15 @@
-"""Inventory of the canonicals and patches that plans may use, in memory or in a store."""
+"""Inventory of the canonicals, patches and stored prefills that plans may use, in memory or in a store."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ..backbone import Backbone
-from ..cache import Antecedent, Chunk, Patch, content_of
+from ..cache import Antecedent, Chunk, Identities, Patch, Ways, content_of, contents_differ
 from ..core import KVLayout
 from ..errors import PlanError
 from ..patching import update_patch
-from ..window import (
-    Encodings,
-    Entry,
-    PatchNote,
-    PatchStore,
-    StoredPrefills,
-    Ways,
-    asked_behind,
-    chain_digest,
-    chain_of,
-    contents_differ,
-    stored,
-    stored_patches,
-)
-from .operating_points import Point
+from ..window import Encodings, Entry, PatchNote, PatchStore, StoredPrefills, asked_behind, stored, stored_patches
 
 
 class AvailablePatch(NamedTuple):
@@ -32,15 +18,12 @@ class AvailablePatch(NamedTuple):
     Attributes:
       note: what a window needs to know of it.
       patch: the patch itself if it is in memory; None if the executor reads it from its store.
+      encoding: of the canonical that it is added to, as a word.
     """
 
     note: PatchNote
     patch: Patch | None = None
-
-    @property
-    def point(self) -> Point:
-        """Its operating point: "stored", "orbit" or "update"."""
-        return self.note.point
+    encoding: str | None = None
 
     @property
     def ways(self) -> Ways:
@@ -61,7 +44,7 @@ class PatchInventory:
       backbone: its fingerprint.
       chunks: the canonicals that are in memory, by id.
       prefills: the stored prefills; None without a store that keeps them.
-      in_memory: whether anything is in memory, which an executor must be given (`Plan.provide`).
+      encodings: of canonicals that it offers, and of those whose patches it does (`Executor.sources.encodings`).
     """
 
     def __init__(self, backbone: str, store: PatchStore | None = None, layout: KVLayout | None = None):
@@ -76,22 +59,17 @@ class PatchInventory:
             raise PlanError(
                 f"inventory.backbone: got {backbone!r:.80}; expected a fingerprint (PatchInventory.of takes a Backbone)"
             )
-
         self.backbone = backbone
-        self._store = store
-        self._layout = layout
-        self._lead: str | None = None
-        self._encodings: Encodings = (None,)
-        self.in_memory = False
-        self.prefills: StoredPrefills | None = None
         self.chunks: dict[str, Chunk] = {}
+        self.prefills: StoredPrefills | None = None
+        self.encodings: Encodings = (None,)
+        self._store, self._layout = store, layout
         self._contents: dict[str, set[str | None]] = {}
-
-        # Three indexes of the same patches: by digest; by the chain digest of what they were formed behind; and those
-        # that may also serve behind other chains (orbit patches, unknown contents).
-        self._by_digest: dict[str, dict[str, AvailablePatch]] = {}
-        self._by_chain: dict[tuple[str, str], list[AvailablePatch]] = {}
-        self._of_any_chain: dict[str, list[AvailablePatch]] = {}
+        # The same patches by chunk and digest, and by chunk and the KV that they were formed behind. Those that may
+        # serve behind other KV too (orbit patches, unknown contents) are compared in full.
+        self._by_digest: dict[tuple[str, str], AvailablePatch] = {}
+        self._by_front: dict[tuple[str, Identities], list[AvailablePatch]] = {}
+        self._of_other_fronts: dict[str, list[AvailablePatch]] = {}
 
     @classmethod
     def of(
@@ -99,7 +77,6 @@ class PatchInventory:
         store: PatchStore | None,
         backbone: Backbone,
         *,
-        lead: str | None = None,
         prefills: StoredPrefills | None = None,
         encodings: Encodings = (None,),
     ) -> "PatchInventory":
@@ -107,21 +84,17 @@ class PatchInventory:
 
         Args:
           store: None: nothing, until something is added.
-          lead: digest of what canonicals were prefilled behind (`PagedExecutor.lead`).
-          prefills: the stored prefills that it offers. None: none.
-          encodings: of canonicals that it offers, and of those whose patches it does (`PagedExecutor.encodings`).
+          prefills, encodings: see the attributes.
         """
         if not all(hasattr(backbone, name) for name in ("fingerprint", "layout")):
             raise PlanError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
         if store is not None and not isinstance(store, PatchStore):
             raise PlanError(f"inventory.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
-
         inventory = cls(backbone.fingerprint, store, backbone.layout)
-        inventory._lead, inventory._encodings = lead, encodings
-        inventory.prefills = prefills
+        inventory.prefills, inventory.encodings = prefills, encodings
         return inventory
 
-    # ------------------------------------------------------------------------------------------------ contents
+    # ------------------------------------------------------------------------------------------------------ contents
 
     def add(self, *items: Chunk | Patch | PatchNote | Entry) -> None:
         """Adds chunks and patches in memory, and notes of patches and entries of chunks that a store has.
@@ -134,15 +107,13 @@ class PatchInventory:
                 self._check_backbone(item.backbone, f"chunk {item.id!r:.80}")
                 self._contents.setdefault(item.id, set()).add(content_of(item))
                 self.chunks[item.id] = item
-                self.in_memory = True
             elif isinstance(item, Entry):
                 self._contents.setdefault(item.id, set()).add(item.content)
             elif isinstance(item, Patch):
                 self._check_backbone(item.metadata.backbone, f"patch of {item.metadata.chunk!r:.80}")
-                note = PatchNote.of(item)
-                self._index(note, item)
+                self._index(AvailablePatch(PatchNote.of(item), item, item.metadata.encoding))
             elif isinstance(item, PatchNote):
-                self._index(item)
+                self._index(AvailablePatch(item))
             else:
                 raise PlanError(
                     f"inventory.add: got a {type(item).__name__}; expected a Chunk, Patch, PatchNote or Entry"
@@ -155,88 +126,76 @@ class PatchInventory:
           As `update_patch`.
         """
         updated = update_patch(patch, correction)
-        return self._index(dataclasses.replace(PatchNote.of(updated), updated=True), updated)
+        note = dataclasses.replace(PatchNote.of(updated), updated=True)
+        return self._index(AvailablePatch(note, updated, updated.metadata.encoding))
 
-    # ------------------------------------------------------------------------------------------------ queries
+    # ------------------------------------------------------------------------------------------------------- queries
 
     def canonical(self, entry: Entry) -> bool:
         """Returns whether an entry's canonical is available."""
         # An unknown content (None) on either side matches: nothing contradicts it.
-        contents = self._contents.get(entry.id)
-        if contents is not None and (entry.content in contents or None in contents or entry.content is None):
-            return True
+        contents = self._contents.get(entry.id, ())
+        known = any(not contents_differ(entry.content, content) for content in contents)
+        return known or self.stored_canonical(entry, self.encodings)
 
-        if self._store is None:
-            return False
+    def stored_canonical(self, entry: Entry, encodings: Encodings) -> bool:
+        """Returns whether the store has an entry's canonical in one of these encodings."""
         # A `ChunkStore` knows without reading. Other stores may not.
         contains = getattr(self._store, "contains", None)
-        for word in self._encodings:
+        for word in encodings:
             if contains is not None:
                 options = {} if word is None else {"encoding": word}
-                if contains(entry.id, self.backbone, lead=self._lead, **options):
+                if contains(entry.id, self.backbone, **options):
                     return True
-                continue
-            chunk = stored(self._store, entry.id, self.backbone, self._lead, word)
-            if chunk is not None and not contents_differ(entry.content, chunk.content):
-                return True
+            else:
+                chunk = stored(self._store, entry.id, self.backbone, encoding=word)
+                if chunk is not None and not contents_differ(entry.content, chunk.content):
+                    return True
         return False
 
-    def note(self, id: str, digest: str) -> AvailablePatch | None:
-        """Returns a chunk's patch of this digest, if it was added or looked up before."""
-        return self._by_digest.get(id, {}).get(digest)
+    def serving(self, entry: Entry, antecedent: Antecedent) -> list[AvailablePatch]:
+        """Returns the patches that are valid for an entry behind what is promised in front of it (`Window.target`)."""
+        return self.patches(entry, antecedent.identities, lambda: antecedent)
 
-    def serving(self, entry: Entry, target: str, antecedent: Callable[[], Antecedent]) -> list[AvailablePatch]:
-        """Returns the patches that are valid for an entry behind the pieces in front of it.
-
-        Args:
-          target: the chain digest of those pieces.
-          antecedent: returns them in full. Called only where the digest does not decide, because that is slow.
-        """
-        patches = self._by_chain.get((entry.id, target), [])
-
-        # Patches of any chain are compared in full. Those of this very chain were found by its digest already.
-        chain, full = None, antecedent() if self._of_any_chain.get(entry.id) else None
-        for available in self._of_any_chain.get(entry.id, []):
-            note = available.note
-            assert full is not None
-            # A cheap test first.
-            if len(note.antecedent.members) != len(full.members):
-                continue
-            if note.antecedent.difference(full, note.orbit) is None:
-                chain = chain or chain_digest(self.backbone, full)
-                if chain_of(self.backbone, note) != chain:
-                    patches = [*patches, available]
-
-        # The store's patches for this antecedent, and orbit patches for any order of it.
-        if not patches and self._store is not None:
-            assert self._layout is not None
-            full = antecedent() if full is None else full
-            query = asked_behind(full, entry.id, entry.content, self._layout, self.backbone, self._lead)
-            found = list[Patch]()
-            for word in self._encodings:
-                query = dataclasses.replace(query, encoding=word, orbit=False)
-                found += stored_patches(self._store, query)
-                if full.ids:
-                    found += stored_patches(self._store, dataclasses.replace(query, orbit=True))
-            # All notes are made before the first is indexed, because that may refuse a patch.
-            notes = [PatchNote.of(patch) for patch in found]
-            patches = [self._index(note) for note in notes]
-
+    def patches(self, entry: Entry, target: Identities, antecedent: Callable[[], Antecedent]) -> list[AvailablePatch]:
+        """Returns the same as `serving`, and builds the antecedent only where its identities do not decide."""
+        patches = self._by_front.get((entry.id, target), [])
+        others = [
+            patch
+            for patch in self._of_other_fronts.get(entry.id, [])
+            if len(patch.note.antecedent.members) == len(target) and patch.note.antecedent.identities != target
+        ]
+        full = antecedent() if others or (not patches and self._store is not None) else None
+        if full is not None:
+            differs = [patch.note.antecedent.difference(full, patch.note.orbit) for patch in others]
+            patches = [*patches, *(patch for patch, reason in zip(others, differs, strict=True) if reason is None)]
+            if not patches and self._store is not None:
+                patches = self._stored_patches(entry, full)
         return [patch for patch in patches if not contents_differ(entry.content, patch.note.content)]
 
-    # ------------------------------------------------------------------------------------------------ internals
+    def _stored_patches(self, entry: Entry, antecedent: Antecedent) -> list[AvailablePatch]:
+        """Looks up the store's patches behind an antecedent, and orbit patches for any order of it."""
+        assert self._layout is not None
+        query = asked_behind(antecedent, entry.id, entry.content, self._layout, self.backbone)
+        available = []
+        for word in self.encodings:
+            query = dataclasses.replace(query, encoding=word, orbit=False)
+            patches = stored_patches(self._store, query)
+            if antecedent.ids:
+                patches = [*patches, *stored_patches(self._store, dataclasses.replace(query, orbit=True))]
+            available += [AvailablePatch(PatchNote.of(patch), None, word) for patch in patches]
+        return [self._index(patch) for patch in available]
 
-    def _index(self, note: PatchNote, patch: Patch | None = None) -> AvailablePatch:
-        """Enters a patch into the indexes, unless one of its digest is there. Returns it."""
-        available = AvailablePatch(note, patch)
-        of_chunk = self._by_digest.setdefault(note.chunk, {})
-        if note.digest not in of_chunk:
-            of_chunk[note.digest] = available
-            self.in_memory = self.in_memory or patch is not None
-            self._by_chain.setdefault((note.chunk, chain_of(self.backbone, note)), []).append(available)
-            if note.orbit or any(member.content is None for member in note.antecedent.members):
-                self._of_any_chain.setdefault(note.chunk, []).append(available)
-        return available
+    def _index(self, patch: AvailablePatch) -> AvailablePatch:
+        """Enters a patch into the indexes, unless one of its digest is there. Returns that."""
+        note = patch.note
+        key, antecedent = (note.chunk, note.digest), note.antecedent
+        if key not in self._by_digest:
+            self._by_digest[key] = patch
+            self._by_front.setdefault((note.chunk, antecedent.identities), []).append(patch)
+            if note.orbit or any(member.content is None for member in antecedent.members):
+                self._of_other_fronts.setdefault(note.chunk, []).append(patch)
+        return self._by_digest[key]
 
     def _check_backbone(self, backbone: str, what: str) -> None:
         if backbone != self.backbone:

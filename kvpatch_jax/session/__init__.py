@@ -4,36 +4,35 @@
 they run on is a `Runtime`. `kvpatch_jax.traces` records what happens in sessions.
 """
 
-from .answer_retrieval import RetrievalQuery
 from .answers import Answer, Audit
-from .disposability import AblatedAnswer, DisposabilityReport
-from .runtime import PrivateRuntime, Runtime
+from .config import SessionConfig
+from .needs import AblatedAnswer, DisposabilityReport
+from .questions import RetrievalQuery
+from .runtime import Runtime
 from .session import Session
-from .session_config import SessionConfig
 from .sessions import Sessions, SharedStats
-from .shared_runtime import SharedConfig
-from .stats import Stats
+from .stats import Stats, StepStats
 
 __all__ = [
     "AblatedAnswer",
     "Answer",
     "Audit",
     "DisposabilityReport",
-    "PrivateRuntime",
     "RetrievalQuery",
     "Runtime",
     "Session",
     "SessionConfig",
     "Sessions",
-    "SharedConfig",
     "SharedStats",
     "Stats",
+    "StepStats",
 ]
-from .argument_checks import check_backbone as check_backbone
-from .argument_checks import check_rank as check_rank
-from .argument_checks import float_dtype as float_dtype
-from .disposability import UNCHANGED as UNCHANGED
-from .logit_comparison import compared as compared
-from .logit_comparison import prefilled_logits as prefilled_logits
-from .session_input import EmbeddedInput as EmbeddedInput
-from .session_input import embedded as embedded
+from .answers import compared as compared
+from .answers import prefilled_logits as prefilled_logits
+from .answers import served_logits as served_logits
+from .config import check_backbone as check_backbone
+from .config import check_rank as check_rank
+from .config import float_dtype as float_dtype
+from .inputs import EmbeddedInput as EmbeddedInput
+from .inputs import embedded as embedded
+from .needs import UNCHANGED as UNCHANGED

@@ -1,33 +1,45 @@
-"""Runtimes of sessions: one executor with its pool, a store, and the way to both.
+"""`Runtime`: one executor with its pool, a store and what is formed in the background, for one session or for many.
 
-A session keeps a window, names and counts; everything that touches arrays goes through its runtime. `PrivateRuntime`
-serves one session and its forks, `SharedRuntime` all sessions of a `Sessions`.
+A session keeps a window, names and counts; everything that touches arrays goes through its runtime.
 """
 
 import collections
 import contextlib
+import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from ..backbone import Backbone, Tokens
-from ..errors import PoolError, PoolLostError
+from ..cache import brief
+from ..errors import PoolError, PoolLostError, SessionClosedError
 from ..patching import Rank
 from ..sampling import Sampling, TextPiece
-from ..window import CanonicalEncoding, Edit, Ledger, PagedExecutor, PatchFormer, PatchStore, Window
-from .argument_checks import float_dtype
+from ..window import Executor, PatchFormer, PatchStore, Step, Window
 
 FIRST_PAGES = 256
 """Pages of a new pool without a fixed size."""
-PAGE_SIZE = 16
 PREFILLS = 1 << 30
-"""Bytes of prefills that a session adds to its store, unless it says otherwise."""
-RANK = 16
-"""Default rank of patches that are formed in the background."""
-Stops = Sequence[int] | None
-"""Token ids that end an answer; None for the backbone's own."""
+"""Bytes of prefills that a runtime adds to its store."""
+
+
+class AnswerOptions(NamedTuple):
+    """Options of one answer.
+
+    Attributes:
+      steps: the largest number of tokens.
+      sampling: how tokens are chosen.
+      key: the seed of what is drawn; None for greedy answers.
+      stop: token ids that end the answer; None for the backbone's own.
+    """
+
+    steps: int
+    sampling: Sampling = Sampling()
+    key: int | None = None
+    stop: tuple[int, ...] | None = None
 
 
 @runtime_checkable
@@ -48,124 +60,84 @@ class TokenIterator(Protocol):
 
 
 @runtime_checkable
-class Runtime(Protocol):
-    """What a session runs on.
+class Scheduler(Protocol):
+    """Order of access to an executor."""
 
-    `run` and `answer` may wait for other sessions and must not be called under `locked`. Everything else that touches
-    `executor` must be.
-    """
-
-    @property
-    def backbone(self) -> Backbone:
-        """The model that reads the windows."""
-        ...
-
-    @property
-    def executor(self) -> PagedExecutor:
-        """Pool, sources and ledger. Access it under `locked` only."""
-        ...
-
-    @property
-    def store(self) -> PatchStore | None:
-        """The store of canonicals and patches, or None."""
-        ...
-
-    @property
-    def former(self) -> PatchFormer | None:
-        """Forms patches of the executor's prefills in the background. None without a store."""
-        ...
-
-    def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the lock of the executor."""
-        ...
-
-    def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """Provides a piece's tokens, of which the first `length` count. `forget` undoes one call."""
-        ...
-
-    def forget(self, id: str) -> None:
-        """Releases a piece's tokens, once as often as they were provided."""
-        ...
-
-    def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Executes the edits that led to a window. Raises as `PagedExecutor.run`, with nothing changed."""
-        ...
-
-    def reprefill(self, window: Window) -> Window:
-        """Prefills a window again in a new pool, after the old one was lost. Returns it as it is served then."""
-        ...
-
-    def answer(
-        self,
-        window: Window,
-        tokens: Tokens,
-        length: int,
-        steps: int,
-        sampling: Sampling,
-        key: int | None,
-        stop: Stops,
-    ) -> TokenIterator:
-        """Continues a question after a window, token by token. Closing the iterator ends the work.
-
-        From the first token on, later edits do not change the answer.
+    def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
+        """Runs a job that has the executor to itself, and returns its result. A job that finds no room may run again.
 
         Args:
-          window: its edits have run.
-          tokens, length: the question, at positions from 0, and how many of its tokens count.
-          steps: the largest number of tokens.
-          key: the seed, for a temperature above 0.
-          stop: token ids that end the answer.
+          window: that the job brings; None of jobs that need no room.
 
         Raises:
-          As `PagedExecutor.stream`.
+          What the job raises. PoolError: no room.
         """
         ...
 
-    def release(self, branch: str) -> None:
-        """Releases all KV of a branch."""
+    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> TokenIterator:
+        """Continues a question after a window, token by token. Closing the iterator ends the work."""
+        ...
+
+    def drop(self, branch: str) -> None:
+        """Ends the answers about a branch."""
         ...
 
     def close(self) -> None:
-        """Forms pending patches, then stops. Idempotent."""
+        """Ends all answers. Idempotent."""
         ...
 
 
-class ExecutorRuntime:
-    """What both runtimes have: an executor, and how often each piece's tokens were provided.
+class InlineScheduler:
+    """Scheduler of one session and its forks: every job runs at once, on the calling thread."""
+
+    def __init__(self, executor: Executor, grows: bool):
+        """Takes an executor; `grows`: its pool is enlarged where a job finds no room."""
+        self._executor, self._grows, self._lock = executor, grows, threading.RLock()
+
+    def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
+        """Implements `Scheduler.do`."""
+        with self._lock:
+            try:
+                return job()
+            except PoolError as error:
+                if isinstance(error, PoolLostError) or not self._grows or window is None:
+                    raise
+            # Doubled at least, because programs are compiled again for every size.
+            have, size = self._executor.slots.pages, self._executor.slots.page_size
+            pages = sum(-(-piece.entry.tokens // size) for piece in window.pieces)
+            self._executor.enlarge(max(2 * have, have + pages))
+            # Outside of the handler, so that the first error is not the context of a second one.
+            return job()
+
+    def answer(
+        self, window: Window, tokens: Tokens, length: int, options: AnswerOptions
+    ) -> Generator[TextPiece, None, None]:
+        """Implements `Scheduler.answer`: decodes on the thread that reads."""
+        steps, sampling, key, stop = options
+        with self._lock:
+            stream = self._executor.stream(window, tokens, steps, length, sampling=sampling, key=key, stop=stop)
+            # With the first token, the window's KV is in the answer's own cache. The pool may change from then on.
+            first = next(stream, None)
+        if first is not None:
+            yield first
+            yield from stream
+
+    def drop(self, branch: str) -> None:
+        """Implements `Scheduler.drop`: answers have caches of their own."""
+
+    def close(self) -> None:
+        """Implements `Scheduler.close`."""
+
+
+class Runtime:
+    """What sessions run on. Sessions and their forks may share one; every access to the executor goes through `do`.
 
     Attributes:
-      backbone, executor, store, former: as of `Runtime`.
+      backbone, store, executor: the model, the store or None, and the pool with its windows.
+      former: stores prefills and forms patches in the background. None without a store.
+      scheduler: the order of access.
+      private: whether it was opened for one session and its forks, the last of which closes it.
     """
-
-    def __init__(self, executor: PagedExecutor, former: PatchFormer | None):
-        self.executor, self.former = executor, former
-        self.backbone: Backbone = executor.backbone
-        self.store: PatchStore | None = executor.store
-        self._providers: collections.Counter[str] = collections.Counter()
-
-    def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the lock of the executor."""
-        raise NotImplementedError
-
-    def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
-        """Implements `Runtime.provide`."""
-        # A session and its forks provide the same tokens; the executor keeps them until the last one lets go.
-        with self.locked():
-            if not self._providers[id]:
-                self.executor.provide(id, tokens=tokens, length=length, content=content)
-            self._providers[id] += 1
-
-    def forget(self, id: str) -> None:
-        """Implements `Runtime.forget`."""
-        with self.locked():
-            self._providers[id] -= 1
-            if self._providers[id] <= 0:
-                del self._providers[id]
-                self.executor.forget(id)
-
-
-class PrivateRuntime(ExecutorRuntime):
-    """Runtime of one session and its forks. Everything runs at once, on the calling thread."""
 
     def __init__(
         self,
@@ -173,108 +145,183 @@ class PrivateRuntime(ExecutorRuntime):
         store: PatchStore | None = None,
         *,
         pages: int | None = None,
-        page_size: int = PAGE_SIZE,
+        page_size: int = 16,
         dtype: jax.typing.DTypeLike | None = None,
         rank: Rank | None = None,
-        prefills: int = 0,
-        encoding: CanonicalEncoding | None = None,
+        encoding: str | None = None,
+        schedule: Callable[[Executor], Scheduler] | None = None,
         **options: Any,
     ):
-        """Allocates the pool. With a store, patches are formed in the background.
+        """Allocates the pool. With a store, prefills are stored and patches formed in the background.
 
         Args:
-          pages: of the pool. None: 256 at first; it grows when a run finds no room, and programs are compiled again.
-          page_size: tokens of a page.
+          pages: of the pool. None: 256 at first; it grows when a window finds no room, and programs are compiled again.
           dtype: of the pool. None: the dtype that the backbone computes in.
           rank: of the patches that are formed; 0 forms none. None: 16, from the first session that may serve them.
-          prefills: bytes of prefills that may be added to the store (`SessionConfig.prefills`).
           encoding: of canonicals (`SessionConfig.encoding`); None: as they were prefilled.
-          options: of `PagedExecutor`.
+          schedule: makes the scheduler of many sessions; None: of one session, inline.
+          options: of `Executor`.
         """
-        dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
-        encoding = CanonicalEncoding() if encoding is None else encoding
-        options |= {"store": store, "encodings": encoding.words}
-        executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, **options)
-        former = None
+        dtype = dtype_of(backbone) if dtype is None else dtype
+        options |= {"store": store, "encoding": encoding}
+        self.executor = Executor(backbone, pages or FIRST_PAGES, page_size, dtype, **options)
+        self.backbone, self.store = backbone, store
+        self.private = schedule is None
+        self.scheduler: Scheduler = (
+            InlineScheduler(self.executor, pages is None) if schedule is None else schedule(self.executor)
+        )
+        self.former: PatchFormer | None = None
         if store is not None:
-            former = PatchFormer(backbone, store, rank, prefill_bytes=prefills, encoding=encoding)
-        super().__init__(executor, former)
-        if self.former is not None:
-            self.former.watch(executor)
-        self._lock, self._grows = threading.RLock(), pages is None
+            self.former = PatchFormer(backbone, store, rank, prefill_bytes=PREFILLS, encoding=encoding)
+            self.former.watch(self.executor)
+        self._users, self._closed, self._process = 0, False, os.getpid()
+        self._lock = threading.Lock()
+        self._providers: collections.Counter[str] = collections.Counter()
+        # How often the pool was lost and allocated again; by branch, when its KV was last brought.
+        self._pool_number, self._pool_of = 0, dict[str, int]()
 
-    def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Implements `Runtime.locked`."""
-        # Re-entrant: `reprefill` runs edits while it holds the lock.
-        return self._lock
+    # -------------------------------------------------------------------------------------------------------- windows
 
-    def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
-        """Implements `Runtime.run`."""
-        with self._lock:
-            try:
-                return self.executor.run(window, edits)
-            except PoolLostError:
-                raise
-            except PoolError:
-                if not self.make_room(window):
-                    raise
-            # Outside of the handler, so that the first error is not the context of a second one.
-            return self.executor.run(window, edits)
+    def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
+        """Runs a job that has the executor to itself. As `Scheduler.do`.
 
-    def make_room(self, window: Window) -> bool:
-        """Enlarges a pool without a fixed size, so that all pieces of a window fit once more.
-
-        Returns:
-          Whether the pool was enlarged.
+        Raises:
+          SessionClosedError: after `close`, and in a forked process. As the job.
         """
-        with self._lock:
-            if not self._grows:
-                return False
-            allocator = self.executor.books.allocator
-            more = sum(-(-piece.entry.tokens // allocator.page_size) for piece in window.pieces)
-            # Doubled at least, because programs are compiled again for every size.
-            self.executor.enlarge(max(2 * allocator.pages, allocator.pages + more))
-            return True
+        self.check_open()
+        return self.scheduler.do(job, window)
+
+    def run(self, window: Window) -> Step:
+        """Brings the KV of a window. Raises as `Executor.run`, with nothing changed."""
+
+        def job() -> Step:
+            self._check_pool(window)
+            step = self.executor.run(window)
+            self._pool_of[window.branch] = self._pool_number
+            return step
+
+        return self.do(job, window)
 
     def reprefill(self, window: Window) -> Window:
-        """Implements `Runtime.reprefill`."""
-        with self._lock:
+        """Brings a window again in a new pool, after the old one was lost. Returns it as it is served then."""
+
+        def job() -> Window:
             # The first of several branches renews the pool for all of them.
-            if self.executor.pool.lost:
+            if self.executor.lost:
                 self.executor.renew()
-            # Another call may have done it meanwhile.
-            if self.executor.current.get(window.branch, ()) == window.pieces:
+                self._pool_number += 1
+            if self._pool_of.get(window.branch) == self._pool_number:
                 return window
-            again, edits = window.anew()
-            self.run(again, edits)
+            self.executor.release(window.branch)
+            again = window.anew()
+            self.executor.run(again)
+            self._pool_of[window.branch] = self._pool_number
             return again
 
-    def answer(
-        self,
-        window: Window,
-        tokens: Tokens,
-        length: int,
-        steps: int,
-        sampling: Sampling,
-        key: int | None,
-        stop: Stops,
-    ) -> Generator[TextPiece, None, None]:
-        """Implements `Runtime.answer`."""
-        with self._lock:
-            stream = self.executor.stream(window, tokens, steps, length, sampling=sampling, key=key, stop=stop)
-            # With the first token, the window's KV is in the answer's own cache. The pool may change from then on.
-            first = next(stream, None)
-        if first is not None:
-            yield first
-            yield from stream
+        return self.do(job, window)
+
+    def adopt(self, window: Window, snapshots: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Writes a saved window's KV into the pool. Raises as `Executor.restore`, with nothing changed."""
+
+        def job() -> None:
+            self.executor.restore(window, snapshots)
+            self._pool_of[window.branch] = self._pool_number
+
+        self.do(job, window)
+
+    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> TokenIterator:
+        """Continues a question after a window, token by token. Closing the iterator ends the work.
+
+        From the first token on, later changes of the window do not change the answer.
+
+        Args:
+          window: brought as by `run`, if it is not there.
+          tokens, length: the question, at positions from 0, and how many of its tokens count.
+
+        Raises:
+          As `run`, and `Executor.stream`.
+        """
+
+        def job() -> TokenIterator:
+            self._check_pool(window)
+            return self.scheduler.answer(window, tokens, length, options)
+
+        # Nothing is to be done, unless an interrupt of the caller has left another window there.
+        self.run(window)
+        return self.do(job)
 
     def release(self, branch: str) -> None:
-        """Implements `Runtime.release`."""
+        """Releases all KV of a branch, and ends the answers about it."""
+        if not self._closed:
+            self.scheduler.drop(branch)
+        # A closed scheduler has no thread, and nobody else uses the executor.
+        with contextlib.suppress(SessionClosedError):
+            self.scheduler.do(lambda: self.executor.release(branch))
+        self._pool_of.pop(branch, None)
+
+    def _check_pool(self, window: Window) -> None:
+        """Raises PoolLostError for a window whose KV, or whose parent's, was lost with a pool."""
+        self.executor.check_pool()
+        branch = window.branch
+        if branch not in self._pool_of:
+            branch = branch.rpartition("/")[0]
+        if self._pool_of.get(branch, self._pool_number) != self._pool_number:
+            raise PoolLostError(f"session: got branch {brief(branch)!r}, whose pool was lost; expected `reprefill`")
+
+    # --------------------------------------------------------------------------------------------------------- tokens
+
+    def provide(self, id: str, tokens: Tokens, length: int, content: str | None) -> None:
+        """Provides a piece's tokens, of which the first `length` count. `forget` undoes one call."""
+
+        def job() -> None:
+            # A session and its forks provide the same tokens; the executor keeps them until the last one lets go.
+            if not self._providers[id]:
+                self.executor.provide(id, tokens=tokens, length=length, content=content)
+            self._providers[id] += 1
+
+        self.do(job)
+
+    def forget(self, id: str) -> None:
+        """Releases a piece's tokens, once as often as they were provided."""
+
+        def job() -> None:
+            self._providers[id] -= 1
+            if self._providers[id] <= 0:
+                del self._providers[id]
+                self.executor.forget(id)
+
+        with contextlib.suppress(SessionClosedError):
+            self.do(job)
+
+    # ------------------------------------------------------------------------------------------------------------ end
+
+    def check_open(self) -> None:
+        """Raises SessionClosedError after `close`, and in a forked process, which has no thread of the scheduler."""
+        if os.getpid() != self._process:
+            raise SessionClosedError("session: got used in a process that was forked off; expected its own")
+        if self._closed:
+            raise SessionClosedError("session: got used after its runtime was closed; expected it open")
+
+    def acquire(self) -> None:
+        """Registers an open session."""
         with self._lock:
-            self.executor.release(branch)
+            self._users += 1
+
+    def leave(self) -> None:
+        """Unregisters a session. The last one of a private runtime closes it."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        # Closing waits for pending patches, so the lock is released first.
+        if last and self.private:
+            self.close()
 
     def close(self) -> None:
-        """Implements `Runtime.close`."""
+        """Ends answers, finishes what is formed in the background, then stops. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        self._closed = True
+        self.scheduler.close()
         if self.former is not None:
             self.former.close()
 

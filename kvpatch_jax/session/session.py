@@ -7,22 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..backbone import Backbone
-from ..cache import brief
-from ..errors import SessionError
+from ..cache import brief, part_name
+from ..errors import InputError, SessionError
 from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.kinds import all_of
-from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
-from . import session_file
+from ..window import Fidelity, Kind, PatchStore, Promise, Window, is_count
+from . import saved
 from .answers import Answer
-from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
-from .piece_registry import PieceRegistry, RuntimeRefCount, retry_after_pool_loss
-from .question_runner import AnswerOptions, QuestionRunner, Stop
-from .reuse_planner import ReusePlanner
-from .runtime import Runtime, dtype_of
-from .session_config import Keep, SessionConfig, check_arguments, check_keep, with_chat_template
-from .session_input import embedded
+from .config import Keep, SessionConfig, check_arguments, check_keep, with_chat_template
+from .inputs import embedded
+from .needs import UNCHANGED, DisposabilityProbe, DisposabilityReport
+from .pieces import PieceBook, retry_after_pool_loss, window_step
+from .placing import Placer
+from .questions import QuestionRunner, Stop, options_of
+from .runtime import Runtime
 from .stats import Stats
+
+RANK = 16
+"""Default rank of patches that are formed in the background."""
 
 
 class Session:
@@ -73,14 +76,14 @@ class Session:
         Args:
           backbone: of `models.load`.
           store: a `ChunkStore`. Exact data (prefills, tower outputs) is always read from it. Patches are formed where
-            they may be served: with a certificate, `uncertified`, or a `rank`.
+            they may be served, or with a `rank`.
           keep: the number of chunks that stay after the lead; the oldest leave. A pair: the number down to which they
             leave together, and the one that makes them leave. None: all.
-          lead: pinned at the front: a text or image, a list of them, or 0 for nothing. None: the texts that are added
-            before the first chunk, or without such texts, that chunk.
+          lead: pinned at the front, and nothing else is: a text or image, a list of them, or 0 for nothing. None: the
+            first chunk, or of a first text the 4 tokens that attention sinks on; the rest of it can be replaced.
           promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
             before it) or "forget" (a prefill of the current window).
-          runtime: shared with other sessions. None: a `PrivateRuntime`.
+          runtime: shared with other sessions. None: one of its own.
           branch: of the pool of a shared runtime.
           name: in events. None: the branch, or a random name.
           config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
@@ -90,72 +93,65 @@ class Session:
         """
         config = SessionConfig.with_options(config, options)
         check_arguments(backbone, store, keep, runtime, name)
-        config.check_backbone(backbone)
+        config.check(backbone, runtime)
         if config.chat is not False:
             lead, config = with_chat_template(backbone, lead, config)
 
         # A list is several inputs, unless it is token ids.
         several = isinstance(lead, list | tuple) and not all(isinstance(item, int) for item in lead)
-        first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
-        # 0 pins nothing, not even the first chunk; None lets the window settle its lead with that chunk.
-        pinned = lead if isinstance(lead, int) else len(first) or None
-
+        first = [] if lead is None or is_count(lead, 0) else list(lead) if several else [lead]
+        pinned: int = lead if is_count(lead, 0) else len(first) or 1  # pyright: ignore[reportAssignmentType]
         # The pool is allocated last, when nothing can be invalid any more.
-        dtype = dtype_of(backbone) if config.dtype is None else config.dtype
-        # Costs count bytes of the pool that the KV is in, whatever this session would have chosen.
-        if runtime is not None:
-            config.check_runtime(runtime)
-            dtype = runtime.executor.dtype
-        window = Window.empty(Costs.of(backbone, dtype), lead=pinned, promise=promise, branch=branch)
-        opened = config.private_runtime(backbone, store) if runtime is None else runtime
-        users = RuntimeRefCount(opened, private=runtime is None)
-        self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
+        window = Window.empty(backbone, lead=pinned, promise=promise, branch=branch)
+        runtime = config.runtime(backbone, store) if runtime is None else runtime
+        self._compose(PieceBook(name or branch or secrets.token_hex(8), runtime, window, config), keep)
         try:
             for item in first:
-                self.add(item)
+                self._add(item, None, False, None, lead=True)
         except BaseException:
             # The caller has no session to close, and a runtime has a pool and a thread.
             self.close()
             raise
 
-    def _compose(self, registry: PieceRegistry, keep: Keep) -> None:
+    def _compose(self, book: PieceBook, keep: Keep) -> None:
         """Sets all attributes. New, forked and restored sessions are composed alike."""
-        self._registry, self._planner = registry, ReusePlanner(registry, keep)
-        self._questions = QuestionRunner(registry)
+        self._book, self._placer, self._questions = book, Placer(book, keep), QuestionRunner(book)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self.name, self.watchers, self.runtime = registry.name, registry.watchers, registry.runtime
-        self.config, self.backbone, self.store = registry.config, self.runtime.backbone, self.runtime.store
-
-        self.config.form_for(self.runtime.former)
+        self.name, self.watchers, self.runtime, self.config = book.name, book.watchers, book.runtime, book.config
+        self.backbone, self.store = self.runtime.backbone, self.runtime.store
+        # By default nothing is formed that this session may not serve.
+        if self.config.approximates and self.runtime.former is not None:
+            self.runtime.former.form_means()
+            self.runtime.former.form_patches(RANK)
 
     @property
     def keep(self) -> Keep:
         """The number of chunks that stay after the lead, as it was passed."""
-        return self._planner.keeper.keep
+        return self._placer.keep
 
     @property
     def window(self) -> Window:
         """What the model reads now, an immutable value."""
-        return self._registry.window
+        return self._book.window
 
     @property
     def ids(self) -> tuple[str, ...]:
         """Names of the pieces, from the front."""
-        return self._registry.names(self._registry.window.ids)
+        return self._book.names(self.window.ids)
 
     @property
     def gone(self) -> tuple[str, ...]:
         """Names of the evicted chunks, which can be recalled, the latest last; at most 512."""
-        return self._registry.names(self._registry.window.gone)
+        return self._book.names(self.window.gone)
 
     @property
     def closed(self) -> bool:
         """Whether the session was closed."""
-        return self._registry.closed
+        return self._book.closed
 
     def fidelity(self, id: str) -> Fidelity:
         """Returns how a piece is served: "exact", "survivor" or "approximate" (`Window.fidelity`)."""
-        return self._registry.window.fidelity(self._registry.find(id).entry.id)
+        return self.window.fidelity(self._book.find(id).entry.id)
 
     def __len__(self) -> int:
         return len(self.window)
@@ -165,12 +161,14 @@ class Session:
         return True
 
     def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and self._registry.ids.get(id, id) in self._registry.window
+        return isinstance(id, str) and self._book.ids.get(id, id) in self.window
 
     def __repr__(self) -> str:
         return f"Session({'closed, ' if self.closed else ''}keep={self.keep}, {self.window!r})"
 
-    @retry_after_pool_loss
+    # --------------------------------------------------------------------------------------------------------- pieces
+
+    @window_step
     def add(self, item: Any, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None) -> str:
         """Places an image, frames or a text after all others. If `keep` chunks are there, the oldest leaves.
 
@@ -178,10 +176,11 @@ class Session:
 
         Args:
           item: an image (the `pathlib.Path` of its file, the bytes of that file, a PIL image or uint8 pixels); several
-            of them as one chunk (a clip); a text, as a `Text` if it looks like a file's name; or token ids.
+            of them as one chunk (a clip); a text, as a `Text` if it looks like a file's name; token ids; a part of an
+            OpenAI or Hugging Face message, or a whole message.
           id: the session's name for it. None: the digest of its content.
           order_free: whether `reorder` may move the chunk.
-          kind: "chunk", or "text", which cannot be recalled and leaves with the chunk after it. None: "text" for texts.
+          kind: "chunk", or "text", which cannot be recalled and leaves with the chunk before it. None: "text" of texts.
 
         Returns:
           Its name.
@@ -190,23 +189,45 @@ class Session:
           SessionClosedError. SessionError: the name of another piece. ImageError, InputError: an unreadable input.
           PoolError: no room. What the backbone raises.
         """
-        registry = self._registry
-        registry.check_open()
+        return self._add(item, id, order_free, kind)
+
+    def _add(self, item: Any, id: str | None, order_free: bool, kind: Kind | None, lead: bool = False) -> str:
+        book = self._book
+        with book.open():
+            pass
         # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
-        read = registry.read(item)
-
-        with registry.lock:
-            registry.check_open()
-            evicted = registry.find_evicted(read.content, id)
+        read = book.read(item)
+        with book.open():
+            # vLLM's name of a medium in a message, which may come again although it was forgotten here.
+            if id is None and not book.was_used(uuid := part_name(item)):
+                id = uuid
+            evicted = book.find_evicted(read.content, id)
             if evicted is not None:
-                return self._planner.recall(evicted, read)
-
-            with registry.admit(read, id, order_free, kind) as record:
-                self._planner.place(record)
-            self._planner.notify("add", record, read.items)
+                return self._recall(evicted, read)
+            with book.admit(read, id, order_free, kind, whole=lead) as records:
+                *sinks, record = records
+                room = self._placer.enter("add", record, sinks=sinks)
+            self._notify_placed("add", record, read.items, room)
             return record.name
 
-    @retry_after_pool_loss
+    @window_step
+    def insert(
+        self, item: Any, before: str, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None
+    ) -> str:
+        """Places an input in front of a piece; otherwise as `add`. Pieces after it have not attended to it.
+
+        With reuse "exact" or "certified" they are prefilled again, otherwise rotated.
+        """
+        book = self._book
+        read = book.read(item)
+        with book.open():
+            follower = book.find(before).entry.id
+            with book.admit(read, id, order_free, kind, whole=True) as records:
+                room = self._placer.enter("insert", records[0], before=follower)
+            self._notify_placed("insert", records[0], read.items, room, before=before)
+            return records[0].name
+
+    @window_step
     def recall(self, item: Any) -> str:
         """Brings back an evicted chunk, by its name or its content. If `keep` chunks are there, the oldest leaves.
 
@@ -219,51 +240,59 @@ class Session:
           SessionError: a name or content that was never added, or a chunk whose content was discarded: give the image
           again. Otherwise as `add`.
         """
-        registry = self._registry
-        registry.check_open()
-        read = None if registry.knows(item) else registry.read(item)
-
-        with registry.lock:
-            registry.check_open()
+        book = self._book
+        with book.open():
+            read = None
+            if not book.knows(item):
+                read = book.read(item)
             # A content may be in the window and evicted. The evicted piece is meant, for the other needs no recall.
-            record = registry.find(item) if read is None else registry.find_evicted(read.content)
+            record = book.find(item) if read is None else book.find_evicted(read.content)
             if record is None and read is not None:
-                shown = [piece.id for piece in registry.window.pieces if piece.entry.content == read.content]
-                record = registry.records[shown[-1]] if shown else None
+                shown = [piece.id for piece in book.window.pieces if piece.entry.content == read.content]
+                record = book.records[shown[-1]] if shown else None
             if record is None:
                 found = brief(item) if isinstance(item, str) else f"a {type(item).__name__}"
-                expected = f"one that left: {registry.list_names(self.gone)}"
+                expected = ", ".join(repr(brief(name)) for name in self.gone[-8:]) or "nothing, for nothing has left"
                 raise SessionError(f"recall: got {found!r:.80}, which was never added; expected {expected}")
-            return record.name if record.entry.id in registry.window else self._planner.recall(record, read)
+            return record.name if record.entry.id in book.window else self._recall(record, read)
 
-    @retry_after_pool_loss
+    def _recall(self, record: Any, read: Any) -> str:
+        """Places an evicted chunk again, with its input if the caller gave it. Returns its name."""
+        book = self._book
+        if record.input is None:
+            record.input = read
+        room = self._placer.enter("recall", record)
+        book.counters["recalled"] += 1
+        book.trim()
+        self._notify_placed("recall", record, (), room)
+        return record.name
+
+    @window_step
     def slide(self, keep: int) -> tuple[str, ...]:
         """Evicts all but the last `keep` chunks after the lead. Returns the names of the evicted chunks.
 
         Raises:
           SessionClosedError. WindowError: an invalid number.
         """
-        registry = self._registry
-        with registry.lock:
-            registry.check_open()
-            return registry.evict("slide", *registry.window.slide(keep), keep=keep)
+        with self._book.open():
+            return self._book.evict("slide", self.window.slide(keep), keep=keep)
 
-    @retry_after_pool_loss
+    @window_step
     def evict(self, id: str) -> tuple[str, ...]:
         """Evicts a piece. Returns its name if it is a chunk, which can be recalled.
 
         Raises:
           SessionClosedError. SessionError: an unknown name. WindowError: a piece of the lead, or one that has left.
         """
-        registry = self._registry
-        with registry.lock:
-            registry.check_open()
-            record = registry.find(id)
-            return registry.evict("evict", *registry.window.evict(record.entry.id), chunk=record.name)
+        with self._book.open():
+            record = self._book.find(id)
+            return self._book.evict("evict", self.window.evict(record.entry.id), chunk=record.name)
 
-    @retry_after_pool_loss
+    @window_step
     def replace(self, id: str, item: Any, *, name: str | None = None, order_free: bool = False) -> str:
         """Replaces a piece by another, which pieces after it have not attended to.
+
+        With reuse "exact" or "certified" these are prefilled again; otherwise they are rotated, and "approximate".
 
         Returns:
           The name of the new piece.
@@ -271,19 +300,18 @@ class Session:
         Raises:
           As `add`; and SessionError: an unknown name. WindowError: a piece of the lead.
         """
-        registry = self._registry
-        registry.check_open()
-        read = registry.read(item)
+        book = self._book
+        read = book.read(item)
+        with book.open():
+            old = book.find(id)
+            with book.admit(read, name, order_free, whole=True) as records:
+                window = book.window.replace(old.entry.id, records[0].entry)
+                book.records.setdefault(records[0].entry.id, records[0])
+                book.run("replace", self._placer.mended(window) if book.config.mends else window)
+            book.notify("replace", records[0], read.items, replaced=old.name)
+            return records[0].name
 
-        with registry.lock:
-            registry.check_open()
-            old = registry.find(id)
-            with registry.admit(read, name, order_free) as record:
-                registry.run(*registry.window.replace(old.entry.id, record.entry))
-            registry.notify("replace", record, read.items, replaced=old.name)
-            return record.name
-
-    @retry_after_pool_loss
+    @window_step
     def reorder(self, ids: Iterable[str]) -> None:
         """Reorders order-free chunks: the places of the named chunks are filled in this order.
 
@@ -292,14 +320,13 @@ class Session:
         Raises:
           SessionClosedError. SessionError: an unknown name. WindowError: a piece that is not order-free, or pinned.
         """
-        registry = self._registry
-        with registry.lock:
-            registry.check_open()
-            records = [registry.find(id) for id in all_of(str, ids, "reorder")]
-            registry.run(*registry.window.reorder([record.entry.id for record in records]))
-            registry.notify("reorder", order=tuple(record.name for record in records))
+        book = self._book
+        with book.open():
+            records = [book.find(id) for id in all_of(str, ids, "reorder")]
+            book.run("reorder", book.window.reorder([record.entry.id for record in records]))
+            book.notify("reorder", order=tuple(record.name for record in records))
 
-    @retry_after_pool_loss
+    @window_step
     def fork(self, *, keep: Keep = None) -> "Session":
         """Opens a session on a branch, which shares all KV with this one until either changes a piece.
 
@@ -310,33 +337,32 @@ class Session:
           SessionClosedError. SessionError: an invalid `keep`.
         """
         check_keep(keep)
-        with self._registry.lock:
-            self._registry.check_open()
+        with self._book.open():
             branch, pieces = self._fork(self.keep if keep is None else keep)
-            pieces.watchers.extend(self._registry.watchers)
-            self._registry.notify("fork", branch=branch.name)
+            pieces.watchers.extend(self._book.watchers)
+            self._book.notify("fork", branch=branch.name)
             return branch
 
     def close(self) -> None:
         """Closes the session: releases its KV and ends unfinished answers. Idempotent."""
-        registry = self._registry
-        with registry.lock:
-            if registry.closed:
+        book = self._book
+        with book.lock:
+            if book.closed:
                 return
-
             # Answers may be read by other threads. They end with an error instead of reading released KV.
-            registry.closed = True
-            registry.notify("close")
+            book.closed = True
+            book.notify("close")
             for answer in list(self._answers):
                 answer.close()
-
-            registry.release()
+            book.release()
 
     def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ------------------------------------------------------------------------------------------------------ questions
 
     @retry_after_pool_loss
     def ask(
@@ -379,19 +405,17 @@ class Session:
           SessionClosedError. InputError, ConfigError: an invalid question or option. UnknownReferenceError: a reference
           that the linker does not know. What the backbone raises.
         """
-        registry = self._registry
-        registry.check_open()
-        sampling = Sampling(temperature, top_p, top_k)
-        options = AnswerOptions.of(registry.runtime.backbone, steps, stop, sampling, seed, audit, look)
-        with registry.lock:
-            registry.check_open()
-            answer = self._questions.ask(question, options, self._fork)
+        book = self._book
+        with book.open():
+            sampling = Sampling(temperature, top_p, top_k)
+            options = options_of(self.backbone, steps, stop, sampling, seed, look)
+            answer = self._questions.ask(question, options, audit, look, self._fork)
             # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)
-            registry.counters["asked"] += 1
+            book.counters["asked"] += 1
             # Only texts can be written to a trace and asked again from it.
             if isinstance(question, str):
-                registry.notify("ask", text=str(question), steps=options.steps)
+                book.notify("ask", text=str(question), steps=options.steps)
             return answer
 
     def needs(
@@ -413,13 +437,12 @@ class Session:
           SessionClosedError. SessionError: an unknown name, or a text. WindowError: a chunk of the lead, or one that is
           not in the window. What `ask` raises.
         """
-        registry = self._registry
-        registry.check_open()
-        items = self._questions.items(question)
-        asked = embedded(registry.runtime.backbone, items)
-        with registry.lock:
-            registry.check_open()
-            return DisposabilityProbe(registry, items, asked, steps).run(chunk, bound, erased)
+        if not isinstance(bound, int | float) or not bound >= 0:
+            raise InputError(f"needs.bound: got {bound!r:.80}; expected nats, 0 or more")
+        with self._book.open():
+            items = self._questions.items(question)
+            asked = embedded(self.backbone, items)
+            return DisposabilityProbe(self._book, items, asked, steps).run(chunk, bound, erased)
 
     def plan(self, *items: Any) -> Plan:
         """Plans how inputs would enter now, in this order, after all others. Runs nothing.
@@ -430,14 +453,15 @@ class Session:
         Raises:
           As `plan.plan`, and as `add` for an unreadable input.
         """
-        self._registry.check_open()
-        with self._registry.lock:
-            return self._planner.plan(items)
+        with self._book.open():
+            return self._placer.plan(items)
 
     def stats(self) -> Stats:
         """Returns counts of what was done so far: `print(session.stats())`."""
-        with self._registry.lock:
-            return self._registry.stats()
+        with self._book.lock:
+            return self._book.stats()
+
+    # ------------------------------------------------------------------------------------------------ save and restore
 
     def save(self, path: str | os.PathLike[str], *, kv: bool = True) -> None:
         """Writes the session to a file. An existing file is replaced as a whole or not at all.
@@ -451,9 +475,8 @@ class Session:
         Raises:
           SessionClosedError. SessionError: a file that cannot be written.
         """
-        with self._registry.lock:
-            self._registry.check_open()
-            session_file.save(path, self._registry, self.keep, kv)
+        with self._book.open():
+            saved.save(path, self._book, self.keep, kv)
 
     @classmethod
     def restore(
@@ -474,21 +497,30 @@ class Session:
           backbone: the one that the session was saved with.
           store: of canonicals and patches. Another store, or none, costs forwards and changes no answer.
           runtime, branch: as of a new session.
-          options: `certificate`, `goal`, `costs`, `linker`, `retriever`, `rank`, `pages` of `SessionConfig`. The other
-            options are as they were saved.
+          options: `certificate`, `linker`, `retriever`, `rank`, `pages` of `SessionConfig`. The other options are as
+            they were saved.
 
         Raises:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
           session of another backbone. PoolError: no room. Nothing is held then.
         """
         session = cls.__new__(cls)
-        session._compose(*session_file.restore(path, backbone, store, runtime, branch, options))
+        session._compose(*saved.restore(path, backbone, store, runtime, branch, options))
         return session
 
-    def _fork(self, keep: Keep = None) -> "tuple[Session, PieceRegistry]":
-        """Returns a session on a branch and its registry, without watchers: questions are answered there, too."""
-        pieces = self._registry.fork()
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _fork(self, keep: Keep = None) -> "tuple[Session, PieceBook]":
+        """Returns a session on a branch and its book, without watchers: questions are answered there, too."""
+        pieces = self._book.fork()
         branch = Session.__new__(Session)
         branch._compose(pieces, keep)
-        # Its pieces are those of this session, so what plans know of them holds there too.
         return branch, pieces
+
+    def _notify_placed(self, op: Any, record: Any, items: Any, room: Any, **fields: Any) -> None:
+        """Notifies the watchers of a piece that was placed, and first of the placeholders that made room for it."""
+        # In this order a trace replays: each event changes the window that the one before it left.
+        for replaced, placeholder in room.placeholders.items():
+            shown = () if placeholder.input is None else placeholder.input.items
+            self._book.notify("replace", placeholder, shown, replaced=replaced)
+        self._book.notify(op, record, items, keep=room.stayed, **fields)

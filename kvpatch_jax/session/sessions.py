@@ -1,19 +1,23 @@
 """`Sessions`: many sessions in one process, on one pool and one store."""
 
 import dataclasses
+import functools
 import os
 import secrets
-from collections.abc import Mapping
 from typing import Any
 
 from ..backbone import Backbone
+from ..core import KVEncoding
 from ..errors import InputError
-from ..window import CanonicalEncoding, PagedExecutor, PatchFormer, PatchStore
-from .argument_checks import check_backbone
-from .runtime import dtype_of
+from ..patching import Rank
+from ..utils.kinds import is_whole
+from ..window import PatchStore, encodings_of
+from .batching import BatchScheduler
+from .config import Keep, check_backbone, check_rank, float_dtype
+from .runtime import Runtime
 from .session import Session
-from .session_config import Keep
-from .shared_runtime import SharedConfig, SharedRuntime
+
+LONGEST_TIMEOUT = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,27 +26,21 @@ class SharedStats:
 
     Attributes:
       growing: answers that are decoded now.
-      waiting: questions that wait for a place or for room.
-      in_line: calls that wait for room in the pool, or to ask.
+      waiting: calls and questions that wait for their turn or for room.
       free: slots without an owner, of `slots`.
       steps: launches that decoded tokens.
       answers: answers that ended; `cancelled` of them by their readers.
-      busy: calls that waited in vain.
-      renewed: how often the pool was lost.
-      programs: compiled shapes, of steps (rows, pages) and of questions (tokens, pages).
+      busy: calls and questions that waited in vain.
     """
 
     growing: int
     waiting: int
-    in_line: int
     free: int
     slots: int
     steps: int
     answers: int
     cancelled: int
     busy: int
-    renewed: int
-    programs: int
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in dataclasses.fields(self))
@@ -58,12 +56,12 @@ class Sessions:
             session.add(screenshot)
             print(session.ask("What changed?"))
 
-    Edits run one after the other. Answers that are under way at the same time get their next tokens in one launch. When
+    Calls run one after the other. Answers that are under way at the same time get their next tokens in one launch. When
     the pool is full, or too many questions wait, calls wait for other sessions in FIFO order.
 
     Attributes:
       backbone, store: of all sessions.
-      shared: their runtime.
+      runtime: what they run on.
     """
 
     def __init__(
@@ -71,7 +69,13 @@ class Sessions:
         backbone: Backbone,
         store: PatchStore | None = None,
         *,
-        config: SharedConfig | None = None,
+        pages: int,
+        page_size: int = 16,
+        batch: int = 8,
+        waiting: int = 64,
+        timeout: float | int = 60.0,
+        rank: Rank | None = None,
+        encoding: KVEncoding | str | None = None,
         **options: Any,
     ):
         """Allocates the pool.
@@ -79,40 +83,32 @@ class Sessions:
         Args:
           backbone: of `models.load`.
           store: of canonicals and patches, or None.
-          config: a `SharedConfig`. None: of the options, of which `pages` is then required.
-          options: fields of `config` to override, as in `Sessions(backbone, pages=4096)`; or of `PagedExecutor`.
+          pages, page_size: of the pool, which does not grow.
+          batch: the number of answers that are decoded together.
+          waiting: the number of questions that may wait for a place among them.
+          timeout: seconds that a call waits for room before it raises SessionBusyError.
+          rank, encoding: of what all these sessions form and keep, as of `SessionConfig`.
+          options: of `Runtime`, such as `dtype`.
 
         Raises:
-          InputError: an invalid number, backbone or store. PoolError: no pages, or empty ones. RankError, DtypeError:
-          an invalid rank or dtype.
+          InputError: an invalid number, backbone, store or encoding. PoolError: no pages, or empty ones. RankError,
+          DtypeError: an invalid rank or dtype.
         """
         check_backbone(backbone, store, "sessions")
-        if config is not None and not isinstance(config, SharedConfig):
-            raise InputError(f"sessions: got config {config!r:.80}; expected a SharedConfig, or None")
+        check_rank(rank, "sessions", least=0)
+        for name, value in (("batch", batch), ("waiting", waiting)):
+            if not is_whole(value, 1):
+                raise InputError(f"sessions: got {name} {value!r:.80}; expected a number of questions, 1 or more")
+        seconds = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not seconds or not 0 <= timeout <= LONGEST_TIMEOUT:
+            raise InputError(f"sessions: got timeout {timeout!r:.80}; expected seconds, 0 to {LONGEST_TIMEOUT:g}")
 
-        names = [field.name for field in dataclasses.fields(SharedConfig)]
-        changes = {name: options.pop(name) for name in names if name in options}
-        config = SharedConfig(**changes) if config is None else dataclasses.replace(config, **changes)
-
-        dtype = dtype_of(backbone) if config.dtype is None else config.dtype
-        encoding = CanonicalEncoding(config.encoding, int(config.canonicals))
-        options |= {"store": store, "encodings": encoding.words}
-        executor = PagedExecutor(backbone, config.pages, config.page_size, dtype, **options)
+        if options.get("dtype") is not None:
+            options["dtype"] = float_dtype(options["dtype"], "sessions")
+        schedule = functools.partial(BatchScheduler, batch=batch, waiting=waiting, timeout=timeout)
+        options |= {"pages": pages, "page_size": page_size, "rank": rank, "encoding": encodings_of(encoding)[0]}
         self.backbone, self.store = backbone, store
-        # The former has a thread, which must not outlive a constructor that raises.
-        former = None
-        if store is not None:
-            former = PatchFormer(backbone, store, config.rank, prefill_bytes=int(config.prefills), encoding=encoding)
-
-        try:
-            self.shared = SharedRuntime(executor, former, config)
-        except BaseException:
-            if former is not None:
-                former.close()
-            raise
-
-        if former is not None:
-            former.watch(executor)
+        self.runtime = Runtime(backbone, store, schedule=schedule, **options)
 
     def open(self, keep: Keep = None, **options: Any) -> Session:
         """Opens a session on the shared pool and store. `Session.close` releases its pages.
@@ -122,11 +118,10 @@ class Sessions:
           options: of `Session`, except for those of the pool.
 
         Raises:
-          SessionClosedError. As `Session`; and SessionBusyError: no room for its lead within the timeout.
+          SessionClosedError. InputError: an option of the pool. SessionBusyError: no room for its lead within the
+          timeout. As `Session`.
         """
-        self.shared.check_open()
-        _check_options(options)
-        return Session(self.backbone, self.store, keep, runtime=self.shared, branch=self.name(), **options)
+        return Session(self.backbone, self.store, keep, **self._shared(options))
 
     def restore(self, path: str | os.PathLike[str], **options: Any) -> Session:
         """Restores a session that `Session.save` wrote, on the shared pool and store.
@@ -135,52 +130,42 @@ class Sessions:
           options: of `Session.restore`, except for those of the pool.
 
         Raises:
-          SessionClosedError. As `Session.restore`; and PoolError: no room within the timeout.
+          As `open`, and `Session.restore`.
         """
-        self.shared.check_open()
-        _check_options(options)
-        return Session.restore(path, self.backbone, self.store, runtime=self.shared, branch=self.name(), **options)
-
-    @staticmethod
-    def name() -> str:
-        """Returns a new name for a branch of the pool: `Window.empty(..., branch=...)`."""
-        return secrets.token_hex(8)
+        return Session.restore(path, self.backbone, self.store, **self._shared(options))
 
     def stats(self) -> SharedStats:
         """Returns counts of the present, and so far."""
-        shared, loop = self.shared, self.shared.decode_loop
-        with shared.locked():
-            allocator = shared.executor.books.allocator
-            return SharedStats(
-                growing=len(loop.batch.rows),
-                waiting=len(loop.requests),
-                in_line=len(loop.room) + len(loop.door),
-                free=int((allocator.counts == 0).sum()),
-                slots=allocator.pages * allocator.page_size,
-                steps=loop.batch.steps,
-                answers=loop.ended,
-                cancelled=loop.cancelled,
-                busy=loop.busy,
-                renewed=shared.renewed,
-                programs=len(loop.batch.shapes),
-            )
+        scheduler: Any = self.runtime.scheduler
+        counts = self.runtime.executor.slots.counts
+        return SharedStats(
+            growing=len(scheduler.batch.rows),
+            waiting=scheduler.waiting,
+            free=int((counts == 0).sum()),
+            slots=counts.size,
+            steps=scheduler.batch.steps,
+            answers=scheduler.ended,
+            cancelled=scheduler.cancelled,
+            busy=scheduler.busy,
+        )
 
     def close(self) -> None:
         """Ends all answers and waits with SessionClosedError. Open sessions take no further call.
 
         Patches of earlier prefills are formed and stored first. Idempotent.
         """
-        self.shared.close()
+        self.runtime.close()
+
+    def _shared(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns a session's options with its runtime and a branch of its own."""
+        self.runtime.check_open()
+        for name in ("pages", "rank", "encoding"):
+            if name in options:
+                raise InputError(f"sessions.{name}: got {options[name]!r:.80}; expected none: sessions share the pool")
+        return {"runtime": self.runtime, "branch": secrets.token_hex(8), **options}
 
     def __enter__(self) -> "Sessions":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises InputError for an option of the runtime, which all sessions share."""
-    for name in ("runtime", "branch", "pages", "page_size", "dtype", "rank", "encoding", "canonicals"):
-        if name in options:
-            raise InputError(f"sessions.{name}: got {options[name]!r:.80}; expected none, for sessions share the pool")

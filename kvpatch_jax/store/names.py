@@ -103,7 +103,7 @@ class PatchKey:
 
     @property
     def behind(self) -> Antecedent:
-        """Antecedent of the chunk, with states and contents as far as they are known."""
+        """Antecedent of the chunk, with contents as far as they are known."""
         return antecedent_of(self.antecedent)
 
     @property
@@ -204,10 +204,8 @@ def _form(patch: Patch) -> list:
         dtypes.append((name, words))
     form = [sorted(patch.ranks.items()), metadata.layers, sorted(dtypes)]
 
-    members, base = list(metadata.behind.members), metadata.base_behind
-    if metadata.orbit:
-        members = sorted(members, key=lambda member: (member.id, member.content or "", member.state))
-    contents = [member.content for member in members]
+    behind, base = metadata.behind, metadata.base_behind
+    contents = [member.content for member in (behind.sorted() if metadata.orbit else behind).members]
     base_contents = [] if base is None else [member.content for member in base.members]
     if any(content is not None for content in contents + base_contents):
         form.append({"contents": [contents, base_contents]})
@@ -217,6 +215,6 @@ def _form(patch: Patch) -> list:
 
 
 def _served(antecedent: Antecedent, orbit: bool = False) -> list[tuple[str, str]]:
-    """Lists ids and states of an antecedent; sorted for an orbit patch, which serves every order."""
-    served = [(member.id, member.state) for member in antecedent.members]
+    """Lists the ids and identities of an antecedent; sorted for an orbit patch, which serves every order."""
+    served = [(member.id, member.identity or "") for member in antecedent.members]
     return sorted(served) if orbit else served

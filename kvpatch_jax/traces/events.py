@@ -9,12 +9,13 @@ from ..cache import encoded
 from ..errors import InputError, TraceError
 from ..window import LIMIT, Entry, Kind
 
-Op = Literal["add", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
+Op = Literal["add", "insert", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
 OPS: tuple[str, ...] = get_args(Op)
 
 _PLACED = frozenset({"chunk", "content", "tokens", "span", "kind", "order_free", "payload", "text", "keep"})
 _FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "add": (frozenset({"chunk"}), _PLACED),
+    "insert": (frozenset({"chunk", "before"}), _PLACED | {"before"}),
     "ask": (frozenset({"text"}), frozenset({"text", "steps", "tokens"})),
     "slide": (frozenset({"keep"}), frozenset({"keep"})),
     "recall": (frozenset({"chunk"}), frozenset({"chunk", "keep"})),
@@ -25,8 +26,12 @@ _FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "close": (frozenset(), frozenset()),
 }
 """By operation: required fields, and allowed fields, besides time and session."""
+PLACING: tuple[Op, ...] = ("add", "insert", "replace")
+"""Operations that bring a new piece."""
 
-LONGEST = {"session": 256, "chunk": 1024, "content": 1024, "branch": 256, "replaced": 1024, "text": 1 << 19}
+LONGEST = {
+    "session": 256, "chunk": 1024, "content": 1024, "branch": 256, "replaced": 1024, "before": 1024, "text": 1 << 19
+}  # fmt: skip
 """The largest number of characters of a field."""
 NAMES = 4096
 """The largest number of names of an order, or paths of a payload."""
@@ -39,9 +44,10 @@ class Event:
     Attributes:
       at: seconds since the trace began.
       session: whose window. A fork is named by the `branch` of the event that created it.
-      op: "add" a chunk or text after the others; "ask" a question; "slide" to the last `keep` chunks; "recall" an
-        evicted chunk; "reorder" order-free chunks; "fork" a branch; "replace" a piece by another; "evict" one; "close".
-      chunk: id of the piece that is added, recalled or evicted, or that takes another's place.
+      op: "add" a chunk or text after the others; "insert" one in front of another; "ask" a question; "slide" to the
+        last `keep` chunks; "recall" an evicted chunk; "reorder" order-free chunks; "fork" a branch; "replace" a piece
+        by another; "evict" one; "close".
+      chunk: id of the piece that is added, inserted, recalled or evicted, or that takes another's place.
       content: digest of what it shows; None if unknown.
       tokens, span: of the piece, for the backbone that it was recorded with; None if unknown. A question has `tokens`
         where only its length is known: its `text` is then a name, and the same name asks the same.
@@ -54,6 +60,7 @@ class Event:
         all stay.
       order: ids, as `Window.reorder` takes them.
       replaced: id of the piece that leaves.
+      before: id of the piece that an inserted one precedes.
       branch: name of the new session.
       steps: the largest number of tokens of the answer; None if unknown.
 
@@ -75,6 +82,7 @@ class Event:
     keep: int | None = None
     order: tuple[str, ...] = ()
     replaced: str | None = None
+    before: str | None = None
     branch: str | None = None
     steps: int | None = None
 
@@ -91,7 +99,7 @@ class Event:
         _check_text(self.session, "session")
 
         # Types and ranges of the others; what an operation needs of them comes last.
-        for field in ("chunk", "content", "replaced", "branch"):
+        for field in ("chunk", "content", "replaced", "before", "branch"):
             if getattr(self, field) is not None:
                 _check_text(getattr(self, field), field)
 
@@ -137,7 +145,7 @@ class Event:
         Raises:
           TraceError: an event that places nothing, or a piece whose tokens or span are unknown.
         """
-        if self.op not in ("add", "replace") or self.tokens is None or self.span is None or self.chunk is None:
+        if self.op not in PLACING or self.tokens is None or self.span is None or self.chunk is None:
             raise TraceError(
                 f"event: got {self.op!r} of {self.chunk!r:.80} with {self.tokens} tokens and span {self.span}; "
                 "expected a piece that is placed, with both known"
@@ -237,7 +245,7 @@ def check_history(events: Sequence[Event]) -> None:
 
         # Branches know the ids of the session that they were forked from.
         last, ids = event.at, known.setdefault(event.session, set())
-        if event.op in ("add", "replace") and event.chunk in ids and event.chunk != event.replaced:
+        if event.op in PLACING and event.chunk in ids and event.chunk != event.replaced:
             raise TraceError(f"{found}, which adds {event.chunk!r:.80} again; expected a new id, or a recall")
 
         referenced = [*event.order]
@@ -245,6 +253,8 @@ def check_history(events: Sequence[Event]) -> None:
             referenced.append(str(event.chunk))
         elif event.op == "replace":
             referenced.append(str(event.replaced))
+        elif event.op == "insert":
+            referenced.append(str(event.before))
 
         for id in referenced:
             if id not in ids:
@@ -255,7 +265,7 @@ def check_history(events: Sequence[Event]) -> None:
                 raise TraceError(f"{found}, which begins branch {event.branch!r:.80} again; expected another name")
             known[event.branch] = set(ids)
 
-        if event.op in ("add", "replace") and event.chunk is not None:
+        if event.op in PLACING and event.chunk is not None:
             ids.add(event.chunk)
         if event.op == "close":
             closed.add(event.session)

@@ -1,87 +1,45 @@
-"""Windows: what a model reads, as immutable values, and the edits that bring its KV there.
+"""Windows: what a model reads, as immutable values, and the executor that brings their KV into a pool."""
 
-A `Window` holds entries at their places and how each of them is served, no arrays. Every operation returns a new window
-and edits with exact costs, which `PagedExecutor` runs on a paged pool.
-"""
-
-from .costs import CostEntry, Costs, Ledger
-from .edits import ApplyPatch, Compact, Compose, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
-from .entry import Entry, PatchNote, PieceState, PlacedPiece
-from .executor import PagedExecutor
-from .patch_former import FormerStats, PatchFormer
-from .window import Window
+from .costs import Action, Costs, Step
+from .entry import Entry, PatchNote
+from .executor import Executor
+from .traffic import FormerStats, PatchFormer
+from .window import Piece, Service, Standing, Window
 
 __all__ = [
-    "ApplyPatch",
-    "Compact",
-    "Compose",
-    "Copy",
-    "CostEntry",
+    "Action",
     "Costs",
-    "Drop",
-    "Edit",
-    "Edits",
     "Entry",
-    "Fetch",
+    "Executor",
     "FormerStats",
-    "Ledger",
-    "PagedExecutor",
     "PatchFormer",
     "PatchNote",
-    "PieceState",
-    "PlacedPiece",
-    "Prefill",
-    "Recompute",
-    "Rotate",
+    "Piece",
+    "Service",
+    "Standing",
+    "Step",
     "Window",
 ]
 
-# For other packages of the library, and for evaluations.
-from .canonical_encoding import CANONICALS as CANONICALS
-from .canonical_encoding import CanonicalEncoding as CanonicalEncoding
-from .canonical_encoding import encoding_choice as encoding_choice
-from .costs import ROTATION as ROTATION
-from .costs import adding_flops as adding_flops
-from .costs import composing_flops as composing_flops
-from .costs import transition_adding_flops as transition_adding_flops
-from .entry import BARE_WAYS as BARE_WAYS
+# For other rooms of the library, and for evaluations.
+from .costs import ActionKind as ActionKind
+from .costs import total as total
 from .entry import LIMIT as LIMIT
-from .entry import UNKNOWN as UNKNOWN
-from .entry import UNKNOWN_WAYS as UNKNOWN_WAYS
-from .entry import Fidelity as Fidelity
 from .entry import Kind as Kind
-from .entry import Likeness as Likeness
-from .entry import Way as Way
-from .entry import Ways as Ways
-from .entry import contents_differ as contents_differ
-from .entry import merged as merged
-from .entry import tuple_of as tuple_of
-from .fidelity import SURVIVOR_WAYS as SURVIVOR_WAYS
-from .fidelity import chain_digest as chain_digest
-from .fidelity import chain_of as chain_of
-from .kv_snapshot import SIDES as SIDES
-from .kv_snapshot import PieceSnapshot as PieceSnapshot
-from .kv_snapshot import placed as placed
-from .kv_snapshot import taken as taken
-from .padding import bucket as bucket
-from .padding import padded_chunk as padded_chunk
-from .padding import padded_patch as padded_patch
-from .padding import padded_tokens as padded_tokens
-from .padding import zero_padded as zero_padded
-from .rearrangement import KEEP as KEEP
-from .rearrangement import PREFILL as PREFILL
-from .rearrangement import AtHand as AtHand
-from .rearrangement import Rearrangement as Rearrangement
-from .rearrangement import ServingChoice as ServingChoice
-from .rearrangement import arrange as arrange
-from .slot_table import ResidentPiece as ResidentPiece
-from .slot_table import all_slots as all_slots
+from .entry import is_count as is_count
 from .sources import Encodings as Encodings
 from .sources import PatchStore as PatchStore
 from .sources import asked_behind as asked_behind
+from .sources import encodings_of as encodings_of
 from .sources import stored as stored
 from .sources import stored_patches as stored_patches
 from .stored_prefill import StoredPrefills as StoredPrefills
-from .stored_prefill import keys_behind as keys_behind
-from .stored_prefill import likeness_keys as likeness_keys
-from .window_state import Promise as Promise
+from .traffic import canonical_of as canonical_of
+from .traffic import prefill_alone as prefill_alone
+from .window import BARE as BARE
+from .window import KEEP as KEEP
+from .window import PREFILL as PREFILL
+from .window import Fidelity as Fidelity
+from .window import Promise as Promise
+from .window_json import from_json as from_json
+from .window_json import to_json as to_json

@@ -1,64 +1,103 @@
 """Stored prefills: the KV that a forward of a chunk left behind other pieces, kept to serve the chunk again.
 
-A store keeps it as a chunk of its own, whose lead is everything that preceded it. Behind the very same pieces, served
-in the same way, it is what a forward would compute, bit for bit. Behind the same *nearest* piece it is close to that,
-because the nearest antecedent carries most of the deficit; then the chunk is approximate. Closer is the mean over
-several histories that share the nearest piece, in which what they do not share averages out.
+A store keeps it under the identity of that KV. Behind the very same KV it is what a forward would compute, bit for bit.
+Behind the same *nearest* chunk it is close to that, because the nearest antecedent carries most of the deficit. Closer
+is the mean over several histories that share the nearest chunk, in which what they do not share averages out.
+
+One small object per chunk lists its prefills, as JSON in bytes: rows of [identity, {likeness: key}, time, count].
 """
 
 import collections
 import dataclasses
+import json
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ..cache import Chunk
+from ..cache import Chunk, Likeness, text_digest
 from ..core import PARTS
-from .entry import Likeness, PlacedPiece, short_digest
-from .prefill_listing import TIME_TO_LIVE, ListedPrefill, merged_listings, pack_listing, unpack_listing
+from ..utils import strict_json
 
+TIME_TO_LIVE = 7 * 24 * 3600.0
+"""Seconds that a prefill is kept: histories that nobody repeats would fill a store without a budget."""
+MOST_LISTED = 64
+"""Prefills and means that a listing names. An engine keeps eight histories of a chunk when they are first met, each
+with a mean at most; as many leads, or histories that were asked for again, have room beside them."""
 MOST_OF_A_MEAN = 8
 """Histories that a mean is taken over; more of them hardly change it."""
 FRESH_SECONDS = 2.0
 """Time for which a remote store's listing of a chunk is remembered, and what it named in vain."""
 _MOST_REMEMBERED = 1024
+_DAY = 86400 * 10**9
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 
-def likeness_keys(pieces: Sequence[PlacedPiece], index: int, lead: int) -> dict[Likeness, str]:
-    """Returns the keys under which a prefill at an index is found again behind other pieces, the most alike first.
+class ListedPrefill(NamedTuple):
+    """One stored prefill of a chunk, or the mean of several.
+
+    Attributes:
+      made: identity of its KV, under which it is stored; a mean has a digest of its own.
+      keys: what it is found by; a mean by "mean" alone, and nothing else by that.
+      stored: when it was stored, in nanoseconds since the epoch.
+      count: how many prefills are in it.
+    """
+
+    made: str
+    keys: Mapping[str, str]
+    stored: int
+    count: int = 1
+
+
+def packed_listing(records: Iterable[ListedPrefill]) -> np.ndarray:
+    """Packs a listing into an array of bytes."""
+    return np.frombuffer(json.dumps([list(record) for record in records]).encode(), np.uint8)
+
+
+def unpacked_listing(saved: np.ndarray | None) -> list[ListedPrefill]:
+    """Unpacks a listing. What is stored may be of anybody's making: anything but a listing is one without records."""
+    records = list[ListedPrefill]()
+    try:
+        rows = [] if saved is None else strict_json.loads(np.asarray(saved, np.uint8).tobytes())
+        for made, keys, stored, count in rows[:MOST_LISTED]:
+            digests = [made, *keys.values()]
+            if type(stored) is type(count) is int and all(map(_DIGEST.fullmatch, digests)):
+                records.append(ListedPrefill(made, keys, stored, max(count, 1)))
+    except (ValueError, TypeError, AttributeError, OverflowError, LookupError):
+        return []
+    return records
+
+
+def merged_listings(listings: Iterable[Iterable[ListedPrefill]], now: int) -> list[ListedPrefill]:
+    """Merges listings of one chunk: the latest records, the first stored one first.
+
+    Left out are records whose time is over or far ahead, means that a later mean replaces, and what exceeds
+    `MOST_LISTED`.
 
     Args:
-      pieces: of a window.
-      lead: how many are pinned at the front.
-
-    Returns:
-      Nothing at the front of a window.
+      now: nanoseconds since the epoch.
     """
-    if not index:
-        return {}
-
-    return keys_behind(pieces[min(lead, index)].front, pieces[index - 1].entry.key)
-
-
-def keys_behind(pinned: str, nearest: str) -> dict[Likeness, str]:
-    """Returns the keys under which a prefill is found again behind other chunks, the most alike first.
-
-    Args:
-      pinned: digest of the pinned lead in front of it.
-      nearest: key of what stands directly in front of it.
-    """
-    return {likeness: short_digest(f"{likeness} {pinned} {nearest}") for likeness in get_args(Likeness)}
+    everything = [record for listing in listings for record in listing]
+    latest, means = dict[str, ListedPrefill](), dict[str, ListedPrefill]()
+    for record in sorted(everything, key=lambda record: (record.stored, record.count)):
+        if now - TIME_TO_LIVE * 1e9 < record.stored < now + _DAY:
+            latest[record.made] = record
+    for record in latest.values():
+        if "mean" in record.keys:
+            means[record.keys["mean"]] = record
+    current = [record for record in latest.values() if "mean" not in record.keys or record in means.values()]
+    return sorted(current, key=lambda record: (record.stored, record.made))[-MOST_LISTED:]
 
 
 class StoredPrefills:
     """Stored prefills of one backbone's chunks in one store, never encoded: they are served bit for bit.
 
-    One small object per chunk lists them (`prefill_listing`), so one read finds all. With a remote store that is its
-    version together with the one here: other machines add to it. Thread-safe.
+    With a remote store a chunk's listing is its version together with the one here: other machines add to it.
+    Thread-safe.
 
     Attributes:
       store: a `ChunkStore`, or anything that keeps chunks and arrays under names as one does.
@@ -76,40 +115,44 @@ class StoredPrefills:
         """Returns whether a store can keep prefills: it says what it may have, and amends arrays by name."""
         return all(hasattr(store, name) for name in ("contains", "may_have", "get_encoder", "amend_encoder"))
 
-    def lead(self, front: str) -> str:
-        """Returns what a prefill is stored under as its lead, from the chain digest of what preceded it."""
-        return short_digest(f"prefill {self._dtype} {front}")
+    def lead(self, made: str) -> str:
+        """Returns what a prefill is stored under as its lead, from the identity of its KV."""
+        return text_digest(f"prefill {self._dtype} {made}")
 
-    def contains(self, id: str, front: str) -> bool:
-        """Returns whether a chunk's prefill behind exactly this front is stored here, without reading it."""
-        return self.store.contains(id, self.backbone, lead=self.lead(front))
+    def name(self, id: str) -> str:
+        """Returns the name under which a store lists the prefills of a chunk."""
+        return f"prefills {text_digest(f'{self._dtype} {id}')}"
 
-    def get(self, id: str, front: str) -> Chunk | None:
-        """Reads a chunk's prefill behind exactly this front; None if it is not stored."""
-        chunk = self.store.get(id, self.backbone, lead=self.lead(front))
+    def contains(self, id: str, made: str) -> bool:
+        """Returns whether a chunk's prefill of this identity is stored here, without reading it."""
+        return self.store.contains(id, self.backbone, lead=self.lead(made))
+
+    def get(self, id: str, made: str) -> Chunk | None:
+        """Reads a chunk's prefill of this identity; None if it is not stored."""
+        chunk = self.store.get(id, self.backbone, lead=self.lead(made))
         # An encoded one would be no prefill.
         if chunk is None or chunk.encoding is not None:
-            self._missing.put((id, front), True)
+            self._missing.put((id, made), True)
             return None
         return chunk
 
-    def may_have(self, id: str, front: str) -> bool:
+    def may_have(self, id: str, made: str) -> bool:
         """Returns whether `get` may succeed: the prefill is stored here, or listed where a remote store may have it."""
-        if self.contains(id, front):
+        if self.contains(id, made):
             return True
-        return self._is_reached(id, front) and any(record.front == front for record in self._listing(id))
+        return self._is_reached(id, made) and any(record.made == made for record in self._listing(id))
 
-    def find(self, id: str, front: str, keys: Mapping[Likeness, str]) -> dict[str, str]:
-        """Finds a chunk's stored prefills, each with the digest of what it was computed behind, or a mean's own.
+    def find(self, id: str, made: str, keys: Mapping[Likeness, str]) -> dict[str, str]:
+        """Finds a chunk's stored prefills, each with the identity under which it is stored.
 
         Returns:
-          "restored" with this very front, if there is one behind it; and as `alike` those behind others.
+          "restored" with this very identity, if it is stored; and as `alike` those behind other histories.
         """
         # What is here serves exactly, so nothing better is in the remote store.
-        here = self.contains(id, front)
-        found = {"restored": front} if here or self.may_have(id, front) else {}
+        here = self.contains(id, made)
+        found = {"restored": made} if here or self.may_have(id, made) else {}
         others = self.alike(id, keys, far=not here)
-        return found | {likeness: other for likeness, other in others.items() if other != front}
+        return found | {likeness: other for likeness, other in others.items() if other != made}
 
     def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:
         """Finds by each of these keys the chunk's stored prefill that was stored first, as far as there is one.
@@ -121,90 +164,85 @@ class StoredPrefills:
         """
         listing, found = self._listing(id, far) if keys else [], dict[Likeness, str]()
         for likeness, key in keys.items():
-            for record in listing:
-                if record.keys.get(likeness) == key and self._is_available(id, record.front):
-                    found[likeness] = record.front
-                    break
+            records = [record for record in listing if record.keys.get(likeness) == key]
+            available = next((record.made for record in records if self._is_available(id, record.made)), None)
+            if available is not None:
+                found[likeness] = available
         return found
 
     def is_listed(self, id: str) -> bool:
         """Returns whether a prefill of a chunk was stored, behind whatever."""
         return bool(self._listing(id))
 
-    def put(self, chunk: Chunk, front: str, keys: Mapping[Likeness, str], mean: bool = False) -> int:
-        """Stores a prefill, `chunk.lead` being `lead(front)`, to be found by its front and by these keys.
+    def put(self, chunk: Chunk, made: str, keys: Mapping[Likeness, str], mean: bool = False) -> int:
+        """Stores a prefill, `chunk.lead` being `lead(made)`, to be found by its identity and by these keys.
 
         Args:
-          mean: also adds it to the mean of those behind the same lead and nearest piece, once there are two: more to
+          mean: also adds it to the mean of those behind the same lead and nearest chunk, once there are two: more to
             write, for those who may serve it.
 
         Returns:
           How many times the size of a prefill was stored.
         """
         self.store.put(chunk, ttl=TIME_TO_LIVE)
-        found_by: dict[Likeness, str] = {likeness: key for likeness, key in keys.items() if likeness != "mean"}
-        own = [ListedPrefill(front, found_by, time.time_ns())]
+        found_by = {likeness: key for likeness, key in keys.items() if likeness != "mean"}
+        records = [ListedPrefill(made, found_by, time.time_ns())]
         if mean and "mean" in keys:
-            own += self._means_with(chunk, front, keys)
+            records += self._means_with(chunk, made, keys)
 
         def amend(copies: list[np.ndarray]) -> np.ndarray:
-            return pack_listing(merged_listings([*map(unpack_listing, copies), own], time.time_ns()))
+            return packed_listing(merged_listings([*map(unpacked_listing, copies), records], time.time_ns()))
 
         self.store.amend_encoder(self.name(chunk.id), self.backbone, amend, ttl=TIME_TO_LIVE)
-        return len(own)
+        return len(records)
 
-    def _means_with(self, chunk: Chunk, front: str, keys: Mapping[Likeness, str]) -> list[ListedPrefill]:
+    def _means_with(self, chunk: Chunk, made: str, keys: Mapping[Likeness, str]) -> list[ListedPrefill]:
         """Stores the mean of a prefill and those before it; none of one alone, nor where there are enough.
 
         The version before that stays until its time is over: a window may name it.
         """
-        saved = [record for record in self._listing(chunk.id) if record.front != front]
+        saved = [record for record in self._listing(chunk.id) if record.made != made]
         means = [record for record in saved if record.keys.get("mean") == keys["mean"]]
         first = [record for record in saved if record.keys.get("near") == keys["near"]]
-        old = next((record for record in (*means, *first) if self._is_available(chunk.id, record.front)), None)
+        old = next((record for record in (*means, *first) if self._is_available(chunk.id, record.made)), None)
         if old is None or old.count >= MOST_OF_A_MEAN:
             return []
-        before = self.get(chunk.id, old.front)
+        before = self.get(chunk.id, old.made)
         if before is None or before.length != chunk.length:
             return []
 
         kv, length, count = {}, chunk.length, old.count + 1
         for name, value in chunk.kv.items():
             # A mean of transitions is that of the states which they make.
-            both = (value, before.kv[name])
-            both = both if name in PARTS else (each[:, :length] for each in both)
-            own, others = (np.asarray(each, np.float32) for each in both)
-            kv[name] = (others + (own - others) / count).astype(value.dtype)
-        new = short_digest(f"mean {count} {old.front} {front}")
+            pair = (value, before.kv[name])
+            pair = pair if name in PARTS else (array[:, :length] for array in pair)
+            latest, others = (np.asarray(array, np.float32) for array in pair)
+            kv[name] = (others + (latest - others) / count).astype(value.dtype)
+        mean_made = text_digest(f"mean {count} {old.made} {made}")
         local = np.asarray(chunk.local)[:length]
-        mean = dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(new))
-        self.store.put(mean, ttl=TIME_TO_LIVE)
-        return [ListedPrefill(new, {"mean": keys["mean"]}, time.time_ns(), count)]
+        self.store.put(dataclasses.replace(chunk, kv=kv, local=local, lead=self.lead(mean_made)), ttl=TIME_TO_LIVE)
+        return [ListedPrefill(mean_made, {"mean": keys["mean"]}, time.time_ns(), count)]
 
-    def _is_available(self, id: str, front: str) -> bool:
-        return self.contains(id, front) or self._is_reached(id, front)
+    def _is_available(self, id: str, made: str) -> bool:
+        return self.contains(id, made) or self._is_reached(id, made)
 
-    def _is_reached(self, id: str, front: str) -> bool:
+    def _is_reached(self, id: str, made: str) -> bool:
         """Returns whether a remote store may have a prefill; not if it was just read in vain."""
-        if self._missing.get((id, front)):
+        if self._missing.get((id, made)):
             return False
-        return self.store.may_have(id, self.backbone, lead=self.lead(front))
+        return self.store.may_have(id, self.backbone, lead=self.lead(made))
 
     def _listing(self, id: str, far: bool = True) -> list[ListedPrefill]:
         """Returns what is listed of a chunk here, and in the remote store, the first stored one first."""
         name = self.name(id)
-        listings = [unpack_listing(self.store.get_encoder(name, self.backbone, tier="here"))]
+        listings = [unpacked_listing(self.store.get_encoder(name, self.backbone, tier="here"))]
         if far:
             remote = self._remote.get(id)
             if remote is None:
-                remote = unpack_listing(self.store.get_encoder(name, self.backbone, tier="remote"))
+                remote = unpacked_listing(self.store.get_encoder(name, self.backbone, tier="remote"))
                 self._remote.put(id, remote)
             listings.append(remote)
         return merged_listings(listings, time.time_ns())
-
-    def name(self, id: str) -> str:
-        """Returns the name under which a store lists the prefills of a chunk."""
-        return f"prefills {short_digest(f'{self._dtype} {id}')}"
 
 
 class _Remembered[T]:

@@ -1,395 +1,377 @@
-"""`Window`: the operations that change a window. Each returns the new window and the edits that bring its KV there."""
+"""`Window`: what a model reads, as an immutable value. Operations return windows; an executor brings their KV."""
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from typing import Unpack
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..backbone import Backbone
-from ..cache import Patch, brief
-from ..errors import WindowError
-from ..utils.kinds import all_of
-from . import window_json
-from .costs import Costs
-from .edits import Compact, Copy, Edit, Edits, Prefill, Recompute, in_order
-from .entry import FRESH, UNKNOWN_WAYS, Entry, How, Likeness, PatchNote, PieceState, short_digest
-from .rearrangement import KEEP, PREFILL, ServingChoice, arrange
-from .window_state import Promise, WindowState
-from .window_steps import (
-    PatchOptions,
-    check_entering,
-    check_new,
-    chunk_index,
-    composing_edits,
-    movable_index,
-    placing_edits,
-    relinked,
-    shown,
-    with_piece,
+from ..cache import (
+    BARE_WAYS,
+    SURVIVOR_WAYS,
+    UNKNOWN_WAYS,
+    Antecedent,
+    Identities,
+    Likeness,
+    Ways,
+    brief,
+    contents_differ,
+    fingerprint_of,
+    identity,
+    likeness_keys,
+    merged,
+    slides,
 )
+from ..errors import PatchMismatchError, StalePatchError, WindowError
+from ..utils.kinds import all_of
+from .entry import LIMIT, Entry, PatchNote, is_count
+
+Promise = Literal["remember", "forget"]
+Fidelity = Literal["exact", "survivor", "approximate"]
+Method = Literal["prefill", "leading", "restored", "patch", "bare"]
+
+MOST_GONE = 512
+"""Evicted chunks that can be recalled. Beyond that the oldest is forgotten, which bounds the cost of a step."""
+
+
+class Piece(NamedTuple):
+    """An entry at its place, and the KV that serves it.
+
+    Attributes:
+      start: where its positions count from, one number for all axes.
+      method: how the KV is made: by a forward behind what precedes it ("prefill"); by its canonical at the front of the
+        window, which equals that forward ("leading"); by a stored prefill; by a patch; by its canonical alone ("bare").
+      made: identity of the KV.
+      seen: identities that it was conditioned on; of KV that is approximate, those that it stands behind.
+      ways: the approximations that the KV went through. None: the KV that the model itself computes.
+      source: digest of the patch, or identity under which the stored prefill is kept.
+      base: identity of the KV that a removal patch is added to; None: added to the canonical.
+    """
+
+    entry: Entry
+    start: int
+    method: Method
+    made: str
+    seen: Identities = ()
+    ways: Ways = ()
+    source: str | None = None
+    base: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Id of the entry."""
+        return self.entry.id
+
+    @property
+    def end(self) -> int:
+        """Start of a piece right behind it."""
+        return self.start + self.entry.span
+
+
+class Service(NamedTuple):
+    """How a piece is to be served.
+
+    Attributes:
+      method: a `Method`, or "keep": as it is.
+      patch: of "patch".
+      allow_stale: accepts a patch that was formed behind something else.
+      stored: of "restored": identity of the stored prefill; None: that of a forward here.
+      likeness: what the history of a stored prefill shares with the place; None: it is the very same, or unknown.
+    """
+
+    method: Method | Literal["keep"]
+    patch: PatchNote | None = None
+    allow_stale: bool = False
+    stored: str | None = None
+    likeness: Likeness | None = None
+
+
+KEEP, PREFILL, BARE = Service("keep"), Service("prefill"), Service("bare")
+
+
+class Standing(NamedTuple):
+    """What a window says of one piece, derived from identities.
+
+    Attributes:
+      front: identities of the KV in front of it. target: those that the window promises in front of it.
+      promised: identity of the KV that the window promises in its place.
+      fidelity: as `Window.fidelity` defines.
+      ways: what makes it differ from the promise; none: it does not.
+      absorbed: the ways of the approximate pieces in front of it, which a prefill there goes through.
+    """
+
+    front: Identities
+    target: Identities
+    promised: str
+    fidelity: Fidelity
+    ways: Ways
+    absorbed: Ways
+
+
+class _Line:
+    """Pieces from the front, one after the other: what stands in front of the next one."""
+
+    def __init__(self, promise: Promise):
+        self.remembers = promise == "remember"
+        self.chunks: list[tuple[str, str | None]] = []
+        self.front: Identities = ()
+        self.kept: Identities = ()  # promised by a window that remembers
+        self.prefilled: Identities = ()  # promised by a window that forgets
+        self.absorbed: Ways = ()
+        self.exact = True
+
+    @property
+    def target(self) -> Identities:
+        return self.kept if self.remembers else self.prefilled
+
+    def add(self, piece: Piece) -> Standing:
+        front, target, absorbed, key = self.front, self.target, self.absorbed, piece.entry.key
+        pure = not piece.ways
+        prefilled = identity(key, "prefill", self.prefilled)
+        # It has seen everything that is promised in front of it, in this order; the rest has left.
+        survives = pure and slides(piece.seen, self.kept) is not None
+        kept = piece.made if survives else identity(key, "prefill", self.kept)
+        promised = kept if self.remembers else prefilled
+
+        self.exact = self.exact and pure and piece.made == prefilled
+        fidelity: Fidelity = "exact" if self.exact else "survivor" if survives else "approximate"
+        if piece.method == "bare" or (pure and piece.made == promised):
+            ways = piece.ways
+        elif pure:
+            ways = SURVIVOR_WAYS if survives else UNKNOWN_WAYS
+        else:
+            # What a bound was measured on stands behind everything that is promised in front of it.
+            there = piece.seen == target or (self.remembers and slides(piece.seen, target) is not None)
+            ways = piece.ways if there else UNKNOWN_WAYS
+
+        if fidelity == "approximate":
+            # What is as promised may still have seen other KV than what is in front of it.
+            self.absorbed = merged(absorbed, ways or UNKNOWN_WAYS)
+        self.chunks.append((piece.entry.id, piece.entry.content))
+        self.front, self.kept = (*front, piece.made), (*self.kept, kept)
+        self.prefilled = (*self.prefilled, prefilled)
+        return Standing(front, target, promised, fidelity, ways, absorbed)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Window(WindowState):
+class Window:
     """What a model reads: chunks and texts at their places, and how each of them is served. An immutable value.
 
-    It holds no arrays; an executor does, and runs the edits that every operation returns beside the new window.
-    Operations that take ids raise `WindowError` for one that is not in the window, or a piece of the lead that would
-    move.
-
         window = Window.empty(backbone)
-        window, edits = window.append(Entry.of_tokens("system", tokens))
-        window, edits = window.append(Entry.of(chunk))
-        window, edits = window.slide(keep=4)
+        window = window.append(Entry.of_tokens("system", tokens))
+        window = window.append(Entry.of(chunk))
+        window = window.slide(keep=4)
 
-    Attributes and queries are those of `WindowState`.
+    Operations that take ids raise `WindowError` for one that is not in the window, or a piece of the lead that would
+    move. `Executor.run(window)` brings the KV there.
+
+    Attributes:
+      backbone: fingerprint of the model that reads it.
+      pieces: what is placed, from the front, right behind one another.
+      evicted: chunks that left and can be recalled, in the order in which they left; at most `MOST_GONE`.
+      lead: how many pieces at the front are pinned: they never leave and never move.
+      promise: what the window is measured against: "remember" (the model if no token sees a chunk that had left by
+        then) or "forget" (a prefill of the window as it is).
+      branch: "", or the name that it began under; a fork's is its parent's, a slash and its own name.
     """
+
+    backbone: str
+    pieces: tuple[Piece, ...] = ()
+    evicted: tuple[Entry, ...] = ()
+    lead: int = 1
+    promise: Promise = "remember"
+    branch: str = ""
 
     @classmethod
     def empty(
-        cls,
-        costs: Costs | Backbone,
-        *,
-        lead: int | None = None,
-        promise: Promise = "remember",
-        branch: str = "",
+        cls, backbone: Backbone | str, *, lead: int = 1, promise: Promise = "remember", branch: str = ""
     ) -> "Window":
         """Makes a window without pieces.
 
         Args:
-          costs: of the backbone that reads it, or that backbone (then of KV in bfloat16).
-          lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or without texts
-            that chunk. Without a lead (0) the first tokens, which serve as attention sinks, may leave: `sink_left`.
+          backbone: that reads it, or its fingerprint.
+          lead: how many pieces at the front are pinned. Without a lead (0) the first tokens, which serve as attention
+            sinks, may leave: `sink_left`.
           promise: see the attributes.
           branch: its name, if several windows that are no forks of one another share one pool; without a slash.
 
         Raises:
           WindowError: an invalid promise, lead or branch.
         """
-        if not isinstance(costs, Costs) and not hasattr(costs, "forward_costs"):
-            raise WindowError(f"window.costs: got {costs!r:.80}; expected Costs, or a Backbone")
+        if not isinstance(backbone, str) and not hasattr(backbone, "fingerprint"):
+            raise WindowError(f"window.backbone: got {backbone!r:.80}; expected a Backbone, or its fingerprint")
+        fingerprint = fingerprint_of(backbone if isinstance(backbone, str) else backbone.fingerprint, "window")
+        if not is_count(lead, 0):
+            raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0")
+        return cls(fingerprint, lead=lead).promising(promise).renamed(branch)
 
-        costs = costs if isinstance(costs, Costs) else Costs.of(costs)
-        if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
-            raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0, or None")
-        if promise not in ("remember", "forget"):
-            raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
-        window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise)
-        return window.renamed(branch)
+    # ------------------------------------------------------------------------------------------------ enter and leave
 
-    def to_json(self) -> str:
-        """Writes the window as JSON, with its backbone."""
-        return window_json.write(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes, *, backbone: str | Backbone) -> "Window":
-        """Reads what `to_json` wrote. The contents are checked, but not who wrote them.
-
-        Args:
-          backbone: the one that will read the window, or its fingerprint.
-
-        Raises:
-          WindowError: another backbone or version; damage; or JSON that is no window.
-        """
-        fingerprint = backbone if isinstance(backbone, str) else backbone.fingerprint
-        return cls(**window_json.read(text, fingerprint))
-
-    # ------------------------------------------------------------------------------------------- enter and leave
-
-    def append(
-        self,
-        entry: Entry,
-        how: How | None = None,
-        patch: Patch | PatchNote | None = None,
-        **options: Unpack[PatchOptions],
-    ) -> "tuple[Window, Edits]":
+    def append(self, entry: Entry, service: Service = PREFILL) -> "Window":
         """Places an entry behind all others.
 
         Args:
-          how: "prefill" runs it behind what precedes it; "patch" places its canonical with a patch; "bare" places the
-            canonical alone; "leading" does so at the front of the window, where the canonical is the prefill;
-            "restored" places a stored prefill (`StoredPrefills`). None: "patch" if one is given, else "prefill".
-          patch: formed behind `target()`.
-          options: see `PatchOptions`.
+          service: by a forward, by a patch formed behind `target()`, by its canonical alone, by a stored prefill.
 
         Raises:
           WindowError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
-        check_new(self, entry)
-        return self._entered(len(self.pieces), entry, how, patch, **options)
+        return self._entered(len(self.pieces), self._new(entry), service)
 
-    def insert(
-        self,
-        entry: Entry,
-        before: str,
-        how: How | None = None,
-        patch: Patch | PatchNote | None = None,
-        **options: Unpack[PatchOptions],
-    ) -> "tuple[Window, Edits]":
-        """Places an entry in front of another, else as `append`. What follows moves, and has not seen it.
+    def insert(self, entry: Entry, before: str, service: Service = PREFILL) -> "Window":
+        """Places an entry in front of another, else as `append`. What follows moves, and has not seen it."""
+        return self._entered(self._movable(before, "insert"), self._new(entry), service)
 
-        Args:
-          before: id of the piece that will follow it.
-        """
-        check_new(self, entry)
-        return self._entered(movable_index(self, before, "insert"), entry, how, patch, **options)
-
-    def recall(
-        self,
-        id: str,
-        how: How | None = None,
-        patch: Patch | PatchNote | None = None,
-        *,
-        before: str | None = None,
-        **options: Unpack[PatchOptions],
-    ) -> "tuple[Window, Edits]":
+    def recall(self, id: str, service: Service = PREFILL, *, before: str | None = None) -> "Window":
         """Brings an evicted chunk back, behind all others or in front of one, else as `append`.
-
-        Args:
-          before: id of the piece that will follow it.
 
         Raises:
           WindowError: a chunk that was not evicted from this window.
         """
-        gone = self.evicted_by_id.get(id) if isinstance(id, str) else None
-        if gone is None:
-            found = "in the window" if isinstance(id, str) and id in self.places else "unknown"
-            evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
-            raise WindowError(
-                f"recall.id: got {shown(id)}, which is {found}; expected an evicted one, such as {evicted}"
-            )
-        index = len(self.pieces) if before is None else movable_index(self, before, "recall")
-        return self._entered(index, gone.entry, how, patch, **options)
+        entry = next((entry for entry in self.evicted if entry.id == id), None)
+        if entry is None:
+            state = "in the window" if id in self else "unknown"
+            gone = tuple(brief(other.id) for other in self.evicted[-8:])
+            raise WindowError(f"recall.id: got {_shown(id)}, which is {state}; expected an evicted one, such as {gone}")
+        index = len(self.pieces) if before is None else self._movable(before, "recall")
+        return self._entered(index, entry, service)
 
-    def replace(
-        self,
-        id: str,
-        entry: Entry,
-        how: How | None = None,
-        patch: Patch | PatchNote | None = None,
-        **options: Unpack[PatchOptions],
-    ) -> "tuple[Window, Edits]":
+    def replace(self, id: str, entry: Entry, service: Service = PREFILL) -> "Window":
         """Puts an entry in the place of another, which leaves, else as `append`. What follows has not seen it.
 
         Args:
           id: of what leaves, which may be the new entry's too.
         """
-        index = movable_index(self, id, "replace")
+        index = self._movable(id, "replace")
         if not isinstance(entry, Entry) or entry.id != id:
-            check_new(self, entry)
+            self._new(entry)
+        return self._entered(index, entry, service, instead=1)
 
-        return self._entered(index, entry, how, patch, True, **options)
-
-    def evict(self, *ids: str) -> "tuple[Window, Edits]":
+    def evict(self, *ids: str) -> "Window":
         """Takes pieces out. Chunks can be recalled; texts cannot.
 
         Raises:
           WindowError: one named twice.
         """
-        indices = [movable_index(self, id, "evict") for id in ids]
-        if len(set(indices)) != len(indices):
+        leaving = {self._movable(id, "evict") for id in ids}
+        if len(leaving) != len(ids):
             raise WindowError(f"evict.ids: got {tuple(map(brief, ids))}; expected each once")
-        leaving = set(indices)
-        return self._rearranged([piece.entry for index, piece in enumerate(self.pieces) if index not in leaving])
+        return self.arranged([piece.entry for index, piece in enumerate(self.pieces) if index not in leaving])
 
-    def slide(self, keep: int) -> "tuple[Window, Edits]":
-        """Evicts all but the last `keep` chunks behind the lead, and the texts in front of the first that stays.
+    def slide(self, keep: int) -> "Window":
+        """Evicts all but the last `keep` chunks behind the lead, each with the texts that follow it.
 
         Raises:
           WindowError: `keep` is not an integer >= 0.
         """
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+        if not is_count(keep, 0):
             raise WindowError(f"slide.keep: got {keep!r:.80}; expected an integer >= 0")
-
-        # Texts behind the lead leave with the chunks behind which they were appended.
-        lead = min(self.lead, len(self.pieces))
-        chunks = [index for index in range(lead, len(self.pieces)) if self.pieces[index].entry.kind == "chunk"]
+        movable = range(min(self.lead, len(self.pieces)), len(self.pieces))
+        chunks = [index for index in movable if self.pieces[index].entry.kind == "chunk"]
         if len(chunks) <= keep:
-            return self, ()
-
+            return self
+        # Texts in front of the first chunk are instructions, and stay.
         cut = chunks[-keep] if keep else len(self.pieces)
-        return self._rearranged([piece.entry for piece in (*self.pieces[:lead], *self.pieces[cut:])])
+        return self.arranged([piece.entry for piece in (*self.pieces[: chunks[0]], *self.pieces[cut:])])
 
-    # --------------------------------------------------------------------------------------------------- move
+    # ---------------------------------------------------------------------------------------- move and serve otherwise
 
-    def reorder(
-        self,
-        order: Sequence[str],
-        patches: Mapping[str, Patch | PatchNote] | None = None,
-        *,
-        fetched: bool = False,
-        allow_stale: bool = False,
-    ) -> "tuple[Window, Edits]":
+    def reorder(self, order: Sequence[str], services: Mapping[str, Service] | None = None) -> "Window":
         """Puts order-free chunks into another order; all others keep theirs and their place among the pieces.
 
-        A chunk without a patch keeps its KV, rotated, and is exact again only behind what it was made behind.
+        A chunk without a service keeps its KV, rotated.
 
         Args:
           order: ids: the places of those that are named are filled in this order.
-          patches: by id, what moved chunks are served by from now on, such as their orbit patch; formed behind their
-            `target`.
-          fetched, allow_stale: see `PatchOptions`.
+          services: by id, how chunks are served from now on, such as by their orbit patch.
 
         Raises:
-          WindowError: a piece that would move and is no order-free chunk, or is named twice; a patch of a piece that is
-          not named. StalePatchError, PatchMismatchError: as `append`.
+          WindowError: a piece that would move and is no order-free chunk, or is named twice; a service of a piece that
+          is not named. StalePatchError, PatchMismatchError: as `append`.
         """
-        ids = all_of(str, order, "order")
+        ids, services = all_of(str, order, "order"), services or {}
         places = [self.index(id) for id in ids]
         if len(set(ids)) != len(ids):
             raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
-
-        notes = {id: PatchNote.of(patch) for id, patch in (patches or {}).items()}
-        if strangers := sorted(set(notes) - set(ids)):
-            raise WindowError(f"reorder.patches: got one of {shown(strangers[0])}; expected it of one of {ids}")
-
-        # Fill the places of the named pieces in their new order.
-        came_from = list(range(len(self.pieces)))
+        if strangers := sorted(set(services) - set(ids)):
+            raise WindowError(f"reorder.services: got one of {_shown(strangers[0])}; expected it of one of {ids}")
+        entries = [piece.entry for piece in self.pieces]
         for old, new in zip(places, sorted(places), strict=True):
-            piece = self.pieces[old]
-            if old != new and (old < self.lead or new < self.lead or not piece.entry.order_free):
-                what = "pinned" if min(old, new) < self.lead else "not order-free"
-                raise WindowError(
-                    f"reorder.order: got {shown(piece.entry.id)}, {what}; expected chunks that are order-free"
-                )
-            came_from[new] = old
+            if old != new and min(old, new) < self.lead:
+                raise WindowError(f"reorder.order: got {_shown(self.pieces[old].id)}, pinned; expected others")
+            entries[new] = self.pieces[old].entry
+        return self.arranged(entries, services)
 
-        if came_from == sorted(came_from) and not notes:
-            return self, ()
-        services = {id: ServingChoice("patch", note, allow_stale) for id, note in notes.items()}
-        return self._rearranged([self.pieces[old].entry for old in came_from], services, fetched)
-
-    def compact(self) -> "tuple[Window, Edits]":
-        """Packs the slots in use, so that only the last page is partly filled."""
-        return self, (Compact(self.tokens, **self.costs.compact(self.tokens)),)
-
-    # ------------------------------------------------------------------------------------- serve otherwise in place
-
-    def bare(self, id: str) -> "tuple[Window, Edits]":
-        """Serves a chunk by its canonical alone, which the executor must have. Kamera App. E.
-
-        Its KV is overwritten: to go back, do it in a `fork`, or `condition` or `recompute` it.
+    def serve(self, services: Mapping[str, Service]) -> "Window":
+        """Serves pieces otherwise in their places: prefilled again, bare, patched, restored. Kamera App. E.
 
         Raises:
-          WindowError: a text.
+          WindowError: a text that is not prefilled. StalePatchError, PatchMismatchError: as `append`.
         """
-        index = chunk_index(self, id, "bare")
-        if self.pieces[index].state.kind == "bare":
-            return self, ()
-        return self._rearranged([each.entry for each in self.pieces], {id: ServingChoice("bare")}, fetched=True)
+        for id in services:
+            self.index(id)
+        return self.arranged([piece.entry for piece in self.pieces], services)
 
-    def condition(
+    def arranged(
         self,
-        id: str,
-        patch: Patch | PatchNote,
-        *,
-        fetched: bool = False,
-        allow_stale: bool = False,
-    ) -> "tuple[Window, Edits]":
-        """Serves a chunk by a patch from now on. Kamera App. E.
+        entries: Sequence[Entry],
+        services: Mapping[str, Service] | None = None,
+        renewed: Collection[str] = (),
+    ) -> "Window":
+        """Holds these entries, in this order, and no others; pieces that stay are served as they are unless said.
 
         Args:
-          patch: formed behind the chunk's `target`: of its canonical, or a removal patch of the conditioned KV that the
-            window serves it by.
-          fetched, allow_stale: see `PatchOptions`.
+          entries: everything that is to be there, what is pinned in front included. An entry that is in the window or
+            was evicted from it is that piece; another one of the same id replaces it.
+          services: by id. New entries without one are prefilled.
+          renewed: ids of entries that come in anew, also where the window has the very same.
 
         Raises:
-          WindowError: a text. StalePatchError, PatchMismatchError: a patch that does not belong here.
+          WindowError: an entry named twice; what is pinned missing or elsewhere; chunks in another order that are not
+          order-free; an id that was evicted as another entry; positions beyond 2**30. Else as `append`.
         """
-        chunk_index(self, id, "condition")
-        service = ServingChoice("patch", PatchNote.of(patch), allow_stale)
-        return self._rearranged([piece.entry for piece in self.pieces], {id: service}, fetched)
+        services, before = services or {}, {piece.id: piece for piece in self.pieces}
+        self._check_entries(entries)
+        staying = [entry for entry in entries if entry.id not in renewed and _same(before.get(entry.id), entry)]
+        self._check_order([entry.id for entry in staying])
+        stay = {entry.id for entry in staying}
 
-    def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
-        """Runs a piece again behind what precedes it, from a layer up. Kamera App. D, the cheapest refresh.
+        line, pieces, start = _Line(self.promise), list[Piece](), 0
+        for entry in entries:
+            old = before[entry.id] if entry.id in stay else None
+            service = services.get(entry.id, PREFILL if old is None else KEEP)
+            piece = _served(line, entry, start, old, service)
+            line.add(piece)
+            pieces.append(piece)
+            start = piece.end
+        if start >= LIMIT:
+            raise WindowError(f"window: got positions to {start}; expected them below 2**30")
 
-        From layer 0 it is a prefill in place; if its KV changes by that, those behind it, which have seen the old one,
-        become approximate. From above, the layers below keep what they were: the piece is approximate itself.
+        present = {entry.id for entry in entries}
+        evicted = [entry for entry in self.evicted if entry.id not in present]
+        evicted += [piece.entry for piece in self.pieces if piece.id not in present and piece.entry.kind == "chunk"]
+        return dataclasses.replace(self, pieces=tuple(pieces), evicted=tuple(evicted[-MOST_GONE:]))
 
-        Raises:
-          WindowError: a layer that the backbone does not have.
-        """
-        index, layers = self.index(id), self.costs.layers
-        if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
-            raise WindowError(f"recompute.start_layer: got {start_layer!r:.80}; expected 0 to {layers - 1}")
-
-        if start_layer == 0:
-            return self._rearranged([piece.entry for piece in self.pieces], {id: PREFILL})
-
-        # Mixed layers have no antecedent; the digest is of what they are mixed from.
-        piece, behind = self.pieces[index], self.behind(id)
-        digest = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-        mixed = piece._replace(state=PieceState("conditioned", digest, UNKNOWN_WAYS))
-        there = with_piece(self, index, mixed, clock=self.clock + 1)
-        costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
-        return there, (*composing_edits(self.costs, id, index), Recompute(id, start_layer, behind, **costs))
-
-    def anew(self) -> "tuple[Window, Edits]":
-        """Places the same pieces in an empty pool, from what was provided and stored: after the pool was lost.
+    def anew(self) -> "Window":
+        """Returns the window as it can be made again after its pool was lost.
 
         What was conditioned, with a removal patch or without, is prefilled behind what precedes it now: survivors
         forget what has left. Bare and patched chunks stay so.
         """
-        pieces, clock = [], self.clock + 1
+        line, pieces = _Line(self.promise), list[Piece]()
         for piece in self.pieces:
-            # Conditioned KV was only in the pool. A patch belongs to what it stands for, whatever those in front are
-            # from now on.
-            lost = piece.state.kind == "conditioned" or piece.state.base == "conditioned"
-            pieces.append(piece._replace(state=FRESH, born=clock) if lost else piece._replace(born=0))
+            # KV that a forward made was only in the pool. A patch belongs to what it stands for, whatever precedes it.
+            lost = piece.method in ("prefill", "leading", "restored") or piece.base is not None
+            pieces.append(_served(line, piece.entry, piece.start, None, PREFILL) if lost else piece)
+            line.add(pieces[-1])
+        return dataclasses.replace(self, pieces=tuple(pieces))
 
-        there = relinked(self, pieces, 0, clock=clock)
-        edits, behind = list[Edit](), 0
-        for index, piece in enumerate(there.pieces):
-            id, tokens = piece.entry.id, piece.entry.tokens
-            if piece.state.kind == "conditioned":
-                edits += composing_edits(self.costs, id, index)
-                edits.append(Prefill(id, behind, **self.costs.prefill(tokens, behind)))
-            else:
-                edits += placing_edits(self.costs, piece, has_canonical=False, has_patch=False)
-            behind += tokens
-        return there, in_order(edits)
-
-    def _entered(
-        self,
-        index: int,
-        entry: Entry,
-        how: How | None,
-        patch: Patch | PatchNote | None,
-        instead: bool = False,
-        /,
-        *,
-        fetched: bool = False,
-        allow_stale: bool = False,
-        behind: str | None = None,
-        likeness: Likeness | None = None,
-    ) -> "tuple[Window, Edits]":
-        """Places an entry at an index, or in place of the piece there if `instead`."""
-        note = None if patch is None else PatchNote.of(patch)
-        how = check_entering(entry, how, note, behind, likeness)
-        entries = [piece.entry for piece in self.pieces]
-        entries[index : index + instead] = [entry]
-        service = ServingChoice(how, note, allow_stale, behind, likeness)
-        return self._rearranged(entries, {entry.id: service}, fetched, {entry.id} if instead else ())
-
-    def _rearranged(
-        self,
-        entries: Sequence[Entry],
-        services: Mapping[str, ServingChoice] | None = None,
-        fetched: bool = False,
-        renewed: Collection[str] = (),
-    ) -> "tuple[Window, Edits]":
-        """Holds these entries, some of them served so, the others as they are; `fetched`: everything is at hand."""
-        arranged, services = arrange(self, entries, renewed), services or {}
-        chosen = [services.get(piece[0].id, KEEP) for piece in arranged.placed]
-        return arranged.serve(chosen, (lambda id, patch: True) if fetched else None)
-
-    # ------------------------------------------------------------------------------------------------- branches
+    # ------------------------------------------------------------------------------------------------------- branches
 
     def renamed(self, branch: str) -> "Window":
-        """Returns the same window under another name: one that was read from JSON, for example.
-
-        An executor holds nothing under the new name: `anew` places the pieces.
+        """Returns the same window under another name. An executor holds nothing under the new name.
 
         Raises:
           WindowError: not a string, or one with a slash, which only names of forks have.
@@ -406,10 +388,10 @@ class Window(WindowState):
         """
         if promise not in ("remember", "forget"):
             raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
-        return relinked(dataclasses.replace(self, promise=promise), self.pieces, 0)
+        return dataclasses.replace(self, promise=promise)
 
-    def fork(self, name: str | None = None) -> "tuple[Window, Edits]":
-        """Starts a branch that shares all KV with this window until it changes a piece. Kamera App. E.
+    def fork(self, name: str | None = None) -> "Window":
+        """Starts a branch, which shares all KV with this window until it changes a piece. Kamera App. E.
 
         Args:
           name: of the branch, behind its parent's and a slash; random if None.
@@ -420,6 +402,317 @@ class Window(WindowState):
         name = secrets.token_hex(4) if name is None else name
         if not isinstance(name, str) or not name or "/" in name:
             raise WindowError(f"fork.name: got {name!r:.80}; expected a name without a slash")
-        branch = f"{self.branch}/{name}"
-        there = dataclasses.replace(self, branch=branch)
-        return there, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
+        return dataclasses.replace(self, branch=f"{self.branch}/{name}")
+
+    # -------------------------------------------------------------------------------------------------------- queries
+
+    @functools.cached_property
+    def standings(self) -> tuple[Standing, ...]:
+        """What is derived of every piece, from the front."""
+        line = _Line(self.promise)
+        return tuple([line.add(piece) for piece in self.pieces])
+
+    @functools.cached_property
+    def _behind(self) -> tuple[Identities, Identities, Ways]:
+        """What stands in front of an appended piece, what is promised there, and the ways that a prefill absorbs."""
+        line = _Line(self.promise)
+        for piece in self.pieces:
+            line.add(piece)
+        return line.front, line.target, line.absorbed
+
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        """Index of every piece from the front, by id."""
+        return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the pieces, from the front."""
+        return tuple(self.places)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Ids of the evicted chunks, the oldest first."""
+        return tuple(entry.id for entry in self.evicted)
+
+    def __contains__(self, id: object) -> bool:
+        return isinstance(id, str) and id in self.places
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __bool__(self) -> bool:
+        # An empty window is a window: without this its length would make it false.
+        return True
+
+    @property
+    def next_start(self) -> int:
+        """Where what is appended is placed."""
+        return self.pieces[-1].end if self.pieces else 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all pieces."""
+        return sum(piece.entry.tokens for piece in self.pieces)
+
+    @property
+    def sink_left(self) -> bool:
+        """Whether the tokens that the first piece was made behind have left, and the attention sink with them.
+
+        KV that is kept then differs far more from a prefill than otherwise. A pinned lead prevents it.
+        """
+        first = self.pieces[:1]
+        return bool(first) and first[0].method == "prefill" and self.standings[0].fidelity != "exact"
+
+    @property
+    def as_promised(self) -> bool:
+        """Whether the KV of every piece is what the window promises there."""
+        return not any(standing.ways for standing in self.standings)
+
+    def index(self, id: str) -> int:
+        """Returns the index of a piece from the front."""
+        if id in self:
+            return self.places[id]
+        # The message shows the last pieces, of which the id is most likely a misspelling.
+        state = "evicted" if id in self.gone else "not in the window"
+        ids = ", ".join(repr(brief(piece.id)) for piece in self.pieces[-8:])
+        more = f"… of {len(self.pieces)}, " if len(self.pieces) > 8 else ""
+        raise WindowError(f"window.id: got {_shown(id)}, which is {state}; expected one of ({more}{ids})")
+
+    def piece(self, id: str) -> Piece:
+        """Returns a piece."""
+        return self.pieces[self.index(id)]
+
+    def start(self, id: str) -> int:
+        """Returns the start of a piece: where its positions count from."""
+        return self.piece(id).start
+
+    def standing(self, id: str) -> Standing:
+        """Returns what the window says of a piece."""
+        return self.standings[self.index(id)]
+
+    def fidelity(self, id: str) -> Fidelity:
+        """Returns how faithfully a piece is served.
+
+        "exact": its KV is that of a prefill of this window as it is, and everything in front is exact too.
+
+        "survivor": its KV is that of the model if no token sees a chunk that had left by then (the banded mask): it was
+        prefilled behind exact pieces and survivors, and everything that is promised in front of it now was in front of
+        it then, in this order. It remembers what has left.
+
+        "approximate": anything else: patched, bare or restored from another history; behind something that it has not
+        seen (inserted, recalled, replaced, moved or prefilled again), until that leaves; prefilled behind a piece that
+        was approximate, for as long as that KV lives.
+
+        The words do not depend on the window's promise; `as_promised` does. A window that remembers promises exact
+        pieces and survivors as they are, and a prefill in the place of all others; one that forgets promises a prefill
+        of itself.
+        """
+        return self.standing(id).fidelity
+
+    def behind(self, id: str | None = None) -> int:
+        """Counts the tokens in front of a piece, or of what will be appended."""
+        return sum(piece.entry.tokens for piece in self._front(id))
+
+    def antecedent(self, id: str | None = None) -> Antecedent:
+        """Returns what precedes a piece, or what will be appended, as it is served: what a prefill there is behind."""
+        return self._antecedent(id, self._behind[0] if id is None else self.standing(id).front)
+
+    def target(self, id: str | None = None) -> Antecedent:
+        """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
+
+        Those in front as the window promises them.
+        """
+        return self._antecedent(id, self._behind[1] if id is None else self.standing(id).target)
+
+    def prefilled(self, entry: Entry, id: str | None = None) -> str:
+        """Returns the identity that an entry's KV would have, prefilled in front of a piece or behind all."""
+        front = self._behind[0] if id is None else self.standing(id).front
+        return identity(entry.key, "prefill", front)
+
+    def likeness(self, id: str | None = None) -> dict[Likeness, str]:
+        """Returns the keys under which prefills of like histories are stored, of a piece or of what will be appended.
+
+        Nothing at the front of a window.
+        """
+        pieces = self._front(id)
+        if not pieces:
+            return {}
+        lead = pieces[: min(self.lead, len(pieces))]
+        return likeness_keys(tuple(piece.made for piece in lead), pieces[-1].entry.key)
+
+    def _front(self, id: str | None) -> tuple[Piece, ...]:
+        return self.pieces if id is None else self.pieces[: self.index(id)]
+
+    def _antecedent(self, id: str | None, identities: Identities) -> Antecedent:
+        return Antecedent.at([(piece.id, piece.entry.content) for piece in self._front(id)], identities)
+
+    def __repr__(self) -> str:
+        # The whole window can be long, so pieces are only counted here.
+        name = f"branch {self.branch!r}, " if self.branch else ""
+        counts = f"{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted"
+        return f"Window({name}{counts}, next at {self.next_start}, {self.promise}, lead {self.lead})"
+
+    def __str__(self) -> str:
+        # One line for each piece: positions, kind, id, and what is special about it.
+        lines, width = [repr(self)], len(str(self.next_start))
+        for index, (piece, standing) in enumerate(zip(self.pieces, self.standings, strict=True)):
+            entry, marks = piece.entry, [standing.fidelity]
+            marks += ["lead"] if index < self.lead else []
+            marks += [piece.method] if piece.method in ("bare", "patch", "restored") else []
+            marks += ["order-free"] if entry.order_free else []
+            place = f"{piece.start:>{width}}–{piece.end - 1:<{width}}"
+            lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {entry.tokens} tokens, {', '.join(marks)}")
+        return "\n".join(lines)
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _entered(self, index: int, entry: Entry, service: Service, instead: int = 0) -> "Window":
+        """Places an entry at an index, or in place of the piece there."""
+        entries = [piece.entry for piece in self.pieces]
+        entries[index : index + instead] = [entry]
+        return self.arranged(entries, {entry.id: service}, {entry.id} if instead else ())
+
+    def _new(self, entry: Any) -> Entry:
+        """Returns an entry that the window does not know yet.
+
+        Raises:
+          WindowError: no entry, or an id that the window knows.
+        """
+        if not isinstance(entry, Entry):
+            raise WindowError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
+        if entry.id in self:
+            raise WindowError(f"window.entry: got {_shown(entry.id)}, which is in the window; expected another id")
+        if entry.id in self.gone:
+            raise WindowError(
+                f"window.entry: got {_shown(entry.id)}, which was evicted; expected a new id, or `recall`"
+            )
+        return entry
+
+    def _movable(self, id: str, operation: str) -> int:
+        """Returns the index of a piece behind the lead."""
+        index = self.index(id)
+        if index < self.lead:
+            raise WindowError(
+                f"{operation}: got {_shown(id)}, one of {self.lead} pinned in front; expected one behind them (`lead=` "
+                "says what is pinned)"
+            )
+        return index
+
+    def _check_entries(self, entries: Sequence[Entry]) -> None:
+        ids = [entry.id for entry in entries]
+        if len(set(ids)) != len(ids):
+            twice = next(id for id in ids if ids.count(id) > 1)
+            raise WindowError(f"window: got {brief(twice)!r} twice; expected each once")
+        pinned = [piece.entry for piece in self.pieces[: self.lead]]
+        if list(entries[: len(pinned)]) != pinned:
+            names = tuple(brief(entry.id) for entry in pinned)
+            raise WindowError(f"window: got other entries in front; expected {names}, which are pinned there")
+        # An id that was evicted comes back as the same entry, or its patches and stored KV would be another's.
+        gone, present = {entry.id: entry for entry in self.evicted}, set(ids)
+        for id in gone.keys() & present:
+            if next(entry for entry in entries if entry.id == id) != gone[id]:
+                raise WindowError(f"window: got {brief(id)!r}, evicted as {gone[id]}; expected that, or another id")
+
+    def _check_order(self, staying: Sequence[str]) -> None:
+        """Refuses an order in which a piece moves that is no order-free chunk."""
+        chosen = set(staying)
+        before = [piece for piece in self.pieces if piece.id in chosen]
+        for old, new in zip(before, staying, strict=True):
+            moved = self.piece(new)
+            if old is not moved and not moved.entry.order_free:
+                raise WindowError(f"window: got {brief(new)!r} moved; expected it in its order: it is not order-free")
+
+
+def _same(piece: Piece | None, entry: Entry) -> bool:
+    # Most are the very same object, and comparing fields takes longer.
+    return piece is not None and (piece.entry is entry or piece.entry == entry)
+
+
+def _shown(id: Any) -> str:
+    return repr(brief(id)) if isinstance(id, str) else f"{id!r:.80}"
+
+
+# ------------------------------------------------------------------------------------------------ how it is served
+
+
+def _served(line: _Line, entry: Entry, start: int, old: Piece | None, service: Service) -> Piece:
+    """Returns an entry in its place, served so. `old` is the piece that it is in the window already."""
+    method, note, key = service.method, service.patch, entry.key
+    _check_service(line, entry, old, service)
+    if method == "keep":
+        assert old is not None
+        return old if old.start == start else old._replace(start=start)
+
+    if method == "bare":
+        return Piece(entry, start, "bare", identity(key, "bare"), line.target, BARE_WAYS)
+    if note is not None:
+        return _patched(line, entry, start, old, note, service.allow_stale)
+
+    # What a forward here would compute.
+    made = identity(key, "prefill", line.front)
+    stored = service.stored or made
+    if method == "restored" and stored != made:
+        # Behind approximate pieces, a prefill behind what they stand for is what the window promises.
+        if stored == identity(key, "prefill", line.target):
+            return Piece(entry, start, "restored", stored, line.target, (), stored)
+        ways = UNKNOWN_WAYS if service.likeness is None else ((service.likeness, 0),)
+        return Piece(entry, start, "restored", identity(key, f"restored {stored}"), line.target, ways, stored)
+    if old is not None and old.made == made and old.ways == line.absorbed:
+        return old._replace(start=start)
+    seen = line.target if line.absorbed else line.front
+    source = stored if method == "restored" else None
+    return Piece(entry, start, method, made, seen, line.absorbed, source)
+
+
+def _check_service(line: _Line, entry: Entry, old: Piece | None, service: Service) -> None:
+    """Refuses services and options that do not go together.
+
+    Raises:
+      WindowError.
+    """
+    method, what = service.method, f"window.service: got {service.method!r:.40} of {_shown(entry.id)}"
+    if method not in ("keep", *get_args(Method)) or (method == "patch") != (service.patch is not None):
+        patch = "no patch" if service.patch is None else "a patch"
+        raise WindowError(f"{what} with {patch}; expected one of {get_args(Method)}, and a patch of 'patch' alone")
+    if entry.kind == "text" and method not in ("keep", "prefill"):
+        raise WindowError(f"{what}, which is a text; expected it prefilled")
+    if (method == "keep" and old is None) or (method == "leading" and (line.front or old is not None)):
+        expected = "a piece of the window" if method == "keep" else "nothing in front of it, and that it comes in"
+        raise WindowError(f"{what}; expected {expected}")
+    if (service.stored is not None and method != "restored") or (service.likeness and service.stored is None):
+        raise WindowError(f"{what} with stored={service.stored!r:.40}; expected an identity, of what is 'restored'")
+
+
+def _patched(line: _Line, entry: Entry, start: int, old: Piece | None, note: PatchNote, allow_stale: bool) -> Piece:
+    """Returns an entry served by a patch.
+
+    Raises:
+      PatchMismatchError: of another chunk or content. StalePatchError: formed behind other KV, or on another base.
+    """
+    what = f"patch of chunk {_shown(entry.id)}"
+    if note.chunk != entry.id or contents_differ(note.content, entry.content):
+        raise PatchMismatchError(
+            f"{what}: got one of {brief(note.chunk)!r} with content {note.content!r}; expected {entry.content!r}"
+        )
+    ways: Ways = ((note.point, note.rank),)
+    base, old_ways = None, ()
+    if note.base != "canonical":
+        behind = None if note.base_antecedent is None else note.base_antecedent.identities
+        base = None if behind is None else identity(entry.key, "prefill", behind)
+        if old is None:
+            raise PatchMismatchError(f"{what}: got base {note.base!r}; expected 'canonical' of what comes in")
+        if old.made != base:
+            raise StalePatchError(f"{what}: got a base of KV {base}; expected {old.made}, which the window holds")
+        old_ways = old.ways
+
+    target = line.target
+    if note.antecedent.identities != target:
+        difference = note.antecedent.difference(Antecedent.at(line.chunks, target), note.orbit)
+        if difference is not None and not allow_stale:
+            order = "any ordering of " if note.orbit else ""
+            raise StalePatchError(f"{what}: got one formed behind {order}{difference}")
+        ways = UNKNOWN_WAYS if difference is not None else ways
+    ways = UNKNOWN_WAYS if ways == UNKNOWN_WAYS else merged(ways, old_ways)
+    made = identity(entry.key, f"patch {note.digest}", () if base is None else (base,))
+    return Piece(entry, start, "patch", made, target, ways, note.digest, base)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpatch_jax.cache import check_text, file_of, sort_of
+from kvpatch_jax.cache import check_text, content_items, sort_of
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
@@ -24,12 +24,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 _JSON_FILES = ("chat_template.json", "processor_config.json", TOKENIZER_CONFIG_FILE)
 
 Message = Mapping[str, Any]
-_MEDIA = {
-    "image": "a path, array or PIL image",
-    "video": "a video file's path, or a kvpatch_jax.Video",
-    "audio": "a sound file's path, or a kvpatch_jax.Audio",
-}
-"""Types of content entries, and what they hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,55 +209,34 @@ def _compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-def media_of(messages: Sequence[Message]) -> list[tuple[str, Any]]:
-    """Returns the images, videos and sounds of all messages in order, each with its type: the "image" (or "path") of a
-    content entry of type "image", and likewise of "video" and "audio".
+def read_messages(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[str, Any]]]:
+    """Returns messages with their parts in the form that templates read, {"type": "text", "text": …} and {"type":
+    "image", "image": …} ("video", "audio" alike), and their media in order, each with its type.
 
     Raises:
-      InputError: messages that are not a list of tables, an entry of another type than these and "text", or one
-        without what its type says; a user's content that is a str and looks like a file (see `content.check_text`).
+      InputError: messages that are not a list of tables; a user's content that is a str and looks like a file (see
+        `content.check_text`); what `content_items` refuses.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InputError(
             f"chat: got messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}"
         )
 
-    found = []
+    result: list[Message] = []
+    media: list[tuple[str, Any]] = []
     for message in messages:
-        if not isinstance(message, Mapping):
-            raise InputError(f"chat: got a message of type {type(message).__name__}; expected {{'role', 'content'}}")
-
+        items = content_items(message, "chat")
         content = message.get("content")
-        if content is not None and not isinstance(content, str | list | tuple):
-            raise InputError(f"chat: got content of type {type(content).__name__}; expected text or a list of entries")
-
         if isinstance(content, str) and message.get("role") == "user":  # an assistant may answer with a file's name
             check_text(content, "chat: content")
-        for entry in () if content is None or isinstance(content, str) else content:
-            found += _media_in(entry)
+        if content is None or isinstance(content, str):
+            result.append(message)
+            continue
+        parts = [(sort_of(item), item) for item in items]
+        result.append({**message, "content": [{"type": sort, sort: item} for sort, item in parts]})
+        media += [part for part in parts if part[0] != "text"]
 
-    return found
-
-
-def _media_in(entry: Any) -> list[tuple[str, Any]]:
-    """Returns the image, video or sound of a content entry with its type, or nothing for a text."""
-    kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
-    if kind == "text" and isinstance(entry.get("text"), str):
-        return []
-    if kind not in _MEDIA:
-        raise InputError(
-            f"chat: got a content entry of type {kind!r}"
-            + (" without its text" if kind == "text" else "")
-            + "; expected "
-            "{'type': 'text', 'text': …}, {'type': 'image', 'image': a path, array or PIL image}, or likewise 'video' "
-            "and 'audio'"
-        )
-
-    item = entry.get(kind, entry.get("path"))
-    item = file_of(item, f"chat: {kind}") if isinstance(item, str) else item
-    if item is None or sort_of(item, "chat") != kind:
-        raise InputError(f"{kind} entry: got {sorted(entry)}; expected {kind!r} ({_MEDIA[kind]})")
-    return [(kind, item)]
+    return result, media
 
 
 class Placeholder(NamedTuple):

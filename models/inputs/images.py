@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
 
 from ..towers.projectors import best_resolution
@@ -27,7 +28,6 @@ from .qwen_images import (
     ImageSource,
     name_of,
     normalise,
-    read_image,
     read_settings,
     resize,
 )
@@ -155,7 +155,7 @@ def read_images(images: Sequence[ImageSource]) -> list[np.ndarray]:
     found = []
     for number, source in enumerate(images):
         name = name_of(source, number)
-        found.append(read_image(source, name))
+        found.append(decoded(source, name))
         height, width = found[-1].shape[:2]
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise ImageError(

@@ -17,7 +17,7 @@ import numpy as np
 from einops import repeat
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
-from kvpatch_jax.cache import ImageSource, decoded, over_white
+from kvpatch_jax.cache import ImageSource, decoded
 from kvpatch_jax.errors import ConfigError, ImageError
 from kvpatch_jax.utils.optional_packages import require
 
@@ -176,7 +176,7 @@ def preprocess_images(
     pixels, grids = [np.zeros((0, 3 * config.temporal_patch_size * config.patch_size**2), np.float32)], []
     for number, source in enumerate(images):
         name = name_of(source, number)
-        image = read_image(source, name)
+        image = decoded(source, name)
         height, width = image.shape[:2]
         if config.do_resize:
             image = resize(image, *smart_resize(height, width, config, name), config)
@@ -280,15 +280,6 @@ def resize(image: UInt8[np.ndarray, "H W 3"], height: int, width: int, config: I
         return image
     Image = require("PIL.Image", "Pillow")
     return np.array(Image.fromarray(image).resize((width, height), Image.Resampling(config.resample)))
-
-
-def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """Returns one image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
-
-    Raises:
-      ImageError: as `kvpatch_jax.cache.images.decoded`.
-    """
-    return over_white(decoded(source, name))
 
 
 def name_of(source: ImageSource, number: int) -> str:

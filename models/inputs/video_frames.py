@@ -1,7 +1,8 @@
 """From a video to frames: decoding by PyAV, the sampling rules of each family, normalised pixels.
 
 Frames and times are those of transformers' `read_video_pyav` and of each family's `VideoProcessor.sample_frames`: a
-file's frames are numbered from 0, and number n is shown n / (the stream's average rate) seconds after the start.
+file's frames are numbered from 0, and number n is shown n / (the stream's average rate) seconds after the start. Frames
+are turned as the file says that they are shown, which that function leaves out: a phone films lying on its side.
 """
 
 import dataclasses
@@ -214,7 +215,7 @@ def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.
 
     def take(chosen: np.ndarray) -> np.ndarray:
         wanted = set(chosen.tolist())
-        found = {number: frame.to_ndarray(format="rgb24") for number, frame in decoded(max(wanted)) if number in wanted}
+        found = {number: _upright(frame) for number, frame in decoded(max(wanted)) if number in wanted}
         missing = sorted(wanted - set(found))
         if missing:
             raise InputError(
@@ -223,6 +224,11 @@ def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.
         return np.stack([found[number] for number in chosen.tolist()])
 
     return Stream(count, float(rate)), take
+
+
+def _upright(frame: Any) -> UInt8[np.ndarray, "H W 3"]:
+    """Returns a decoded frame's pixels, turned by the quarters that its display matrix says (anticlockwise)."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
 def steady_rate(clip: Clip, name: str) -> float:

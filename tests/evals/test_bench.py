@@ -60,7 +60,7 @@ def test_rates_are_written_where_plans_read_them(tmp_path):
     measure(next(costs.suite(QUICK._replace(out=str(tmp_path)))), 1)
     read = DeviceCosts.read(tmp_path / "device_costs.json")
     assert read.measured
-    assert set(read.kinds) == {"Prefill", "Recompute", "Rotate", "Copy", "ApplyPatch", "Fetch"}
+    assert set(read.kinds) == {"prefill", "rotate", "copy", "patch", "fetch"}
 
 
 # ------------------------------------------------------------------------------------------ the measurement itself

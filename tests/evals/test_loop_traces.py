@@ -111,16 +111,32 @@ def test_computer_use_shows_what_each_request_shows(tmp_path):
     ("change", "message"),
     [
         ({"session_id": 3}, "jsonl:1, session_id: got 3"),
-        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "jsonl:1, messages: got the part"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "jsonl:1, messages, part 0: got"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},
-            "jsonl:1, part 0: got 'https://x'; expected a data URL",
+            "jsonl:1, messages, part 0: got 'https://x', an address",
         ),
     ],
 )
 def test_a_computer_use_line_is_refused_by_its_field(tmp_path, change, message):
     with pytest.raises(TraceError, match=message):
         read_computer_use(written(tmp_path / "h.jsonl", [requests()[0] | change]))
+
+
+def test_a_history_in_front_grows_while_screenshots_leave():
+    text = {"kind": "text", "tokens": 3, "span": 3}
+    events = (
+        Event(0, "a", "add", "h1", "h1", text="One.", **text),
+        Event(1, "a", "add", "s1", "s1", 9, 9, keep=2),
+        Event(2, "a", "add", "s2", "s2", 9, 9, keep=2),
+        Event(3, "a", "replace", "h2", "h2", text="One, two.", replaced="h1", **text),
+        Event(4, "a", "insert", "s0", "s0", 9, 9, before="s2", keep=2),
+        Event(5, "a", "ask", text="and now?"),
+        Event(6, "a", "add", "s3", "s3", 9, 9, keep=1),
+        Event(7, "a", "ask", text="and now?"),
+    )
+    prompts = list(recorded_prompts(Trace(events)))
+    assert [[piece.id for piece in prompt.pieces] for prompt in prompts] == [["h2", "s0", "s2"], ["h2", "s3"]]
 
 
 def test_a_branch_is_refused():

@@ -105,7 +105,7 @@ def test_rooms_of_the_operators_import_one_way(edges: Edges):
     # the package's face stands above all rooms
     inside = {name: others for name, others in edges.items() if name != "kvpatch_jax"}
     assert backwards(inside, CORE, "kvpatch_jax") == []
-    assert any(other.startswith("kvpatch_jax.plan") for other in edges["kvpatch_jax.session.reuse_planner"])
+    assert any(other.startswith("kvpatch_jax.plan") for other in edges["kvpatch_jax.session.placing"])
 
 
 def test_rooms_of_the_store_import_one_way(edges: Edges):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
 from kvpatch_jax.errors import (
     DtypeError,
@@ -22,13 +21,10 @@ from kvpatch_jax.errors import (
 )
 from kvpatch_jax.plan import Certificate, DeviceCosts
 from kvpatch_jax.pool import SlotAllocator
-from kvpatch_jax.session import Session, Sessions, session_file
+from kvpatch_jax.session import Session, Sessions, saved
 from kvpatch_jax.traces import Event, Recorder, Trace
-from kvpatch_jax.window import Costs, Entry, Window
 
 BACKBONE = "f" * 64
-WINDOW = Window.empty(Costs(BACKBONE, 2, 96, 32, 8, ForwardCosts((1000, 1000), (40, 40), (0, 0), 5000)))
-ENTRY = Entry("a", None, 10, 10)
 DEVICES = DeviceCosts.assumed("cpu")
 READER = types.SimpleNamespace(fingerprint=BACKBONE, layout=None, prepare=None, embed=None, prefill=None)
 NO_PATHS = [None, "", "a\0b"]
@@ -47,7 +43,7 @@ def test_what_names_no_file_is_refused(path: Any):
         lambda: Recorder(path),
         lambda: read_answers(path),
         lambda: answer_batch(READER, None, [BatchItem(["r1"], "t2")], out=path),
-        lambda: session_file.read(path),
+        lambda: saved.read(path),
     ]
     for make in makers:
         with pytest.raises(KVPatchError, match="expected a file's name"):
@@ -117,10 +113,11 @@ def test_a_batch_is_refused_before_it_writes(given: dict[str, Any], tmp_path: Pa
     "given",
     [
         {"around": "x"},
-        {"largest_image": -1},
+        {"reuse": "some"},
+        {"reuse": "certified"},
         {"memory": "lots"},
         {"name": 3},
-        {"costs": "costs.json"},
+        {"kl": "0.05"},
         {"linker": 3},
         {"runtime": 3},
     ],

@@ -147,10 +147,8 @@ def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_sessions_refuse_what_they_are_not_made_with(backbone):
-    options = dict.fromkeys(
-        ("store", "keep", "certificate", "goal", "costs", "lead", "rank", "runtime", "name", "dtype")
-    )
-    options |= {"backbone": backbone, "pages": 8, "page_size": 16, "memory": 0, "around": ("", ""), "chat": False}
+    options = dict.fromkeys(("store", "keep", "certificate", "reuse", "lead", "rank", "runtime", "name", "encoding"))
+    options |= {"backbone": backbone, "pages": 8, "kl": 0.05, "memory": 0, "around": ("", ""), "chat": False}
     assert not raw_errors(kvp.Session, options)
     assert not raw_errors(kvp.Sessions, {"backbone": backbone, "pages": 8, "page_size": 16, "dtype": None, "batch": 1})
 
@@ -162,6 +160,7 @@ def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
         asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
         calls = {
             "add": (session.add, {"item": [3], "id": None, "kind": None}),
+            "insert": (session.insert, {"item": [3], "before": "none", "id": None}),
             "recall": (session.recall, {"item": "shot"}),
             "evict": (session.evict, {"id": "none"}),
             "replace": (session.replace, {"id": "none", "item": [1]}),
@@ -182,7 +181,7 @@ def test_a_window_lists_its_ids_as_a_session_does(backbone):
         window = session.window
         assert isinstance(window.ids, tuple)
         assert window.ids == tuple(piece.entry.id for piece in window.pieces)
-        assert window.gone == tuple(piece.entry.id for piece in window.evicted)
+        assert window.gone == tuple(entry.id for entry in window.evicted)
         assert (len(session.ids), len(session.gone)) == (len(window.ids), len(window.gone))
         assert [window.places[id] for id in window.ids] == list(range(len(window)))
         assert [] not in window

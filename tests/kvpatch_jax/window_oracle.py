@@ -29,6 +29,8 @@ FAMILIES = {
     "unlike": ("text", "gemma3_text"),  # layers of two kinds: two ropes, two pairs of channels, a window
     "shared": ("text", "gemma4_text"),  # two widths of heads too, and layers that read another's KV
     "mrope": ("image", "qwen2_5_vl"),
+    "kimi": ("image", "kimi_vl"),  # MLA
+    "deepstack": ("image", "qwen3_vl"),  # features of images enter several layers
     "gemma3": ("image", "gemma3"),  # and images whose tokens see each other
     "hybrid": ("image", "qwen3_5"),  # linear attention on three layers of four
 }

@@ -90,7 +90,7 @@ def image_of(seed: int) -> np.ndarray:
 def in_session(backbone: ModelBackbone) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Answers of a session that adds, slides and recalls images; its pool, into which a patched chunk is spliced."""
     answers = []
-    with kvp.Session(backbone, keep=2, dtype="float32") as session:
+    with kvp.Session(backbone, keep=2) as session:
         first = session.add(image_of(1))
         for number in (2, 3, 4):
             session.add(image_of(number))
@@ -98,10 +98,10 @@ def in_session(backbone: ModelBackbone) -> tuple[dict[str, Any], dict[str, np.nd
         session.recall(first)
         answers.append(list(session.ask([5, 6, 8], steps=4, stop=()).ids))
 
-        vectors = session.runtime.executor.pool.vectors
+        pools = session.runtime.executor.pools
         placed = patched(backbone)
-        engine = kvp.pool.splice(dict(vectors.engine), np.arange(64, 64 + placed.chunk.tokens), placed)
-        lie = {name: lies(value) for name, value in (engine | {"source": vectors.source["k"]}).items()}
+        engine = kvp.pool.splice(dict(pools.engine), np.arange(64, 64 + placed.chunk.tokens), placed)
+        lie = {name: lies(value) for name, value in (engine | {"source": pools.source["k"]}).items()}
         pool = {name: np.asarray(value) for name, value in engine.items()}
     return {"answers": answers, "lies": lie}, pool
 

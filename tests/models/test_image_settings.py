@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
 from models import load
 from models.families.family import Vision
 from models.families.registry import IMAGE_FAMILIES
 from models.inputs.images import PictureConfig, process_clip
-from models.inputs.qwen_images import CONFIG_FILE, read_image
+from models.inputs.qwen_images import CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 with np.load(GOLDENS / "clip_options.npz") as file:
@@ -86,7 +87,7 @@ def test_transparency_is_laid_over_white_however_an_image_comes(tmp_path):
     Image.fromarray(pixels, "RGBA").save(path)
     white = np.full((8, 16, 3), 255, np.uint8)
     for source in (path, Image.open(path), pixels):
-        np.testing.assert_array_equal(read_image(source)[8:], white)
+        np.testing.assert_array_equal(decoded(source)[8:], white)
     gold = json.loads((GOLDENS / "chat.json").read_text())["families"]["llava"]
     (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
     (directory / "chat_template.jinja").write_text(gold["template"])
@@ -111,6 +112,6 @@ def test_sixteen_bits_a_value(tmp_path):
     colour = np.stack([grey, grey // 2, grey // 3], axis=-1)
     (tmp_path / "grey.png").write_bytes(png16(grey, 0))
     (tmp_path / "colour.png").write_bytes(png16(colour.reshape(8, -1, 3), 2))
-    np.testing.assert_array_equal(read_image(tmp_path / "colour.png"), (colour >> 8).astype(np.uint8))
+    np.testing.assert_array_equal(decoded(tmp_path / "colour.png"), (colour >> 8).astype(np.uint8))
     with pytest.raises(ImageError, match="mode I;16; expected at most 8 bits a value"):
-        read_image(tmp_path / "grey.png")
+        decoded(tmp_path / "grey.png")

@@ -85,8 +85,9 @@ def test_one_content_is_one_chunk(loaded, tmp_path):
     first = session.add(Video(FRAMES, rate=2))
     assert session.add(Video(FRAMES.copy(), rate=2.0)) == f"{first}#2"
     assert not session.add(Video(FRAMES, rate=1)).startswith(first)
-    with pytest.raises(InputError, match="got 16236 bytes; expected at most 100"):
-        kvp.Session(backbone, chat=False, largest_image=100).add(Video(FRAMES, rate=2))
+    large = np.broadcast_to(np.zeros(1, np.uint8), (2, 4096, 4096, 3))
+    with pytest.raises(InputError, match="got 100663296 bytes; expected at most 67108864"):
+        session.add(Video(large, rate=2))
 
 
 def test_what_a_backbone_does_not_take_leaves_the_session_as_it_was(loaded):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, ImageError
 from models.inputs.qwen_images import (
     ImageConfig,
@@ -17,7 +18,6 @@ from models.inputs.qwen_images import (
     normalise,
     patchify,
     preprocess_images,
-    read_image,
     smart_resize,
 )
 from tests.goldens.load import GOLDENS, golden_arrays
@@ -90,8 +90,8 @@ def test_arrays_and_files_give_the_same_pixels(tmp_path: Path, size: tuple[int, 
 def test_arrays_of_other_channel_counts(channels: int) -> None:
     array = picture(24, 40, channels)
     image = Image.fromarray(array[..., 0] if channels == 1 else array)
-    assert np.array_equal(read_image(array), read_image(image))
-    assert np.array_equal(read_image(array[..., 0]), read_image(Image.fromarray(array[..., 0])))
+    assert np.array_equal(decoded(array), decoded(image))
+    assert np.array_equal(decoded(array[..., 0]), decoded(Image.fromarray(array[..., 0])))
 
 
 def test_rendered_batches_train_on_what_files_give(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_jpeg_is_read_and_its_orientation_applied(tmp_path: Path) -> None:
     exif[0x0112] = 6  # turned by 90 degrees
     image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
     image.save(tmp_path / "plain.jpg", quality=95)
-    turned, plain = (read_image(tmp_path / name) for name in ("turned.jpg", "plain.jpg"))
+    turned, plain = (decoded(tmp_path / name) for name in ("turned.jpg", "plain.jpg"))
     assert np.array_equal(turned, np.rot90(plain, -1))
 
 

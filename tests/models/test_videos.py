@@ -8,6 +8,7 @@ transformers before 5) takes out, as ours does; so these two are taken out of th
 import functools
 import hashlib
 import json
+import struct
 from typing import Any
 
 import numpy as np
@@ -240,7 +241,7 @@ def film(path, frames: np.ndarray, rate: int, codec: str = "ffv1") -> None:
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "bgr0" if codec == "ffv1" else "yuv420p"
+        stream.pix_fmt = {"ffv1": "bgr0", "png": "rgb24"}.get(codec, "yuv420p")
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode(None))
@@ -260,6 +261,20 @@ def test_a_files_frames_are_those_that_were_encoded(tmp_path):
         assert clip.timestamps.tolist() == (np.arange(0, 9, 2) / 6).tolist()
         assert clip.rate == pytest.approx(5 / 9 * 6)
         assert clip.duration == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("matrix", "quarters"), [((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)])
+def test_a_film_of_a_turned_phone_is_shown_upright(tmp_path, matrix, quarters):
+    """The file's display matrix says it; its pixels lie on their side."""
+    frames = draw_frames("phone", 4, 32, 48)
+    film(tmp_path / "phone.mov", frames, 6, "png")
+    content = bytearray((tmp_path / "phone.mov").read_bytes())
+    # The track's header: its name, 40 bytes, then nine numbers of 32 bits, the third column's apart.
+    place = content.index(b"tkhd") + 44
+    first, second, third, fourth = (value * 65536 for value in matrix)
+    content[place : place + 36] = struct.pack(">9i", first, second, 0, third, fourth, 0, 0, 0, 1 << 30)
+    clip = read_clip(Video(bytes(content)), every_other)
+    np.testing.assert_array_equal(clip.frames, np.rot90(frames[::2], quarters, axes=(1, 2)))
 
 
 def test_a_folder_of_frames_is_a_video(tmp_path):

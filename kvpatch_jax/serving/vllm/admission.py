@@ -56,19 +56,17 @@ class Admission:
         """
         formed, kept, lacking, stores = [], [], [], self._stores
         prefills = stores.prefills(tenant, self._cache.dtype) if prefills is None else prefills
-        ids = tuple(segment.id for segment in history.segments)
-        for index, id in enumerate(ids):
-            front = history.front(index)
+        for index, (id, exact) in enumerate(zip(history.ids, history.exact, strict=True)):
             if index == 0:
                 if not stores.has_canonical(tenant, id):
                     formed.append(index)
                 continue
-            times = self._demand.note(tenant, id, front)
-            if prefills is not None and prefills.may_have(id, front):
+            times = self._demand.note(tenant, id, exact)
+            if prefills is not None and prefills.may_have(id, exact):
                 continue
             is_asked = times >= self._config.patch_after
             if is_asked and stores.has_canonical(tenant, id):
-                if not stores.is_formed(tenant, id, ids[:index]):
+                if not stores.is_formed(tenant, id, history.ids[:index]):
                     formed.append(index)
             elif prefills is not None:
                 near = history.alike(index)["near"]

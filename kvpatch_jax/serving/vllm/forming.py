@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ...cache import Chunk, encode_chunk
+from ...cache import Chunk, Likeness, encode_chunk
 from ...core import EngineKV, KVLayout, PackedArray, end_position, to_phase_free
 from ...core.encoding import steps_of
 from ...errors import InputError
 from ...patching import form_patch, orbit_patch
 from ...utils.background import JobQueue
-from ...window import Likeness
 from .layouts import CacheFormat
 from .messages import LeftBehind
 from .orbit_sums import OrbitSums
@@ -37,9 +36,9 @@ ChunkKV = Mapping[str, Float[jax.Array, "L T _ _"]]
 
 
 class PrefillNote(NamedTuple):
-    """How a prefill is found again: the digest of what was in front of it, and keys of what is like that."""
+    """How a prefill is found again: its identity, and the keys under which it serves behind other chunks."""
 
-    front: str
+    identity: str
     keys: dict[Likeness, str]
 
 
@@ -222,7 +221,7 @@ class ChunkFormer:
         # First what the agent's next request needs, which may come at once.
         if host is not None and task.survivor is not None:
             left = task.survivor
-            self.stores.shared.survivors.put(left.key, Survivor(host, left.window, left.index, left.ways))
+            self.stores.shared.survivors.put(left.key, Survivor(host, left.identity, left.seen, left.ways))
             self.counts["survivors"] += 1
         if host is not None and task.prefill is not None:
             self._keep(host, task, task.prefill, dtype)
@@ -250,11 +249,11 @@ class ChunkFormer:
             self.counts["orbits"] += 1
 
     def _keep(self, chunk: Chunk, task: FormingTask, note: PrefillNote, dtype: np.dtype) -> None:
-        """Stores a prefill as it is, to be found by what was in front of it."""
+        """Stores a prefill as it is, to be found by its identity."""
         prefills = self.stores.prefills(task.tenant, dtype)
-        if prefills is None or prefills.contains(chunk.id, note.front):
+        if prefills is None or prefills.contains(chunk.id, note.identity):
             self.counts["known"] += 1
             return
-        behind = dataclasses.replace(chunk, lead=prefills.lead(note.front))
-        prefills.put(behind, note.front, note.keys, mean=True)
+        behind = dataclasses.replace(chunk, lead=prefills.lead(note.identity))
+        prefills.put(behind, note.identity, note.keys, mean=True)
         self.counts["prefills"] += 1

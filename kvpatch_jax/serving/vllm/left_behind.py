@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .messages import ChunkPayload, LeftBehind
 from .prompt_history import PromptHistory
-from .request_plan import EXACT, ChunkStep, states_of
+from .request_plan import EXACT, ChunkStep, identities_of
 from .settings import RequestOptions
 from .survivors import Survivor, Survivors
 
@@ -16,11 +16,11 @@ def keep_served(
 
     What is approximate is found again as it was found now. The first chunk is always there as a canonical.
     """
-    states = states_of(history, [payload.step for payload in payloads])
+    identities = tuple(payload.step.identity for payload in payloads)
     for index, payload in enumerate(payloads):
         step, key = payload.step, history.survivor_key(index, options)
         if index and step.exact:
-            survivors.put(key, Survivor(payload.chunk, states, index))
+            survivors.put(key, Survivor(payload.chunk, step.identity, identities[:index]))
         elif step.point == "survivor":
             survivors.get(key)
 
@@ -29,13 +29,13 @@ def left_behind(
     survivors: Survivors, history: PromptHistory, options: RequestOptions, steps: Sequence[ChunkStep]
 ) -> tuple[LeftBehind, ...]:
     """Returns the chunks that the engine prefills behind the steps of a plan, and that are not kept yet."""
-    states, left = states_of(history, steps), []
+    identities, left = identities_of(history, steps), []
     # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
     ways = {way for step in steps for way in (*step.inherited, (step.point, step.rank))}
     ways = tuple(sorted(way for way in ways if way[0] not in (*EXACT, "survivor")))
-    for index in range(max(len(steps), 1), len(states)):
+    for index in range(max(len(steps), 1), len(identities)):
         key = history.survivor_key(index, options)
         known = survivors.get(key)
-        if known is None or known.state != states[index]:
-            left.append(LeftBehind(index, key, states, ways))
+        if known is None or known.identity != identities[index]:
+            left.append(LeftBehind(index, key, identities[index], identities[:index], ways))
     return tuple(left)

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from ...cache import Chunk, Patch
+from ...cache import Chunk, Identities, Patch, Ways
 from ...errors import PoolError
-from ...window import Way
 from .request_plan import ChunkStep
 from .segments import PromptSegment
-from .survivors import ServedState, SurvivorKey
+from .survivors import SurvivorKey
 
 
 class ChunkPayload(NamedTuple):
@@ -52,13 +51,14 @@ class LeftBehind(NamedTuple):
     Attributes:
       index: of its segment.
       key: its name among survivors.
-      window, ways: as of a `Survivor`.
+      identity, seen, ways: as of a `Survivor`.
     """
 
     index: int
     key: SurvivorKey
-    window: tuple[ServedState, ...]
-    ways: tuple[Way, ...] = ()
+    identity: str
+    seen: Identities
+    ways: Ways = ()
 
 
 class SaveCommand(NamedTuple):

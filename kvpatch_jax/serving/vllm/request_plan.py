@@ -6,17 +6,19 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ...cache import digest_of, encoded
+from ...cache import Identities, Way, Ways, digest_of, encoded, identity, prefilled, slides
 from ...plan import Certificate, is_promised
-from ...window import Promise, Way
+from ...window import Promise
 from .prompt_history import PromptHistory
 from .segments import PromptSegment
 from .settings import ConnectorConfig, RequestOptions
-from .survivors import ServedState, Survivor
+from .survivors import Survivor
 
 CLOSEST = ("leading", "restored", "stored", "orbit", "survivor", "mean", "near", "bare")
 """Points of a chunk, the one that is closest to a prefill first, as far as nothing measured says otherwise."""
 EXACT = ("leading", "restored")
+CANONICAL = ("leading", "stored", "orbit", "bare")
+"""Points that place a canonical, with a patch or without. The others place KV of a forward behind other chunks."""
 
 
 class StockedPatch(NamedTuple):
@@ -34,27 +36,27 @@ class ChunkStep(NamedTuple):
       segment: the chunk.
       point: "leading" or "restored" (exact); else an operating point, such as "stored" (canonical and a patch),
         "near" (a stored prefill behind the same nearest chunk), "survivor" or "bare" (the canonical alone).
+      identity: of the KV that it places.
       patch: digest of the patch, or None.
       rank: rank of the patch, or 0.
-      version: digest of what the placed KV was computed behind; None of a canonical.
       slides: of a survivor: how many chunks have left that it was computed behind.
       inherited: of a survivor: ways of the approximate chunks that it was computed behind.
     """
 
     segment: PromptSegment
     point: str
+    identity: str
     patch: str | None = None
     rank: int = 0
-    version: str | None = None
     slides: int = 0
-    inherited: tuple[Way, ...] = ()
+    inherited: Ways = ()
 
     @property
     def exact(self) -> bool:
         """Whether the chunk is served as a prefill computes it."""
         return self.point in EXACT
 
-    def ways(self, promise: Promise) -> tuple[Way, ...]:
+    def ways(self, promise: Promise) -> Ways:
         """Returns the points and ranks by which a certificate bounds it; none of a chunk that is as promised."""
         # A survivor in front of which nothing has left is what the engine would compute behind chunks served so.
         kept = self.point == "survivor" and not self.slides
@@ -76,13 +78,13 @@ class ChunkCatalog(Protocol):
         ...
 
     def prefills(self, index: int) -> Mapping[str, str]:
-        """Returns the stored prefills of a chunk by operating point, each with the digest of what was in front of it.
+        """Returns the identities of a chunk's stored prefills by operating point.
 
-        "restored" is that behind exactly the chunks in front of it.
+        "restored" is the exact prefill behind the chunks in front of it.
         """
         ...
 
-    def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
+    def survivor(self, index: int, front: Identities) -> Survivor | None:
         """Returns what an earlier request left of a chunk, if this one's front is a part of that one's."""
         ...
 
@@ -143,8 +145,7 @@ class RequestPlan:
         if self.exact:
             return own_salt
         fields = [b"plan", encoded(config.backbone), encoded(options.tenant), encoded(own_salt or "")]
-        for step in self.steps:
-            fields += [encoded(step.segment.id), encoded(step.point), encoded(step.patch or step.version or "")]
+        fields += [encoded(step.identity) for step in self.steps]
         return f"kvpatch-{digest_of(fields, size=16)}"
 
 
@@ -238,59 +239,24 @@ class _Limits:
         return kl is not None and kl <= self.max_kl and (most is None or (flips is not None and flips <= most))
 
 
-class _Front:
-    """States of the chunks in front of the next one, while the chunks of a prompt are gone through in order.
-
-    Attributes:
-      states: one per chunk. is_exact: whether all of them are as a prefill computes them.
-    """
-
-    def __init__(self, history: PromptHistory):
-        self.states, self.is_exact, self._history, self._digest = list[ServedState](), True, history, ""
-
-    def add(self, step: ChunkStep | None) -> None:
-        """Adds the next chunk: as a step serves it, or prefilled behind those in front."""
-        index, exact = len(self.states), self._history.exact(len(self.states))
-        if step is not None:
-            state = _served_state(self._history, index, step)
-        else:
-            state = exact if self.is_exact else ServedState(exact.id, self._digest)
-        self.states.append(state)
-        self.is_exact = self.is_exact and state == exact
-        self._digest = digest_of([encoded(self._digest), *map(encoded, state)], size=16)
-
-
-def states_of(history: PromptHistory, steps: Sequence[ChunkStep]) -> tuple[ServedState, ...]:
-    """Returns the state of every chunk of a prompt: those that a plan serves, and those that the engine prefills."""
-    front = _Front(history)
-    for index in range(len(history.segments)):
-        front.add(steps[index] if index < len(steps) else None)
-    return tuple(front.states)
-
-
-def _served_state(history: PromptHistory, index: int, step: ChunkStep) -> ServedState:
-    """Returns the state of a chunk that a plan serves."""
-    if step.exact:
-        return history.exact(index)
-    if step.point == "survivor":
-        return ServedState(step.segment.id, step.version or "")
-    how = f"{step.point} {step.patch or step.version or ''}"
-    return ServedState(step.segment.id, digest_of([encoded(how)], size=16))
+def identities_of(history: PromptHistory, steps: Sequence[ChunkStep]) -> Identities:
+    """Returns the identities of a prompt's chunks, of which the engine prefills those behind the steps of a plan."""
+    return prefilled(history.ids[len(steps) :], tuple(step.identity for step in steps))
 
 
 def _available_steps(history: PromptHistory, catalog: ChunkCatalog, limits: _Limits) -> list[ChunkStep]:
     """Returns the best available step for every chunk, up to the first one that is not stored."""
-    steps, front = list[ChunkStep](), _Front(history)
+    steps, front = list[ChunkStep](), Identities()
     for _ in history.segments:
         step = _best_step(history, front, catalog, limits)
         if step is None:
             break
         steps.append(step)
-        front.add(step)
+        front = (*front, step.identity)
     return steps
 
 
-def _best_step(history: PromptHistory, front: _Front, catalog: ChunkCatalog, limits: _Limits) -> ChunkStep | None:
+def _best_step(history: PromptHistory, front: Identities, catalog: ChunkCatalog, limits: _Limits) -> ChunkStep | None:
     """Returns the best available step for the next chunk; None if there is none."""
     options, others = limits.options, max(0, len(history.segments) - 2)
 
@@ -301,57 +267,53 @@ def _best_step(history: PromptHistory, front: _Front, catalog: ChunkCatalog, lim
 
     # With encoded canonicals none of them is exact.
     is_encoded = limits.config.encoding is not None
-    candidates = _candidates(history, front.states, front.is_exact, catalog, options, is_encoded)
+    candidates = _candidates(history, front, catalog, options, is_encoded)
     # What is listed may be damaged, or not fit the engine: then the next best.
     return next((step for step in sorted(candidates, key=bound) if catalog.provide(step)), None)
 
 
 def _candidates(
-    history: PromptHistory,
-    front: Sequence[ServedState],
-    is_exact: bool,
-    catalog: ChunkCatalog,
-    options: RequestOptions,
-    encoded: bool,
+    history: PromptHistory, front: Identities, catalog: ChunkCatalog, options: RequestOptions, encoded: bool
 ) -> list[ChunkStep]:
     """Lists the ways in which the next chunk can be served: an exact one, or all others.
 
     Args:
-      front: states of the chunks in front. is_exact: whether all of them are exact.
+      front: identities of the chunks in front, as they are served.
     """
     index, exact_only = len(front), options.policy == "exact"
-    segment = history.segments[index]
+    segment, prefill = history.segments[index], history.exact[index]
+    bare = ChunkStep(segment, "bare", identity(segment.id, "bare"))
     if index == 0:
         is_served = not (encoded and exact_only) and catalog.has_canonical(segment.id)
-        return [ChunkStep(segment, "bare" if encoded else "leading")] if is_served else []
+        return [bare if encoded else ChunkStep(segment, "leading", prefill)] if is_served else []
 
     # Behind exact chunks, a prefill that was computed behind them is what the engine would compute.
-    prefills = dict(catalog.prefills(index))
-    behind_these = prefills.pop("restored", None)
+    is_exact, prefills = front == history.exact[:index], dict(catalog.prefills(index))
     candidates = []
-    if behind_these is not None:
+    if prefills.pop("restored", None) is not None:
         # Behind approximate chunks it is at least as close as what is near.
-        candidates.append(ChunkStep(segment, "restored" if is_exact else "near", version=behind_these))
+        candidates.append(ChunkStep(segment, "restored" if is_exact else "near", prefill))
     survivor = catalog.survivor(index, front)
     if survivor is not None:
-        point = "restored" if is_exact and survivor.state == history.exact(index) else "survivor"
-        slides, inherited = survivor.slides(front) or 0, survivor.ways
-        candidates.append(ChunkStep(segment, point, None, 0, survivor.state.digest, slides, inherited))
+        point = "restored" if is_exact and survivor.identity == prefill else "survivor"
+        left = slides(survivor.seen, front) or 0
+        candidates.append(ChunkStep(segment, point, survivor.identity, slides=left, inherited=survivor.ways))
     exact = [step for step in candidates if step.exact]
     # A window that remembers goes on with what it has, of which what stands behind it was computed.
     remembered = options.promise == "remember" and survivor is not None
     if exact_only or (exact and not remembered):
         return exact
 
-    candidates += [ChunkStep(segment, point, version=version) for point, version in prefills.items()]
+    candidates += [ChunkStep(segment, point, stored) for point, stored in prefills.items()]
     if catalog.has_canonical(segment.id):
-        patches = catalog.patches(segment.id, tuple(before.id for before in history.segments[:index]))
-        for point, own in (("stored", False), ("orbit", True)):
-            of_point = [patch for patch in patches if patch.orbit == own]
+        patches = catalog.patches(segment.id, history.ids[:index])
+        for point, is_orbit in (("stored", False), ("orbit", True)):
+            of_point = [patch for patch in patches if patch.orbit == is_orbit]
             if of_point:
                 largest = max(of_point, key=lambda patch: (patch.rank, patch.digest))
-                candidates.append(ChunkStep(segment, point, largest.digest, largest.rank))
-        candidates.append(ChunkStep(segment, "bare"))
+                patched = identity(segment.id, f"patch {largest.digest}")
+                candidates.append(ChunkStep(segment, point, patched, largest.digest, largest.rank))
+        candidates.append(bare)
     return candidates
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ...cache import Chunk, Patch
+from ...cache import Chunk, Identities, Patch, slides
 from ...errors import KVPatchError, StoreClosedError
 from ...store import ChunkStore, PatchKey
 from ...window import PatchNote, StoredPrefills
 from .layouts import CacheFormat
 from .messages import ChunkPayload
 from .prompt_history import PromptHistory
-from .request_plan import ChunkStep, StockedPatch
+from .request_plan import CANONICAL, ChunkStep, StockedPatch
 from .settings import ConnectorConfig, RequestOptions
 from .shared_stores import MAX_TENANTS, acquire_stores, release_stores
-from .survivors import ServedState, Survivor
+from .survivors import Survivor
 from .weights import expect_weights
 
 
@@ -205,39 +205,40 @@ class StoreCatalog:
         return fitting
 
     def prefills(self, index: int) -> dict[str, str]:
-        """Returns the stored prefills of a chunk by operating point, each with the digest of what it was behind."""
-        id, front = self._history.segments[index].id, self._history.front(index)
+        """Returns the identities of a chunk's stored prefills by operating point."""
+        id, exact = self._history.ids[index], self._history.exact[index]
         prefills = self.stored_prefills
         if prefills is None or id in self._unplaced:
             return {}
         keys = {} if self._options.policy == "exact" else self._history.alike(index)
         found = dict[str, str]()
-        for point, other in prefills.find(id, front, keys).items():
+        for point, other in prefills.find(id, exact, keys).items():
             if other not in found.values():
                 found[point] = other
         return found
 
-    def survivor(self, index: int, front: Sequence[ServedState]) -> Survivor | None:
+    def survivor(self, index: int, front: Identities) -> Survivor | None:
         """Returns what an earlier request of this agent left of a chunk, if this front is a part of that one's."""
-        segment = self._history.segments[index]
-        if segment.id in self._unplaced:
+        if self._history.ids[index] in self._unplaced:
             return None
         left = self._stores.shared.survivors.get(self._history.survivor_key(index, self._options))
-        if left is None or left.slides(front) is None:
+        if left is None or slides(left.seen, front) is None:
             return None
-        self._left[left.state.digest] = left
+        self._left[left.identity] = left
         return left
 
     def provide(self, step: ChunkStep) -> bool:
         """Reads what a step places. Returns whether it is there and fits the engine."""
-        id, version = step.segment.id, step.version
-        if version is None:
+        id, prefills = step.segment.id, self.stored_prefills
+        if step.point in CANONICAL:
             chunk = self._canonicals[id]
-        elif version in self._left and self._left[version].state.id == id:
-            chunk = self._fitting(self._left[version].chunk, self._left[version].chunk.lead)
+        elif step.identity in self._left:
+            left = self._left[step.identity].chunk
+            chunk = self._fitting(left, left.lead)
+        elif prefills is None:
+            chunk = None
         else:
-            prefills = self.stored_prefills
-            chunk = None if prefills is None else self._fitting(prefills.get(id, version), prefills.lead(version))
+            chunk = self._fitting(prefills.get(id, step.identity), prefills.lead(step.identity))
         if chunk is None:
             return False
         self._provided[step] = chunk

@@ -5,40 +5,23 @@ the rest of it, in its order, it is what a window that *remembers* promises (doc
 """
 
 import collections
-import itertools
 import threading
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...cache import Chunk
-from ...window import Way
-
-
-class ServedState(NamedTuple):
-    """Which KV a chunk has in one request: two chunks of equal states have the same KV, up to its position.
-
-    Attributes:
-      id: of the chunk.
-      digest: of what the KV was computed from: everything in front as it was served, or a stored object.
-    """
-
-    id: str
-    digest: str
+from ...cache import Chunk, Identities, Ways
 
 
 class SurvivorKey(NamedTuple):
-    """Names one survivor: there is one version of a chunk behind a lead, per agent.
+    """Names one survivor.
 
     Attributes:
-      tenant: owner of the chunk. agent: whose window it is in, as its requests say. lead: digest of the pinned lead.
-      id: of the chunk. repeat: how many chunks with the same content stand in front of it.
+      tenant: owner of the chunk. agent: whose window it is in, as its requests say.
+      place: digest of the chunk, of the pinned lead, and of how often the chunk comes before.
     """
 
     tenant: str
     agent: str
-    lead: str
-    id: str
-    repeat: int = 0
+    place: str
 
 
 class Survivor(NamedTuple):
@@ -46,27 +29,15 @@ class Survivor(NamedTuple):
 
     Attributes:
       chunk: its KV, position-free, on the host.
-      window: states of the request's chunks, shared with what else the request left.
-      index: of this one among them; it was computed behind those in front.
+      identity: of that KV.
+      seen: identities of the KV that it was computed behind.
       ways: points and ranks of the approximate ones among those, other than survivors.
     """
 
     chunk: Chunk
-    window: tuple[ServedState, ...]
-    index: int
-    ways: tuple[Way, ...] = ()
-
-    @property
-    def state(self) -> ServedState:
-        """Which KV it is."""
-        return self.window[self.index]
-
-    def slides(self, front: Sequence[ServedState]) -> int | None:
-        """Counts the chunks that have left since; None if what is in front now is not a part of what was, in order."""
-        rest = itertools.islice(self.window, self.index)
-        if not all(own in rest for own in front):
-            return None
-        return self.index - len(front)
+    identity: str
+    seen: Identities
+    ways: Ways = ()
 
 
 class Survivors:

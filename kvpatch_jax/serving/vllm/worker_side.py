@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from ...core import DEFAULT, EngineKV, KVLayout
 from ...errors import ConfigError, InputError
 from ...patching import Placed
-from ...window import padded_chunk, padded_patch
 from .engine_metrics import EngineMetrics
 from .forming import ChunkFormer, FormingTask, PrefillNote
 from .layouts import page_format
@@ -112,7 +111,7 @@ class WorkerSide:
         size = DEFAULT.round_up(count)
         slots = np.full(size, -1, np.int32)
         slots[:count] = slots_of(load.blocks, self.page_size, segment.begin, segment.end)
-        chunk, patch = padded_chunk(chunk, size), None if patch is None else padded_patch(patch, size)
+        chunk, patch = chunk.pad(size), None if patch is None else patch.pad(size)
         first = max(0, load.first - segment.begin)
         pages = self._format.splice(list(self._runner.kv_caches), slots, Placed(chunk, patch, start, front), first)
         self._runner.kv_caches = pages
@@ -135,11 +134,11 @@ class WorkerSide:
                 left = {own.index: own for own in save.survivors}
                 for index in sorted({*save.wanted, *save.prefills, *left}):
                     segment = save.segments[index]
-                    antecedent = tuple(before.id for before in save.segments[:index])
+                    antecedent = history.ids[:index]
                     positions = self._positions(save.request, segment.begin, segment.end)
-                    behind = PrefillNote(history.front(index), history.alike(index)) if index in save.prefills else None
+                    note = PrefillNote(history.exact[index], history.alike(index)) if index in save.prefills else None
                     formed = index in save.wanted
-                    task = FormingTask(save.tenant, segment, antecedent, positions, formed, behind, left.get(index))
+                    task = FormingTask(save.tenant, segment, antecedent, positions, formed, note, left.get(index))
                     tasks.append(task)
                 token_bytes = self.layout.bytes_per_token(self._runner.kv_caches[0].dtype)
                 if tasks:

@@ -14,7 +14,7 @@ from operator_cases import LAYOUTS, kv_of, local_of
 import kvpatch_jax as kvp
 from kvpatch_jax import ops
 from kvpatch_jax.cache import same_storage
-from kvpatch_jax.pool.pool import jitted_splice
+from kvpatch_jax.pool import Pools, write_piece
 from tests.arrays import placed
 from tests.compilations import compilations
 
@@ -40,8 +40,9 @@ def compiled(program: str) -> str:
         return move.lower(kv, local, local + 5).compile().as_text()
     if program == "apply":
         return ops.jitted_apply.lower(LAYOUT, kv, factors, local, start).compile().as_text()
-    pool, slots = kvp.pool.make_pool(LAYOUT, 4, 32), jnp.arange(TOKENS, dtype=jnp.int32)
-    return jitted_splice.lower(LAYOUT, pool, slots, kv, factors, local, start, jnp.int32(TOKENS)).compile().as_text()
+    pools, slots = Pools(kvp.pool.make_pool(LAYOUT, 4, 32), {}), jnp.arange(TOKENS, dtype=jnp.int32)
+    lowered = write_piece.lower(LAYOUT, pools, slots, local, start, jnp.int32(TOKENS), kv, factors)
+    return lowered.compile().as_text()
 
 
 @pytest.mark.parametrize("program", ["place", "relocate", "apply", "splice"])

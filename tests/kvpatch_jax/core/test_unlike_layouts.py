@@ -183,7 +183,7 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
     empty = {name: np.zeros((LAYOUT.depth(name), 1, LAYOUT.channel(name).features)) for name in LAYOUT.names}
     refused = [
         lambda: check_uniform(LAYOUT, "anything"),
-        lambda: RAGGED.read(LAYOUT, np.zeros((5, 2, 4, 2, 8), np.float32), np.arange(2)),
+        lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
         lambda: InformationWeights(empty, LAYOUT, "backbone"),
         lambda: SegmentStore(StandIn(), SegmentIndexOptions(reuse_layers=1)),

@@ -1,16 +1,17 @@
 """Windows, inventories and certificates that tests of plans share."""
 # pyright: reportArgumentType=false
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.cache import Antecedent, Member
-from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, PatchInventory, RankChoice, Rates
+from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, PatchInventory, Plan, RankChoice, Rates, plan
 from kvpatch_jax.window import Costs, Entry, PatchNote, Window
 
 BACKBONE = "f" * 64
-COSTS = Costs(BACKBONE, 4, 512, 256, 32, ForwardCosts((7, 9, 7, 9), (3, 5, 3, 5), (0, 12, 0, 12), 11))
-KINDS = ("Fetch", "Rotate", "Copy", "ApplyPatch", "Prefill", "Recompute")
+PRICES = Costs(4, 512, 256, 32, ForwardCosts((7, 9, 7, 9), (3, 5, 3, 5), (0, 12, 0, 12), 11))
+KINDS = ("fetch", "rotate", "copy", "patch", "prefill")
 DEVICES = DeviceCosts("a desk", "2026-11-22", {kind: Rates(1e-4, 2e-7, 3e-9) for kind in KINDS}, "invented")
 RANKS = (2, 4, 8)
 
@@ -19,11 +20,11 @@ def entry(number: int, tokens: int = 5) -> Entry:
     return Entry(f"c{number}", f"content {number}", tokens + number % 3, tokens + number % 3, "chunk", True, "text")
 
 
-def note(own: Entry, front: list[Entry], rank: int = 4, orbit: bool = False) -> PatchNote:
-    behind = Antecedent(tuple(Member(each.id, each.content) for each in front))
+def note(chunk: Entry, front: list[Entry], rank: int = 4, orbit: bool = False) -> PatchNote:
+    behind = Antecedent(tuple(Member(other.id, other.content) for other in front))
     behind = behind.sorted() if orbit else behind
-    digest = f"{own.id}.{rank}.{orbit}.{len(front)}"
-    return PatchNote(digest, own.id, own.content, "canonical", behind, None, orbit, rank, 40 * rank, 6 * rank)
+    digest = f"{chunk.id}.{rank}.{orbit}.{len(front)}"
+    return PatchNote(digest, chunk.id, chunk.content, "canonical", behind, None, orbit, rank, 40 * rank, 6 * rank)
 
 
 def certificate(
@@ -43,16 +44,42 @@ def certificate(
 
 
 def filled(count: int, **options: Any) -> Window:
-    window = Window.empty(COSTS, **options)
+    window = Window.empty(BACKBONE, **options)
     for number in range(count):
-        window, _ = window.append(entry(number))
+        window = window.append(entry(number))
     return window
 
 
-def stocked(entries: list[Entry], ranks: dict[str, list[int]], bare: set[str]) -> PatchInventory:
+def entries_of(window: Window) -> list[Entry]:
+    return [piece.entry for piece in window.pieces]
+
+
+def stocked(*items: Any) -> PatchInventory:
     stock = PatchInventory(BACKBONE)
-    for place, each in enumerate(entries):
-        stock.add(*(note(each, entries[:place], rank) for rank in ranks.get(each.id, [])))
-        if each.id in bare or ranks.get(each.id):
-            stock.add(each)
+    stock.add(*items)
     return stock
+
+
+def planned(window: Window, entries: Iterable[Entry], *goal: Any, **options: Any) -> Plan:
+    options = {"stored": stocked(), "costs": DEVICES, "prices": PRICES} | options
+    return plan(window, entries, *goal, **options)
+
+
+def points(made: Plan) -> list[str]:
+    return [chunk.point for chunk in made.chunks]
+
+
+def check_totals(made: Plan) -> None:
+    """What is stated of the pieces adds up to what is stated of the plan, and agrees with its window."""
+    assert made.bytes == sum(chunk.bytes for chunk in made.chunks)
+    assert made.flops == sum(chunk.flops for chunk in made.chunks)
+    assert abs(made.seconds - sum(chunk.seconds for chunk in made.chunks)) <= 1e-9 * made.seconds
+    assert made.seconds == made.devices.seconds(made.step)
+    assert made.window == made.before.arranged([chunk.entry for chunk in made.chunks], made.services)
+    for chunk, standing in zip(made.chunks, made.window.standings, strict=True):
+        assert chunk.fidelity == standing.fidelity
+        if chunk.fidelity == "exact":
+            assert chunk.kl == 0.0
+            assert chunk.point in ("leading", "prefill", "fresh", "restored")
+        if not standing.ways:
+            assert chunk.kl == 0.0

@@ -1,15 +1,12 @@
 """Bounds of survivors by the slides of their window, and of stored prefills by their likeness."""
 
-import dataclasses
 import itertools
 import random
 
 from evals.trained import shipped
+from kvpatch_jax.cache import SURVIVOR_WAYS
 from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
-from kvpatch_jax.plan.goal import DEFAULT_KL
 from kvpatch_jax.plan.option_solver import CertifiedBounds
-from kvpatch_jax.serving.vllm.settings import ConnectorConfig
-from kvpatch_jax.window import SURVIVOR_WAYS
 
 
 def row(point: str, rank: int, bound: float, behind: int = 3) -> CertifiedLoss:
@@ -90,11 +87,6 @@ def test_shipped_certificates_reach_no_longer_windows_than_measured():
     assert made.beyond(made.tokens, [page] * made.chunks) is None
     assert made.beyond(400_020, [page]) == f"window of 400020 tokens; certified up to {made.tokens}"
     assert "chunks; certified up to" in (made.beyond(made.tokens, [page] * (made.chunks + 1)) or "")
-
-
-def test_the_operators_limit_defaults_to_a_bound():
-    fields = {field.name: field.default for field in dataclasses.fields(ConnectorConfig)}
-    assert fields["most_kl"] == DEFAULT_KL < 1
 
 
 def test_growing_bounds_of_survivors_are_running_maxima():

@@ -7,21 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of
+from pool_cases import PAGE_SIZE, PAGES, bits, slots_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax import pool
 from kvpatch_jax.core import RaggedFactors
-from kvpatch_jax.pool.page_layout import Split
-from kvpatch_jax.window import programs
 
 A = ("A1", "A2")
-PAGES, PAGE_SIZE, LENGTH = 6, 8, 19
-SLOTS = np.random.default_rng(3).permutation(PAGES * PAGE_SIZE)[:24].astype(np.int32)
-
-
-def bits(value) -> np.ndarray:
-    array = np.asarray(value)
-    return array.view(f"uint{8 * array.dtype.itemsize}")
+LENGTH, SLOTS = 19, slots_of(24, 3)
 
 
 def twins(kind: str, dtype, word: str = "k4v6g8") -> tuple[kvp.Chunk, kvp.Chunk]:
@@ -79,68 +72,50 @@ def test_operators_and_pools_write_the_twins_bits(kind, dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "format", "convert", "options"),
+    ("kind", "format"),
     [
-        ("gqa", pool.RAGGED, kvp.engines.to_ragged_paged_attention, {"packing": 2}),
-        pytest.param("gqa", pool.JOINED, kvp.engines.to_joined_heads, {}, marks=pytest.mark.slow),
-        pytest.param("mla", pool.LATENT, kvp.engines.to_latent_rows, {"packing": 2}, marks=pytest.mark.slow),
+        ("gqa", pool.RAGGED),
+        pytest.param("gqa", pool.JOINED, marks=pytest.mark.slow),
+        pytest.param("mla", pool.LATENT, marks=pytest.mark.slow),
     ],
     ids=["ragged", "joined", "latent"],
 )
-def test_engines_pages_hold_the_twins_bits(kind, format, convert, options):
+def test_engines_pages_hold_the_twins_bits(kind, format):
     layout = LAYOUTS[kind]
     for dtype, first in ((jnp.float32, 5), (jnp.bfloat16, 0)):
         chunk, plain = twins(kind, dtype)
 
         def spliced(placed, dtype=dtype, first=first):
-            pages = convert(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, dtype), **options)
+            pages = format.to_pages(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, dtype), 2)
             return format.splice(pages, SLOTS, placed, first)
 
         check_twins(spliced, chunk, plain, patches_of(chunk))
 
 
-def test_a_windows_pool_holds_the_twins_bits():
+def test_a_pool_with_a_source_holds_the_twins_bits():
     """In the pool and in its phase-free source, also where the pool has fewer bits than the chunk."""
     for kind, dtype, held in (("gqa", jnp.float32, jnp.bfloat16), ("mla", jnp.bfloat16, jnp.bfloat16)):
         chunk, plain = twins(kind, dtype)
 
         def written(placed, kind=kind, held=held):
             layout = LAYOUTS[kind]
-            engine = pool.make_pool(layout, PAGES, PAGE_SIZE, held, padded=True)
-            source = {name: jnp.zeros_like(engine[name]) for name in layout.names if layout.channel(name).rotates}
-            local = np.asarray(placed.chunk.local, np.float32)
-            destination = programs.Destination(SLOTS, local, placed.start, np.int32(LENGTH))
+            pools = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, held, padded=True))
             own = {word: value for word, value in placed.options.items() if word != "frame"}
-            pools = programs.Pools(engine, source)
-            return programs.write_piece(layout, pools, destination, dict(placed.kv), placed.factors, **own)
+            where = (SLOTS, placed.chunk.local, placed.start, np.int32(LENGTH))
+            return pool.write_piece(layout, pools, *where, dict(placed.kv), placed.factors, **own)
 
         check_twins(written, chunk, plain, patches_of(chunk))
 
 
 @pytest.mark.slow
-def test_no_more_than_a_layer_is_unpacked_into_a_windows_pool():
+def test_no_more_than_a_layer_is_unpacked():
     rng = np.random.default_rng(0)
     layout = kvp.KVLayout.gqa(16, 4, 64, kvp.Rope(1e4, 64))
     kv = {name: jnp.asarray(rng.normal(size=(16, 128, 4, 64)), jnp.bfloat16) for name in "kv"}
     chunk = kvp.Chunk(kv, np.arange(128, dtype=np.int32), 128, 128, "c", layout, "tiny")
-    engine = pool.make_pool(layout, 16, 16, jnp.bfloat16)
-    pools = programs.Pools(engine, {"k": jnp.zeros_like(engine["k"])})
-    start, local = np.zeros((), np.int32), np.arange(128, dtype=np.float32)
-    destination = programs.Destination(np.arange(128, dtype=np.int32), local, start, np.int32(128))
-    lowered = programs.write_piece.lower(layout, pools, destination, dict(kvp.encode_chunk(chunk, "k4v4").kv), {})
+    pools = pool.with_source(layout, pool.make_pool(layout, 16, 16, jnp.bfloat16))
+    where = (np.arange(128, dtype=np.int32), np.arange(128, dtype=np.float32), np.zeros((), np.int32), np.int32(128))
+    lowered = pool.write_piece.lower(layout, pools, *where, dict(kvp.encode_chunk(chunk, "k4v4").kv), {})
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= sum(value.nbytes for value in jax.tree.leaves(pools))
     assert memory.temp_size_in_bytes <= 6 * 128 * 4 * 64 * 4, "a few layers in float32; all would be sixteen"
-
-
-@pytest.mark.slow
-def test_split_pages_take_packed_kv_whole():
-    """Codes of several heads share a byte, so that packed KV is not divided by heads."""
-    chunk, _ = twins("gqa", jnp.bfloat16)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("heads",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "heads"))
-    kv, _ = Split(1, sharding, "heads").placed(dict(chunk.kv), {})
-    for name, value in kv.items():
-        for leaf, own in zip(jax.tree.leaves(value), jax.tree.leaves(chunk.kv[name]), strict=True):
-            assert leaf.sharding.spec == jax.sharding.PartitionSpec()
-            np.testing.assert_array_equal(bits(leaf), bits(own))

@@ -15,18 +15,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from operator_cases import kv_of, local_of
+from pool_cases import bits, same
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, LayoutError, ShapeError
-from kvpatch_jax.pool import page_format, page_layout
+from kvpatch_jax.errors import DtypeError, InputError, KernelSlotError, LayoutError, PoolError, ShapeError
+from kvpatch_jax.pool import page_format
 from tests.arrays import placed
 
 PAGES = 3
-KINDS = {
-    "interleaved": (kvp.engines.to_ragged_paged_attention, kvp.engines.from_ragged_paged_attention, kvp.pool.RAGGED),
-    "joined": (kvp.engines.to_joined_heads, kvp.engines.from_joined_heads, kvp.pool.JOINED),
-    "latent": (kvp.engines.to_latent_rows, kvp.engines.from_latent_rows, kvp.pool.LATENT),
-}
+FORMATS = {"interleaved": kvp.pool.RAGGED, "joined": kvp.pool.JOINED, "latent": kvp.pool.LATENT}
 
 
 class EngineLayoutCase(NamedTuple):
@@ -42,7 +39,7 @@ class EngineLayoutCase(NamedTuple):
 
     @property
     def format(self):
-        return KINDS[self.kind][2]
+        return FORMATS[self.kind]
 
 
 def gqa(heads, width, **rope):
@@ -51,28 +48,17 @@ def gqa(heads, width, **rope):
 
 CASES = {
     "width 128": EngineLayoutCase("interleaved", gqa(2, 128), 4, 2),
-    "width 256": EngineLayoutCase("interleaved", gqa(1, 256), 4, 2),
     "width 80, heads padded": EngineLayoutCase("interleaved", gqa(3, 80), 4, 4),
     "width 64, heads padded": EngineLayoutCase("joined", gqa(3, 64, sections=(8, 12, 12)), 4, 2),
     "width 64, float32": EngineLayoutCase("joined", gqa(2, 64), 4, 1, jnp.float32),
     "latent": EngineLayoutCase("latent", kvp.KVLayout.mla(2, rope=kvp.Rope(1e4, 64)), 32, 32),
 }
-SLOW = ("width 128", "width 256", "width 64, float32")
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-compiled_cases = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
-)
 
 
 def numpy_of(value):
     array = np.asarray(value)
     return array.astype(ml_dtypes.bfloat16) if array.dtype == jnp.bfloat16 else array
-
-
-def bits(value):
-    array = np.asarray(value)
-    return array.view(f"uint{8 * array.dtype.itemsize}")
 
 
 def oracle_row(case, first, second):
@@ -129,18 +115,21 @@ def chunk_of(case, tokens=7, length=6):
 
 @cases
 def test_pages_are_those_of_the_engine_and_come_back_with_every_bit(case):
-    to, back, _ = KINDS[case.kind]
     kv, pool = pool_of(case)
-    pages = to(case.layout, pool, packing=case.packing)
     expected = pages_of(case, kv)
-    assert pages.shape == expected.shape
-    assert (bits(pages) == bits(expected)).all()
-    options = {"packed": True} if case.kind == "interleaved" else {}
-    for name, value in back(case.layout, pages, **options).items():
-        assert (bits(value) == bits(pool[name])).all()
+    padded = {name: jnp.pad(value, [(0, 0)] * 4 + [(0, -value.shape[-1] % 128)]) for name, value in pool.items()}
+    dirty = {name: jnp.where(value == 0, jnp.nan, value).astype(case.dtype) for name, value in padded.items()}
+    if case.kind == "interleaved":  # with no packed axis
+        heads = case.format.to_pages(case.layout, pool)
+        assert heads[0].shape == (PAGES, case.page_size, 2 * case.layout.channel("k").heads, expected.shape[-1])
+        assert same(case.format.from_pages(case.layout, heads), pool)
+    for given in (pool, padded, dirty):  # what lies in the padding reaches no engine
+        pages = case.format.to_pages(case.layout, given, case.packing)
+        assert (bits(np.stack(pages)) == bits(expected)).all()
+    assert same(case.format.from_pages(case.layout, pages), pool)
 
 
-@compiled_cases
+@cases
 def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
     """Slots that are not named keep their bits, tokens before `first` are not written, padding becomes zero."""
     kv, _ = pool_of(case)
@@ -172,43 +161,47 @@ def test_chunks_are_spliced_turned_and_read_in_pages_of_every_layer(case):
         np.testing.assert_allclose(np.float32(value), own, rtol=3 * bar, atol=3 * bar)
 
 
-@compiled_cases
+@cases
 def test_a_live_pool_is_written_in_place(case):
     """The compiler's own figures for a pool of 4096 pages: all of it aliased, and no room for a copy of a layer."""
     shape = pages_of(case, pool_of(case)[0]).shape[2:]
     pages = tuple(jax.ShapeDtypeStruct((4096, *shape), case.dtype) for _ in range(case.layout.layers))
     chunk = chunk_of(case)
-    row = shape[1:] if case.kind != "latent" else shape[2:]
-    layouts = {
-        "interleaved": page_layout.InterleavedLayout,
-        "joined": page_layout.JoinedLayout,
-        "latent": page_layout.LatentLayout,
-    }
-    form = layouts[case.kind](case.layout, row, case.packing if case.kind == "latent" else None)
+    form = case.format.kind.of(case.layout, case.packing)
     start = np.zeros(() if case.layout.rope.axes is None else 3, np.int32)
     slots, length = np.zeros(chunk.tokens, np.int32), np.int32(chunk.length)
-    lowered = page_format.jitted_splice.lower(form, pages, slots, dict(chunk.kv), {}, chunk.local, start, length)
+    lowered = page_format.jitted_splice.lower(form, pages, slots, length, dict(chunk.kv), {}, chunk.local, start)
     memory, layer = lowered.compile().memory_analysis(), np.prod(pages[0].shape) * pages[0].dtype.itemsize
     assert memory.alias_size_in_bytes == layer * len(pages)
     assert memory.temp_size_in_bytes < layer / 8
 
 
-def test_refuses_pages_that_hold_other_heads(unchecked):
-    case = CASES["width 64, heads padded"]
+def test_refuses_before_it_writes(unchecked):
+    case, latent = CASES["width 64, heads padded"], CASES["latent"]
     kv, pool = pool_of(case)
-    pages, chunk = placed(pages_of(case, kv), case.dtype), chunk_of(case)
+    pages, chunk = [placed(layer, case.dtype) for layer in pages_of(case, kv)], chunk_of(case)
+    cut = lambda *index: [layer[(..., *index)] for layer in pages]
+    rows, gone = list(jnp.zeros((2, PAGES, 1, 32, 640))), [jnp.array(page) for page in pages]
+    gone[0].delete()
     slots = np.arange(chunk.tokens, dtype=np.int32)
-    splice = lambda pages, **more: kvp.pool.JOINED.splice(pages, slots, kvp.Placed(chunk), **more)
-    latent = kvp.KVLayout.mla(2, rope=kvp.Rope(1e4, 64))
+    splice = lambda pages=pages, slots=slots, **more: kvp.pool.JOINED.splice(pages, slots, kvp.Placed(chunk), **more)
     for call, error, words in (
-        (lambda: splice(pages[..., :1, :, :]), ShapeError, r"3 heads of 64 \+ 64"),
-        (lambda: splice(pages[..., :100]), ShapeError, r"64 \+ 64"),
-        (lambda: splice(pages, first=6), InputError, "0 to 5"),
-        (lambda: kvp.pool.RAGGED.splice(pages, slots, kvp.Placed(chunk)), ShapeError, "6 heads of 64"),
-        (lambda: kvp.pool.JOINED.read(latent, pages, slots), LayoutError, "'ckv'"),
-        (lambda: kvp.engines.to_joined_heads(case.layout, pool, packing=3), ShapeError, "packing 3"),
-        (lambda: kvp.engines.from_joined_heads(case.layout, pages[..., :1, :, :]), ShapeError, "3 heads"),
+        (lambda: splice(cut(slice(1), slice(None), slice(None))), ShapeError, r"expected rows of \(2, 2, 128\)"),
+        (lambda: splice(cut(slice(100))), ShapeError, r"expected rows of \(2, 2, 128\)"),
+        (lambda: splice(pages[1:]), ShapeError, "2, all alike"),
+        (lambda: splice([page.astype(jnp.float16) for page in pages]), DtypeError, "float16"),
+        (lambda: splice([page.astype(jnp.int8) for page in pages]), DtypeError, "int8"),
+        (lambda: splice(gone), PoolError, "donated"),
+        (lambda: splice(slots=slots + 9), KernelSlotError, "expected 0 to 11"),
+        (lambda: splice(slots=slots * 0), KernelSlotError, "twice"),
+        (lambda: splice(slots=slots[1:]), ShapeError, "one per token"),
+        (lambda: splice(first=6), InputError, "0 to 5"),
+        (lambda: kvp.pool.RAGGED.splice(pages, slots, kvp.Placed(chunk)), ShapeError, r"rows of \(3, 2, 128\)"),
+        (lambda: kvp.pool.JOINED.read(latent.layout, pages, slots), LayoutError, "'ckv'"),
+        (lambda: kvp.pool.JOINED.to_pages(case.layout, pool, 3), ShapeError, "packing 3"),
+        (lambda: kvp.pool.LATENT.to_pages(latent.layout, pool_of(latent)[1], 3), ShapeError, "packing 3"),
+        (lambda: kvp.pool.LATENT.read(latent.layout, [row[..., 1:] for row in rows], slots), ShapeError, "640"),
     ):
         with pytest.raises(error, match=words):
             call()
-    assert not pages.is_deleted()
+    assert not any(layer.is_deleted() for layer in pages)

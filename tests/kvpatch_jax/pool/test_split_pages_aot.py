@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from split_pages import CASES, COLLECTIVE, bytes_of, layout_of, row_of
 
-from kvpatch_jax.pool import page_format, page_layout
+from kvpatch_jax.pool import page_format
 from pallas_kernels._ahead_of_time import ENVIRONMENT
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
@@ -36,9 +36,9 @@ def programs(name: str):
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     given = lambda dtype, *shape, on=whole: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=on)
 
-    describe = page_layout.JoinedLayout if case.width == 64 else page_layout.InterleavedLayout
-    split, row = page_layout.Split(case.devices, sharding, "model"), row_of(case, case.devices)
-    form = describe(layout_of(case), row, split=split)
+    describe = page_format.JoinedLayout if case.width == 64 else page_format.InterleavedLayout
+    split, row = page_format.Split(case.devices, sharding, "model"), row_of(case, case.devices)
+    form = describe(layout_of(case), row, split)
     pages = tuple(given(case.dtype, PAGES, PAGE_SIZE, *row, on=sharding) for _ in range(LAYERS))
     each = split.over(None, None, None if case.heads % case.devices else "model")
     kv = {name: given(case.dtype, LAYERS, TOKENS, case.heads, case.width, on=each) for name in "kv"}
@@ -46,7 +46,7 @@ def programs(name: str):
     factors = {name: (given(case.dtype, *left), given(case.dtype, *right)) for name in "kv"}
     slots, scalar, local = given("int32", TOKENS), given("int32"), given("float32", TOKENS)
     lowered = {
-        "splice": page_format.jitted_splice.lower(form, pages, slots, kv, factors, local, scalar, scalar),
+        "splice": page_format.jitted_splice.lower(form, pages, slots, scalar, kv, factors, local, scalar),
         "turn": page_format.jitted_rotate.lower(form, pages, slots, slots, scalar),
         "read": page_format.jitted_read.lower(form, pages, slots),
     }

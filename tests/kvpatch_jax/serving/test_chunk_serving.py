@@ -12,6 +12,7 @@ import pytest
 from serving_sides import LAYOUT, PAGE, TOKENS, matched_of, output_of, request_of, served, sides_of, true_kv
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import identity
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment, segments_of
 from kvpatch_jax.serving.vllm.messages import (
     ChunkPayload,
@@ -154,7 +155,7 @@ def test_a_chunk_with_other_positions_than_the_engines_is_not_written(sides):
     served(sides, "forms", {"segments": [8]})
     (segment,) = segments_of("tiny", TOKENS, ends=[8])
     chunk = sides.worker.stores.of("default").get(segment.id, "tiny")
-    piece = ChunkPayload(ChunkStep(segment._replace(begin=1, end=10), "leading"), chunk)
+    piece = ChunkPayload(ChunkStep(segment._replace(begin=1, end=10), "leading", identity(segment.id)), chunk)
     load = LoadCommand("there", (piece,), 0, (3, 4, 5))
     planned = request_of("there", {"kvpatch": {"segments": [8, 18]}})
     sides.scheduler.add_request(planned)
@@ -190,7 +191,7 @@ def test_under_mrope_a_chunk_starts_at_the_engines_positions(tmp_path, caplog):
     chunk = kvp.Chunk(kv=kv, local=local, span=5, length=8, id="B", layout=layout, backbone="tiny")
 
     def load(begin):
-        step = ChunkStep(PromptSegment("B", begin, begin + 8), "leading")
+        step = ChunkStep(PromptSegment("B", begin, begin + 8), "leading", identity("B"))
         worker.load(StepCommands((LoadCommand("own", (ChunkPayload(step, chunk),), begin, blocks),)))
         return worker.take_failed()
 

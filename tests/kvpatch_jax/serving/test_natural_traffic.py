@@ -10,12 +10,13 @@ import pytest
 from serving_sides import LAYOUT, served, sides_of, true_kv
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import identity
 from kvpatch_jax.core import EngineKV
 from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
 from kvpatch_jax.serving.vllm import PromptSegment
 from kvpatch_jax.serving.vllm.messages import StepCommands
 from kvpatch_jax.serving.vllm.prompt_history import PromptHistory
-from kvpatch_jax.serving.vllm.survivors import ServedState, Survivor, SurvivorKey, Survivors
+from kvpatch_jax.serving.vllm.survivors import Survivor, SurvivorKey, Survivors
 
 LEAD, SIZE = (901, 902, 903, 904), 5
 PAGES = [tuple(range(100 * page, 100 * page + SIZE)) for page in range(1, 9)]
@@ -165,7 +166,7 @@ def test_a_damaged_prefill_gives_way_to_the_next_best(tmp_path):
         prefills = sides.scheduler.stores.prefills("default", np.dtype("float32"))
         found, _ = asked(sides, "again", [0, 1, 2])
         step = found.orders.loads[0].payloads[2].step
-        name = store.names.canonical("tiny", step.segment.id, lead=prefills.lead(step.version))
+        name = store.names.canonical("tiny", step.segment.id, lead=prefills.lead(step.identity))
         path = tmp_path / "store" / "data" / store.objects.index.row("SELECT file FROM objects WHERE name = ?", name)[0]
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -281,15 +282,14 @@ def test_survivors_stay_within_their_bytes(tmp_path):
 def test_survivors_hold_one_version_per_name():
     kept = Survivors(100)
     chunk = lambda nbytes: type("Held", (), {"nbytes": nbytes})()
-    key = lambda id, tenant="t": SurvivorKey(tenant, "", "lead", id)
-    state = lambda id: ServedState(id, "x")
-    assert kept.put(key("a"), Survivor(chunk(40), (state("a"),), 0))
-    assert kept.put(key("a"), Survivor(chunk(60), (state("a"),), 0))
+    key = lambda id, tenant="t": SurvivorKey(tenant, "", id)
+    assert kept.put(key("a"), Survivor(chunk(40), identity("a"), ()))
+    assert kept.put(key("a"), Survivor(chunk(60), identity("a"), ()))
     assert (len(kept), kept.nbytes) == (1, 60)
-    assert not kept.put(key("b"), Survivor(chunk(101), (state("b"),), 0))
-    assert kept.put(key("b", "u"), Survivor(chunk(30), (state("b"),), 0))
+    assert not kept.put(key("b"), Survivor(chunk(101), identity("b"), ()))
+    assert kept.put(key("b", "u"), Survivor(chunk(30), identity("b"), ()))
     assert kept.get(key("a")) is not None
-    kept.put(key("c"), Survivor(chunk(30), (state("c"),), 0))
+    kept.put(key("c"), Survivor(chunk(30), identity("c"), ()))
     assert (kept.get(key("b", "u")), kept.nbytes) == (None, 90), "the least recently used one went"
     assert (kept.clear("u"), kept.clear("t"), kept.nbytes) == (0, 2, 0)
 

@@ -8,6 +8,7 @@ import math
 import pytest
 from serving_sides import TOKENS
 
+from kvpatch_jax.cache import identity
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.plan import DEFAULT_KL, Certificate, CertifiedLoss, RankChoice
 from kvpatch_jax.serving.vllm import (
@@ -104,7 +105,7 @@ def test_image_chunks_include_their_frame_tokens():
 
 def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
     planned = plan_request(segments, shelf, SETTINGS, RequestOptions(), certificate_of(*ROWS))
-    assert planned.steps == (ChunkStep(segments[0], "leading"),)
+    assert planned.steps == (ChunkStep(segments[0], "leading", identity(segments[0].id)),)
     assert (planned.matched, planned.exact, planned.kl) == (8, True, 0.0)
     assert planned.why == "chunk 2 of 3 is not stored behind those in front of it"
     assert planned.salt(SETTINGS, RequestOptions(), None) is None

@@ -1,4 +1,4 @@
-"""A session of two chunks on a tiny backbone; files that need others define their own."""
+"""A tiny backbone and a session of two chunks on it; files that need others define their own."""
 
 from typing import Any
 
@@ -15,5 +15,11 @@ def backbone() -> Any:
 
 @pytest.fixture
 def session(backbone):
-    with kvp.Session(backbone, keep=2) as made:
-        yield made
+    with kvp.Session(backbone, keep=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(tmp_path):
+    with kvp.ChunkStore(tmp_path / "store") as opened:
+        yield opened

@@ -1,28 +1,30 @@
 """Many sessions in one pool: the same tokens in company, slots given back, turns, waiting, a lost pool, the end."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOptionalMemberAccess=false
 
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from sessions_load import (
-    LENGTHS,
-    PAGE,
     PAGES,
     Agent,
+    agents_of,
     backbone_of,
     expect_balanced,
+    hog,
     ids_of,
     on_threads,
-    opened,
     question_of,
+    shared_runtime,
 )
+from window_oracle import tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import (
@@ -33,17 +35,11 @@ from kvpatch_jax.errors import (
     SessionBusyError,
     SessionClosedError,
     SessionError,
-    WindowError,
 )
 from kvpatch_jax.sampling import Sampling
-from kvpatch_jax.session import SharedConfig
-from kvpatch_jax.session.fair_lock import FairLock, WaitQueue
-from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.window import Entry, ResidentPiece
+from kvpatch_jax.session.runtime import AnswerOptions
+from kvpatch_jax.window import Entry
 from tests.compilations import compilations
-
-SLOW = pytest.mark.slow
-OTHERS = [pytest.param(name, marks=SLOW) for name in ("mla", "hybrid")]
 
 
 @pytest.fixture(scope="module")
@@ -52,415 +48,449 @@ def backbone():
 
 
 @pytest.fixture
-def sessions(backbone):
-    with opened(backbone, timeout=20.0) as made:
-        yield made
+def runtime(backbone):
+    with shared_runtime(backbone) as opened:
+        yield opened
 
 
-def agents_of(sessions, count: int, pieces: int = 2) -> list[Agent]:
-    made = [Agent(sessions.shared, number) for number in range(count)]
-    for agent in made:
-        for piece in range(pieces):
-            agent.add(3 * agent.number + piece)
-    return made
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
-@contextlib.contextmanager
-def hog(sessions, pages: int):
-    """Somebody else who holds all but so many free pages."""
-    executor, size = sessions.shared.executor, sessions.shared.executor.books.allocator.page_size
-    with sessions.shared.locked():
-        books = executor.books.copy()
-        slots = books.allocate((books.allocator.free_pages - pages) * size, True, "hog")
-        books.put("hog", ResidentPiece("all", None, slots, np.zeros(len(slots), np.float32), 0))
-        executor.books = books
-    yield
-    sessions.shared.release("hog")
+# ------------------------------------------------------------------------------------------------------------- answers
 
 
-# ------------------------------------------------------------------------------------------------ answers
-
-
-@pytest.mark.parametrize("layout", ["gqa", *OTHERS])
+@pytest.mark.parametrize("layout", ["gqa", pytest.param("mla", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_alone_and_in_company(layout: str):
     """Greedy ones and drawn ones; as the executor's own `generate` makes them, over contiguous KV."""
-    with opened(backbone_of(layout)) as sessions:
-        shared = sessions.shared
-        agents = agents_of(sessions, 6)
-        sampling = [Sampling(), Sampling(0.9, 0.8), Sampling(1.2, top_k=5)]
-        how = [(sampling[n % 3], n if n % 3 else None, ()) for n in range(6)]
-        asked = [question_of(shared.backbone, n) for n in range(6)]
-        expected = []
-        for n, agent in enumerate(agents):
-            options = dict(zip(("sampling", "key", "stop"), how[n], strict=True))
-            expected.append(shared.executor.generate(agent.window, asked[n], 7, **options)[0].tolist())
-        assert len({tuple(each) for each in expected}) > 3
-
-        def ask(n: int) -> list[int]:
-            return ids_of(shared.answer(agents[n].window, asked[n], None, 7, *how[n]))
-
-        assert ask(1) == expected[1]
-        found: dict[int, list[int]] = {}
+    with shared_runtime(backbone_of(layout)) as runtime:
+        agents = agents_of(runtime, 6)
+        expected = [agent.alone(agent.number, 7) for agent in agents]
+        assert len({tuple(answer) for answer in expected}) > 3
+        assert agents[1].ask(1, 7) == expected[1]
         with compilations() as compiled:
-            on_threads([lambda n=n: found.update({n: ask(n)}) for n in range(6)])
-        assert [found[n] for n in range(6)] == expected
-        expect_balanced(shared, {agent.window.branch for agent in agents})
-        stats = sessions.stats()
-        assert (stats.answers, stats.growing, stats.waiting, stats.cancelled) == (7, 0, 0, 0)
-        assert "answers 7" in str(stats)
-        # Fewer launches than tokens: they were decoded together, with one program for each shape.
-        assert stats.steps < 6 + 6 * 6
-        shapes = {shape for shape in shared.decode_loop.batch.shapes if shape[0] == "answers"}
-        assert shapes <= {("answers", rows, 8) for rows in (1, 4, 8)}
+            answers = on_threads([lambda agent=agent: agent.ask(agent.number, 7) for agent in agents])
+        assert answers == expected
+        expect_balanced(runtime, *agents)
+        # Fewer launches than tokens, because rows were decoded together: 1, 4 or 8 rows, one program for each.
+        assert runtime.scheduler.batch.steps < 6 + 6 * 6
         assert compiled.count("jit(_next_in_pages)") <= 3
 
 
+def test_rows_of_a_hybrid_model_join_and_leave_with_their_states():
+    """Answers of unlike lengths, so that rows move between batches of several sizes."""
+    with shared_runtime(backbone_of("hybrid"), batch=4) as runtime:
+        agents = agents_of(runtime, 3)
+        expected = [agent.alone(0, steps) for agent, steps in zip(agents, (9, 3, 6), strict=True)]
+        first = agents[0].start(0, 9)
+        begun = [int(next(first).ids[0])]
+        others = [agents[1].start(0, 3), agents[2].start(0, 6)]
+        assert [begun + ids_of(first), *map(ids_of, others)] == expected
+        expect_balanced(runtime, *agents)
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_invalid_questions_are_refused_at_once(sessions):
-    shared, agent = sessions.shared, agents_of(sessions, 1)[0]
-    asked = question_of(shared.backbone, 1)
-    for steps, sampling, key, stop in (
-        (-1, None, None, None),
-        (2.5, None, None, None),
-        (3, Sampling(0.5), None, None),
-        (3, None, None, (10**6,)),
-        (3, None, jax.random.key(0, impl="rbg"), None),
+def test_invalid_questions_are_refused_at_once(runtime):
+    (agent,) = agents_of(runtime, 1)
+    tokens = question_of(runtime.backbone, 1)
+    for length, options in (
+        (7, AnswerOptions(-1)),
+        (7, AnswerOptions(3, Sampling(0.5))),
+        (7, AnswerOptions(3, stop=(10**6,))),
+        (8, AnswerOptions(3)),
     ):
         with pytest.raises(InputError):
-            shared.answer(agent.window, asked, None, steps, sampling, key, stop)
-    with pytest.raises(WindowError):
-        shared.answer(agent.window.evict(agent.window.pieces[-1].id)[0], asked, None, 3, None, None, None)
-    with pytest.raises(PoolError, match="pages"):
-        ids_of(shared.answer(agent.window, asked, None, PAGES * 8, None, None, ()))
-    for wrong in ({"batch": 0}, {"batch": True}, {"waiting": 0}, {"timeout": -1.0}, {"timeout": "long"}):
-        with pytest.raises(InputError):
-            opened(shared.backbone, **wrong)
-    expect_balanced(shared, {agent.window.branch})
+            runtime.answer(agent.window, tokens, length, options)
+    assert list(runtime.answer(agent.window, tokens, 7, AnswerOptions(0))) == []
+    expect_balanced(runtime, agent)
 
 
-def test_dropping_an_answer_releases_its_slots_before_the_next_token(sessions):
-    shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    asked = question_of(shared.backbone, 1)
-    ask = lambda agent: shared.answer(agent.window, asked, None, 40, None, None, ())
-    expected = ids_of(ask(other))
-    free = sessions.stats().free
-    answers = [ask(one), ask(other)]
+def test_a_dropped_answer_releases_its_slots_before_the_next_token(runtime):
+    one, other = agents_of(runtime, 2)
+    expected, free = other.ask(1, 40), runtime.executor.slots.free
+    answers = [one.start(1, 40), other.start(1, 40)]
     for answer in answers:
         next(answer)
     answers[0].close()
     assert list(answers[0]) == []
-    assert [int(piece.ids[0]) for piece in answers[1]] == expected[1:]
-    left, unread = ask(one), ask(one)
-    next(left)
-    del left, unread, answer, answers
+    assert ids_of(answers[1]) == expected[1:]
+    begun, unread = one.start(1, 40), one.start(1, 40)
+    next(begun)
+    del begun, unread, answer, answers
     gc.collect()
-    deadline = time.monotonic() + 20
-    while sessions.stats().free != free and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert sessions.stats().cancelled == 3
-    expect_balanced(shared, {one.window.branch, other.window.branch})
+    wait_until(lambda: runtime.executor.slots.free == free)
+    assert runtime.scheduler.cancelled == 3
+    expect_balanced(runtime, one, other)
 
 
-@pytest.mark.slow
-def test_an_answer_ignores_later_edits_of_its_window(sessions):
-    """The window slides and is compacted while the answer is decoded: what it reads was copied on write."""
-    shared, agent = sessions.shared, agents_of(sessions, 1, pieces=3)[0]
-    asked = question_of(shared.backbone, 1)
-    ask = lambda: shared.answer(agent.window, asked, None, 40, None, None, ())
-    expected = ids_of(ask())
-    answer = ask()
-    found = [int(next(answer).ids[0])]
-    agent.run(agent.window.evict(agent.window.pieces[1].id))
-    agent.run(agent.window.compact())
-    found.append(int(next(answer).ids[0]))
-    moved = ids_of(ask())
-    assert moved == shared.executor.generate(agent.window, asked, 40, stop=())[0].tolist() != expected
-    assert found + ids_of(answer) == expected
-    expect_balanced(shared, {agent.window.branch})
+def test_an_answer_ignores_later_changes_of_its_window(runtime):
+    """The window closes a gap while the answer is decoded: keys that the answer reads are copied, not rotated."""
+    (agent,) = agents_of(runtime, 1, pieces=3)
+    expected, answer = agent.ask(1, 40), agent.start(1, 40)
+    begun = [int(next(answer).ids[0])]
+    agent.run(agent.window.evict(agent.window.ids[1]))
+    assert agent.ask(1, 40) == agent.alone(1, 40) != expected
+    assert begun + ids_of(answer) == expected
+    expect_balanced(runtime, agent)
 
 
-@pytest.mark.slow
-def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
-    shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    asked, batch = question_of(shared.backbone, 1), shared.decode_loop.batch
-    expected = ids_of(shared.answer(other.window, asked, None, 12, None, None, ()))
-    answers = [shared.answer(agent.window, asked, None, 12, None, None, ()) for agent in (one, other)]
+def test_logits_that_are_not_finite_end_their_own_answer(runtime, monkeypatch):
+    one, other = agents_of(runtime, 2)
+    expected, rows_of = other.ask(0, 12), runtime.scheduler.batch
+    answers = [agent.start(0, 12) for agent in (one, other)]
     begun = [int(next(answer).ids[0]) for answer in answers]
-    advance = shared.backbone.advance_answers
+    advance = runtime.backbone.advance_answers
 
     def refusing(pool, rows, draws):
         rows, pool = advance(pool, rows, draws)
-        first = [place for place, row in enumerate(batch.rows) if row.request.window == one.window.branch]
         token = np.asarray(rows.token).copy()
-        token[first] = -1
+        token[[place for place, row in enumerate(rows_of.rows) if row.asked == one.window.branch]] = -1
         return rows._replace(token=jax.numpy.asarray(token)), pool
 
-    monkeypatch.setattr(batch.backbone, "advance_answers", refusing)
+    monkeypatch.setattr(runtime.backbone, "advance_answers", refusing)
     with pytest.raises(NotFiniteError, match="logits with NaN"):
         ids_of(answers[0])
     assert [begun[1], *ids_of(answers[1])] == expected
-    expect_balanced(shared, {one.window.branch, other.window.branch})
+    expect_balanced(runtime, one, other)
 
 
-def test_options_of_sessions_override_those_of_their_config(backbone):
-    config = SharedConfig(pages=2, page_size=PAGE)
-    with kvp.Sessions(backbone, config=config, pages=PAGES, dtype="float32") as sessions:
-        assert sessions.stats().slots == PAGES * PAGE
-    with pytest.raises(TypeError, match="pages"):
-        kvp.Sessions(backbone)
+# --------------------------------------------------------------------------------------------------------------- turns
 
 
-# --------------------------------------------------------------------------------------------- waiting
+def test_calls_run_in_order_and_answers_go_on_between_them(runtime, monkeypatch):
+    (agent,) = agents_of(runtime, 1)
+    order, gate, advance = list[Any](), threading.Event(), runtime.backbone.advance_answers
+
+    def noting(*arguments):
+        order.append("step")
+        return advance(*arguments)
+
+    monkeypatch.setattr(runtime.backbone, "advance_answers", noting)
+    answer = agent.start(0, 600)
+    next(answer)
+    gates = threading.Thread(target=lambda: runtime.do(lambda: (gate.wait(), order.clear())))
+    gates.start()
+    threads = [gates]
+    for number in range(4):
+        threads.append(threading.Thread(target=lambda number=number: runtime.do(lambda: order.append(number))))
+        threads[-1].start()
+        time.sleep(0.05)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    answer.close()
+    assert [step for step in order if step != "step"] == [0, 1, 2, 3]
+    # Never two calls without a step in between, while there is something to decode.
+    assert order[order.index(0) : order.index(3)] == [0, "step", 1, "step", 2, "step"]
 
 
-def later(act, seconds: float = 0.15) -> threading.Thread:
-    def wait() -> None:
-        time.sleep(seconds)
-        act()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
-@pytest.mark.slow
-def test_a_full_pool_makes_edits_and_questions_wait(sessions):
-    shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    with hog(sessions, 0):
-        given = later(lambda: shared.release("hog"))
-        one.add(40)
-        given.join()
-    with hog(sessions, 1):
-        other.add(41, keep=0)  # gives what it takes
-        given = later(lambda: other.run(other.window.evict("c41")))
-        assert len(one.ask(1, 5)) == 5  # of two pages
-        given.join()
-    assert sessions.stats().busy == 0
-    expect_balanced(shared, {one.window.branch, other.window.branch})
+def test_a_job_may_call_and_read_on_the_worker_itself(backbone):
+    """A watcher that runs inside a call asks, and reads the answer there."""
+    with shared_runtime(backbone, timeout=0.5) as runtime:
+        one, other = agents_of(runtime, 2)
+        expected, answer = one.ask(0, 6), one.start(0, 6)
+        assert runtime.do(lambda: ids_of(answer)) == expected
+        assert runtime.do(lambda: other.ask(0, 6)) == other.alone(0, 6)
+        with hog(runtime, 0), pytest.raises(SessionBusyError):
+            runtime.do(lambda: one.ask(0, 6))
+        expect_balanced(runtime, one, other)
 
 
-def test_waiting_times_out_and_what_never_fits_does_not_wait(backbone):
-    with opened(backbone, timeout=0.1, waiting=1) as sessions:
-        shared, agent = sessions.shared, agents_of(sessions, 1)[0]
+# ---------------------------------------------------------------------------------------------------------------- room
+
+
+def test_who_waits_for_room_is_served_in_order_and_passed_by_calls_without_need(runtime):
+    one, two, three = agents_of(runtime, 3)
+    expected, order = two.alone(0, 3), list[Any]()
+
+    def add() -> None:
+        one.run(one.window_with(60, 61))
+        order.append("large")
+
+    with hog(runtime, 0):
+        large = threading.Thread(target=add)
+        large.start()
+        wait_until(lambda: runtime.scheduler.waiting == 1)
+        three.run(three.window.evict(three.window.ids[-1]))  # needs no room, and releases a page: too few
+        small = threading.Thread(target=lambda: order.append(two.ask(0, 3)))  # would fit, and does not overtake
+        small.start()
+        wait_until(lambda: runtime.scheduler.waiting == 2)
+        three.run(three.window.evict(three.window.ids[-1]))
+        large.join()
+        assert order == ["large"]
+    small.join()
+    assert order == ["large", expected]
+    assert runtime.scheduler.busy == 0
+    expect_balanced(runtime, one, two, three)
+
+
+def test_waiting_times_out(backbone):
+    with shared_runtime(backbone, timeout=0.2, waiting=1) as runtime:
+        (agent,) = agents_of(runtime, 1)
         window = agent.window
-        with hog(sessions, 0):
-            with pytest.raises(SessionBusyError, match="room for"):
+        with hog(runtime, 0):
+            with pytest.raises(SessionBusyError, match=r"whole pages.* others|whole pages.*other sessions held"):
                 agent.add(40)
-            with pytest.raises(SessionBusyError, match="others held the pool"):
+            with pytest.raises(SessionBusyError, match="other sessions held"):
                 agent.ask(1)
-            assert isinstance(SessionBusyError(""), PoolError)
-            shared.timeout = 60.0
-            held = shared.answer(window, question_of(backbone, 1), None, 3, None, None, ())
-            shared.timeout = 0.1
-            with pytest.raises(SessionBusyError, match="a place among 1 questions"):
-                agent.ask(1)
-            held.close()
-            assert list(held) == []
+            answer = agent.start(0)
+            with pytest.raises(SessionBusyError, match="other sessions held"):
+                ids_of(answer)
         assert agent.window is window
-        assert sessions.stats().busy == 3
-        edits = ()
-        for piece in range(50, 50 + PAGES):
-            tokens, id = question_of(backbone, piece), f"q{piece}"
-            shared.provide(id, tokens, tokens.embeddings.shape[1], None)
-            window, more = window.append(Entry.of_tokens(id, tokens))
-            edits += more
-        with pytest.raises(PoolError) as raised:
-            shared.run(window, edits)
-        assert not isinstance(raised.value, SessionBusyError)
+        assert runtime.scheduler.busy == 3
+        assert issubclass(SessionBusyError, PoolError)
         assert len(agent.ask(1)) == 5
-        expect_balanced(shared, {agent.window.branch})
+        expect_balanced(runtime, agent)
 
 
-def test_a_lost_pool_is_allocated_again_and_windows_are_prefilled(sessions, monkeypatch):
-    shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    expected = [agent.ask(1, 8) for agent in (one, other)]
-    advance = shared.backbone.advance_answers
+def test_questions_beyond_those_that_may_wait_wait_to_enter(backbone, monkeypatch):
+    with shared_runtime(backbone, batch=1, waiting=1) as runtime:
+        (agent,) = agents_of(runtime, 1)
+        expected = agent.alone(0, 6)
+        gate, advance = threading.Event(), backbone.advance_answers
+        monkeypatch.setattr(backbone, "advance_answers", lambda *rows: (gate.wait(), advance(*rows))[1])
+        answers = [agent.start(0, 6)]
+        entering = threading.Thread(target=lambda: answers.extend(agent.start(0, 6) for _ in range(3)))
+        entering.start()
+        time.sleep(0.2)
+        assert len(answers) < 3  # one is decoded, one waits for its row
+        gate.set()
+        entering.join()
+        assert [ids_of(answer) for answer in answers] == [expected] * 4
+        expect_balanced(runtime, agent)
+
+
+def test_what_can_never_fit_is_refused_at_once(runtime):
+    one, other = agents_of(runtime, 2)
+    tokens = tokens_of(runtime.backbone, 50, PAGES * 8 + 1)
+    runtime.provide("large", tokens, PAGES * 8 + 1, None)
+    with pytest.raises(PoolError, match="whole pages") as raised:
+        runtime.run(other.window.append(Entry.of_tokens("large", tokens)))
+    assert not isinstance(raised.value, SessionBusyError)
+    with pytest.raises(PoolError, match="whole pages"):
+        one.ask(1, PAGES * 8)
+    runtime.release(other.window.branch)  # from now on nobody else holds pages
+    with pytest.raises(PoolError, match="whole pages"):
+        one.ask(1, (PAGES - 2) * 8)
+    assert runtime.scheduler.busy == 0
+    assert len(one.ask(1)) == 5
+    expect_balanced(runtime, one)
+
+
+# ------------------------------------------------------------------------------------------------------ losses and ends
+
+
+def test_a_lost_pool_is_allocated_again_and_windows_are_brought_again(runtime, monkeypatch):
+    agents = one, other = agents_of(runtime, 2)
+    expected = [agent.ask(0, 8) for agent in agents]
+    advance = runtime.backbone.advance_answers
 
     def failing(pool, rows, draws):
         jax.block_until_ready(advance(pool, rows, draws))  # which donates it
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(shared.decode_loop.batch.backbone, "advance_answers", failing)
-    with pytest.raises(PoolLostError) as raised:
-        one.ask(1, 8)
-    assert "no memory left" in str(raised.value.__cause__)
-    monkeypatch.setattr(shared.decode_loop.batch.backbone, "advance_answers", advance)
-    window = other.window
-    with pytest.raises(PoolLostError, match="expected `reprefill`"):
-        other.add(40)
-    with pytest.raises(PoolLostError, match="expected `reprefill`"):
-        one.ask(1, 8)
-    assert other.window is window
-    for agent, said in zip((one, other), expected, strict=True):
-        agent.window = shared.reprefill(agent.window)
-        assert agent.ask(1, 8) == said
-        assert shared.reprefill(agent.window) is agent.window
-    assert sessions.stats().renewed == 1
-    expect_balanced(shared, {one.window.branch, other.window.branch})
-
-
-def test_closing_ends_answers_and_waits(backbone, monkeypatch):
-    sessions = opened(backbone)
-    shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    advance = backbone.advance_answers
-    monkeypatch.setattr(backbone, "advance_answers", lambda *given: (time.sleep(0.2), advance(*given))[1])
-    answer = shared.answer(one.window, question_of(backbone, 1), None, 40, None, None, ())
-    next(answer)
-    ended: list[BaseException] = []
-
-    def waiting() -> None:
-        try:
-            other.add(40)
-        except SessionClosedError as error:
-            ended.append(error)
-
-    with hog(sessions, 0):
-        thread = threading.Thread(target=waiting)
-        thread.start()
-        deadline = time.monotonic() + 20
-        while not sessions.stats().in_line and time.monotonic() < deadline:
-            time.sleep(0.01)
-        sessions.close()
-        thread.join()
-    assert len(ended) == 1
-    with pytest.raises(SessionClosedError):
-        ids_of(answer)
-    for use in (lambda: one.add(41), lambda: one.ask(1), lambda: shared.reprefill(one.window)):
-        with pytest.raises(SessionClosedError):
+    answers = [agent.start(0, 400) for agent in agents]
+    monkeypatch.setattr(runtime.backbone, "advance_answers", failing)
+    causes = []
+    for answer in answers:
+        with pytest.raises(PoolLostError) as raised:
+            ids_of(answer)
+        causes.append(str(raised.value.__cause__))
+    assert causes == ["no memory left"] * 2
+    monkeypatch.setattr(runtime.backbone, "advance_answers", advance)
+    one.window = runtime.reprefill(one.window)
+    assert one.ask(0, 8) == expected[0]
+    for use in (lambda: other.add(40), lambda: other.ask(0, 8)):
+        with pytest.raises(PoolLostError, match="expected `reprefill`"):
             use()
-    shared.release(one.window.branch)
-    sessions.close()
-    assert not any(thread.name == "sessions" for thread in threading.enumerate())
+    other.window = runtime.reprefill(other.window)
+    assert other.ask(0, 8) == expected[1]
+    assert runtime.reprefill(other.window) is other.window
+    expect_balanced(runtime, one, other)
 
 
-def test_in_a_forked_process_nothing_waits_for_ever(sessions, monkeypatch):
-    shared, agent = sessions.shared, agents_of(sessions, 1)[0]
-    answer = shared.answer(agent.window, question_of(shared.backbone, 1), None, 3, None, None, ())
+def test_a_launch_or_a_worker_that_fails_ends_the_answers_under_way_and_no_later_one(runtime, monkeypatch):
+    (agent,) = agents_of(runtime, 1)
+    expected, scheduler = agent.ask(0, 8), runtime.scheduler
+    for owner, name in ((runtime.backbone, "advance_answers"), (scheduler, "_step")):
+        answer = agent.start(0, 400)
+        next(answer)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ids_of(answer)
+        assert agent.ask(0, 8) == expected
+        expect_balanced(runtime, agent)
+
+
+def test_releasing_a_branch_ends_its_answers(runtime):
+    one, other = agents_of(runtime, 2)
+    expected = other.ask(0, 40)
+    answers = [one.start(0, 40), other.start(0, 40)]
+    runtime.release(one.window.branch)
+    with pytest.raises(SessionClosedError, match="released"):
+        ids_of(answers[0])
+    assert ids_of(answers[1]) == expected
+    expect_balanced(runtime, other)
+
+
+def test_closing_ends_answers_and_waits(backbone):
+    with shared_runtime(backbone) as runtime:
+        one, other = agents_of(runtime, 2)
+        answer = one.start(0, 200)
+        next(answer)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            with pytest.raises(SessionClosedError) as raised:
+                other.add(40)
+            errors.append(raised.value)
+
+        runtime.do(lambda: runtime.executor.reserve("hog", runtime.executor.slots.free_pages * 8))
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_until(lambda: runtime.scheduler.waiting == 1)
+        runtime.close()
+        thread.join()
+        assert len(errors) == 1
+        with pytest.raises(SessionClosedError):
+            ids_of(answer)
+        for use in (lambda: one.add(41), lambda: one.ask(1), lambda: runtime.reprefill(one.window)):
+            with pytest.raises(SessionClosedError):
+                use()
+        runtime.release(one.window.branch)
+        runtime.close()
+        assert not any(thread.name == "sessions" for thread in threading.enumerate())
+
+
+def test_in_a_forked_process_nothing_waits_for_ever(runtime, monkeypatch):
+    (agent,) = agents_of(runtime, 1)
+    answer = agent.start(0, 3)
     own = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: own + 1)
-    for use in (lambda: next(answer), lambda: agent.add(40), lambda: agent.ask(1), sessions.stats):
+    for use in (lambda: next(answer), lambda: agent.add(40), lambda: agent.ask(1)):
         with pytest.raises(SessionClosedError, match="forked off"):
             use()
-    sessions.close()
+    runtime.close()
     monkeypatch.undo()
 
 
-def test_the_lock_is_handed_on_in_the_order_of_requests():
-    turns, order = FairLock(), []
-
-    def take(name: str, first: bool = False) -> threading.Thread:
-        def work() -> None:
-            turns.acquire(first)
-            order.append(name)
-            turns.release()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        while turns.queued <= len(started):
-            time.sleep(0.001)
-        started.append(name)
-        return thread
-
-    started: list[str] = []
-    with turns, turns:
-        threads = [take("a"), take("b"), take("driver", first=True), take("c")]
-        assert turns.held
-        depth = turns.pause()
-        assert not turns.held
-        turns.acquire(depth=depth)
-        assert order[0] == "driver"
-    for thread in threads:
-        thread.join()
-    assert order == ["driver", "a", "b", "c"]
-    assert not turns.held
-    line = WaitQueue(turns)
-    with turns:
-        place = line.enter()
-        with pytest.raises(SessionBusyError, match="tea"):
-            line.wait(place, time.monotonic(), "tea")
-        line.leave(place)
-        assert len(line) == 0
+# ---------------------------------------------------------------------------------------------------------- under load
 
 
-# ---------------------------------------------------------------------------------------------- under load
+@contextlib.contextmanager
+def interrupts(count: int) -> Iterator[tuple[threading.Thread, list[bool]]]:
+    """Interrupts the main thread at random moments, those at which the list is not empty."""
+    armed, rng = list[bool](), np.random.default_rng(0)
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        for _ in range(count):
+            time.sleep(float(rng.uniform(0.001, 0.03)))
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    source, before = threading.Thread(target=work), signal.signal(signal.SIGINT, interrupt)
+    source.start()
+    try:
+        yield source, armed
+    finally:
+        armed.clear()
+        source.join()
+        signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
-def test_32_agents_on_threads(backbone):
-    """No slot leaks, no call waits for ever, and every answer equals that of an agent alone in its pool."""
-    with opened(backbone, timeout=120.0) as sessions:
-        agents = [Agent(sessions.shared, number) for number in range(32)]
-        on_threads([lambda agent=agent: agent.live(6) for agent in agents])
-        expect_balanced(sessions.shared, {agent.window.branch for agent in agents})
-        stats = sessions.stats()
-        assert (stats.busy, stats.renewed) == (0, 0)
-        for agent in agents:
-            sessions.shared.release(agent.window.branch)
-        assert sessions.stats().free == stats.slots
+def test_interrupts_at_random_moments_leave_books_and_answers_consistent(backbone):
+    """Three agents act on threads and one on the main thread, which is interrupted again and again."""
+    with shared_runtime(backbone) as runtime:
+        agents = agents_of(runtime, 1) + [Agent(runtime, number) for number in (1, 2, 3)]
+        expected, count, window = agents[0].alone(0, 5), 0, agents[0].window
+        threads = [threading.Thread(target=agent.live, args=(8,)) for agent in agents[1:]]
+        for thread in threads:
+            thread.start()
+        with interrupts(40) as (source, armed):
+            while source.is_alive():
+                try:
+                    armed.append(True)
+                    agents[0].ask(0, 5)
+                    runtime.run(window.slide(1))
+                    runtime.run(window)  # which the next answer brings, if this is never reached
+                    armed.clear()
+                except KeyboardInterrupt:
+                    count += 1
+        for thread in threads:
+            thread.join()
+        gc.collect()
+        assert count
+        assert agents[0].ask(0, 5) == expected
+        wait_until(lambda: not any("//" in branch for branch in runtime.executor.branches))
+        expect_balanced(runtime, *agents)
+    for agent in agents[1:]:
+        with shared_runtime(backbone, batch=1) as runtime:
+            alone = Agent(runtime, agent.number)
+            alone.live(8)
+            assert alone.answers == agent.answers
 
-    for number in range(0, 32, 8):
-        with opened(backbone, batch=1) as alone:
-            agent = Agent(alone.shared, number)
-            agent.live(min(agents[number].done, 200))
-            assert agent.said == agents[number].said[: len(agent.said)]
-            assert len(agent.said) > 1
 
-
-# ------------------------------------------------------------------------------------------------- sessions
-
-
-def shots_of(count: int) -> list[list[int]]:
-    """What sessions are shown: token ids, as chunks."""
-    return [np.random.default_rng(number).integers(3, 40, LENGTHS[number % 3]).tolist() for number in range(count)]
+# ------------------------------------------------------------------------------------------------------------ sessions
 
 
 def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_path):
-    shots, question = shots_of(4), [5, 6]
-    with kvp.Session(backbone, keep=2, pages=PAGES, page_size=PAGE) as alone:
-        expected = []
-        for number, shot in enumerate(shots[:3]):
-            alone.add(shot, kind="chunk")
-            if number:  # windows of one size, whose programs are the dear part
-                expected.append(alone.ask(question, steps=3, stop=()).ids)
+    rng = np.random.default_rng(0)
+    shots, options = [rng.integers(3, 40, 8).tolist() for _ in range(4)], {"steps": 3, "stop": ()}
 
-    def agent(said: list) -> None:
-        session = sessions.open(keep=2)
-        for number, shot in enumerate(shots[:3]):
+    def answers_of(session: kvp.Session) -> list[Any]:
+        answers = []
+        for shot in shots[:3]:
             session.add(shot, kind="chunk")
-            if number:
-                said.append(session.ask(question, steps=3, stop=()).ids)
-        opened.append(session)
+            answers.append(session.ask([5, 6], **options).ids)
+        return answers
 
-    store = ChunkStore(tmp_path / "store")
-    with kvp.Sessions(backbone, store, pages=PAGES, page_size=PAGE, rank=0) as sessions:
-        opened: list[kvp.Session] = []
-        said: list[list] = [[], [], []]
-        on_threads([lambda each=each: agent(each) for each in said])
-        assert said == [expected] * 3
-        first, second, third = opened
-        branch = first.fork()
-        assert branch.ask(question, steps=3, stop=()).ids == expected[-1]
-        branch.close()
+    with kvp.Session(backbone, keep=2) as alone:
+        expected = answers_of(alone)
+    store = kvp.ChunkStore(tmp_path / "store")
+    with kvp.Sessions(backbone, store, pages=PAGES, page_size=8, rank=0) as sessions:
+        first, second, third = (sessions.open(keep=2) for _ in range(3))
+        assert on_threads([lambda session=session: answers_of(session) for session in (first, second, third)]) == (
+            [expected] * 3
+        )
+        fork = first.fork()
+        assert fork.ask([5, 6], **options).ids == expected[-1]
         third.save(tmp_path / "third")
         third.close()
-        third = sessions.restore(tmp_path / "third")
-        assert third.ask(question, steps=3, stop=()).ids == expected[-1]
-        third.close()
-        with pytest.raises(SessionError, match="beside a runtime"):
-            kvp.Session(backbone, ChunkStore(tmp_path / "other"), runtime=sessions.shared)
+        with sessions.restore(tmp_path / "third") as third:
+            assert third.ask([5, 6], **options).ids == expected[-1]
+        with pytest.raises(InputError, match="share the pool"):
+            sessions.open(pages=8)
+        with pytest.raises(SessionError, match="store"):
+            kvp.Session(backbone, kvp.ChunkStore(tmp_path / "other"), runtime=sessions.runtime)
 
-        executor, fork = sessions.shared.executor, first.fork()
-        for value in jax.tree.leaves(executor.pool.vectors):
+        for value in jax.tree.leaves(sessions.runtime.executor.pools):
             value.delete()
-        assert [len(fork.ask(question, steps=3, stop=()).ids) for _ in range(2)] == [3, 3]  # its parent is not there
-        first.add(shots[3], kind="chunk")
+        assert len(fork.ask([5, 6], **options).ids) == 3  # its parent is not there
         fork.close()
-        assert len(second.ask(question, steps=3, stop=()).ids) == 3
-        assert sessions.stats().renewed == 1
-        expect_balanced(sessions.shared, {session.window.branch for session in (first, second)})
-    with pytest.raises(SessionClosedError):
-        first.add(shots[0])
-    with pytest.raises(SessionClosedError):
-        sessions.open()
+        first.add(shots[3], kind="chunk")
+        assert len(second.ask([5, 6], **options).ids) == 3
+        expect_balanced(sessions.runtime, first, second)
+        stats = sessions.stats()
+        assert (stats.growing, stats.waiting, stats.busy, stats.slots) == (0, 0, 0, PAGES * 8)
+        assert f"answers {stats.answers}" in str(stats)
+    for use in (lambda: first.add(shots[0]), sessions.open):
+        with pytest.raises(SessionClosedError):
+            use()
     first.close()
-    store.close()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "options", [{"batch": 0}, {"batch": True}, {"waiting": 0}, {"timeout": -1.0}, {"timeout": "long"}]
+)
+def test_sessions_refuse_invalid_numbers(backbone, options):
+    with pytest.raises(InputError, match="sessions: got"):
+        kvp.Sessions(backbone, pages=8, **options)

@@ -14,7 +14,7 @@ import pytest
 import safetensors
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Member, PatchMetadata, antecedent_of
+from kvpatch_jax.cache import Member, PatchMetadata, antecedent_of, identity
 from kvpatch_jax.core import Channel, RaggedFactors
 from kvpatch_jax.errors import DtypeError, InputError, ShapeError, StoreCorruptError, StoreVersionError
 from kvpatch_jax.store import ChunkStore, codec
@@ -127,7 +127,7 @@ def test_few_bits_come_back_as_they_were_packed(layout):
 
 CHUNK = chunk_of(tokens=40)
 PACKED = kvp.encode_chunk(CHUNK, "k4v4")
-BLIND = "bare:" + "0" * 32
+BLIND = identity("A", "bare")
 PATCHES = {
     **{dtype: patch_for(CHUNK, 5, dtype) for dtype in ("bfloat16", "int8", "float8_e4m3fn", "int3g16")},
     "dense": kvp.Patch({"v": jnp.ones((3, 40, 2, 16))}, patch_for(CHUNK).metadata),

@@ -136,7 +136,7 @@ def _version(file: Path, _: Path) -> None:
     """Gives the file another number of the format, with the checksum that belongs to it."""
     data = file.read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
-    text = data[8:length].replace(b'"format":"1"', b'"format":"2"')
+    text = data[8:length].replace(f'"format":"{files.FORMAT}"'.encode(), f'"format":"{files.FORMAT + 1}"'.encode())
     blank = text[: files._SUM.start] + b"0" * 16 + text[files._SUM.stop :]
     text = text[: files._SUM.start] + files.xxhash.xxh3_64_hexdigest(blank).encode() + text[files._SUM.stop :]
     file.write_bytes(data[:8] + text + data[length:])

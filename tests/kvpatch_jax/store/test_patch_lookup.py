@@ -1,4 +1,4 @@
-"""Which stored patches serve a chunk: those of its antecedent, contents, states, base, lead, encoding and frame."""
+"""Which stored patches serve a chunk: those of its antecedent, contents, identities, base, lead, encoding and frame."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Antecedent, Member, PatchMetadata, antecedent_of, patch_digest
+from kvpatch_jax.cache import Antecedent, Member, PatchMetadata, antecedent_of, identity, patch_digest
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.store import ChunkStore, PatchKey
 
 LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
-BLIND = "bare:" + "0" * 32
+BLIND = identity("A", "bare")
 BEHIND = [
     Antecedent((Member("A"),)),
     Antecedent((Member("A", "version one"),)),

@@ -280,9 +280,9 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(folder, content
 
 def test_a_root_of_another_format_is_refused(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(index, "FORMAT", 2)
+        patch.setattr(index, "FORMAT", index.FORMAT + 1)
         Objects(folder / "root").close()
-    with pytest.raises(StoreVersionError, match="format 2"):
+    with pytest.raises(StoreVersionError, match=f"format {index.FORMAT + 1}"):
         Objects(folder / "root")
 
 

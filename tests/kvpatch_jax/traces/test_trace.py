@@ -25,6 +25,7 @@ EVENTS = (
     Event(2, "a/left", "slide", keep=1),
     Event(3, "a/left", "recall", "one"),
     Event(3, "a", "replace", "three", replaced="one"),
+    Event(3, "a", "insert", "four", tokens=2, span=2, before="three"),
     Event(3, "a", "evict", "two"),
     Event(4, "a/left", "close"),
     Event(5, "b", "add", "one"),
@@ -51,7 +52,7 @@ def test_an_entry_is_what_a_window_takes():
     entry = EVENTS[1].entry
     assert (entry.id, entry.content, entry.tokens, entry.span, entry.order_free) == ("one", "digest", 3, 2, True)
     assert EVENTS[0].entry.kind == "text"
-    for event in (EVENTS[3], EVENTS[11]):
+    for event in (EVENTS[3], EVENTS[-1]):
         with pytest.raises(TraceError, match="expected a piece that is placed"):
             _ = event.entry
 
@@ -62,6 +63,8 @@ def test_an_entry_is_what_a_window_takes():
         ({"at": -1.0}, "seconds, 0 or more"),
         ({"op": "explode"}, "op: got 'explode'"),
         ({"op": "slide"}, "got 'slide' without keep"),
+        ({"op": "insert"}, "got 'insert' without before"),
+        ({"before": "zero"}, "got 'add' with before"),
         ({"session": "x" * 300}, "of 300 characters"),
         ({"chunk": "\ud800"}, "surrogate"),
         ({"tokens": 0}, "tokens: got 0"),

@@ -1,0 +1,295 @@
+"""Options of a session, checked once, and what a chat template contributes to them."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..backbone import Backbone, check_is_backbone
+from ..cache import Text, check_text, encoded
+from ..core import KVEncoding
+from ..errors import CertificateError, DtypeError, InputError, PoolError, RankError, SessionError
+from ..patching import GROUPS, Rank
+from ..plan import Certificate
+from ..utils.sizes import Size, size_of
+from ..window import PatchStore, encodings_of, is_count
+from .runtime import Runtime
+
+Reuse = Literal["exact", "certified", "patched", "blind"]
+Keep = int | tuple[int, int] | None
+"""The chunks that stay after the lead: a number, or the lowest and the highest. None: all."""
+
+LARGEST_IMAGE = 64 << 20
+"""Bytes of an image, as a file and as pixels."""
+LARGEST_TEXT = 1 << 15
+"""Tokens of a text or a question. Attention over many more takes minutes and gigabytes; add it in parts."""
+MEMORY = 512 << 20
+"""Bytes of tokens and pixels that a session keeps of evicted chunks."""
+KL = 0.05
+"""Nats that an answer may lose with a certificate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionConfig:
+    """Options of a session, which its forks share.
+
+    Attributes:
+      reuse: how a chunk that comes back is served where no prefill behind the very same pieces is stored. "exact": by a
+        forward. "certified": by what the certificate bounds to `kl`, at the least cost. "patched": by a patch that was
+        formed behind the very same antecedent, or a stored prefill behind the same nearest chunk; its loss is unknown.
+        "blind": by its canonical alone. What is not as promised is "approximate". None: "certified" with a certificate,
+        else "exact".
+      certificate: the measured loss of each reuse method on this backbone.
+      kl: nats that an answer may lose, with "certified".
+      linker: a `Linker`, which resolves `IMAGE#NAME` in questions to a chunk of a library.
+      retriever: finds chunks while an answer is decoded; see `Session.ask`.
+      chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
+        image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
+        True, or names that the template knows with their values, such as {"enable_thinking": False}.
+      around: the texts before and after every question.
+      placeholder: a short text that takes the place of a chunk that `keep` makes leave. The texts around it then stay.
+        None: nothing takes its place, and texts leave with the chunks that they follow.
+      memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
+        discarded first.
+      rank: of the patches that are formed in the background; 0 forms none. None: 16 where the session may serve them,
+        otherwise none.
+      encoding: of the canonicals that the session keeps, and forms and serves its patches on: a `KVEncoding` or its
+        word, such as "k8v8". None: as they were prefilled. Not with a certificate, whose bounds were measured on
+        canonicals as they were prefilled. Exact data is never encoded: prefills, and chunks at the front of a window.
+      pages: of 16 tokens, of the pool. None: it grows as needed.
+
+    Raises:
+      SessionError: an option of another kind or out of range. RankError, PoolError: an invalid rank or number of pages.
+    """
+
+    reuse: Reuse | None = None
+    certificate: Certificate | None = None
+    kl: float | int = KL
+    linker: Any = None
+    retriever: Any = None
+    chat: bool | Mapping[str, Any] = False
+    around: tuple[str, str] = ("", "")
+    placeholder: str | None = None
+    memory: Size = MEMORY
+    rank: Rank | None = None
+    encoding: KVEncoding | str | None = None
+    pages: int | None = None
+
+    def __post_init__(self) -> None:
+        certificate, around, chat = self.certificate, self.around, self.chat
+        number = isinstance(self.kl, int | float) and not isinstance(self.kl, bool)
+        known = isinstance(self.reuse, str | None) and self.reuse in (None, *get_args(Reuse))
+        names = chat if isinstance(chat, Mapping) else {}
+        retriever = self.retriever is None or callable(self.retriever) or hasattr(self.retriever, "search")
+        pair = isinstance(around, tuple | list) and len(around) == 2 and all(isinstance(text, str) for text in around)
+        spoken = isinstance(self.placeholder, str) and bool(self.placeholder.strip())
+        checks = (
+            ("certificate", certificate is None or isinstance(certificate, Certificate), "a Certificate, or None"),
+            ("reuse", known, f"one of {get_args(Reuse)}, or None"),
+            ("reuse", str(self.policy) != "certified" or certificate is not None, "a certificate beside it"),
+            ("kl", number and 0 <= self.kl < math.inf, "nats, 0 or more"),
+            ("retriever", retriever, "a function, an object with `search`, or None"),
+            ("around", pair, "two texts, before and after questions"),
+            ("chat", isinstance(chat, bool | Mapping) and all(isinstance(name, str) for name in names),
+             "True, False, or names that the chat template knows, with their values"),
+            ("placeholder", self.placeholder is None or spoken, "a text such as '[image left]', or None"),
+        )  # fmt: skip
+        for name, valid, expected in checks:
+            if not valid:
+                raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected {expected}")
+        if self.placeholder is not None:
+            check_text(self.placeholder, "session: placeholder")
+            encoded(self.placeholder)
+        check_rank(self.rank, "session", least=0)
+        if self.pages is not None and not is_count(self.pages):
+            raise PoolError(f"session.pages: got {self.pages!r:.80}; expected a number of pages, 1 or more, or None")
+
+        # Equal options have equal values from here on. Frozen fields are set through `object`.
+        object.__setattr__(self, "around", tuple(around))
+        object.__setattr__(self, "memory", size_of(self.memory, "session.memory", refused=SessionError))
+        try:
+            object.__setattr__(self, "encoding", encodings_of(self.encoding)[0])
+        except InputError as error:
+            raise SessionError(f"session.encoding: {error}") from error
+        if self.encoding is not None and certificate is not None:
+            raise SessionError(
+                f"session.encoding: got {self.encoding!r:.80} with a certificate; expected None, because bounds were "
+                "measured on canonicals as they were prefilled"
+            )
+
+    @classmethod
+    def with_options(cls, config: "SessionConfig | None", options: Mapping[str, Any]) -> "SessionConfig":
+        """Returns a config, or the default, with some fields overridden.
+
+        Raises:
+          SessionError: no config, or an invalid option. TypeError: an unknown option.
+        """
+        if config is not None and not isinstance(config, SessionConfig):
+            raise SessionError(f"session.config: got {config!r:.80}; expected a SessionConfig, or None")
+        return dataclasses.replace(config or cls(), **options)
+
+    @property
+    def policy(self) -> Reuse:
+        """How a chunk that comes back is served: `reuse`, or its default."""
+        if self.reuse is not None:
+            return self.reuse
+        return "exact" if self.certificate is None else "certified"
+
+    @property
+    def approximates(self) -> bool:
+        """Whether a returning chunk may be served by something that was formed in the background."""
+        return self.policy in ("certified", "patched")
+
+    @property
+    def mends(self) -> bool:
+        """Whether what is not as promised, behind something that it has not seen, is prefilled again."""
+        return self.policy in ("exact", "certified")
+
+    def runtime(self, backbone: Backbone, store: PatchStore | None, **options: Any) -> Runtime:
+        """Opens a runtime for one session, with a pool of these options."""
+        return Runtime(
+            backbone, store, pages=self.pages, rank=self.rank, encoding=encodings_of(self.encoding)[0], **options
+        )
+
+    def check(self, backbone: Backbone, runtime: Runtime | None) -> None:
+        """Refuses a certificate or a linker of other weights, and what the backbone or a shared runtime does not have.
+
+        Raises:
+          CertificateError, RankError, SessionError: any of them. What the backbone raises of a text.
+        """
+        fingerprint, certificate = backbone.fingerprint, self.certificate
+        if isinstance(self.rank, Mapping):
+            channels = [channel.name for channel in backbone.layout.channels]
+            channels += GROUPS if backbone.layout.parts else ()
+            if strangers := [name for name in self.rank if name not in channels]:
+                raise RankError(
+                    f"session: got a rank of channel {strangers[0]!r:.80}; expected channels among {channels}"
+                )
+        if certificate is not None and certificate.backbone != fingerprint:
+            found = f"{certificate.model!r:.80}, backbone {certificate.backbone[:16]!r}"
+            raise CertificateError(f"session.certificate: got one of {found}; expected backbone {fingerprint[:16]!r}")
+        linked = None if self.linker is None else getattr(self.linker, "backbone", self.linker)
+        if linked not in (None, fingerprint):
+            raise SessionError(f"session.linker: got {linked!r:.80}; expected backbone {fingerprint[:16]!r}")
+        if self.placeholder is not None:
+            tokens = backbone.prepare([Text(self.placeholder)])["input_ids"].shape[1]
+            if not 1 <= tokens <= LARGEST_TEXT:
+                found = f"{self.placeholder!r:.80}, which is {tokens} tokens"
+                raise SessionError(f"session.placeholder: got {found}; expected 1 to {LARGEST_TEXT}")
+        if runtime is not None:
+            encodings = runtime.executor.sources.encodings
+            if self.encoding is not None and encodings_of(self.encoding) != encodings:
+                expected = f"one with encodings {encodings}, or None"
+                raise SessionError(f"session.encoding: got {self.encoding!r:.80} beside a runtime; expected {expected}")
+            for name in ("rank", "pages"):
+                if (value := getattr(self, name)) is not None:
+                    raise SessionError(
+                        f"session.{name}: got {value!r:.80} beside a runtime; expected None: it has its own"
+                    )
+            if runtime.backbone.fingerprint != fingerprint:
+                found = runtime.backbone.fingerprint[:16]
+                raise SessionError(f"session.runtime: got one of backbone {found!r}; expected {fingerprint[:16]!r}")
+
+
+def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: Any) -> None:
+    """Refuses arguments that do not make a session.
+
+    Raises:
+      SessionError: an invalid one, or a runtime of another store.
+    """
+    if not all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill")):
+        raise SessionError(f"session.backbone: got a {type(backbone).__name__}; expected a backbone of models.load")
+    check_keep(keep)
+    checks = (
+        ("store", store, store is None or isinstance(store, PatchStore), "a kvpatch_jax.ChunkStore, or None"),
+        ("name", name, name is None or (isinstance(name, str) and bool(name)), "a text, or None"),
+        ("runtime", runtime, runtime is None or isinstance(runtime, Runtime), "one of another session, or None"),
+        ("store", store, runtime is None or store is None or runtime.store is store, "the runtime's, or None"),
+    )
+    for word, value, valid, expected in checks:
+        if not valid:
+            raise SessionError(f"session.{word}: got {value!r:.80}; expected {expected}")
+
+
+def check_keep(keep: Any) -> None:
+    """Raises SessionError for an invalid number of chunks to keep."""
+    numbers = keep if isinstance(keep, tuple) else (keep, keep)
+    valid = len(numbers) == 2 and all(map(is_count, numbers)) and numbers[0] <= numbers[1]
+    if keep is not None and not valid:
+        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
+        raise SessionError(f"session.keep: got {keep!r:.80}; expected {expected}")
+
+
+def check_backbone(backbone: Any, store: Any, caller: str) -> None:
+    """Refuses an invalid backbone or store.
+
+    Raises:
+      InputError: either. `caller` begins the message.
+    """
+    check_is_backbone(backbone, caller)
+    if store is not None and not isinstance(store, PatchStore):
+        raise InputError(f"{caller}: got store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
+
+
+def float_dtype(dtype: Any, caller: str) -> np.dtype:
+    """Returns a dtype by its name.
+
+    Raises:
+      DtypeError: no floating-point dtype. `caller` begins the message.
+    """
+    with contextlib.suppress(TypeError):
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return jnp.dtype(dtype)
+    raise DtypeError(f"{caller}: got dtype {dtype!r:.80}; expected a floating-point one, such as 'bfloat16'")
+
+
+def check_rank(rank: Any, caller: str, least: int) -> None:
+    """Refuses an invalid rank: neither a whole number, nor one for each channel. None is valid if 0 is.
+
+    Raises:
+      RankError.
+    """
+    if rank is None and least == 0:
+        return
+    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
+            expected = f"a whole number from {least}, or one for each channel"
+            raise RankError(f"{caller}: got rank {rank!r:.80}; expected {expected}")
+
+
+def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple[list[int] | None, SessionConfig]:
+    """Returns what a chat template puts around a session's images, so that images stay chunks.
+
+    Args:
+      lead: the system prompt, or None for the template's own.
+
+    Returns:
+      The token ids of the lead (None: the template begins with the first image), and `config` with the texts around
+      every question, in which the template's names have gone.
+
+    Raises:
+      SessionError: a lead that is no text, texts around questions, or a backbone without chat templates. What the
+      backbone raises of its template.
+    """
+    if lead is not None and not isinstance(lead, str):
+        raise SessionError(f"session.lead: got {lead!r:.80} with chat; expected a text, the system prompt, or None")
+    if lead is not None:
+        check_text(lead, "session: lead")
+    if config.around != ("", ""):
+        raise SessionError(f"session.around: got {config.around!r:.80} with chat; expected the default")
+    if not all(hasattr(backbone, name) for name in ("chat_frame", "ids")):
+        raise SessionError(f"session.chat: got a {type(backbone).__name__}; expected a backbone of models.load")
+
+    # Without a token in front of the first image, the window pins that image instead.
+    names = config.chat if isinstance(config.chat, Mapping) else {}
+    frame = backbone.chat_frame(None if lead is None else str(lead), **names)
+    if frame.between:
+        raise SessionError(
+            f"session.chat: got a chat template with {len(frame.between)} tokens between two images, whose places move "
+            "in a session; expected one that writes images one right behind the other (else `lead` and `around`)"
+        )
+    return list(frame.front) or None, dataclasses.replace(config, chat=True, around=(frame.before, frame.behind))

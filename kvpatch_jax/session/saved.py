@@ -1,0 +1,236 @@
+"""Saved sessions: window, names, inputs, and KV as it is in the pool, in one file of safetensors format.
+
+A file is written beside its place and moved there in one step, so that a killed process leaves the old file or the new
+one. Whatever is read is checked: a digest over all contents reveals damage, and the pool checks shapes and types.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from ..backbone import Backbone
+from ..cache import Audio, Text, Video, decoded, sort_of
+from ..errors import DtypeError, KVPatchError, PoolLostError, SessionError, WindowError
+from ..utils.atomic_files import path_of, replace
+from ..window import Entry, PatchStore, Window, from_json, to_json
+from .config import Keep, SessionConfig, check_keep
+from .inputs import SessionInput
+from .pieces import PieceBook, PieceRecord
+from .runtime import Runtime
+
+FORMAT = "kvpatch session 3"
+SAVED_OPTIONS = ("reuse", "kl", "around", "chat", "placeholder", "memory", "encoding")
+"""Options in the file."""
+GIVEN_OPTIONS = ("certificate", "linker", "retriever", "rank", "pages")
+"""Options that a restore takes, because the file does not have them."""
+Arrays = dict[str, np.ndarray]
+
+
+def save(path: str | os.PathLike[str], book: PieceBook, keep: Keep, kv: bool) -> None:
+    """Writes a session in place of an existing file, as a whole or not at all.
+
+    Args:
+      kv: whether to include the window's KV.
+
+    Raises:
+      SessionError: a file that cannot be written.
+    """
+    executor, window, arrays = book.runtime.executor, book.window, Arrays()
+    snapshots = book.runtime.do(lambda: executor.snapshot(window)) if kv else []
+    for number, snapshot in enumerate(snapshots):
+        arrays |= {f"kept.{number}.{name}": value for name, value in snapshot.items()}
+
+    pieces = []
+    for number, (id, record) in enumerate(book.records.items()):
+        items = None
+        if record.input is not None:
+            items = [
+                _saved_item(item, f"item.{number}.{place}", arrays) for place, item in enumerate(record.input.items)
+            ]
+        pieces.append({"id": id, "name": record.name, "items": items, "content": _content_of(record)})
+
+    settings = {name: getattr(book.config, name) for name in SAVED_OPTIONS} | {"name": book.name, "keep": keep}
+    body = {"window": to_json(window), "settings": settings, "used": list(book.used_names), "pieces": pieces, "kv": kv}
+    text = json.dumps(body | {"dtype": str(executor.dtype)})
+    arrays = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    # Not every version of safetensors reads a file without arrays.
+    meta = {"format": FORMAT, "digest": _digest(text, arrays), "session": text}
+    content = safetensors.numpy.save({**arrays, "end": np.zeros(1, np.uint8)}, meta)
+    try:
+        replace(path_of(path, "session", SessionError), content)
+    except OSError as error:
+        message = f"session: got {str(path)!r:.200}, which cannot be written: {error}; expected a file's place"
+        raise SessionError(message) from error
+
+
+def _content_of(record: PieceRecord) -> str | None:
+    return None if record.input is None else record.input.content
+
+
+def _saved_item(item: Any, name: str, arrays: Arrays) -> dict[str, Any]:
+    """Returns an item of an input as JSON has it; its array goes to `arrays`."""
+    if isinstance(item, str):
+        return {"text": str(item)}
+    if isinstance(item, list):
+        return {"tokens": item}
+    saved: dict[str, Any] = {sort_of(item): name}
+    if isinstance(item, Video | Audio):
+        saved |= {"options": item.options, "encoded": isinstance(item.source, bytes)}
+        item = item.source
+    arrays[name] = np.frombuffer(item, np.uint8) if isinstance(item, bytes) else np.asarray(item)
+    return saved
+
+
+def _read_item(item: Mapping[str, Any], arrays: Arrays) -> Any:
+    if "text" in item:
+        return Text(_text(item["text"]))
+    if "tokens" in item:
+        return [int(token) for token in item["tokens"]]
+    if "image" in item:
+        return decoded(arrays[item["image"]])
+    kind, name = (Video, item["video"]) if "video" in item else (Audio, item["audio"])
+    return kind(arrays[name].tobytes() if item["encoded"] else arrays[name], **item["options"])
+
+
+def _digest(text: str, arrays: Arrays) -> str:
+    digest = hashlib.blake2b(text.encode(), digest_size=32)
+    for name in sorted(arrays):
+        value = arrays[name]
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} in place of a text")
+    return value
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Arrays]:
+    """Reads the fields and arrays of a file that `save` wrote; the digest is checked, the fields are not.
+
+    Raises:
+      SessionError: no such file, no session, another version, or damage.
+    """
+    path = path_of(path, "session", SessionError)
+    found = f"session: got {str(path)!r:.200}"
+    if not os.path.isfile(path):
+        raise SessionError(f"{found}, which is no file; expected what Session.save wrote")
+    try:
+        content = path.read_bytes()
+        arrays = safetensors.numpy.load(content)
+        # The library does not return the metadata of bytes.
+        length = int.from_bytes(content[:8], "little")
+        meta = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+        text, digest, form = (str(meta.get(key)) for key in ("session", "digest", "format"))
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise SessionError(f"{found}: {error!s:.200}; expected what Session.save wrote") from error
+    arrays.pop("end", None)
+    if form != FORMAT:
+        raise SessionError(f"{found} of format {form!r:.40}; expected {FORMAT!r}")
+    if _digest(text, arrays) != digest:
+        raise SessionError(f"{found}, which is damaged; expected contents of digest {digest!r:.40}")
+    return json.loads(text), arrays
+
+
+def restore(
+    path: str | os.PathLike[str],
+    backbone: Backbone,
+    store: PatchStore | None,
+    runtime: Runtime | None,
+    branch: str,
+    options: Mapping[str, Any],
+) -> tuple[PieceBook, Keep]:
+    """Returns the book and `keep` of a saved session.
+
+    Args:
+      runtime, branch: where its KV goes. None: a runtime of its own, with a pool as it was saved.
+      options: those that are not in the file.
+
+    Raises:
+      SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
+      session of another backbone. PoolError: no room. Nothing is held then.
+    """
+    for option in options:
+        if option not in GIVEN_OPTIONS:
+            raise TypeError(f"restore() got an unexpected keyword argument {option!r}")
+    body, arrays = read(path)
+    # A foreign program may have written the digest too, so every field may be missing or of another type.
+    try:
+        window = from_json(_text(body["window"]), backbone.fingerprint).renamed(branch)
+        settings = dict(body["settings"])
+        keep = tuple(settings["keep"]) if isinstance(settings["keep"], list) else settings["keep"]
+        check_keep(keep)
+        saved_options = {name: settings[name] for name in SAVED_OPTIONS}
+        saved_options["around"] = tuple(settings["around"])
+        # What a certificate bounded is served exactly where none is given.
+        if saved_options["reuse"] == "certified":
+            saved_options["reuse"] = None
+        config = SessionConfig(**options, **saved_options)
+        config.check(backbone, runtime)
+        opened = runtime or config.runtime(backbone, store, dtype=_text(body["dtype"]))
+        book = PieceBook(_text(settings["name"]), opened, dataclasses.replace(window, pieces=(), evicted=()), config)
+    except WindowError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, KVPatchError) and not isinstance(error, DtypeError):
+            raise
+        raise SessionError(f"session: got {type(error).__name__} {error!s:.200}; expected what was saved") from error
+    try:
+        _restore_pieces(book, window, body, arrays)
+    except BaseException:
+        book.release()
+        raise
+    return book, keep
+
+
+def _restore_pieces(book: PieceBook, window: Window, body: Mapping[str, Any], arrays: Arrays) -> None:
+    """Restores the records of a saved session, and the KV of its window.
+
+    Raises:
+      SessionError: fields that are not a session's. As `restore`.
+    """
+    entries: dict[str, Entry] = {piece.id: piece.entry for piece in window.pieces}
+    entries |= {entry.id: entry for entry in window.evicted}
+    try:
+        for fields in body["pieces"]:
+            id, name, items = _text(fields["id"]), _text(fields["name"]), fields["items"]
+            content = None
+            if items is not None:
+                read_items = tuple([_read_item(item, arrays) for item in items])
+                content = SessionInput(read_items, _text(fields["content"]), entries[id].kind == "text")
+            book.records[id], book.ids[name] = PieceRecord(entries[id], name, content), id
+        book.used_names = dict.fromkeys([_text(name) for name in body["used"]], 1)
+        if missing := sorted(set(entries) - set(book.records)):
+            raise KeyError(missing[0])
+        snapshots = [
+            {
+                name.partition(f"kept.{number}.")[2]: value
+                for name, value in arrays.items()
+                if name.startswith(f"kept.{number}.")
+            }
+            for number in range(len(window.pieces))
+        ]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise SessionError(f"session.pieces: got {type(error).__name__} {error!s:.200}; expected its fields") from error
+
+    if not body["kv"]:
+        # Without KV, the window is prefilled.
+        book.run("restore", window.anew())
+        return
+    runtime = book.runtime
+    try:
+        runtime.adopt(window, snapshots)
+    except PoolLostError:
+        raise
+    except WindowError as error:
+        raise SessionError(f"session: {error}") from error
+    book.window = window

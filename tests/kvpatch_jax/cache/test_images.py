@@ -1,0 +1,165 @@
+"""An image has one id for what it shows: composited over white, turned as its file says, however it is given."""
+# pyright: reportArgumentType=false
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kvpatch_jax.cache import chunk_id, decoded, expect_small
+from kvpatch_jax.errors import ImageError
+
+RNG = np.random.default_rng(5)
+RGB = RNG.integers(0, 256, (24, 40, 3), np.uint8)
+ORIENTATION = 0x0112
+SHOWN = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda pixels: np.rot90(pixels),
+}
+"""How pixels stored with each EXIF orientation are to be shown."""
+
+
+def id_of(image) -> str:
+    return chunk_id("model", image)
+
+
+def file_of(image: Image.Image, form: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def over_white(image: Image.Image) -> np.ndarray:
+    """Pillow's own compositing."""
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return np.array(Image.alpha_composite(white, image.convert("RGBA")).convert("RGB"))
+
+
+def ways(image: Image.Image, tmp_path: Path, form: str = "PNG", **options) -> list:
+    """An image's file, its bytes, the PIL image that `Image.open` gives and what that converts to."""
+    path = tmp_path / f"image.{form.lower()}"
+    path.write_bytes(file_of(image, form, **options))
+    return [
+        path,
+        path.read_bytes(),
+        Image.open(path),
+        Image.open(io.BytesIO(path.read_bytes())),
+        Image.open(path).copy(),
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- transparency
+
+
+def test_colours_under_full_transparency_are_no_part_of_an_image(tmp_path):
+    first = np.dstack([RGB, np.where(RNG.random(RGB.shape[:2]) < 0.5, 0, RNG.integers(1, 256, RGB.shape[:2]))])
+    first = first.astype(np.uint8)
+    second = first.copy()
+    second[first[..., 3] == 0, :3] = 7
+    assert not np.array_equal(first, second)
+    ids = [id_of(way) for image in (first, second) for way in (image, Image.fromarray(image, "RGBA"))]
+    ids += [id_of(way) for way in ways(Image.fromarray(second, "RGBA"), tmp_path)]
+    assert set(ids) == {id_of(over_white(Image.fromarray(first, "RGBA")))}
+    second[..., :3] ^= 1
+    assert id_of(second) != ids[0]
+
+
+def test_a_hidden_image_is_a_white_one():
+    assert id_of(np.zeros((8, 8, 4), np.uint8)) == id_of(np.full((8, 8, 3), 255, np.uint8))
+
+
+def test_every_colour_at_every_opacity_has_the_bits_of_pillow():
+    colours, opacities = np.meshgrid(np.arange(256), np.arange(256))
+    pixels = np.stack([colours, colours, colours, opacities], axis=-1).astype(np.uint8)
+    np.testing.assert_array_equal(decoded(pixels), over_white(Image.fromarray(pixels, "RGBA")))
+
+
+def test_palettes_greys_and_colours_with_transparency(tmp_path):
+    """As an index of a palette, an opacity for each, a channel beside grey, and one colour of an image without one."""
+    palette = Image.fromarray(RGB).quantize(8)
+    layer = Image.fromarray(np.dstack([RGB, RGB[..., 0]]), "RGBA")
+    grey = Image.fromarray(RGB[..., 0])
+    cases = [
+        *ways(palette, tmp_path, transparency=2),
+        file_of(palette, transparency=bytes(range(0, 240, 30))),
+        layer.convert("LA"),
+        layer.convert("PA"),
+        file_of(layer.convert("LA")),
+        file_of(grey, transparency=int(RGB[0, 0, 0])),
+        file_of(Image.fromarray(RGB), transparency=tuple(map(int, RGB[0, 0]))),
+    ]
+    for case in cases:
+        content = case.read_bytes() if isinstance(case, Path) else case
+        opened = Image.open(io.BytesIO(content)) if isinstance(content, bytes) else content
+        composited = over_white(opened)
+        assert not np.array_equal(composited, np.array(opened.convert("RGBA"))[..., :3])
+        np.testing.assert_array_equal(decoded(case), composited)
+        assert id_of(case) == id_of(composited)
+
+
+# ----------------------------------------------------------------------------------------------------- orientation
+
+
+@pytest.mark.parametrize("orientation", SHOWN)
+@pytest.mark.parametrize(("form", "options"), [("PNG", {}), ("JPEG", {"quality": 95}), ("TIFF", {}), ("WEBP", {})])
+def test_a_photo_is_turned_as_its_file_says_however_it_is_opened(tmp_path, orientation, form, options):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    image = Image.fromarray(RGB)
+    stored = np.array(Image.open(io.BytesIO(file_of(image, form, **options))))
+    found = ways(image, tmp_path, form, exif=exif, **options)
+    expected = SHOWN[orientation](stored)
+    for way in [*found, Image.open(io.BytesIO(found[1])).convert("RGB")]:
+        np.testing.assert_array_equal(decoded(way), expected)
+    assert {id_of(way) for way in found} == {id_of(np.ascontiguousarray(expected))}
+
+
+def test_a_transparent_photo_is_turned_before_it_is_laid_over_white(tmp_path):
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    palette = Image.fromarray(RGB).quantize(8)
+    for way in ways(palette, tmp_path, exif=exif, transparency=3):
+        expected = np.rot90(over_white(Image.open(io.BytesIO(file_of(palette, transparency=3)))), -1)
+        np.testing.assert_array_equal(decoded(way), expected)
+
+
+def test_an_image_is_not_changed_by_being_read(tmp_path):
+    """Twice read it is the same, and what its owner sees of it too."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 8
+    image = ways(Image.fromarray(RGB), tmp_path, exif=exif)[2]
+    assert id_of(image) == id_of(image)
+    assert (image.size, image.getexif()[ORIENTATION]) == ((40, 24), 8)
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_more_than_eight_bits_a_value_are_refused():
+    deep = (RGB[..., 0].astype(np.uint16)) << 8
+    for image in (deep, Image.fromarray(deep), file_of(Image.fromarray(deep)), deep.astype(np.float32)):
+        with pytest.raises(ImageError, match=r"expected (uint8|at most 8 bits)"):
+            decoded(image)
+
+
+def test_an_orientation_that_there_is_not_turns_nothing():
+    exif = Image.Exif()
+    exif[ORIENTATION] = 99
+    assert id_of(file_of(Image.fromarray(RGB), exif=exif)) == id_of(RGB)
+
+
+def test_a_size_is_told_before_anything_is_decoded(tmp_path):
+    path = tmp_path / "image.png"
+    Image.fromarray(RGB).save(path)
+    assert expect_small(path, 4000) == expect_small(str(path), 4000) == RGB.nbytes
+    for source in (path, str(path), path.read_bytes(), Image.fromarray(RGB), RGB):
+        with pytest.raises(ImageError, match="expected at most 2000"):
+            expect_small(source, 2000)

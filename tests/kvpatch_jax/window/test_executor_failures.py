@@ -1,0 +1,208 @@
+"""A run that fails leaves windows, logits and slots as they were; a lost pool is told, and comes back."""
+# pyright: reportArgumentType=false
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from window_cases import BAR, Loop, Watched, backbone_of, owners, same
+
+from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, PoolLostError, WindowError
+from kvpatch_jax.window import BARE, PREFILL, Entry, PatchNote, Service, Window
+
+IDS = ("c0", "c1", "c2", "c3")
+
+
+class Failing:
+    """A loop of four chunks, and a change of its window: one leaves, two rotate, two come in."""
+
+    def __init__(self, shared: bool, pages: int = 48):
+        self.watched = Watched(backbone_of("gqa"))
+        self.loop = Loop("gqa", pages, self.watched.backbone)
+        self.loop.append(*IDS)
+        self.parent = self.loop.window
+        if shared:
+            self.loop.run(self.parent.fork("x"))
+        self.window = self.loop.window
+        self.changed = self.window.evict("c1").append(self.loop.entry("c4")).append(self.loop.entry("c5"))
+
+    def state(self) -> dict[str, Any]:
+        """All that a failed run must leave: rows and logits of each branch, and who owns which slot."""
+        windows = {window.branch: window for window in (self.parent, self.window)}
+        rows = {f"{branch} {name}": row for branch in windows for name, row in self.loop.rows(windows[branch]).items()}
+        logits = {branch: self.loop.logits(window) for branch, window in windows.items()}
+        return rows | logits | {"counts": self.loop.executor.slots.counts, "owners": owners(self.loop.executor)}
+
+
+ERROR = RuntimeError("no memory left")
+CAUSES: list[tuple[Any, type[BaseException], Any]] = [
+    (ERROR, RuntimeError, 1),
+    (KeyboardInterrupt(), KeyboardInterrupt, 1),
+    ("nan", NotFiniteError, 1),
+    (ERROR, RuntimeError, 0),
+    (ERROR, RuntimeError, "rotate_pieces"),
+    (KeyboardInterrupt(), KeyboardInterrupt, "write_piece"),
+]
+"""How a run fails, with which error, and where: after so many forwards, or in which launch."""
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "forked"])
+@pytest.mark.parametrize(("failure", "error", "where"), CAUSES)
+def test_a_run_that_fails_leaves_everything(failure: Any, error: Any, where: Any, shared: bool, monkeypatch):
+    """Pieces may have been rotated by then, in place or (what another branch owns) into new slots."""
+    case = Failing(shared)
+    before, executor = case.state(), case.loop.executor
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise failure
+
+    for call in (executor.run, lambda window: executor.ask(window, case.loop.question())):
+        with monkeypatch.context() as patch:
+            if isinstance(where, int):
+                case.watched.fail(failure, where)
+            else:
+                patch.setattr(f"kvpatch_jax.window.executor.{where}", fails)
+            with pytest.raises(error):
+                call(case.changed)
+        case.watched.fail(None)
+        assert (executor.slots.counts == before["counts"]).all()
+    assert same(case.state(), before)
+
+    case.loop.run(case.changed)
+    assert (executor.slots.counts == owners(executor)).all()
+    other = Failing(shared)
+    other.loop.run(other.changed)
+    assert same(case.loop.rows(), other.loop.rows())
+
+
+def test_a_question_that_fails_behind_a_copied_piece_leaves_the_window():
+    """It has a forward of its own, when the window was brought."""
+    case = Failing(False)
+    case.loop.executor.provide("c2", chunk=case.loop.canonical("c2"))
+    before = case.state()
+    changed = case.window.evict("c3").serve({"c2": BARE})
+    for failure, error in ((ERROR, RuntimeError), ("nan", NotFiniteError)):
+        case.watched.fail(failure)
+        with pytest.raises(error):
+            case.loop.executor.ask(changed, case.loop.question())
+        case.watched.fail(None)
+        assert same(case.state(), before)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_can_be_refused_is_refused_before_anything_is_written():
+    case = Failing(False, pages=6)
+    loop, window = case.loop, case.window
+    loop.executor.provide("c6", chunk=loop.canonical("c6"))
+    before, pools = case.state(), loop.executor.pools
+    patch = PatchNote("0" * 32, "c6", None, "canonical", window.target(), None, False, 4, 100, 5)
+    for changed, error, words in (
+        (case.changed.append(loop.entry("c6")), PoolError, "piece 'c6': .*pages"),
+        (case.changed.append(Entry("c9", None, 8, 8)), InputError, r"provide\('c9', tokens=…\) first"),
+        (case.changed.append(dataclasses.replace(loop.entry("c2"), id="c9")), InputError, "provide"),
+        (window.append(Entry("c9", None, 8, 8), BARE), InputError, r"'c9': got no canonical"),
+        (window.append(Entry("c9", None, 8, 8), Service("restored")), InputError, "which no store has"),
+        (window.append(loop.entry("c6"), Service("patch", patch)), InputError, "got patch 0+, which nobody has"),
+        (window.append(Entry("c6", "another", 5, 5), BARE), PatchMismatchError, "expected 'another'"),
+        (window.append(Entry("c6", "another", 5, 5)), InputError, "expected 'another'"),
+        (window.append(Entry("c6", "content of c6", 4, 5)), InputError, "got 5 tokens of 'c6'; expected 4"),
+        (window.append(Entry("c6", "content of c6", 4, 5), BARE), WindowError, "got 5 tokens of 'c6'; expected 4"),
+        (dataclasses.replace(window, backbone="f" * 64), WindowError, "a window of backbone 'ffff"),
+    ):
+        with pytest.raises(error, match=words):
+            loop.executor.run(changed)
+        assert loop.executor.pools is pools
+        with pytest.raises(WindowError, match="expected"):
+            loop.executor.context(changed)
+    assert same(case.state(), before)
+
+
+def test_a_pool_that_is_lost_comes_back(monkeypatch: pytest.MonkeyPatch):
+    case = Failing(False)
+    loop = case.loop
+    loop.executor.provide("c3", chunk=loop.canonical("c3"))
+    loop.run(loop.window.evict("c1").serve({"c3": BARE}))
+
+    def dies(layout: Any, pools: Any, *_: Any, **__: Any) -> None:
+        for value in (*pools.engine.values(), *pools.source.values()):
+            value.delete()
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpatch_jax.window.executor.write_piece", dies)
+        with pytest.raises(PoolLostError, match=r"expected `renew\(\)`") as error:
+            loop.run(loop.window.append(loop.entry("c4")))
+    assert isinstance(error.value.__cause__, RuntimeError)
+    executor, window = loop.executor, loop.window
+    assert executor.lost
+    for call in (
+        lambda: executor.run(window),
+        lambda: executor.context(window),
+        lambda: executor.ask(window, loop.question()),
+        lambda: executor.snapshot(window),
+        lambda: executor.enlarge(64),
+    ):
+        with pytest.raises(PoolLostError):
+            call()
+
+    executor.renew()
+    assert not executor.lost
+    assert executor.slots.free_pages == 48
+    with pytest.raises(WindowError, match="every window"):
+        executor.run(window)
+    loop.run(window.anew())
+    assert [window.fidelity(id) for id in window.ids] == ["exact", "survivor", "approximate"]
+    assert [loop.window.fidelity(id) for id in window.ids] == ["exact", "exact", "approximate"]
+    loop.run(loop.window.evict("c3"))
+    logits = np.asarray(loop.backbone.prefill(loop.prompt("c0", "c2", question=True)).logits)
+    assert np.abs(loop.logits() - logits).max() <= BAR * np.abs(logits).max()
+
+
+def changed(draw: random.Random, window: Window, entries: list[Entry]) -> Window:
+    """A random operation; where it has nothing to change, a chunk is appended."""
+    movable, service = window.ids[1:], draw.choice([PREFILL, BARE])
+    operation = draw.choice(["append", "insert", "recall", "evict", "slide", "reorder", "serve", "fork"])
+    new = draw.choice([entry for entry in entries if entry.id not in (*window.ids, *window.gone)])
+    if operation == "insert" and movable:
+        return window.insert(new, draw.choice(movable), service)
+    if operation == "recall" and window.gone:
+        return window.recall(draw.choice(window.gone), service, before=draw.choice([None, *movable]))
+    if operation == "evict" and len(movable) > 1:
+        return window.evict(*draw.sample(movable, 2))
+    if operation == "reorder" and movable:
+        return window.reorder(draw.sample(movable, len(movable)))
+    if operation == "serve" and movable:
+        return window.serve({draw.choice(movable): service})
+    if operation == "fork" and window.branch.count("/") < 2:
+        window = window.fork()
+    return window.slide(2) if operation == "slide" else window.append(new, service)
+
+
+def test_sixty_random_programs_leak_no_slot():
+    """Of a pool that is too small for most of them, with forwards that fail now and then."""
+    watched, source, failures = Watched(backbone_of("gqa")), Loop(), 0
+    entries = [source.entry(f"c{index}") for index in range(15)]
+    canonicals = [source.canonical(entry.id) for entry in entries]
+    for seed in range(60):
+        draw, loop = random.Random(seed), Loop("gqa", 9, watched.backbone)
+        windows, executor = {"": loop.window}, loop.executor
+        for entry, canonical in zip(entries, canonicals, strict=True):
+            executor.provide(entry.id, tokens=source.tokens[entry.id], chunk=canonical)
+        for _ in range(14):
+            window = changed(draw, draw.choice(list(windows.values())), entries)
+            watched.fail(draw.choice([None, None, ERROR, "nan"]), draw.choice([0, 0, 0, 1]))
+            try:
+                executor.run(window)
+                windows[window.branch] = window
+            except (PoolError, RuntimeError, NotFiniteError):
+                failures += 1
+            watched.fail(None)
+            assert (owners(executor) == executor.slots.counts).all()
+        for branch in list(executor.branches):
+            if branch in windows:
+                executor.context(windows[branch])
+            executor.release(branch)
+        assert executor.slots.free_pages == 9
+    assert 60 < failures < 600

@@ -1,0 +1,230 @@
+"""Operations of windows: the order that they give, what leaves and can come back, what is pinned, what is refused."""
+# pyright: reportArgumentType=false
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from window_cases import FINGERPRINT, chunk, note_of, patched, text, window_of
+
+from kvpatch_jax.errors import InputError, PatchMismatchError, StalePatchError, WindowError
+from kvpatch_jax.window import BARE, KEEP, LIMIT, PREFILL, Service, Window
+
+
+def starts(window: Window) -> list[int]:
+    return [piece.start for piece in window.pieces]
+
+
+def test_pieces_stand_right_behind_one_another_in_the_order_of_operations():
+    window = window_of("A", "B").insert(chunk("C", span=7), before="B").append(text("t"))
+    assert window.ids == ("system", "A", "C", "B", "t")
+    assert starts(window) == [0, 18, 28, 35, 45]
+    assert (window.next_start, window.tokens, len(window)) == (49, 18 + 30 + 4, 5)
+    window = window.replace("A", chunk("D", span=3))
+    assert window.ids == ("system", "D", "C", "B", "t")
+    assert starts(window) == [0, 18, 21, 28, 38]
+    window = window.evict("C")
+    assert (starts(window), window.gone) == ([0, 18, 21, 31], ("A", "C"))
+    window = window.recall("A", before="B")
+    assert (window.ids, window.gone) == (("system", "D", "A", "B", "t"), ("C",))
+    assert window.recall("C").ids[-1] == "C"
+    assert (window.behind("B"), window.behind()) == (38, 52)
+
+
+def test_a_slide_takes_the_texts_behind_a_chunk_along_and_leaves_those_in_front_of_all():
+    window = window_of("trules", "A", "tA1", "tA2", "B", "tB", "C")
+    slid = window.slide(2)
+    assert slid.ids == ("system", "trules", "B", "tB", "C")
+    assert slid.gone == ("A",)
+    assert window.slide(3) == window
+    assert window.slide(9) == window
+    empty = window.slide(0)
+    assert (empty.ids, empty.gone) == (("system", "trules"), ("A", "B", "C"))
+    with pytest.raises(WindowError, match=r"'tA1', which is unknown; expected an evicted one, such as \('A',\)"):
+        slid.recall("tA1")
+
+
+def test_order_free_chunks_fill_the_places_of_those_that_are_named():
+    window = window_of(*"ABCD", free="ACD")
+    moved = window.reorder(["D", "A"])
+    assert moved.ids == ("system", "D", "B", "C", "A")
+    assert moved.reorder(["A", "D"]) == window
+    assert moved.reorder(["D", "A"]) == moved
+    # One that is not order-free may be named where it stays.
+    assert window.reorder(["system", "C", "B", "A"]).ids == ("system", "C", "B", "A", "D")
+
+
+def test_an_arrangement_is_what_single_operations_come_to():
+    window = window_of(*"ABCD", free="BCD").evict("A")
+    entries = [chunk("D", free=True), chunk("A"), chunk("X"), chunk("B", free=True)]
+    arranged = window.arranged([text("system", 18), *entries], {"D": BARE, "X": BARE})
+    single = window.evict("C").reorder(["D", "B"], {"D": BARE})
+    single = single.insert(chunk("X"), "B", BARE).recall("A", before="X")
+    assert arranged.ids == single.ids == ("system", "D", "A", "X", "B")
+    assert [piece.made for piece in arranged.pieces] == [piece.made for piece in single.pieces]
+    assert arranged.gone == ("C",)
+    # An entry may come in anew.
+    entries = [piece.entry for piece in window.pieces]
+    assert window.arranged(entries) == window
+    assert window.arranged(entries, {"C": KEEP}, renewed=["B"]).piece("B").made != window.piece("B").made
+
+
+def test_five_hundred_and_twelve_evicted_chunks_can_be_recalled(unchecked):
+    window = window_of()
+    for first in range(0, 600, 100):
+        window = window.arranged([text("system", 18), *(chunk(f"c{first + index}") for index in range(100))])
+    window = window.slide(0)
+    assert window.gone == tuple(f"c{index}" for index in range(600 - 512, 600))
+    assert window.recall("c88").ids == ("system", "c88")
+    assert window.append(chunk("c87")).ids == ("system", "c87")
+
+
+def test_the_lead_neither_leaves_nor_moves():
+    window = window_of("A", "B", lead=2, free="AB")
+    assert window.slide(0).ids == ("system", "A")
+    for refused in (
+        lambda: window.evict("A"),
+        lambda: window.replace("A", chunk("X")),
+        lambda: window.insert(chunk("X"), before="A"),
+    ):
+        with pytest.raises(WindowError, match=r"'A', one of 2 pinned in front; .*`lead=`"):
+            refused()
+    with pytest.raises(WindowError, match="pinned"):
+        window.reorder(["B", "A"])
+    with pytest.raises(WindowError, match=r"expected \('system', 'A'\), which are pinned"):
+        window.arranged([piece.entry for piece in window.pieces[1:]])
+    # It may be served otherwise, where it is.
+    assert window.serve({"A": BARE}).ids == window.ids
+
+
+def test_a_window_without_a_lead_says_when_the_sink_has_left():
+    window = Window.empty(FINGERPRINT, lead=0)
+    for name in "ABC":
+        window = window.append(chunk(name))
+    left = window.evict("A")
+    assert [window.sink_left, left.sink_left, left.recall("A", before="B").sink_left] == [False, True, False]
+    assert [left.fidelity(id) for id in left.ids] == ["survivor", "survivor"]
+
+
+def test_services_that_do_not_fit_a_piece_are_refused():
+    window = window_of("A", "t")
+    note = note_of(window, "B")
+    for service, words in (
+        (Service("patch"), "'patch' of 'B' with no patch"),
+        (Service("bare", note), "'bare' of 'B' with a patch"),
+        (Service("other"), "'other' of 'B'"),
+        (KEEP, "expected a piece of the window"),
+        (Service("leading"), "expected nothing in front of it"),
+        (Service("bare", stored="0" * 32), "with stored="),
+        (Service("restored", likeness="near"), "with stored=None"),
+    ):
+        with pytest.raises(WindowError, match=words):
+            window.append(chunk("B"), service)
+    for service in (BARE, Service("leading"), Service("restored"), patched(note)):
+        with pytest.raises(WindowError, match="which is a text; expected it prefilled"):
+            window.append(text("t2"), service)
+        with pytest.raises(WindowError, match="which is a text; expected it prefilled"):
+            window.serve({"t": service})
+    with pytest.raises(WindowError, match="that it comes in"):
+        Window.empty(FINGERPRINT).append(chunk("A")).serve({"A": Service("leading")})
+
+
+def test_a_canonical_or_stored_prefill_in_the_place_of_a_forward_has_its_identity():
+    empty = Window.empty(FINGERPRINT)
+    prefilled = empty.append(chunk("A")).append(chunk("B"))
+    restored = empty.append(chunk("A"), Service("leading")).append(chunk("B"), Service("restored"))
+    assert [piece.made for piece in restored.pieces] == [piece.made for piece in prefilled.pieces]
+    assert [restored.fidelity(id) for id in "AB"] == ["exact", "exact"]
+    assert prefilled.piece("B").made == empty.append(chunk("A")).prefilled(chunk("B"))
+
+
+def test_a_patch_serves_behind_the_very_kv_that_it_was_formed_behind():
+    window = window_of("A")
+    bare = window.serve({"A": BARE})
+    # Behind a bare chunk the promise is that chunk's prefill, so the same patch belongs to both.
+    for place in (window, bare):
+        served = place.append(chunk("N"), patched(note_of(window, "N")))
+        assert (served.fidelity("N"), served.standing("N").ways) == ("approximate", (("stored", 8),))
+    blind = note_of(window, "N", antecedent=bare.antecedent())
+    for place in (window, bare):
+        with pytest.raises(StalePatchError, match="patch of chunk 'N': got one formed behind"):
+            place.append(chunk("N"), patched(blind))
+        assert place.append(chunk("N"), patched(blind, stale=True)).standing("N").ways == (("", 0),)
+    for wrong in (note_of(window, "M"), note_of(window, "N", content="another")):
+        with pytest.raises(PatchMismatchError, match=r"patch of chunk 'N'.*expected 'content of N'"):
+            window.append(chunk("N"), patched(wrong, stale=True))
+
+
+def test_an_orbit_patch_serves_in_any_order():
+    window = window_of(*"ABC", free="ABC", promise="forget")
+    orbit = note_of(window, "C", "C", antecedent=window.antecedent("C").sorted(), orbit=True)
+    moved = window.reorder(["B", "A", "C"], {"C": patched(orbit)})
+    assert moved.standing("C").ways == (("orbit", 8),)
+    with pytest.raises(StalePatchError, match="any ordering of"):
+        window.reorder(["C", "A", "B"], {"C": patched(orbit)})
+    with pytest.raises(WindowError, match=r"got one of 'C'; expected it of one of \['B', 'A'\]"):
+        window.reorder(["B", "A"], {"C": patched(orbit)})
+
+
+def test_a_removal_patch_needs_the_kv_that_the_window_holds():
+    window = window_of(*"AB", promise="forget")
+    left = window.evict("A")
+    removal = note_of(left, "B", "B", base="conditioned", base_antecedent=window.antecedent("B"))
+    served = left.serve({"B": patched(removal)})
+    assert (served.piece("B").base, served.fidelity("B")) == (window.piece("B").made, "approximate")
+    with pytest.raises(StalePatchError, match=r"a base of KV \w+; expected \w+, which the window holds"):
+        left.serve({"B": patched(dataclasses.replace(removal, base_antecedent=left.antecedent("B")))})
+    with pytest.raises(PatchMismatchError, match="base 'conditioned'; expected 'canonical' of what comes in"):
+        left.append(chunk("N"), patched(dataclasses.replace(removal, chunk="N", content=None)))
+
+
+REFUSED: list[tuple[Callable[[Window], Any], str]] = [
+    (lambda w: w.recall("X"), r"'X', which is unknown; .* \('A',\)"),
+    (lambda w: w.recall("B"), "'B', which is in the window"),
+    (lambda w: w.evict("t").recall("t"), "unknown"),
+    (lambda w: w.reorder(["C", "B"]), "'C' moved"),
+    (lambda w: w.reorder(["B", "B"]), r"\('B', 'B'\); expected each once"),
+    (lambda w: w.append(chunk("B")), "'B', which is in the window"),
+    (lambda w: w.append(chunk("A")), "`recall`"),
+    (lambda w: w.arranged([*(piece.entry for piece in w.pieces), chunk("A", span=4)]), "evicted as"),
+    (lambda w: w.arranged([w.pieces[0].entry, chunk("X"), chunk("X")]), "'X' twice"),
+    (lambda w: w.evict("B", "B"), "expected each once"),
+    (lambda w: w.evict("X"), r"'X', which is not in the window; .*'t'"),
+    (lambda w: w.evict("A"), "which is evicted"),
+    (lambda w: w.evict(["B"]), "which is not in the window"),
+    (lambda w: w.slide(-1), "slide.keep: got -1"),
+    (lambda w: w.slide(True), "slide.keep: got True"),
+    (lambda w: w.append("X"), "got a str; expected an Entry"),
+    (lambda w: w.serve({"X": PREFILL}), "'X', which is not in the window"),
+    (lambda w: w.fork(""), "fork.name: got ''"),
+    (lambda w: w.fork("a/b"), "without a slash"),
+    (lambda w: w.renamed("/x"), "without a slash"),
+    (lambda w: w.promising("neither"), "'remember' or 'forget'"),
+    (lambda w: Window.empty(FINGERPRINT, lead=-1), "window.lead: got -1"),
+    (lambda w: w.append(chunk("X", LIMIT - 1)), r"below 2\*\*30"),
+]
+
+
+@pytest.mark.parametrize(("operation", "words"), REFUSED)
+def test_refused_operations_say_what_is_expected_and_change_nothing(unchecked, operation, words):
+    window = window_of(*"ABC", "t").evict("A")
+    copy = dataclasses.replace(window)
+    with pytest.raises(WindowError, match=words) as refusal:
+        operation(window)
+    assert "expected" in str(refusal.value)
+    assert window == copy
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"id": ""}, {"id": 3}, {"content": ""}, {"kind": "image"}, {"kind": "text", "order_free": True}),
+        *({"tokens": 0}, {"tokens": True}, {"span": 0}, {"span": -1}, {"span": 2.5}, {"span": LIMIT}, {"modality": ""}),
+    ],
+)
+def test_refused_entries_name_the_field(unchecked, fields):
+    with pytest.raises(WindowError, match=rf"entry\.({'|'.join(fields)}): got .*expected"):
+        dataclasses.replace(chunk("A"), **fields)
+    with pytest.raises(InputError):
+        chunk("\ud800")
