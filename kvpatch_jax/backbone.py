@@ -5,6 +5,7 @@ V vocabulary. KV is {channel: [L,B,T,K,H]}. A forward returns phase-free KV; the
 frame, as an ordinary attention kernel reads it.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -190,11 +191,18 @@ class ForwardCosts(NamedTuple):
 
     def flops(self, tokens: int, behind: int = 0, start_layer: int = 0) -> int:
         """Computes FLOPs of a forward over tokens that follow `behind` others, with causal attention; no logits."""
-        pairs = Counter[int]()
-        for pair, window in zip(self.pair[start_layer:], self.window[start_layer:], strict=True):
-            pairs[window] += pair
-        seen = sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs.items())
-        return sum(self.token[start_layer:]) * tokens + seen
+        token, pairs = _layer_sums(self, start_layer)
+        return token * tokens + sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs)
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_sums(costs: ForwardCosts, start_layer: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Returns FLOPs per token, and (attention window, FLOPs per pair of tokens), summed over layers from one on."""
+    # Layers of one attention window see the same pairs of tokens, so their costs per pair add up.
+    pairs = Counter[int]()
+    for pair, window in zip(costs.pair[start_layer:], costs.window[start_layer:], strict=True):
+        pairs[window] += pair
+    return sum(costs.token[start_layer:]), tuple(pairs.items())
 
 
 def seen_pairs(tokens: int, behind: int, window: int = 0) -> int:

@@ -247,6 +247,8 @@ class Prompts:
         return self.tokenizer.decode(array.tolist(), skip_special_tokens=False)
 
     def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:
+        if ids and max(ids) > np.iinfo(np.int32).max:
+            raise InputError(f"token ids: got {max(ids)}; expected ids of the vocabulary")
         input_ids = np.array(ids, np.int32)
         positions = self.family.positions(self.config, input_ids, arrays)
         return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}

@@ -209,7 +209,7 @@ def records_of_trace(model: str, path: str, window: int, trace: int, seed: int) 
 
     caches: dict[str, PrefixCache] = {}
     tokens = [truth[FIRST].tokens[piece] for piece in range(contexts * PIECES)]
-    flops = Costs.of(backbone, np.float32).run
+    flops = Costs.of(backbone, np.float32).forward.flops
     for visit in visits:
         counts = {"steps": len(visit.pieces) - visit.forked}
         for name, work in counted_work(visit, tokens, len(contents.lead), window, flops, caches).items():

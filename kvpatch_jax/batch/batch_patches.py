@@ -18,7 +18,7 @@ from ..cache import Antecedent, Chunk, Member, Patch
 from ..core import PARTS, EngineKV, bucket, end_position, jitted_fold, to_engine, token_rows
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
 from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
-from ..window import PatchStore, asked_behind, stored
+from ..window import PatchStore, stored, stored_patches
 
 Path = tuple[str, ...]
 """Ids of chunks from the front: the last one, after its antecedent."""
@@ -165,7 +165,7 @@ class BatchPatchCache:
 
             # Ids are of contents here; another program may have stored something else under one.
             # Encoded canonicals are left out: answers would depend on what a store has.
-            found = stored(self._store, id, self._backbone.fingerprint, None)
+            found = stored(self._store, id, self._backbone.fingerprint)
             if found is not None and found.content == id:
                 self._chunks[id] = found
                 self.counts["found_canonicals"] += 1
@@ -278,12 +278,11 @@ class BatchPatchCache:
 
         backbone, chunk = self._backbone, self._padded_chunk(path[-1])
         antecedent = _antecedent(path[:-1])
-        wanted = asked_behind(antecedent, chunk.id, chunk.content, backbone.layout, backbone.fingerprint)
         ranks, asked = choose_ranks(chunk, self._rank)
-        expected = wanted.antecedent, wanted.layers, "phase_free", False, asked
+        expected = antecedent.ids, tuple(range(backbone.layout.layers)), "phase_free", False, asked
 
         # Only a patch that equals the one formed here: otherwise answers would depend on the store.
-        for patch in self._store.get_patches(wanted):
+        for patch in stored_patches(self._store, chunk, antecedent, backbone.layout, backbone.fingerprint):
             of = patch.metadata
             found = of.antecedent, of.layers, of.frame, of.orbit, of.asked
             if found != expected or dict(patch.ranks) != dict(ranks):

@@ -9,7 +9,7 @@ from ..cache import Antecedent, Chunk, Identities, Patch, Ways, content_of, cont
 from ..core import KVLayout
 from ..errors import PlanError
 from ..patching import update_patch
-from ..window import Encodings, Entry, PatchNote, PatchStore, StoredPrefills, asked_behind, stored, stored_patches
+from ..window import Encodings, Entry, PatchNote, PatchStore, StoredPrefills, stored, stored_patches
 
 
 class AvailablePatch(NamedTuple):
@@ -148,7 +148,7 @@ class PatchInventory:
                 if contains(entry.id, self.backbone, **options):
                     return True
             else:
-                chunk = stored(self._store, entry.id, self.backbone, encoding=word)
+                chunk = stored(self._store, entry.id, self.backbone, (word,))
                 if chunk is not None and not contents_differ(entry.content, chunk.content):
                     return True
         return False
@@ -176,14 +176,9 @@ class PatchInventory:
     def _stored_patches(self, entry: Entry, antecedent: Antecedent) -> list[AvailablePatch]:
         """Looks up the store's patches behind an antecedent, and orbit patches for any order of it."""
         assert self._layout is not None
-        query = asked_behind(antecedent, entry.id, entry.content, self._layout, self.backbone)
-        available = []
-        for word in self.encodings:
-            query = dataclasses.replace(query, encoding=word, orbit=False)
-            patches = stored_patches(self._store, query)
-            if antecedent.ids:
-                patches = [*patches, *stored_patches(self._store, dataclasses.replace(query, orbit=True))]
-            available += [AvailablePatch(PatchNote.of(patch), None, word) for patch in patches]
+        orbits = (False, True) if antecedent.ids else (False,)
+        patches = stored_patches(self._store, entry, antecedent, self._layout, self.backbone, self.encodings, orbits)
+        available = [AvailablePatch(PatchNote.of(patch), None, patch.metadata.encoding) for patch in patches]
         return [self._index(patch) for patch in available]
 
     def _index(self, patch: AvailablePatch) -> AvailablePatch:

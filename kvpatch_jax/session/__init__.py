@@ -4,9 +4,9 @@
 they run on is a `Runtime`. `kvpatch_jax.traces` records what happens in sessions.
 """
 
-from .answers import Answer, Audit
+from .answers import Answer, Comparison
 from .config import SessionConfig
-from .needs import AblatedAnswer, DisposabilityReport
+from .needs import DisposabilityReport
 from .questions import RetrievalQuery
 from .runtime import Runtime
 from .session import Session
@@ -14,9 +14,8 @@ from .sessions import Sessions, SharedStats
 from .stats import Stats, StepStats
 
 __all__ = [
-    "AblatedAnswer",
     "Answer",
-    "Audit",
+    "Comparison",
     "DisposabilityReport",
     "RetrievalQuery",
     "Runtime",
@@ -33,6 +32,4 @@ from .answers import served_logits as served_logits
 from .config import check_backbone as check_backbone
 from .config import check_rank as check_rank
 from .config import float_dtype as float_dtype
-from .inputs import EmbeddedInput as EmbeddedInput
 from .inputs import embedded as embedded
-from .needs import UNCHANGED as UNCHANGED

@@ -1,8 +1,10 @@
 """Answers: text as it is decoded, and how far an answer is from the same answer in another context."""
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,20 +14,24 @@ from ..backbone import Backbone, Tokens, ahead_of
 from ..errors import InputError, SessionClosedError
 from ..window import Window
 from .inputs import EmbeddedInput, embedded
-from .runtime import Runtime, TokenIterator
+from .runtime import Runtime
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit:
-    """Comparison of a served answer with the same question after a re-prefill of the window.
+class Comparison:
+    """Comparison of a question after a window with the same question after another, at every token of an answer.
+
+    An audit compares a re-prefill of the window with the window as it was served. `Session.needs` compares the window
+    as it is served with one in which a chunk, or its conditioning, is ablated.
 
     Attributes:
-      kl: KL(re-prefill ‖ served) of the next token, the mean over the tokens of the answer, in nats.
+      kl: KL(first ‖ second) of the next token, the mean over the tokens of the answer, in nats.
       first: the same for the first token alone.
       flips: the number of tokens whose likeliest token differs.
       places: the number of tokens that were compared.
-      as_promised: whether the window was served as it promises. A window that remembers evicted chunks differs from a
-        re-prefill even then, by intention.
+      as_promised: whether the second window was served as it promises. A window that remembers evicted chunks differs
+        from a re-prefill even then, by intention.
+      answer: the text after the second window; token ids without a tokenizer.
     """
 
     kl: float
@@ -33,6 +39,20 @@ class Audit:
     flips: int
     places: int
     as_promised: bool
+    answer: str
+
+    @classmethod
+    def of(
+        cls, first: Float[np.ndarray, "n V"], second: Float[np.ndarray, "n V"], as_promised: bool, answer: "Answer"
+    ) -> "Comparison":
+        """Compares the logits of two windows at the same tokens."""
+        kl, flipped = compared(first, second)
+        text = answer.text or str(list(answer.ids))
+        return cls(float(kl.mean()), float(kl[0]), int(flipped.sum()), len(kl), as_promised, text)
+
+    def changed(self, bound: float) -> bool:
+        """Returns whether a token flips, or the answer moves by more than `bound` nats."""
+        return self.flips > 0 or self.kl > bound
 
     def __str__(self) -> str:
         served = "as promised" if self.as_promised else "approximately"
@@ -55,12 +75,13 @@ class Answer:
       audit: the result of `audit=True`, otherwise None.
     """
 
-    def __init__(self, pieces: TokenIterator, seed: int | None = None):
-        """Waits for the first token, so that an invalid question raises where it is asked."""
+    def __init__(self, pieces: Any, seed: int | None = None):
+        """Waits for the first token of a closable iterator, so that an invalid question raises where it is asked."""
         self.seed: int | None = seed
-        self.audit: Audit | None = None
+        self.audit: Comparison | None = None
         self.recalled: list[str] = []
-        self._pieces, self._lock = pieces, threading.Lock()
+        # Re-entrant, because a retriever that runs for the answer may close it.
+        self._pieces, self._lock = pieces, threading.RLock()
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._done = False
@@ -110,7 +131,9 @@ class Answer:
                 self._error = SessionClosedError(
                     f"answer: got closed after {len(self._ids)} tokens; expected it read to its end before"
                 )
-                self._pieces.close()
+                # A generator that runs right now, on this thread, is closed after its step.
+                with contextlib.suppress(ValueError):
+                    self._pieces.close()
 
     def _has(self, place: int) -> bool:
         """Returns whether the answer has a token at this place. Waits until that is known."""
@@ -129,6 +152,9 @@ class Answer:
             except BaseException as error:
                 self._error = error
                 raise
+            if self._error is not None:
+                self._pieces.close()
+                raise self._error
             self._ids.append(int(piece.ids[0]))
             self._texts.append(piece.text)
             return True
@@ -145,17 +171,13 @@ def compared(
     Returns:
       KL(first ‖ second) in nats, and whether the likeliest token differs.
     """
-    log_first, log_second = _log_softmax(first), _log_softmax(second)
-    kl = (np.exp(log_first) * (log_first - log_second)).sum(axis=-1)
-    # Rounding may leave a tiny negative number.
-    return np.maximum(kl, 0.0), log_first.argmax(-1) != log_second.argmax(-1)
-
-
-def _log_softmax(logits: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
     # The largest logit becomes 0, so that no exponential overflows.
-    shifted = np.asarray(logits, np.float64)
-    shifted = shifted - shifted.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    shifted = [np.asarray(logits, np.float64) for logits in (first, second)]
+    shifted = [logits - logits.max(axis=-1, keepdims=True) for logits in shifted]
+    logs = [logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)) for logits in shifted]
+    kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=-1)
+    # Rounding may leave a tiny negative number.
+    return np.maximum(kl, 0.0), logs[0].argmax(-1) != logs[1].argmax(-1)
 
 
 def _answer_rows(question: int, places: int) -> np.ndarray:
@@ -198,22 +220,21 @@ def prefilled_logits(
       start: of the question.
     """
     # Joined on the host, where a new length compiles nothing.
-    parts = [*pieces, (asked, start)]
-    features = next((part.tokens.deepstack for part, _ in parts if part.tokens.deepstack is not None), None)
-    embeddings, positions, deepstack = [], [], []
-    for part, place in parts:
-        embeddings.append(np.asarray(part.tokens.embeddings)[:, : part.length])
-        positions.append(np.asarray(part.tokens.positions)[:, : part.length] + place)
-        if features is not None:
-            # Texts have no features of the vision tower; zeros add nothing.
-            zeros = np.zeros((1, part.length, *features.shape[2:]), features.dtype)
-            rows = part.tokens.deepstack
-            deepstack.append(zeros if rows is None else np.asarray(rows)[:, : part.length])
+    parts = [(piece.take(0, piece.length), place) for piece, place in [*pieces, (asked, start)]]
+    features = next((part.deepstack for part, _ in parts if part.deepstack is not None), None)
+    deepstack = None
+    if features is not None:
+        # Texts have no features of the vision tower; zeros add nothing.
+        rows = []
+        for part, _ in parts:
+            zeros = np.zeros((1, part.embeddings.shape[1], *features.shape[2:]), features.dtype)
+            rows.append(zeros if part.deepstack is None else part.deepstack)
+        deepstack = jnp.asarray(np.concatenate(rows, axis=1))
     prompt = Tokens(
-        jnp.asarray(np.concatenate(embeddings, axis=1)),
-        np.concatenate(positions, axis=1),
-        None if features is None else jnp.asarray(np.concatenate(deepstack, axis=1)),
-        ahead_of([part.tokens.take(0, part.length) for part, _ in parts]),
+        jnp.asarray(np.concatenate([part.embeddings for part, _ in parts], axis=1)),
+        np.concatenate([np.asarray(part.positions) + place for part, place in parts], axis=1),
+        deepstack,
+        ahead_of([part for part, _ in parts]),
     )
     before = sum(piece.length for piece, _ in pieces)
     out = backbone.prefill(prompt, logits=before + _answer_rows(question, places))

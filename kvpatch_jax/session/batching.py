@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -28,7 +28,7 @@ from ..errors import NotFiniteError, PoolError, PoolLostError, SessionBusyError,
 from ..sampling import TextPiece, check_steps
 from ..utils.background import start_thread
 from ..window import Executor, Window
-from .runtime import AnswerOptions, TokenIterator
+from .runtime import AnswerOptions
 
 TABLES = Buckets(smallest=64, steps=1)
 """Keys of a row are rounded up to powers of two, so that a batch has few programs, whatever its contexts."""
@@ -39,11 +39,11 @@ IDLE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Turn:
-    """What waits for the worker.
+class Call:
+    """A job of another thread that waits for the worker.
 
     Attributes:
-      window: that a call brings, or that a question is asked behind; None of calls that need no room.
+      window: that the job brings; None if it needs no room.
       deadline: of waiting for room, of `time.monotonic`.
       results: of a call its value and its error; of a question the tokens one by one, then None or an error.
       cancelled: set by the caller, on any thread, when it waits no longer.
@@ -53,6 +53,7 @@ class Turn:
 
     window: Window | None
     deadline: float
+    job: Callable[[], Any] | None = None
     results: "queue.SimpleQueue[Any]" = dataclasses.field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
     ended: bool = False
@@ -60,14 +61,7 @@ class Turn:
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Call(Turn):
-    """A job of another thread."""
-
-    job: Callable[[], Any]
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Question(Turn):
+class Question(Call):
     """A question with its answer: it waits for a row of the batch and for room, and is decoded there.
 
     Its window is in a branch of the answer's own, so that later changes of the session's window leave the answer alone.
@@ -113,11 +107,7 @@ class Question(Turn):
         return self.count >= self.steps or self.token in self.stop
 
     def deliver(self, token: int) -> None:
-        """Gives the reader the next token.
-
-        Raises:
-          NotFiniteError: the logits were not.
-        """
+        """Gives the reader the next token. Raises NotFiniteError if the logits were not finite."""
         if token == INVALID_TOKEN:
             raise NotFiniteError(
                 f"answer: got logits with NaN or infinity, or all -infinity, at token {self.count} after the question; "
@@ -150,8 +140,7 @@ class AnswerBatch:
     def begin(self, question: Question) -> None:
         """Runs a question in slots that are reserved for its longest answer. It joins unless one token completes it.
 
-        Raises:
-          PoolError: no room; nothing has changed. NotFiniteError: of its logits. What the backbone raises.
+        Raises PoolError if there is no room, with nothing changed.
         """
         executor, branch, length = self._executor, question.window.branch, question.length
         context = executor.context(question.window)
@@ -215,11 +204,13 @@ class AnswerBatch:
         dtype = np.float32 if any(isinstance(row.position, float) for row in self.rows) else np.int32
         rows = []
         for row in self.rows:
-            where, decoded = _widened(row.where, pages), row.count - 1
+            decoded, room = row.count - 1, pages - row.where.table.shape[1]
             token, place, index = np.array([[row.token], [row.behind + decoded], [row.count]], np.int32)
             position = np.array([row.position + decoded], dtype)
-            keys = where.table, where.seen, where.places_of_keys()
-            rows.append(AnswerRows(token, place, position, index, *keys, row.transition))
+            table = np.pad(np.asarray(row.where.table), ((0, 0), (0, room)), constant_values=NO_PAGE)
+            keys = ((0, 0), (0, room * row.where.page_size))
+            seen, places = np.pad(row.where.seen, keys), np.pad(row.where.places_of_keys(), keys)
+            rows.append(AnswerRows(token, place, position, index, table, seen, places, row.transition))
             row.transition = None
 
         # Each size compiles a program, so there are few. Decoding reads the weights once, whatever the padding.
@@ -255,19 +246,13 @@ class BatchScheduler:
     """
 
     def __init__(self, executor: Executor, *, batch: int, waiting: int, timeout: float | int):
-        """Takes an executor, which nobody else may use.
-
-        Args:
-          batch: the largest number of answers that are decoded together.
-          waiting: the largest number of questions that wait for that.
-          timeout: seconds of waiting for room.
-        """
+        """Takes an executor, which nobody else may use. The numbers are those of `Sessions`."""
         self.batch = AnswerBatch(executor, batch)
         self.ended, self.cancelled, self.busy = 0, 0, 0
         self._executor, self._most_waiting, self._timeout = executor, waiting, timeout
         # The inbox is the one way to the worker: `put` takes no lock, so finalizers may call it. None wakes it.
         self._inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._calls, self._line = collections.deque[Call](), list[Call | Question]()
+        self._calls, self._line = collections.deque[Call](), list[Call]()
         # Whether what waits in the line may find a place now.
         self._changed = False
         self._numbers, self._process = itertools.count(), os.getpid()
@@ -282,17 +267,19 @@ class BatchScheduler:
         return len(self._line) + len(self._calls)
 
     def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
-        """Implements `Scheduler.do`.
-
-        Raises:
-          SessionBusyError: no room within the timeout. PoolError: no room, and none if others release theirs.
-          SessionClosedError: closed meanwhile. What the job raises.
-        """
+        """Runs a job on the worker. Raises SessionBusyError if others hold the room; else as `InlineScheduler.do`."""
         if threading.current_thread() is self._worker:
             return job()
+        if os.getpid() != self._process:
+            raise SessionClosedError("sessions: got used in a process that was forked off; expected their own")
         call = Call(job=job, window=window, deadline=time.monotonic() + self._timeout)
         try:
-            self._submit(call)
+            with self._lock:
+                if self._closed:
+                    raise SessionClosedError("sessions: got used after they were closed; expected them open")
+                if self._worker is None:
+                    self._worker = start_thread(self._work, self._stop_at_exit, "sessions")
+                self._inbox.put(call)
             value, error = call.results.get()
         except BaseException:
             call.cancelled = True
@@ -301,13 +288,12 @@ class BatchScheduler:
             raise error
         return value
 
-    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> TokenIterator:
-        """Implements `Scheduler.answer`. The question is in the line when this returns.
+    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> Any:
+        """Returns an iterator over an answer's tokens, with `close`. The question is in the line when this returns.
 
         Raises:
-          InputError: invalid options or length. WindowError: another window than the branch has. SessionBusyError, also
-          from the iterator: too many questions wait, or no room, within the timeout. PoolLostError, SessionClosedError:
-          also from the iterator.
+          InputError: invalid options or length. WindowError: another window than the branch has. Here and from the
+          iterator, SessionBusyError: no place or room within the timeout. PoolLostError, SessionClosedError.
         """
         check_steps(options.steps)
         backbone: Any = self._executor.backbone
@@ -317,20 +303,14 @@ class BatchScheduler:
             return (piece for piece in ())
 
         def enter() -> AnswerStream:
-            if sum(isinstance(turn, Question) for turn in self._line) >= self._most_waiting:
+            if sum(isinstance(call, Question) for call in self._line) >= self._most_waiting:
                 raise PoolError(f"ask: got {self._most_waiting} questions that wait; expected a place among them")
             # Names of sessions and forks are not empty, so no other branch has "//" in its name.
             branch = f"{window.branch}//{next(self._numbers)}"
             self._executor.share(window, branch)
-            question = Question(
-                window=dataclasses.replace(window, branch=branch),
-                deadline=time.monotonic() + self._timeout,
-                tokens=tokens,
-                length=length,
-                steps=options.steps,
-                draws=draws,
-                stop=stop,
-            )
+            shared, deadline = dataclasses.replace(window, branch=branch), time.monotonic() + self._timeout
+            asked = {"tokens": tokens, "length": length, "steps": options.steps, "draws": draws, "stop": stop}
+            question = Question(window=shared, deadline=deadline, **asked)
             self._line.append(question)
             self._changed = True
             return AnswerStream(self, question, backbone)
@@ -338,7 +318,7 @@ class BatchScheduler:
         return self.do(enter)
 
     def drop(self, branch: str) -> None:
-        """Implements `Scheduler.drop`."""
+        """Ends the answers about a branch."""
 
         def job() -> None:
             for question in self._questions():
@@ -369,16 +349,17 @@ class BatchScheduler:
             self._inbox.put(None)
 
     def tokens(self, question: Question) -> Iterator[Int[np.ndarray, "1 1"]]:
-        """Yields the tokens of an answer in blocks, as `generate` does; waits for each.
-
-        Raises:
-          The error that ended the answer. SessionClosedError: in a forked process.
-        """
+        """Yields the tokens of an answer in blocks, as `generate` does. Raises the error that ended it."""
         while not question.cancelled:
             if os.getpid() != self._process:
                 raise SessionClosedError("answer: got read in a process that was forked off; expected its own")
-            if threading.current_thread() is self._worker:
-                self._decode_inline(question)
+            # A job may read an answer on the worker itself, which then decodes until there is a result.
+            while threading.current_thread() is self._worker and question.results.empty():
+                if question not in self._line or self.batch.full:
+                    self._step()
+                elif not self._attempt(question):
+                    # The job that reads may be what holds the room.
+                    self._end(question, question.shortage)
             result = question.results.get()
             if isinstance(result, BaseException):
                 raise result
@@ -386,27 +367,7 @@ class BatchScheduler:
                 return
             yield np.array([[result]], np.int32)
 
-    def _decode_inline(self, question: Question) -> None:
-        """Decodes until a question has a result, for a job that reads an answer on the worker itself."""
-        while question.results.empty():
-            if question not in self._line or self.batch.full:
-                self._step()
-            elif not self._attempt(question):
-                # The job that reads may be what holds the room.
-                self._end(question, question.shortage)
-
     # --------------------------------------------------------------------------------------------------------- worker
-
-    def _submit(self, call: Call) -> None:
-        """Puts a call into the inbox, and starts the worker if there is none."""
-        if os.getpid() != self._process:
-            raise SessionClosedError("sessions: got used in a process that was forked off; expected their own")
-        with self._lock:
-            if self._closed:
-                raise SessionClosedError("sessions: got used after they were closed; expected them open")
-            if self._worker is None:
-                self._worker = start_thread(self._work, self._stop_at_exit, "sessions")
-            self._inbox.put(call)
 
     def _stop_at_exit(self, _: float) -> None:
         """Has everything ended after the current step, because the process exits."""
@@ -416,7 +377,7 @@ class BatchScheduler:
     def _work(self) -> None:
         """Runs on the worker, until nothing came for a while."""
         with self._lock:
-            # An interrupt may have kept `_submit` from noting this thread, and another one was started instead.
+            # An interrupt may have kept `do` from noting this thread, and another one was started instead.
             if self._worker not in (None, threading.current_thread()):
                 return
             self._worker = threading.current_thread()
@@ -425,15 +386,19 @@ class BatchScheduler:
             while not self._closed:
                 if not self._receive() and self._left():
                     return
-                self._round()
+                # One call at most between two tokens: one that waits and may find room now, else the next one.
+                self._sweep()
+                if not (self._changed and self._serve(self._line)) and self._calls:
+                    self._serve([self._calls.popleft()])
+                self._step()
         except BaseException as failure:
             # Whatever it is, nobody may wait for a result that does not come.
             error = failure
         while True:
             self._receive(wait=False)
-            for turn in [*self._calls, *self._line, *self._questions()]:
+            for call in [*self._calls, *self._line, *self._questions()]:
                 with contextlib.suppress(Exception):
-                    self._end(turn, error)
+                    self._end(call, error)
             self._calls.clear()
             if self._left():
                 return
@@ -449,7 +414,7 @@ class BatchScheduler:
     def _receive(self, wait: bool = True) -> bool:
         """Takes the calls that have arrived; waits for one if there is nothing else to do. Returns whether there is."""
         idle = wait and not self._calls and not self.batch.rows and not self._changed
-        deadlines = [turn.deadline for turn in self._line]
+        deadlines = [call.deadline for call in self._line]
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else IDLE_SECONDS
         try:
             while True:
@@ -459,86 +424,80 @@ class BatchScheduler:
         except queue.Empty:
             return not idle or bool(deadlines)
 
-    def _round(self) -> None:
-        """Runs one call at most, and decodes one token of every answer."""
-        self._sweep()
-        served = self._changed and self._serve()
-        if self._calls and not served:
-            self._take(self._calls.popleft())
-        self._step()
-
     def _sweep(self) -> None:
         """Ends what was cancelled, what has waited too long, and answers whose pool was lost."""
         now, questions = time.monotonic(), self._questions()
-        for turn in {*self._calls, *self._line, *questions}:
-            if turn.cancelled:
-                self.cancelled += isinstance(turn, Question)
-                self._end(turn, None)
-            elif turn.shortage is not None and turn in self._line and now >= turn.deadline:
+        for call in {*self._calls, *self._line, *questions}:
+            if call.cancelled:
+                self.cancelled += isinstance(call, Question)
+                self._end(call, None)
+            elif call.shortage is not None and call in self._line and now >= call.deadline:
                 self.busy += 1
-                waited = f"{turn.shortage}; other sessions held the room for {self._timeout:g} s"
-                self._end(turn, SessionBusyError(waited))
+                waited = f"{call.shortage}; other sessions held the room for {self._timeout:g} s"
+                self._end(call, SessionBusyError(waited))
         if questions and self._executor.lost:
             self._lose(None)
 
-    def _take(self, call: Call) -> None:
-        """Runs a call that has just arrived, unless others wait for the room that it needs."""
-        if call.ended:
-            return
-        shortages = [turn.shortage for turn in self._line if turn.window is not None and turn.shortage is not None]
-        if shortages and call.window is not None and self._executor.missing_pages(call.window):
-            call.shortage = shortages[0]
-            self._line.append(call)
-        elif not self._attempt(call):
-            self._line.append(call)
+    def _serve(self, calls: Sequence[Call]) -> bool:
+        """Tries calls and questions in order, up to the first call that runs. Returns whether one did.
 
-    def _serve(self) -> bool:
-        """Tries again what waits in the line, in order, up to the first call that runs. Returns whether one did."""
-        self._changed, shortage = False, None
-        for turn in list(self._line):
-            if turn.ended or (isinstance(turn, Question) and (turn in self.batch.rows or self.batch.full)):
+        What finds no room waits in the line, and what needs room waits behind it.
+        """
+        shortage = None
+        if calls is self._line:
+            self._changed = False
+        else:
+            shortage = next((call.shortage for call in self._line if call.window is not None and call.shortage), None)
+        for call in list(calls):
+            asked = isinstance(call, Question)
+            if call.ended or (asked and (call in self.batch.rows or self.batch.full)):
                 continue
-            if shortage is not None and turn.window is not None:
-                turn.shortage = shortage
-            elif not self._attempt(turn):
-                shortage = shortage if turn.window is None else turn.shortage
-            elif isinstance(turn, Call):
-                return True
+            if shortage and call.window is not None and (asked or self._executor.missing_pages(call.window)):
+                call.shortage = shortage
+            elif self._attempt(call):
+                if not asked:
+                    return True
+                continue
+            elif call.window is not None:
+                shortage = call.shortage
+            if call not in self._line:
+                self._line.append(call)
         return False
 
-    def _attempt(self, turn: Call | Question) -> bool:
+    def _attempt(self, call: Call) -> bool:
         """Runs a call, or begins an answer. Returns False if there is no room for it yet."""
         executor = self._executor
         owners = executor.slots.counts.sum()
         try:
-            if isinstance(turn, Call):
-                self._end(turn, None, turn.job())
-            else:
-                self.batch.begin(turn)
-                self._line.remove(turn)
+            if isinstance(call, Question):
+                self.batch.begin(call)
+                self._line.remove(call)
                 self._changed = True
-                if turn.complete:
-                    self._end(turn, None)
+                if call.complete:
+                    self._end(call, None)
+            else:
+                assert call.job is not None
+                self._end(call, None, call.job())
         except BaseException as error:
             if executor.lost:
                 self._lose(error)
             lost = executor.lost or isinstance(error, PoolLostError)
-            if isinstance(error, PoolError) and not lost and not self._hopeless(turn):
-                turn.shortage = error
+            if isinstance(error, PoolError) and not lost and not self._hopeless(call):
+                call.shortage = error
                 return False
-            self._end(turn, error)
+            self._end(call, error)
         self._changed |= bool(executor.slots.counts.sum() < owners)
         return True
 
-    def _hopeless(self, turn: Call | Question) -> bool:
+    def _hopeless(self, call: Call) -> bool:
         """Returns whether there is no room even if all others release theirs."""
-        executor, window = self._executor, turn.window
+        executor, window = self._executor, call.window
         if window is None:
             return False
         size, pages, branches = executor.slots.page_size, executor.missing_pages(window, shared=False), [window.branch]
-        if isinstance(turn, Question):
-            pages += -(-turn.slots // size)
-            branches.append(turn.asked)
+        if isinstance(call, Question):
+            pages += -(-call.slots // size)
+            branches.append(call.asked)
         occupied = set[int]()
         for branch in branches:
             for resident in executor.branches.get(branch, {}).values():
@@ -567,34 +526,32 @@ class BatchScheduler:
             self._end(question, error)
         self._changed = True
 
-    def _end(self, turn: Call | Question, error: BaseException | None, value: Any = None) -> None:
+    def _end(self, call: Call, error: BaseException | None, value: Any = None) -> None:
         """Ends a call, or an answer, whose slots are released before its reader knows."""
-        if turn.ended:
+        if call.ended:
             return
-        turn.ended = True
-        if turn in self._line:
-            self._line.remove(turn)
+        call.ended = True
+        if call in self._line:
+            self._line.remove(call)
             self._changed = True
-        if isinstance(turn, Call):
-            turn.results.put((value, error))
-            return
+        result = error if isinstance(call, Question) else (value, error)
         try:
-            self.ended, self._changed = self.ended + 1, True
-            self.batch.leave(turn)
-            self._executor.release(turn.window.branch)
+            if isinstance(call, Question):
+                self.ended, self._changed = self.ended + 1, True
+                self.batch.leave(call)
+                self._executor.release(call.window.branch)
         finally:
-            turn.results.put(error)
+            call.results.put(result)
 
     def _questions(self) -> list[Question]:
         """Lists the questions that wait or are answered."""
-        return [turn for turn in self._line if isinstance(turn, Question)] + self.batch.rows
+        return [call for call in self._line if isinstance(call, Question)] + self.batch.rows
 
 
 class AnswerStream:
     """Tokens of one answer as they are decoded, with the text that each completes. Dropping it ends the answer."""
 
     def __init__(self, scheduler: BatchScheduler, question: Question, backbone: Any):
-        """Reads the answer to a question of a scheduler."""
         self._scheduler, self._question = scheduler, question
         # The generator refers to the question and not to the stream, which is therefore dropped at once.
         tokens = scheduler.tokens(question)
@@ -610,19 +567,10 @@ class AnswerStream:
         """Ends the answer. Its slots are released before the next token of others."""
         self._scheduler.cancel(self._question)
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 @jax.jit
 def _row_of(transition: dict[str, Array], index: Array) -> dict[str, Array]:
     """Returns the transition of one row of a batch, [L,1,R,K,W]."""
     return {name: jax.lax.dynamic_slice_in_dim(value, index, 1, axis=1) for name, value in transition.items()}
-
-
-def _widened(where: Paged, pages: int) -> Paged:
-    """Returns a context whose table has room for so many pages."""
-    room = pages - where.table.shape[1]
-    table = np.pad(np.asarray(where.table), ((0, 0), (0, room)), constant_values=NO_PAGE)
-    keys = ((0, 0), (0, room * where.page_size))
-    return where._replace(table=table, seen=np.pad(where.seen, keys), places=np.pad(where.places_of_keys(), keys))

@@ -80,30 +80,29 @@ class SessionConfig:
     pages: int | None = None
 
     def __post_init__(self) -> None:
-        certificate, around, chat = self.certificate, self.around, self.chat
+        certificate, around, chat, mark = self.certificate, self.around, self.chat, self.placeholder
         number = isinstance(self.kl, int | float) and not isinstance(self.kl, bool)
         known = isinstance(self.reuse, str | None) and self.reuse in (None, *get_args(Reuse))
         names = chat if isinstance(chat, Mapping) else {}
         retriever = self.retriever is None or callable(self.retriever) or hasattr(self.retriever, "search")
         pair = isinstance(around, tuple | list) and len(around) == 2 and all(isinstance(text, str) for text in around)
-        spoken = isinstance(self.placeholder, str) and bool(self.placeholder.strip())
-        checks = (
-            ("certificate", certificate is None or isinstance(certificate, Certificate), "a Certificate, or None"),
-            ("reuse", known, f"one of {get_args(Reuse)}, or None"),
-            ("reuse", str(self.policy) != "certified" or certificate is not None, "a certificate beside it"),
-            ("kl", number and 0 <= self.kl < math.inf, "nats, 0 or more"),
-            ("retriever", retriever, "a function, an object with `search`, or None"),
-            ("around", pair, "two texts, before and after questions"),
-            ("chat", isinstance(chat, bool | Mapping) and all(isinstance(name, str) for name in names),
+        _refuse(
+            ("certificate", certificate, isinstance(certificate, Certificate | None), "a Certificate, or None"),
+            ("reuse", self.reuse, known, f"one of {get_args(Reuse)}, or None"),
+            ("reuse", self.reuse, str(self.reuse) != "certified" or certificate is not None, "a certificate beside it"),
+            ("kl", self.kl, number and 0 <= self.kl < math.inf, "nats, 0 or more"),
+            ("retriever", self.retriever, retriever, "a function, an object with `search`, or None"),
+            ("around", around, pair, "two texts, before and after questions"),
+            ("chat", chat, isinstance(chat, bool | Mapping) and all(isinstance(name, str) for name in names),
              "True, False, or names that the chat template knows, with their values"),
-            ("placeholder", self.placeholder is None or spoken, "a text such as '[image left]', or None"),
+            ("placeholder", mark, mark is None or (isinstance(mark, str) and bool(mark.strip())),
+             "a text such as '[image left]', or None"),
+            ("encoding", self.encoding, self.encoding is None or certificate is None,
+             "None with a certificate, because bounds were measured on canonicals as they were prefilled"),
         )  # fmt: skip
-        for name, valid, expected in checks:
-            if not valid:
-                raise SessionError(f"session.{name}: got {getattr(self, name)!r:.80}; expected {expected}")
-        if self.placeholder is not None:
-            check_text(self.placeholder, "session: placeholder")
-            encoded(self.placeholder)
+        if mark is not None:
+            check_text(mark, "session: placeholder")
+            encoded(mark)
         check_rank(self.rank, "session", least=0)
         if self.pages is not None and not is_count(self.pages):
             raise PoolError(f"session.pages: got {self.pages!r:.80}; expected a number of pages, 1 or more, or None")
@@ -115,11 +114,6 @@ class SessionConfig:
             object.__setattr__(self, "encoding", encodings_of(self.encoding)[0])
         except InputError as error:
             raise SessionError(f"session.encoding: {error}") from error
-        if self.encoding is not None and certificate is not None:
-            raise SessionError(
-                f"session.encoding: got {self.encoding!r:.80} with a certificate; expected None, because bounds were "
-                "measured on canonicals as they were prefilled"
-            )
 
     @classmethod
     def with_options(cls, config: "SessionConfig | None", options: Mapping[str, Any]) -> "SessionConfig":
@@ -135,14 +129,7 @@ class SessionConfig:
     @property
     def policy(self) -> Reuse:
         """How a chunk that comes back is served: `reuse`, or its default."""
-        if self.reuse is not None:
-            return self.reuse
-        return "exact" if self.certificate is None else "certified"
-
-    @property
-    def approximates(self) -> bool:
-        """Whether a returning chunk may be served by something that was formed in the background."""
-        return self.policy in ("certified", "patched")
+        return self.reuse or ("exact" if self.certificate is None else "certified")
 
     @property
     def mends(self) -> bool:
@@ -151,96 +138,76 @@ class SessionConfig:
 
     def runtime(self, backbone: Backbone, store: PatchStore | None, **options: Any) -> Runtime:
         """Opens a runtime for one session, with a pool of these options."""
-        return Runtime(
-            backbone, store, pages=self.pages, rank=self.rank, encoding=encodings_of(self.encoding)[0], **options
-        )
+        options |= {"pages": self.pages, "rank": self.rank, "encoding": encodings_of(self.encoding)[0]}
+        return Runtime(backbone, store, **options)
 
-    def check(self, backbone: Backbone, runtime: Runtime | None) -> None:
-        """Refuses a certificate or a linker of other weights, and what the backbone or a shared runtime does not have.
+    def check(self, backbone: Backbone, store: Any, runtime: Runtime | None, keep: Any, name: Any) -> None:
+        """Refuses arguments that do not make a session with these options.
 
         Raises:
-          CertificateError, RankError, SessionError: any of them. What the backbone raises of a text.
+          SessionError, RankError: an invalid argument, or an option that backbone, store or a shared runtime do not
+          have. CertificateError: one of other weights. What the backbone raises of a text.
         """
+        loaded = all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill"))
+        _refuse(("backbone", backbone, loaded, "a backbone of models.load"))
+        check_keep(keep)
         fingerprint, certificate = backbone.fingerprint, self.certificate
+        linked = None if self.linker is None else getattr(self.linker, "backbone", self.linker)
+        expected = f"one of backbone {fingerprint[:16]!r}, or None"
+        _refuse(
+            ("store", store, store is None or isinstance(store, PatchStore), "a kvpatch_jax.ChunkStore, or None"),
+            ("name", name, name is None or (isinstance(name, str) and bool(name)), "a text, or None"),
+            ("runtime", runtime, runtime is None or isinstance(runtime, Runtime), "one of another session, or None"),
+            ("linker", linked, linked in (None, fingerprint), expected),
+        )
         if isinstance(self.rank, Mapping):
             channels = [channel.name for channel in backbone.layout.channels]
             channels += GROUPS if backbone.layout.parts else ()
-            if strangers := [name for name in self.rank if name not in channels]:
-                raise RankError(
-                    f"session: got a rank of channel {strangers[0]!r:.80}; expected channels among {channels}"
-                )
+            if strangers := [channel for channel in self.rank if channel not in channels]:
+                found = f"a rank of channel {strangers[0]!r:.80}"
+                raise RankError(f"session: got {found}; expected channels among {channels}")
         if certificate is not None and certificate.backbone != fingerprint:
             found = f"{certificate.model!r:.80}, backbone {certificate.backbone[:16]!r}"
             raise CertificateError(f"session.certificate: got one of {found}; expected backbone {fingerprint[:16]!r}")
-        linked = None if self.linker is None else getattr(self.linker, "backbone", self.linker)
-        if linked not in (None, fingerprint):
-            raise SessionError(f"session.linker: got {linked!r:.80}; expected backbone {fingerprint[:16]!r}")
         if self.placeholder is not None:
             tokens = backbone.prepare([Text(self.placeholder)])["input_ids"].shape[1]
-            if not 1 <= tokens <= LARGEST_TEXT:
-                found = f"{self.placeholder!r:.80}, which is {tokens} tokens"
-                raise SessionError(f"session.placeholder: got {found}; expected 1 to {LARGEST_TEXT}")
+            _refuse(("placeholder", self.placeholder, 1 <= tokens <= LARGEST_TEXT, f"1 to {LARGEST_TEXT} tokens"))
         if runtime is not None:
             encodings = runtime.executor.sources.encodings
-            if self.encoding is not None and encodings_of(self.encoding) != encodings:
-                expected = f"one with encodings {encodings}, or None"
-                raise SessionError(f"session.encoding: got {self.encoding!r:.80} beside a runtime; expected {expected}")
-            for name in ("rank", "pages"):
-                if (value := getattr(self, name)) is not None:
-                    raise SessionError(
-                        f"session.{name}: got {value!r:.80} beside a runtime; expected None: it has its own"
-                    )
-            if runtime.backbone.fingerprint != fingerprint:
-                found = runtime.backbone.fingerprint[:16]
-                raise SessionError(f"session.runtime: got one of backbone {found!r}; expected {fingerprint[:16]!r}")
+            same = self.encoding is None or encodings_of(self.encoding) == encodings
+            _refuse(
+                ("store", store, store is None or runtime.store is store, "the runtime's, or None"),
+                ("encoding", self.encoding, same, f"one with encodings {encodings} beside a runtime, or None"),
+                ("rank", self.rank, self.rank is None, "None beside a runtime, which has its rank"),
+                ("pages", self.pages, self.pages is None, "None beside a runtime, which has its pool"),
+                ("runtime", runtime, runtime.backbone.fingerprint == fingerprint, expected),
+            )
 
 
-def check_arguments(backbone: Any, store: Any, keep: Any, runtime: Any, name: Any) -> None:
-    """Refuses arguments that do not make a session.
-
-    Raises:
-      SessionError: an invalid one, or a runtime of another store.
-    """
-    if not all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill")):
-        raise SessionError(f"session.backbone: got a {type(backbone).__name__}; expected a backbone of models.load")
-    check_keep(keep)
-    checks = (
-        ("store", store, store is None or isinstance(store, PatchStore), "a kvpatch_jax.ChunkStore, or None"),
-        ("name", name, name is None or (isinstance(name, str) and bool(name)), "a text, or None"),
-        ("runtime", runtime, runtime is None or isinstance(runtime, Runtime), "one of another session, or None"),
-        ("store", store, runtime is None or store is None or runtime.store is store, "the runtime's, or None"),
-    )
-    for word, value, valid, expected in checks:
+def _refuse(*checks: tuple[str, Any, bool, str]) -> None:
+    """Raises SessionError for the first name and value that is not valid, with what was expected."""
+    for name, value, valid, expected in checks:
         if not valid:
-            raise SessionError(f"session.{word}: got {value!r:.80}; expected {expected}")
+            raise SessionError(f"session.{name}: got {value!r:.80}; expected {expected}")
 
 
 def check_keep(keep: Any) -> None:
     """Raises SessionError for an invalid number of chunks to keep."""
     numbers = keep if isinstance(keep, tuple) else (keep, keep)
-    valid = len(numbers) == 2 and all(map(is_count, numbers)) and numbers[0] <= numbers[1]
-    if keep is not None and not valid:
-        expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
-        raise SessionError(f"session.keep: got {keep!r:.80}; expected {expected}")
+    valid = keep is None or (len(numbers) == 2 and all(map(is_count, numbers)) and numbers[0] <= numbers[1])
+    expected = "a number of chunks, 1 or more, a pair of the lowest and the highest number, or None"
+    _refuse(("keep", keep, valid, expected))
 
 
 def check_backbone(backbone: Any, store: Any, caller: str) -> None:
-    """Refuses an invalid backbone or store.
-
-    Raises:
-      InputError: either. `caller` begins the message.
-    """
+    """Raises InputError for an invalid backbone or store. `caller` begins the message."""
     check_is_backbone(backbone, caller)
     if store is not None and not isinstance(store, PatchStore):
         raise InputError(f"{caller}: got store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
 
 
 def float_dtype(dtype: Any, caller: str) -> np.dtype:
-    """Returns a dtype by its name.
-
-    Raises:
-      DtypeError: no floating-point dtype. `caller` begins the message.
-    """
+    """Returns a dtype by its name. Raises DtypeError for one without floating point; `caller` begins the message."""
     with contextlib.suppress(TypeError):
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return jnp.dtype(dtype)
@@ -248,11 +215,7 @@ def float_dtype(dtype: Any, caller: str) -> np.dtype:
 
 
 def check_rank(rank: Any, caller: str, least: int) -> None:
-    """Refuses an invalid rank: neither a whole number, nor one for each channel. None is valid if 0 is.
-
-    Raises:
-      RankError.
-    """
+    """Raises RankError unless a rank is a whole number, or one for each channel. None is valid if 0 is."""
     if rank is None and least == 0:
         return
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
@@ -269,20 +232,18 @@ def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple
 
     Returns:
       The token ids of the lead (None: the template begins with the first image), and `config` with the texts around
-      every question, in which the template's names have gone.
+      every question.
 
     Raises:
-      SessionError: a lead that is no text, texts around questions, or a backbone without chat templates. What the
-      backbone raises of its template.
+      SessionError: another lead, texts around questions, or a backbone without chat templates.
     """
-    if lead is not None and not isinstance(lead, str):
-        raise SessionError(f"session.lead: got {lead!r:.80} with chat; expected a text, the system prompt, or None")
+    _refuse(
+        ("lead", lead, isinstance(lead, str | None), "a text, the system prompt, or None with chat"),
+        ("around", config.around, config.around == ("", ""), "the default with chat"),
+        ("chat", backbone, hasattr(backbone, "chat_frame") and hasattr(backbone, "ids"), "a backbone of models.load"),
+    )
     if lead is not None:
         check_text(lead, "session: lead")
-    if config.around != ("", ""):
-        raise SessionError(f"session.around: got {config.around!r:.80} with chat; expected the default")
-    if not all(hasattr(backbone, name) for name in ("chat_frame", "ids")):
-        raise SessionError(f"session.chat: got a {type(backbone).__name__}; expected a backbone of models.load")
 
     # Without a token in front of the first image, the window pins that image instead.
     names = config.chat if isinstance(config.chat, Mapping) else {}

@@ -10,19 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import cache
 from ..backbone import Backbone, Tokens
-from ..cache import (
-    Audio,
-    Text,
-    Video,
-    chunk_id,
-    decoded,
-    expect_small,
-    expect_small_medium,
-    medium_of,
-    sort_of,
-    unit_items,
-)
+from ..cache import Audio, Text, Video, chunk_id, decoded, medium_of, sort_of
 from ..core import end_position
 from ..errors import InputError
 from ..window import Entry, Kind
@@ -36,32 +26,26 @@ class SessionInput:
       items: as `Backbone.prepare` takes them; images are pixels, videos and sounds as their `read` gives them.
       content: `chunk_id` of the items.
       textual: whether all items are texts or token ids.
+      name: vLLM's name of a medium in a message, or None.
     """
 
     items: tuple[Any, ...]
     content: str
     textual: bool
+    name: str | None = None
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the items."""
-        size = 0
-        for item in self.items:
-            if isinstance(item, str):
-                size += len(item.encode("utf-8", "surrogatepass"))
-            else:
-                size += (item if isinstance(item, Video | Audio) else np.asarray(item)).nbytes
-        return size
+        media = [np.frombuffer(item.encode(), np.uint8) if isinstance(item, str) else item for item in self.items]
+        return sum([(item if isinstance(item, Video | Audio) else np.asarray(item)).nbytes for item in media])
 
 
 def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInput:
     """Returns a caller's input in its normal form.
 
-    An image is the `pathlib.Path` of its file, the bytes of that file, a PIL image or uint8 pixels. A path with the
-    suffix of a video's or sound's file is one, as is a `Video` or `Audio`. A str is a text (see `content.check_text`),
-    and lists, tuples and vectors of integers are token ids. A mapping is a part of a message as OpenAI's APIs or
-    Hugging Face's processors take it (see `cache.part_item`), or with a role a whole message: its parts in their order.
-    Other lists, and arrays [F, H, W] or more of images, are one unit of several items.
+    It is what `Session.add` takes. A path with the suffix of a video's or sound's file is one. Lists, tuples and
+    vectors of integers are token ids; other lists, and arrays [F, H, W] or more of images, are several items.
 
     Args:
       largest_image: bytes that an image may have, and a video or sound as it was given (a file's are encoded).
@@ -70,11 +54,10 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
       InputError: an empty input, one of another kind, an address, or a video or sound that cannot be read. ImageError:
       an image that cannot be read, or an input that is too large.
     """
-    parts = unit_items(item, "session")
+    parts = cache.unit_items(item, "session")
     if not parts:
-        raise InputError(
-            f"session: got an empty {type(item).__name__}; expected an image, frames, a text, a path or a message"
-        )
+        expected = "an image, frames, a text, a path or a message"
+        raise InputError(f"session: got an empty {type(item).__name__}; expected {expected}")
 
     items, textual = [], True
     for part in parts:
@@ -86,16 +69,16 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
         elif sort == "tokens":
             items.append([int(token) for token in part])
         elif (medium := medium_of(part)) is not None:
-            expect_small_medium(medium, largest_image)
+            cache.expect_small_medium(medium, largest_image)
             items.append(medium.read())
         else:
-            expect_small(part, largest_image)
+            cache.expect_small(part, largest_image)
             name = os.fspath(part) if isinstance(part, os.PathLike) else "image"
             # Copied, because the caller may keep writing into an array or a PIL image.
             items.append(np.array(decoded(part, name)))
         textual = textual and sort in ("text", "tokens")
 
-    return SessionInput(tuple(items), chunk_id(backbone.fingerprint, *items), textual)
+    return SessionInput(tuple(items), chunk_id(backbone.fingerprint, *items), textual, cache.part_name(item))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +100,11 @@ class EmbeddedInput:
         """Bytes of the embeddings."""
         deepstack = self.tokens.deepstack
         return self.tokens.embeddings.nbytes + (0 if deepstack is None else deepstack.nbytes)
+
+    def take(self, start: int, stop: int) -> Tokens:
+        """Returns tokens start … stop-1, cut on the host, where no length compiles a program."""
+        fields: list[Any] = [None if value is None else np.asarray(value) for value in self.tokens]
+        return Tokens(*fields).take(start, stop)
 
     def entry(self, id: str, read: SessionInput, kind: Kind, order_free: bool) -> Entry:
         """Returns the entry of a window that shows this input."""

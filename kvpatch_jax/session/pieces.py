@@ -6,16 +6,12 @@ import dataclasses
 import functools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from ..backbone import Tokens
-from ..cache import brief, encoded
+from ..cache import Text, brief, encoded
 from ..errors import DtypeError, InputError, PoolLostError, SessionClosedError, SessionError, ShapeError
 from ..traces import Event, Op, Watcher
-from ..utils.interrupts import interrupts_deferred
 from ..window import Entry, Kind, Step, Window
 from .config import LARGEST_IMAGE, LARGEST_TEXT, SessionConfig
 from .inputs import EmbeddedInput, SessionInput, embedded, read_input
@@ -53,7 +49,7 @@ class PieceRecord:
     @property
     def nbytes(self) -> int:
         """Bytes kept to bring the piece back."""
-        return (0 if self.input is None else self.input.nbytes) + (0 if self.tokens is None else self.tokens.nbytes)
+        return sum(part.nbytes for part in (self.input, self.tokens) if part is not None)
 
 
 class PieceBook:
@@ -87,11 +83,7 @@ class PieceBook:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Holds the lock of an open session.
-
-        Raises:
-          SessionClosedError: after `close`.
-        """
+        """Holds the lock of an open session. Raises SessionClosedError after `close`."""
         with self.lock:
             if self.closed:
                 raise SessionClosedError(f"session: {self.name!r:.80} was closed; expected an open one")
@@ -116,13 +108,19 @@ class PieceBook:
         self.runtime.release(self.window.branch)
         for record in self.records.values():
             self.forget(record)
-        self.runtime.leave()
+        # Only the last session of a private runtime closes it, which waits for pending patches.
+        if self.runtime.acquire(-1) == 0 and self.runtime.private:
+            self.runtime.close()
 
     # ---------------------------------------------------------------------------------------------------------- names
 
     def names(self, ids: Sequence[str]) -> tuple[str, ...]:
         """Returns the names of pieces."""
         return tuple(self.records[id].name if id in self.records else id for id in ids)
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether a piece of this name is in the window."""
+        return isinstance(name, str) and self.ids.get(name, name) in self.window
 
     def knows(self, name: object) -> bool:
         """Returns whether a name, or the id of a piece, is that of a record."""
@@ -133,11 +131,7 @@ class PieceBook:
         return self.knows(name) or name in self.used_names
 
     def find(self, name: Any) -> PieceRecord:
-        """Returns the record of a name, or of the id of a piece.
-
-        Raises:
-          SessionError: an unknown name.
-        """
+        """Returns the record of a name, or of the id of a piece. Raises SessionError for an unknown one."""
         if isinstance(name, str) and self.knows(name):
             return self.records[self.ids.get(name, name)]
         shown = brief(name) if isinstance(name, str) else name
@@ -153,37 +147,29 @@ class PieceBook:
         return None
 
     def new_names(self, content: str, name: str | None) -> tuple[str, str]:
-        """Returns a name and a piece's id for a new piece. A name is never given to two pieces.
-
-        Raises:
-          SessionError: a name of another piece. InputError: an invalid name.
-        """
-        # A content that was forgotten may return under its own id, by which stores know it.
+        """Returns a name and an id for a new piece. A name is never given to two pieces: that raises SessionError."""
+        # A content that was forgotten may return under its id, by which stores know it.
         piece_id, number = content, 1
         while self.knows(piece_id):
             number += 1
             piece_id = f"{content}#{number}"
-        if name is not None:
-            if not isinstance(name, str) or not name:
-                raise InputError(f"session.id: got {name!r:.80}; expected a name")
-            # A name without UTF-8, such as a lone surrogate, could not be saved.
-            encoded(name)
-            if self.was_used(name):
-                raise SessionError(f"session.id: got {name!r:.80}, the name of another piece; expected a new name")
+        if name is None:
+            # Copies are counted on from the latest one, not from the first each time.
+            name, number = piece_id, self.used_names.get(content, 1)
+            while self.was_used(name):
+                number += 1
+                name = f"{content}#{number}"
+            if number > 1:
+                self.used_names.pop(content, None)
+                self.used_names[content] = number
             return name, piece_id
-        # Copies are counted on from the latest one, not from the first each time.
-        return self.unused(piece_id, content), piece_id
-
-    def unused(self, name: str, content: str) -> str:
-        """Returns a name that no piece has had: this one, or the content's with a number."""
-        number = self.used_names.get(content, 1)
-        while self.was_used(name):
-            number += 1
-            name = f"{content}#{number}"
-        if number > 1:
-            self.used_names.pop(content, None)
-            self.used_names[content] = number
-        return name
+        if not isinstance(name, str) or not name:
+            raise InputError(f"session.id: got {name!r:.80}; expected a name")
+        # A name without UTF-8, such as a lone surrogate, could not be saved.
+        encoded(name)
+        if self.was_used(name):
+            raise SessionError(f"session.id: got {name!r:.80}, the name of another piece; expected a new name")
+        return name, piece_id
 
     # --------------------------------------------------------------------------------------------------------- pieces
 
@@ -191,61 +177,60 @@ class PieceBook:
         """Reads a caller's input. Needs no lock."""
         return read_input(self.runtime.backbone, item, LARGEST_IMAGE)
 
-    @contextlib.contextmanager
-    def admit(
-        self,
-        read: SessionInput,
-        name: str | None,
-        order_free: bool,
-        kind: Kind | None = None,
-        *,
-        whole: bool = False,
-    ) -> Iterator[list[PieceRecord]]:
-        """Yields the records of a new piece, with its tokens provided, for the caller to place.
+    def text_item(self, text: str) -> Any:
+        """Returns a text of the session's options, or of a question, as `prepare` takes it."""
+        # Raises InputError for a text without UTF-8, such as a lone surrogate.
+        encoded(text)
+        # In a chat, the lead has the token that begins a sequence. Token ids, unlike a text, add no second one.
+        backbone: Any = self.runtime.backbone
+        return backbone.ids(text) if self.config.chat else Text(text)
+
+    def new_records(
+        self, read: SessionInput, name: str | None, order_free: bool, kind: Kind | None, whole: bool
+    ) -> tuple[list[PieceRecord], EmbeddedInput]:
+        """Returns the records of a new piece, for the caller to place, and its embedded input.
 
         It is one record, or of the first text of a window, unless it is pinned as a `whole`, two: the tokens that
-        attention sinks on, which never leave, and the rest. They are registered once they are placed; where that fails
-        their tokens are released.
+        attention sinks on, which never leave, and the rest.
         """
         if kind is None:
             kind = "text" if read.textual and not order_free else "chunk"
         name, piece_id = self.new_names(read.content, name)
         tokens = self.embed(read)
-        self.check_text_length(read, tokens.length)
-        records = [PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)]
-        parts = [tokens]
+        if read.textual:
+            check_length(tokens)
+        entry = tokens.entry(piece_id, read, kind, order_free)
         first = not whole and not len(self.window) and self.window.lead == 1
-        if first and kind == "text" and tokens.length > SINK:
-            records, parts = _with_sink(records[0], tokens)
+        if not first or kind != "text" or not read.textual or tokens.length <= SINK:
+            return [PieceRecord(entry, name, read)], tokens
+        front = {"id": f"{piece_id} sink", "content": f"{entry.key} sink", "tokens": SINK, "span": SINK}
+        # Not the id of the whole text, which another session of the runtime may show.
+        back = {"id": f"{piece_id}{_REST}", "content": f"{entry.key}{_REST}"}
+        back |= {"tokens": tokens.length - SINK, "span": entry.span - SINK}
+        sink, rest = dataclasses.replace(entry, **front), dataclasses.replace(entry, **back)
+        return [PieceRecord(sink, f"{name} sink", read), PieceRecord(rest, name, read)], tokens
 
-        # Provided before they are placed, because forwards read the tokens.
+    @contextlib.contextmanager
+    def entering(self, records: Collection[PieceRecord], tokens: EmbeddedInput | None) -> Iterator[None]:
+        """Provides the tokens of new pieces while they are placed, and remembers their names once they are."""
         try:
-            for record, part in zip(records, parts, strict=True):
-                self.provide(record, part)
-            yield records
+            # Provided first, because forwards read the tokens.
+            for record in records:
+                self.records[record.entry.id] = record
+                self.provide(record, tokens)
+            yield
         except BaseException:
             for record in records:
-                self.forget(record)
                 self.records.pop(record.entry.id, None)
+                self.forget(record)
             raise
         for record in records:
-            self.register(record)
-        self.counters["added"] += 1
-        self.trim()
-
-    def register(self, record: PieceRecord) -> None:
-        """Registers the record of a piece that was placed, and its name as one that was given out."""
-        self.records[record.entry.id], self.ids[record.name] = record, record.entry.id
-        for used in (record.entry.id, record.name):
-            # Dictionaries keep the order of insertion, so a name that is used again becomes the latest.
-            self.used_names[used] = self.used_names.pop(used, 1)
+            self.ids[record.name] = record.entry.id
+            for used in (record.entry.id, record.name):
+                # Dictionaries keep the order of insertion, so a name that is used again becomes the latest.
+                self.used_names[used] = self.used_names.pop(used, 1)
         while len(self.used_names) > MOST_NAMES:
             del self.used_names[next(iter(self.used_names))]
-
-    def check_text_length(self, read: SessionInput | None, tokens: int) -> None:
-        """Raises InputError for a text, or a question, of more tokens than sessions take."""
-        if (read is None or read.textual) and tokens > LARGEST_TEXT:
-            raise InputError(f"session: got a text of {tokens} tokens; expected at most {LARGEST_TEXT}, or it in parts")
 
     def embed(self, read: SessionInput) -> EmbeddedInput:
         """Embeds an input. The output of the vision tower is read from the store, or computed and stored."""
@@ -273,19 +258,21 @@ class PieceBook:
     def provide(self, record: PieceRecord, tokens: EmbeddedInput | None = None) -> EmbeddedInput:
         """Provides the runtime with a piece's tokens, if it has none, and returns them.
 
-        Args:
-          tokens: the embedded input, if the caller has it.
-
-        Raises:
-          SessionError: both tokens and input were discarded.
+        `tokens` is the embedded input, if the caller has it. Raises SessionError if the content was discarded.
         """
         if record.tokens is None:
             if tokens is None:
                 if record.input is None:
                     found = f"{brief(record.name)!r}, whose content was discarded beyond memory={self.config.memory}"
                     raise SessionError(f"session: got {found}; expected it given again")
-                tokens = _part(record.entry, self.embed(record.input))
-            self.runtime.provide(record.entry.id, tokens.tokens, tokens.length, record.entry.content)
+                tokens = self.embed(record.input)
+            entry = record.entry
+            if entry.tokens != tokens.length:
+                # A part of a first text: the tokens that attention sinks on, or those behind them.
+                first = SINK if (entry.content or "").endswith(_REST) else 0
+                part = tokens.take(first, first + entry.tokens).shift(-first)
+                tokens = EmbeddedInput(part.pad(entry.tokens), entry.tokens, entry.span)
+            self.runtime.provide(entry.id, tokens.tokens, tokens.length, entry.content)
             record.tokens = tokens
         return record.tokens
 
@@ -328,12 +315,10 @@ class PieceBook:
             if piece.method == "prefill" and piece.made not in made and piece.id in self.records:
                 self.provide(self.records[piece.id])
         step = self.runtime.run(window)
-        counted = self.steps.add(op, self.window, window, step)
-        counters, kinds = self.counters, collections.Counter(action.kind for action in step)
-        left = [piece.id for piece in self.window.pieces if piece.id not in window]
-        counts = {"forwards": kinds["prefill"], "rotated": kinds["rotate"], "left": len(left)}
-        counts |= {"tokens": counted.computed, "bytes": counted.bytes, "flops": counted.flops}
-        counters.update(counts | {"reprefill": counted.reprefill, "prefix_cache": counted.prefix_cache})
+        counted, kinds = self.steps.add(op, self.window, window, step), [action.kind for action in step]
+        counts = {"forwards": kinds.count("prefill"), "rotated": kinds.count("rotate"), "tokens": counted.computed}
+        counts |= {name: getattr(counted, name) for name in ("bytes", "flops", "reprefill", "prefix_cache")}
+        self.counters.update(counts | {"left": sum(piece.id not in window for piece in self.window.pieces)})
         self.window = window
         return step
 
@@ -343,7 +328,7 @@ class PieceBook:
         before = set(self.window.gone)
         if window is not self.window:
             self.run(op, window)
-        left = self.names([id for id in self.window.gone if id not in before])
+        left = self.names([id for id in window.gone if id not in before])
         self.trim()
         self.notify(op, **fields)
         return left
@@ -370,9 +355,8 @@ class PieceBook:
         """Brings the window again after its pool was lost. Survivors forget what was evicted."""
         with self.lock:
             # Tokens may have been discarded once the pieces were in the pool.
-            for piece in self.window.pieces:
-                if piece.id in self.records:
-                    self.provide(self.records[piece.id])
+            for record in [self.records[id] for id in self.window.ids if id in self.records]:
+                self.provide(record)
             self.window = self.runtime.reprefill(self.window)
 
     def notify(self, op: Op, record: PieceRecord | None = None, items: Sequence[Any] = (), **fields: Any) -> None:
@@ -394,50 +378,34 @@ class PieceBook:
             watcher(event, items)
 
 
-def _with_sink(record: PieceRecord, tokens: EmbeddedInput) -> tuple[list[PieceRecord], list[EmbeddedInput]]:
-    """Splits a text into the first tokens, which stay, and the rest, which has its name."""
-    entry = record.entry
-    sink = dataclasses.replace(entry, id=f"{entry.id} sink", content=f"{entry.key} sink", tokens=SINK, span=SINK)
-    rest = dataclasses.replace(entry, content=f"{entry.key}{_REST}", tokens=entry.tokens - SINK, span=entry.span - SINK)
-    records = [PieceRecord(sink, f"{record.name} sink", record.input), PieceRecord(rest, record.name, record.input)]
-    return records, [_part(sink, tokens), _part(rest, tokens)]
+def check_length(text: EmbeddedInput) -> None:
+    """Raises InputError for a text, or a question, of more tokens than sessions take."""
+    if text.length > LARGEST_TEXT:
+        raise InputError(f"session: got a text of {text.length} tokens; expected at most {LARGEST_TEXT} at a time")
 
 
-def _part(entry: Entry, tokens: EmbeddedInput) -> EmbeddedInput:
-    """Returns the tokens of an entry that is a part of an embedded text; all of them if it is not."""
-    if entry.tokens == tokens.length:
-        return tokens
-    first = SINK if (entry.content or "").endswith(_REST) else 0
-    # Cut on the host, where no length compiles a program.
-    fields: list[Any] = [None if value is None else np.asarray(value) for value in tokens.tokens]
-    part = Tokens(*fields).take(first, first + entry.tokens).shift(-first)
-    return EmbeddedInput(part.pad(entry.tokens), entry.tokens, entry.span)
+def session_call[**Given, Result](
+    guard: Callable[[], Any],
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Wraps a method of a session: if the pool is lost, the window is prefilled again and the call repeated once.
 
+    Args:
+      guard: the context of the call. `interrupts_deferred` where the window changes: between the pool's change and the
+        book's, an interrupt would leave a window that the pool does not hold.
+    """
 
-def retry_after_pool_loss[**Given, Result](method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Wraps a method of a session: if the pool is lost, the window is prefilled again and the call repeated once."""
+    def wrap(method: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(method)
+        def call(*args: Given.args, **options: Given.kwargs) -> Result:
+            with guard():
+                try:
+                    return method(*args, **options)
+                except PoolLostError:
+                    session: Any = args[0]
+                    session._book.reprefill()
+                # Outside of the handler, so that the lost pool is not the context of an error of the second call.
+                return method(*args, **options)
 
-    @functools.wraps(method)
-    def retried(*args: Given.args, **options: Given.kwargs) -> Result:
-        try:
-            return method(*args, **options)
-        except PoolLostError:
-            session: Any = args[0]
-            session._book.reprefill()
-        # Outside of the handler, so that the lost pool is not the context of an error of the second call.
-        return method(*args, **options)
+        return call
 
-    return retried
-
-
-def window_step[**Given, Result](method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Wraps a method of a session that changes its window: as a whole, and again if the pool is lost."""
-    retried = retry_after_pool_loss(method)
-
-    @functools.wraps(method)
-    def step(*args: Given.args, **options: Given.kwargs) -> Result:
-        # Between the pool's change and the book's, an interrupt would leave a window that the pool does not hold.
-        with interrupts_deferred():
-            return retried(*args, **options)
-
-    return step
+    return wrap

@@ -4,23 +4,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..cache import Text, chunk_id
-from ..errors import InputError, PatchMismatchError, ShapeError
+from ..cache import brief, chunk_id
+from ..errors import InputError, PatchMismatchError, ShapeError, WindowError
 from ..plan import Goal, PatchInventory, Plan, plan
-from ..window import BARE, PREFILL, Entry, Service, StoredPrefills, Window
+from ..window import BARE, PREFILL, Entry, Kind, Service, StoredPrefills, Window
 from .config import Keep
 from .inputs import EmbeddedInput, SessionInput, embedded
 from .pieces import PieceBook, PieceRecord
 
 
 class Room(NamedTuple):
-    """A window with room for what enters.
-
-    Attributes:
-      window: without what leaves, and with the placeholders.
-      stayed: the number of chunks that may stay, those that enter included. None: all.
-      placeholders: records of the texts that take the place of chunks, by the name of the chunk.
-    """
+    """A window without what leaves, how many chunks may stay (None: all), and placeholders by the name of the chunk."""
 
     window: Window
     stayed: int | None
@@ -31,116 +25,188 @@ class Placer:
     """Places pieces in a session's window.
 
     Attributes:
+      book: of the window.
       keep: the number of chunks that stay after the lead, as `Session` takes it.
     """
 
     def __init__(self, book: PieceBook, keep: Keep):
-        self._book, self.keep = book, keep
+        self.book, self.keep = book, keep
 
-    def enter(self, op: str, record: PieceRecord, before: str | None = None, sinks: Sequence[PieceRecord] = ()) -> Room:
+    def add(
+        self,
+        read: SessionInput,
+        name: str | None = None,
+        order_free: bool = False,
+        kind: Kind | None = None,
+        *,
+        before: str | None = None,
+        lead: bool = False,
+    ) -> str:
+        """Places an input as `Session.add` does, or in front of a piece as `Session.insert`. Returns its name.
+
+        Args:
+          before: id of the piece that will follow it; None: it is placed behind all others, or recalled.
+          lead: whether it is pinned: a first text is not split.
+        """
+        book, op, fields = self.book, "insert", {}
+        if before is not None:
+            fields["before"] = book.names([before])[0]
+        else:
+            # The name of a medium in a message may come again although it was forgotten here.
+            op, name = "add", read.name if name is None and not book.was_used(read.name) else name
+            evicted = book.find_evicted(read.content, name)
+            if evicted is not None:
+                return self.recall(evicted, read)
+        records, tokens = book.new_records(read, name, order_free, kind, lead or before is not None)
+        *sinks, record = records
+        with book.entering(records, tokens):
+            room = self._enter(op, record, before, sinks)
+        book.counters["added"] += 1
+        book.trim()
+        self._notify(op, record, room, read.items, **fields)
+        return record.name
+
+    def recall(self, record: PieceRecord, read: SessionInput | None) -> str:
+        """Places an evicted chunk again, with its input if the caller gave it. Returns its name."""
+        if record.input is None:
+            record.input = read
+        room = self._enter("recall", record)
+        self.book.counters["recalled"] += 1
+        self.book.trim()
+        self._notify("recall", record, room)
+        return record.name
+
+    def replace(self, old: PieceRecord, read: SessionInput, name: str | None, order_free: bool) -> str:
+        """Places an input in the place of a piece, as `Session.replace` does. Returns its name."""
+        book = self.book
+        (record,), tokens = book.new_records(read, name, order_free, None, True)
+        with book.entering([record], tokens):
+            window = book.window.replace(old.entry.id, record.entry)
+            book.run("replace", self._mended(window) if book.config.mends else window)
+        book.counters["added"] += 1
+        book.trim()
+        book.notify("replace", record, read.items, replaced=old.name)
+        return record.name
+
+    def plan(self, items: Sequence[Any]) -> Plan:
+        """Plans how inputs, or evicted chunks by name, would enter now, in this order. Runs nothing."""
+        book, entries = self.book, list[Entry]()
+        for item in items:
+            if book.knows(item):
+                entries.append(book.find(item).entry)
+                continue
+            read = book.read(item)
+            evicted = book.find_evicted(read.content)
+            if evicted is not None:
+                entries.append(evicted.entry)
+                continue
+            _, piece_id = book.new_names(read.content, None)
+            # The same input twice is two pieces.
+            piece_id += f" {len(entries)}" if piece_id in [entry.id for entry in entries] else ""
+            kind = "text" if read.textual else "chunk"
+            entries.append(book.embed(read).entry(piece_id, read, kind, False))
+        return self._plan(self._make_room(book.window, entries).window, entries)
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _notify(self, op: Any, record: PieceRecord, room: Room, items: Sequence[Any] = (), **fields: Any) -> None:
+        """Notifies the watchers of a piece that was placed, and first of the placeholders that made room for it."""
+        # In this order a trace replays: each event changes the window that the one before it left.
+        for replaced, placeholder in room.placeholders.items():
+            shown = () if placeholder.input is None else placeholder.input.items
+            self.book.notify("replace", placeholder, shown, replaced=replaced)
+        self.book.notify(op, record, items, keep=room.stayed, **fields)
+
+    def _enter(
+        self, op: str, record: PieceRecord, before: str | None = None, sinks: Sequence[PieceRecord] = ()
+    ) -> Room:
         """Places a new or evicted piece, and counts whether that took a forward.
 
         Where the window is full, the oldest chunk leaves first. What has not seen a placeholder, or a piece that enters
-        in front of it, is mended as the policy says.
-
-        Args:
-          before: id of the piece that will follow it; None: it is placed behind all others.
-          sinks: placed in front of it in the same step.
+        in front of it, is mended as the policy says. `sinks` are placed in front of the piece in the same step.
         """
-        book, entry, window = self._book, record.entry, self._book.window
+        book, entry, window = self.book, record.entry, self.book.window
         for sink in sinks:
             window = window.append(sink.entry)
-        room = self.make_room(window, [entry])
-        evicted, seen_before = entry.id in book.window.gone, self._was_seen(entry)
-        records = room.placeholders.values()
-        try:
-            for placeholder in records:
-                book.provide(placeholder, None if self._placeholder is None else self._placeholder[1])
-                book.records[placeholder.entry.id] = placeholder
-            book.records.setdefault(entry.id, record)
-            step = self._place(op, room.window, entry, before, bool(room.placeholders) or before is not None)
-        except BaseException:
-            for placeholder in records:
-                book.forget(placeholder)
-                del book.records[placeholder.entry.id]
-            if not evicted and entry.id not in book.ids.values():
-                book.records.pop(entry.id, None)
-            raise
-        for placeholder in records:
-            book.register(placeholder)
-        book.counters["placeholders"] += len(records)
+        room = self._make_room(window, [entry])
+        if before is not None and before not in room.window:
+            found = f"{brief(book.names([before])[0])!r}, which leaves to make room"
+            raise WindowError(f"{op}: got {found} (keep={self.keep}); expected a piece that stays")
+        evicted, store = entry.id in window.gone, book.runtime.store
+        # Asked before it is placed, because what is prefilled is then stored in the background.
+        seen = evicted or entry.kind == "text" or self._is_stored(entry, book.runtime.executor.sources.encodings)
+        placeholders = room.placeholders.values()
+        with book.entering(placeholders, self._placeholder[1] if placeholders and self._placeholder else None):
+            step = self._place(op, room.window, entry, before, bool(placeholders) or before is not None)
+        book.counters["placeholders"] += len(placeholders)
 
         # Counted last: a call that raises has counted nothing.
-        missed = any(action.kind == "prefill" and action.id == entry.id for action in step)
-        if entry.kind == "chunk" and (seen_before or not missed):
+        missed = ("prefill", entry.id) in [(action.kind, action.id) for action in step]
+        if entry.kind == "chunk" and (seen or not missed):
             book.counters["misses" if missed else "hits"] += 1
-            patch_count = getattr(book.runtime.store, "patch_count", None)
-            if missed and patch_count is not None and patch_count(entry.id, book.runtime.backbone.fingerprint):
-                book.counters["stale"] += 1
+            if missed and hasattr(store, "patch_count"):
+                count: Any = store
+                book.counters["stale"] += bool(count.patch_count(entry.id, book.runtime.backbone.fingerprint))
         return room
 
-    def make_room(self, window: Window, entering: Sequence[Entry]) -> Room:
+    def _make_room(self, window: Window, entering: Sequence[Entry]) -> Room:
         """Returns a window without the chunks that leave before so many others enter. Changes nothing.
 
         Given `(low, high)`, the oldest leave down to `low` when the window would exceed `high`.
         """
-        count = sum(entry.kind == "chunk" for entry in entering)
-        chunks = [piece for piece in window.pieces[window.lead :] if piece.entry.kind == "chunk"]
+        count = [entry.kind for entry in entering].count("chunk")
         low, high = self.keep if isinstance(self.keep, tuple) else (self.keep, self.keep)
         # The first piece is pinned: nothing leaves for it.
-        if low is None or high is None or not count or not len(window) or len(chunks) + count <= high:
+        if low is None or high is None or not count or not len(window):
+            return Room(window, high, {})
+        chunks = [piece for piece in window.pieces[window.lead :] if piece.entry.kind == "chunk"]
+        if len(chunks) + count <= high:
             return Room(window, high, {})
         stay = max(low - count, 0)
         if self._placeholder is None:
             return Room(window.slide(stay), low, {})
 
+        read, tokens = self._placeholder
         placeholders = dict[str, PieceRecord]()
         for piece in chunks[: len(chunks) - stay]:
-            replaced = self._book.names([piece.id])[0]
-            record = self._new_placeholder(replaced, {record.name for record in placeholders.values()})
+            # Named after the chunk whose place it takes.
+            replaced = self.book.names([piece.id])[0]
+            name, number = f"{replaced} left", 1
+            while self.book.was_used(name) or name in [other.name for other in placeholders.values()]:
+                number += 1
+                name = f"{replaced} left#{number}"
+            # Another session of the runtime may have another text under this name.
+            record = PieceRecord(tokens.entry(f"{name} {read.content}", read, "text", False), name, read)
             window = window.replace(piece.id, record.entry)
             placeholders[replaced] = record
         return Room(window, low, placeholders)
 
-    def mended(self, window: Window, fetching: bool = True) -> Window:
+    def _mended(self, window: Window, fetching: bool = True) -> Window:
         """Returns a window whose pieces are as promised: those that are not are restored or prefilled again."""
         while True:
             wrong = next((piece for piece, own in zip(window.pieces, window.standings, strict=True) if own.ways), None)
             if wrong is None:
                 return window
             # Everything in front of it is as promised, so a forward makes it so.
-            stored = (
-                fetching
-                and wrong.entry.kind == "chunk"
-                and self._may_restore(wrong.id, window.prefilled(wrong.entry, wrong.id))
-            )
+            prefills = self._prefills if fetching and wrong.entry.kind == "chunk" else None
+            stored = prefills and prefills.may_have(wrong.id, window.prefilled(wrong.entry, wrong.id))
             window = window.serve({wrong.id: Service("restored") if stored else PREFILL})
-
-    def plan(self, items: Sequence[Any]) -> Plan:
-        """Plans how inputs, or evicted chunks by name, would enter now, in this order. Runs nothing."""
-        book, window, entries = self._book, self._book.window, list[Entry]()
-        for item in items:
-            read = None if book.knows(item) else book.read(item)
-            record = book.find(item) if read is None else book.find_evicted(read.content)
-            if record is not None or read is None:
-                entries.append(book.find(item).entry if record is None else record.entry)
-                continue
-            _, piece_id = book.new_names(read.content, None)
-            kind = "text" if read.textual else "chunk"
-            entries.append(book.embed(read).entry(piece_id, read, kind, False))
-        return self._plan(self.make_room(window, entries).window, entries)
-
-    # --------------------------------------------------------------------------------------------------------- inside
 
     def _place(self, op: str, stay: Window, entry: Entry, before: str | None, mending: bool) -> Any:
         """Runs the window with an entry where there is room for it; a second choice fetches nothing."""
-        book = self._book
+        book = self.book
+        # A plan mends what stays by itself, but knows no insertion.
+        planned = book.config.policy == "certified" and before is None
         for fetching in (True, False):
-            window = self._entered(stay, entry, before, fetching)
-            # A plan mends what stays by itself, but knows no insertion.
-            planned = book.config.policy == "certified" and before is None
+            service = PREFILL if before is not None else self._service(stay, entry, fetching)
+            if service is None:
+                window = self._plan(stay, [entry], fetching).window
+            elif before is not None:
+                window = stay.insert(entry, before)
+            else:
+                window = stay.recall(entry.id, service) if entry.id in stay.gone else stay.append(entry, service)
             if book.config.mends and not planned and (mending or window.promise == "forget"):
-                window = self.mended(window, fetching)
+                window = self._mended(window, fetching)
             try:
                 return book.run(op, window)
             except (InputError, PatchMismatchError, ShapeError):
@@ -149,41 +215,26 @@ class Placer:
                     raise
         raise AssertionError("the second choice fetches nothing")
 
-    def _entered(self, stay: Window, entry: Entry, before: str | None, fetching: bool) -> Window:
-        """Returns the window with an entry, served as the policy chooses."""
-        if before is not None:
-            return stay.insert(entry, before)
-        if self._book.config.policy == "certified":
-            choice = self._exact(stay, entry) if fetching else None
-            if choice is None:
-                return self._plan(stay, [entry], fetching).window
-        else:
-            choice = self._service(stay, entry) if fetching else PREFILL
-        return stay.recall(entry.id, choice) if entry.id in stay.gone else stay.append(entry, choice)
+    def _service(self, window: Window, entry: Entry, fetching: bool) -> Service | None:
+        """Returns how an entry that enters behind a window is served; None where a plan decides."""
+        runtime, config, prefills = self.book.runtime, self.book.config, self._prefills
+        computed = None if config.policy == "certified" else PREFILL
+        if entry.kind == "text" or not fetching:
+            return computed
 
-    def _exact(self, window: Window, entry: Entry) -> Service | None:
-        """Returns the service that is what a forward would compute, if that is stored."""
-        if entry.kind == "text":
-            return None
-        if len(window):
-            # Behind approximate pieces a stored prefill is approximate as a forward is: a plan may mend those.
-            trusted = window.as_promised or not self._book.config.mends
-            return Service("restored") if trusted and self._may_restore(entry.id, window.prefilled(entry)) else None
-        # At the front of a window a canonical is the prefill.
-        return Service("leading") if self._is_stored(entry, (None,)) else None
-
-    def _service(self, window: Window, entry: Entry) -> Service:
-        """Returns how an entry is served without a certificate."""
-        runtime, policy = self._book.runtime, self._book.config.policy
-        if entry.kind == "text" or ((exact := self._exact(window, entry)) is None and policy == "exact"):
-            return PREFILL
-        if exact is not None:
-            return exact
+        # What a forward would compute, if that is stored. At the front of a window a canonical is the prefill. Behind
+        # approximate pieces a stored prefill is approximate as a forward is: a plan may mend those.
+        if not len(window) and self._is_stored(entry, (None,)):
+            return Service("leading")
+        trusted = prefills if len(window) and (window.as_promised or not config.mends) else None
+        if trusted is not None and trusted.may_have(entry.id, window.prefilled(entry)):
+            return Service("restored")
         encodings = runtime.executor.sources.encodings
-        if not self._is_stored(entry, encodings) and not self._prefills:
-            return PREFILL
-        if policy == "blind":
-            return BARE if len(window) and self._is_stored(entry, encodings) else PREFILL
+        stored = not config.mends and self._is_stored(entry, encodings)
+        if config.mends or not (stored or prefills):
+            return computed
+        if config.policy == "blind":
+            return BARE if len(window) and stored else PREFILL
 
         # The patch of the largest rank, one for this very order before an orbit patch.
         inventory = PatchInventory.of(runtime.store, runtime.backbone, encodings=encodings)
@@ -193,21 +244,20 @@ class Placer:
             if notes:
                 return Service("patch", min(notes, key=lambda note: (note.orbit, -note.rank)))
         # Without a patch for them, what was computed behind the same nearest piece, the most alike first.
-        alike = {} if self._prefills is None else self._prefills.alike(entry.id, window.likeness())
-        for likeness, made in alike.items():
+        for likeness, made in (prefills.alike(entry.id, window.likeness()) if prefills else {}).items():
             return Service("restored", stored=made, likeness=likeness)
         return PREFILL
 
     def _plan(self, stay: Window, entries: Sequence[Entry], fetching: bool = True) -> Plan:
         """Plans the pieces that stay and the entries after them; with or without what is stored."""
-        config, runtime = self._book.config, self._book.runtime
+        config, runtime = self.book.config, self.book.runtime
         inventory = PatchInventory(runtime.backbone.fingerprint)
         if fetching:
             # Bounds were measured on canonicals as they were prefilled.
             encodings = (None,) if config.certificate is not None else runtime.executor.sources.encodings
             inventory = PatchInventory.of(runtime.store, runtime.backbone, prefills=self._prefills, encodings=encodings)
         return plan(
-            self._book.window,
+            self.book.window,
             [*(piece.entry for piece in stay.pieces), *entries],
             Goal(kl=config.kl) if config.policy == "certified" else Goal(),
             stored=inventory,
@@ -220,48 +270,26 @@ class Placer:
     @functools.cached_property
     def _prefills(self) -> StoredPrefills | None:
         """The stored prefills that this session may read; None without a store that keeps them."""
-        runtime = self._book.runtime
+        runtime = self.book.runtime
         if not StoredPrefills.supports(runtime.store):
             return None
         return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype)
 
-    def _may_restore(self, id: str, made: str) -> bool:
-        return self._prefills is not None and self._prefills.may_have(id, made)
-
-    def _was_seen(self, entry: Entry) -> bool:
-        """Returns whether a chunk was seen before: here, or by another writer of the store."""
-        encodings = self._book.runtime.executor.sources.encodings
-        return entry.id in self._book.window.gone or self._is_stored(entry, encodings)
-
     def _is_stored(self, entry: Entry, encodings: Sequence[str | None]) -> bool:
         """Returns whether the store has a canonical in one of these encodings, as far as it can say without reading."""
-        contains, fingerprint = (
-            getattr(self._book.runtime.store, "contains", None),
-            self._book.runtime.backbone.fingerprint,
-        )
-        options = [{} if word is None else {"encoding": word} for word in encodings]
-        return contains is not None and any(contains(entry.id, fingerprint, **option) for option in options)
-
-    # --------------------------------------------------------------------------------------------------- placeholders
+        store: Any = self.book.runtime.store
+        if not hasattr(store, "contains"):
+            return False
+        for option in [{} if word is None else {"encoding": word} for word in encodings]:
+            if store.contains(entry.id, self.book.runtime.backbone.fingerprint, **option):
+                return True
+        return False
 
     @functools.cached_property
     def _placeholder(self) -> tuple[SessionInput, EmbeddedInput] | None:
         """The text that takes the place of a chunk, embedded once; None if chunks leave nothing."""
-        config, backbone = self._book.config, self._book.runtime.backbone
+        config, backbone = self.book.config, self.book.runtime.backbone
         if config.placeholder is None:
             return None
-        # In a chat, the lead has the token that begins a sequence. Token ids, unlike a text, add no second one.
-        model: Any = backbone
-        item = model.ids(config.placeholder) if config.chat else Text(config.placeholder)
+        item = self.book.text_item(config.placeholder)
         return SessionInput((item,), chunk_id(backbone.fingerprint, item), True), embedded(backbone, [item])
-
-    def _new_placeholder(self, replaced: str, taken: set[str]) -> PieceRecord:
-        """Returns the record of a new placeholder, named after the chunk whose place it takes."""
-        book = self._book
-        assert self._placeholder is not None
-        read, tokens = self._placeholder
-        name, number = f"{replaced} left", 1
-        while book.was_used(name) or name in taken:
-            number += 1
-            name = f"{replaced} left#{number}"
-        return PieceRecord(tokens.entry(name, read, "text", False), name, read)

@@ -7,11 +7,10 @@ import collections
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ..backbone import Backbone, Tokens
 from ..cache import brief
@@ -27,13 +26,9 @@ PREFILLS = 1 << 30
 
 
 class AnswerOptions(NamedTuple):
-    """Options of one answer.
+    """Options of one answer: the most tokens, how they are chosen with which seed, and ids that end it.
 
-    Attributes:
-      steps: the largest number of tokens.
-      sampling: how tokens are chosen.
-      key: the seed of what is drawn; None for greedy answers.
-      stop: token ids that end the answer; None for the backbone's own.
+    Without a `key` answers are greedy; a `stop` of None means the backbone's own stop tokens.
     """
 
     steps: int
@@ -42,26 +37,15 @@ class AnswerOptions(NamedTuple):
     stop: tuple[int, ...] | None = None
 
 
-@runtime_checkable
-class TokenIterator(Protocol):
-    """Iterator over the tokens of an answer."""
+class InlineScheduler:
+    """Scheduler of one session and its forks: every job runs at once, on the calling thread.
 
-    def __iter__(self) -> Iterator[TextPiece]:
-        """Returns itself."""
-        ...
+    A scheduler is the order of access to an executor. `BatchScheduler` is the other one, with these four methods.
+    """
 
-    def __next__(self) -> TextPiece:
-        """Waits for the next token, with the text that it completes."""
-        ...
-
-    def close(self) -> None:
-        """Ends decoding."""
-        ...
-
-
-@runtime_checkable
-class Scheduler(Protocol):
-    """Order of access to an executor."""
+    def __init__(self, executor: Executor, grows: bool):
+        """Takes an executor; `grows`: its pool is enlarged where a job finds no room."""
+        self._executor, self._grows, self._lock = executor, grows, threading.RLock()
 
     def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
         """Runs a job that has the executor to itself, and returns its result. A job that finds no room may run again.
@@ -72,30 +56,6 @@ class Scheduler(Protocol):
         Raises:
           What the job raises. PoolError: no room.
         """
-        ...
-
-    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> TokenIterator:
-        """Continues a question after a window, token by token. Closing the iterator ends the work."""
-        ...
-
-    def drop(self, branch: str) -> None:
-        """Ends the answers about a branch."""
-        ...
-
-    def close(self) -> None:
-        """Ends all answers. Idempotent."""
-        ...
-
-
-class InlineScheduler:
-    """Scheduler of one session and its forks: every job runs at once, on the calling thread."""
-
-    def __init__(self, executor: Executor, grows: bool):
-        """Takes an executor; `grows`: its pool is enlarged where a job finds no room."""
-        self._executor, self._grows, self._lock = executor, grows, threading.RLock()
-
-    def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
-        """Implements `Scheduler.do`."""
         with self._lock:
             try:
                 return job()
@@ -112,7 +72,7 @@ class InlineScheduler:
     def answer(
         self, window: Window, tokens: Tokens, length: int, options: AnswerOptions
     ) -> Generator[TextPiece, None, None]:
-        """Implements `Scheduler.answer`: decodes on the thread that reads."""
+        """Yields the tokens of an answer, decoded on the thread that reads. `close` ends the work."""
         steps, sampling, key, stop = options
         with self._lock:
             stream = self._executor.stream(window, tokens, steps, length, sampling=sampling, key=key, stop=stop)
@@ -123,10 +83,10 @@ class InlineScheduler:
             yield from stream
 
     def drop(self, branch: str) -> None:
-        """Implements `Scheduler.drop`: answers have caches of their own."""
+        """Ends the answers about a branch. Here they have caches of their own, and continue."""
 
     def close(self) -> None:
-        """Implements `Scheduler.close`."""
+        """Ends all answers. Idempotent."""
 
 
 class Runtime:
@@ -149,27 +109,28 @@ class Runtime:
         dtype: jax.typing.DTypeLike | None = None,
         rank: Rank | None = None,
         encoding: str | None = None,
-        schedule: Callable[[Executor], Scheduler] | None = None,
+        schedule: Callable[[Executor], Any] | None = None,
         **options: Any,
     ):
         """Allocates the pool. With a store, prefills are stored and patches formed in the background.
 
         Args:
           pages: of the pool. None: 256 at first; it grows when a window finds no room, and programs are compiled again.
-          dtype: of the pool. None: the dtype that the backbone computes in.
+          dtype: of the pool. None: the dtype that the backbone computes in, bfloat16 if it does not say.
           rank: of the patches that are formed; 0 forms none. None: 16, from the first session that may serve them.
           encoding: of canonicals (`SessionConfig.encoding`); None: as they were prefilled.
           schedule: makes the scheduler of many sessions; None: of one session, inline.
           options: of `Executor`.
         """
-        dtype = dtype_of(backbone) if dtype is None else dtype
+        if dtype is None:
+            text = getattr(getattr(backbone, "config", None), "text", None)
+            dtype = getattr(text, "dtype", None) or "bfloat16"
         options |= {"store": store, "encoding": encoding}
         self.executor = Executor(backbone, pages or FIRST_PAGES, page_size, dtype, **options)
         self.backbone, self.store = backbone, store
         self.private = schedule is None
-        self.scheduler: Scheduler = (
-            InlineScheduler(self.executor, pages is None) if schedule is None else schedule(self.executor)
-        )
+        inline = schedule is None
+        self.scheduler: Any = InlineScheduler(self.executor, pages is None) if inline else schedule(self.executor)
         self.former: PatchFormer | None = None
         if store is not None:
             self.former = PatchFormer(backbone, store, rank, prefill_bytes=PREFILLS, encoding=encoding)
@@ -177,13 +138,13 @@ class Runtime:
         self._users, self._closed, self._process = 0, False, os.getpid()
         self._lock = threading.Lock()
         self._providers: collections.Counter[str] = collections.Counter()
-        # How often the pool was lost and allocated again; by branch, when its KV was last brought.
-        self._pool_number, self._pool_of = 0, dict[str, int]()
+        # Branches whose KV was lost with a pool.
+        self._lost = set[str]()
 
     # -------------------------------------------------------------------------------------------------------- windows
 
     def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
-        """Runs a job that has the executor to itself. As `Scheduler.do`.
+        """Runs a job that has the executor to itself. As `InlineScheduler.do`.
 
         Raises:
           SessionClosedError: after `close`, and in a forked process. As the job.
@@ -195,10 +156,8 @@ class Runtime:
         """Brings the KV of a window. Raises as `Executor.run`, with nothing changed."""
 
         def job() -> Step:
-            self._check_pool(window)
-            step = self.executor.run(window)
-            self._pool_of[window.branch] = self._pool_number
-            return step
+            self._check_pool(window.branch)
+            return self.executor.run(window)
 
         return self.do(job, window)
 
@@ -208,29 +167,20 @@ class Runtime:
         def job() -> Window:
             # The first of several branches renews the pool for all of them.
             if self.executor.lost:
+                self._lost.update(self.executor.branches)
                 self.executor.renew()
-                self._pool_number += 1
-            if self._pool_of.get(window.branch) == self._pool_number:
+            if window.branch not in self._lost:
                 return window
             self.executor.release(window.branch)
             again = window.anew()
             self.executor.run(again)
-            self._pool_of[window.branch] = self._pool_number
+            self._lost.discard(window.branch)
             return again
 
         return self.do(job, window)
 
-    def adopt(self, window: Window, snapshots: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Writes a saved window's KV into the pool. Raises as `Executor.restore`, with nothing changed."""
-
-        def job() -> None:
-            self.executor.restore(window, snapshots)
-            self._pool_of[window.branch] = self._pool_number
-
-        self.do(job, window)
-
-    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> TokenIterator:
-        """Continues a question after a window, token by token. Closing the iterator ends the work.
+    def answer(self, window: Window, tokens: Tokens, length: int, options: AnswerOptions) -> Any:
+        """Continues a question after a window. Returns an iterator of `TextPiece`, whose `close` ends the work.
 
         From the first token on, later changes of the window do not change the answer.
 
@@ -242,8 +192,8 @@ class Runtime:
           As `run`, and `Executor.stream`.
         """
 
-        def job() -> TokenIterator:
-            self._check_pool(window)
+        def job() -> Any:
+            self._check_pool(window.branch)
             return self.scheduler.answer(window, tokens, length, options)
 
         # Nothing is to be done, unless an interrupt of the caller has left another window there.
@@ -257,15 +207,14 @@ class Runtime:
         # A closed scheduler has no thread, and nobody else uses the executor.
         with contextlib.suppress(SessionClosedError):
             self.scheduler.do(lambda: self.executor.release(branch))
-        self._pool_of.pop(branch, None)
+        self._lost.discard(branch)
 
-    def _check_pool(self, window: Window) -> None:
-        """Raises PoolLostError for a window whose KV, or whose parent's, was lost with a pool."""
+    def _check_pool(self, branch: str) -> None:
+        """Raises PoolLostError for a branch whose KV, or whose parent's, was lost with a pool."""
         self.executor.check_pool()
-        branch = window.branch
-        if branch not in self._pool_of:
+        if branch not in self.executor.branches and branch not in self._lost:
             branch = branch.rpartition("/")[0]
-        if self._pool_of.get(branch, self._pool_number) != self._pool_number:
+        if branch in self._lost:
             raise PoolLostError(f"session: got branch {brief(branch)!r}, whose pool was lost; expected `reprefill`")
 
     # --------------------------------------------------------------------------------------------------------- tokens
@@ -302,19 +251,11 @@ class Runtime:
         if self._closed:
             raise SessionClosedError("session: got used after its runtime was closed; expected it open")
 
-    def acquire(self) -> None:
-        """Registers an open session."""
+    def acquire(self, users: int = 1) -> int:
+        """Registers an open session, or with -1 unregisters one. Returns how many there are."""
         with self._lock:
-            self._users += 1
-
-    def leave(self) -> None:
-        """Unregisters a session. The last one of a private runtime closes it."""
-        with self._lock:
-            self._users -= 1
-            last = self._users == 0
-        # Closing waits for pending patches, so the lock is released first.
-        if last and self.private:
-            self.close()
+            self._users += users
+            return self._users
 
     def close(self) -> None:
         """Ends answers, finishes what is formed in the background, then stops. Idempotent."""
@@ -324,9 +265,3 @@ class Runtime:
         self.scheduler.close()
         if self.former is not None:
             self.former.close()
-
-
-def dtype_of(backbone: Backbone) -> Any:
-    """Returns the dtype that a backbone computes in, bfloat16 if it does not say."""
-    text = getattr(getattr(backbone, "config", None), "text", None)
-    return getattr(text, "dtype", None) or "bfloat16"

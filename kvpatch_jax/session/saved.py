@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,10 @@ from safetensors import SafetensorError
 
 from ..backbone import Backbone
 from ..cache import Audio, Text, Video, decoded, sort_of
-from ..errors import DtypeError, KVPatchError, PoolLostError, SessionError, WindowError
+from ..errors import CertificateError, PoolError, RankError, SessionError, WindowError
 from ..utils.atomic_files import path_of, replace
 from ..window import Entry, PatchStore, Window, from_json, to_json
-from .config import Keep, SessionConfig, check_keep
+from .config import Keep, SessionConfig
 from .inputs import SessionInput
 from .pieces import PieceBook, PieceRecord
 from .runtime import Runtime
@@ -34,14 +35,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def save(path: str | os.PathLike[str], book: PieceBook, keep: Keep, kv: bool) -> None:
-    """Writes a session in place of an existing file, as a whole or not at all.
-
-    Args:
-      kv: whether to include the window's KV.
-
-    Raises:
-      SessionError: a file that cannot be written.
-    """
+    """Writes a session, with the window's KV if `kv`. Raises SessionError for a file that cannot be written."""
     executor, window, arrays = book.runtime.executor, book.window, Arrays()
     snapshots = book.runtime.do(lambda: executor.snapshot(window)) if kv else []
     for number, snapshot in enumerate(snapshots):
@@ -49,12 +43,12 @@ def save(path: str | os.PathLike[str], book: PieceBook, keep: Keep, kv: bool) ->
 
     pieces = []
     for number, (id, record) in enumerate(book.records.items()):
-        items = None
-        if record.input is not None:
-            items = [
-                _saved_item(item, f"item.{number}.{place}", arrays) for place, item in enumerate(record.input.items)
-            ]
-        pieces.append({"id": id, "name": record.name, "items": items, "content": _content_of(record)})
+        read, fields = record.input, {"id": id, "name": record.name, "items": None, "content": None}
+        if read is not None:
+            names = [f"item.{number}.{place}" for place in range(len(read.items))]
+            items = [_saved_item(item, name, arrays) for item, name in zip(read.items, names, strict=True)]
+            fields |= {"items": items, "content": read.content}
+        pieces.append(fields)
 
     settings = {name: getattr(book.config, name) for name in SAVED_OPTIONS} | {"name": book.name, "keep": keep}
     body = {"window": to_json(window), "settings": settings, "used": list(book.used_names), "pieces": pieces, "kv": kv}
@@ -68,10 +62,6 @@ def save(path: str | os.PathLike[str], book: PieceBook, keep: Keep, kv: bool) ->
     except OSError as error:
         message = f"session: got {str(path)!r:.200}, which cannot be written: {error}; expected a file's place"
         raise SessionError(message) from error
-
-
-def _content_of(record: PieceRecord) -> str | None:
-    return None if record.input is None else record.input.content
 
 
 def _saved_item(item: Any, name: str, arrays: Arrays) -> dict[str, Any]:
@@ -146,91 +136,65 @@ def restore(
     backbone: Backbone,
     store: PatchStore | None,
     runtime: Runtime | None,
-    branch: str,
     options: Mapping[str, Any],
 ) -> tuple[PieceBook, Keep]:
-    """Returns the book and `keep` of a saved session.
-
-    Args:
-      runtime, branch: where its KV goes. None: a runtime of its own, with a pool as it was saved.
-      options: those that are not in the file.
-
-    Raises:
-      SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
-      session of another backbone. PoolError: no room. Nothing is held then.
-    """
+    """Returns the book and `keep` of a saved session. Arguments and errors are those of `Session.restore`."""
     for option in options:
         if option not in GIVEN_OPTIONS:
             raise TypeError(f"restore() got an unexpected keyword argument {option!r}")
     body, arrays = read(path)
     # A foreign program may have written the digest too, so every field may be missing or of another type.
     try:
-        window = from_json(_text(body["window"]), backbone.fingerprint).renamed(branch)
-        settings = dict(body["settings"])
+        window = from_json(_text(body["window"]), backbone.fingerprint).renamed(secrets.token_hex(8))
+        settings, name, dtype = dict(body["settings"]), _text(body["settings"]["name"]), _text(body["dtype"])
         keep = tuple(settings["keep"]) if isinstance(settings["keep"], list) else settings["keep"]
-        check_keep(keep)
-        saved_options = {name: settings[name] for name in SAVED_OPTIONS}
+        saved_options = {option: settings[option] for option in SAVED_OPTIONS}
         saved_options["around"] = tuple(settings["around"])
         # What a certificate bounded is served exactly where none is given.
         if saved_options["reuse"] == "certified":
             saved_options["reuse"] = None
         config = SessionConfig(**options, **saved_options)
-        config.check(backbone, runtime)
-        opened = runtime or config.runtime(backbone, store, dtype=_text(body["dtype"]))
-        book = PieceBook(_text(settings["name"]), opened, dataclasses.replace(window, pieces=(), evicted=()), config)
-    except WindowError:
+        config.check(backbone, store, runtime, keep, name)
+        records, used = _read_records(body, window, arrays), [_text(name) for name in body["used"]]
+        kv, snapshots = body["kv"], [Arrays() for _ in window.pieces]
+        for key in [key for key in arrays if key.startswith("kept.")]:
+            _, number, field = key.split(".", 2)
+            snapshots[int(number)][field] = arrays[key]
+        opened = runtime or config.runtime(backbone, store, dtype=dtype)
+    except (SessionError, WindowError, CertificateError, RankError, PoolError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, KVPatchError) and not isinstance(error, DtypeError):
-            raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SessionError(f"session: got {type(error).__name__} {error!s:.200}; expected what was saved") from error
+
+    book = PieceBook(name, opened, dataclasses.replace(window, pieces=(), evicted=()), config)
+    book.records, book.used_names = records, dict.fromkeys(used, 1)
+    book.ids = {record.name: id for id, record in records.items()}
     try:
-        _restore_pieces(book, window, body, arrays)
-    except BaseException:
+        if kv:
+            book.runtime.do(lambda: book.runtime.executor.restore(window, snapshots))
+            book.window = window
+        else:
+            # Without KV, the window is prefilled.
+            book.run("restore", window.anew())
+    except BaseException as error:
         book.release()
+        if isinstance(error, WindowError):
+            raise SessionError(f"session: {error}") from error
         raise
     return book, keep
 
 
-def _restore_pieces(book: PieceBook, window: Window, body: Mapping[str, Any], arrays: Arrays) -> None:
-    """Restores the records of a saved session, and the KV of its window.
-
-    Raises:
-      SessionError: fields that are not a session's. As `restore`.
-    """
+def _read_records(body: Mapping[str, Any], window: Window, arrays: Arrays) -> dict[str, PieceRecord]:
+    """Returns the records of a saved session's pieces, by id."""
     entries: dict[str, Entry] = {piece.id: piece.entry for piece in window.pieces}
     entries |= {entry.id: entry for entry in window.evicted}
-    try:
-        for fields in body["pieces"]:
-            id, name, items = _text(fields["id"]), _text(fields["name"]), fields["items"]
-            content = None
-            if items is not None:
-                read_items = tuple([_read_item(item, arrays) for item in items])
-                content = SessionInput(read_items, _text(fields["content"]), entries[id].kind == "text")
-            book.records[id], book.ids[name] = PieceRecord(entries[id], name, content), id
-        book.used_names = dict.fromkeys([_text(name) for name in body["used"]], 1)
-        if missing := sorted(set(entries) - set(book.records)):
-            raise KeyError(missing[0])
-        snapshots = [
-            {
-                name.partition(f"kept.{number}.")[2]: value
-                for name, value in arrays.items()
-                if name.startswith(f"kept.{number}.")
-            }
-            for number in range(len(window.pieces))
-        ]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise SessionError(f"session.pieces: got {type(error).__name__} {error!s:.200}; expected its fields") from error
-
-    if not body["kv"]:
-        # Without KV, the window is prefilled.
-        book.run("restore", window.anew())
-        return
-    runtime = book.runtime
-    try:
-        runtime.adopt(window, snapshots)
-    except PoolLostError:
-        raise
-    except WindowError as error:
-        raise SessionError(f"session: {error}") from error
-    book.window = window
+    records = {}
+    for fields in body["pieces"]:
+        id, content = _text(fields["id"]), None
+        if fields["items"] is not None:
+            items = tuple([_read_item(item, arrays) for item in fields["items"]])
+            content = SessionInput(items, _text(fields["content"]), entries[id].kind == "text")
+        records[id] = PieceRecord(entries[id], _text(fields["name"]), content)
+    if missing := sorted(set(entries) - set(records)):
+        raise KeyError(missing[0])
+    return records

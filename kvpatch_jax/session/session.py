@@ -1,5 +1,6 @@
 """`Session`: an agent's window, and what it takes to add, recall, slide, fork and ask it."""
 
+import contextlib
 import os
 import secrets
 import weakref
@@ -7,18 +8,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..backbone import Backbone
-from ..cache import brief, part_name
+from ..cache import brief
 from ..errors import InputError, SessionError
 from ..plan import Plan
 from ..sampling import Sampling
+from ..utils.interrupts import interrupts_deferred
 from ..utils.kinds import all_of
 from ..window import Fidelity, Kind, PatchStore, Promise, Window, is_count
 from . import saved
 from .answers import Answer
-from .config import Keep, SessionConfig, check_arguments, check_keep, with_chat_template
+from .config import Keep, SessionConfig, check_keep, with_chat_template
 from .inputs import embedded
-from .needs import UNCHANGED, DisposabilityProbe, DisposabilityReport
-from .pieces import PieceBook, retry_after_pool_loss, window_step
+from .needs import UNCHANGED, DisposabilityReport, probe
+from .pieces import PieceBook, session_call
 from .placing import Placer
 from .questions import QuestionRunner, Stop, options_of
 from .runtime import Runtime
@@ -46,15 +48,16 @@ class Session:
             session.recall(screenshots[1])
             print("recalled", session.ask("unit of seed?"))
 
-    A session is a window with the images that it shows and the runtime that holds its KV. Pieces that stay are rotated,
-    not computed again, and what can be reused later is stored in the background, at the latest by `close`. Several
-    threads may use a session, one call at a time. A call that raises leaves the session as it was.
+    A session is a window with its images and the runtime that holds its KV. Pieces that stay are rotated, not computed
+    again, and what can be reused later is stored in the background, at the latest by `close`. Several threads may use
+    it, one call at a time. A call that raises changes nothing.
 
     Attributes:
       backbone, store, runtime: what the session runs on.
       name: in events.
       config: the options.
-      watchers: called with each event and the items that it brought, after it has happened. A fork has a copy.
+      watchers: called with each event and the items that it brought, after it has happened: what a watcher raises
+        undoes nothing. A fork has a copy.
     """
 
     def __init__(
@@ -66,7 +69,6 @@ class Session:
         lead: Any = None,
         promise: Promise = "remember",
         runtime: Runtime | None = None,
-        branch: str = "",
         name: str | None = None,
         config: SessionConfig | None = None,
         **options: Any,
@@ -79,21 +81,20 @@ class Session:
             they may be served, or with a `rank`.
           keep: the number of chunks that stay after the lead; the oldest leave. A pair: the number down to which they
             leave together, and the one that makes them leave. None: all.
-          lead: pinned at the front, and nothing else is: a text or image, a list of them, or 0 for nothing. None: the
-            first chunk, or of a first text the 4 tokens that attention sinks on; the rest of it can be replaced.
+          lead: pinned at the front, and nothing else is: a text or image, a list of them, or how many of the
+            first pieces that are added; 0 for none. None: the first chunk, or of a first text the 4 tokens that
+            attention sinks on; the rest of it can be replaced.
           promise: the reference of the window: "remember" (the model in which a token does not attend to what had left
             before it) or "forget" (a prefill of the current window).
           runtime: shared with other sessions. None: one of its own.
-          branch: of the pool of a shared runtime.
-          name: in events. None: the branch, or a random name.
+          name: in events. None: a random one.
           config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
 
         Raises:
           SessionError, CertificateError: an invalid argument, or one of other weights. What adding the lead raises.
         """
         config = SessionConfig.with_options(config, options)
-        check_arguments(backbone, store, keep, runtime, name)
-        config.check(backbone, runtime)
+        config.check(backbone, store, runtime, keep, name)
         if config.chat is not False:
             lead, config = with_chat_template(backbone, lead, config)
 
@@ -102,12 +103,13 @@ class Session:
         first = [] if lead is None or is_count(lead, 0) else list(lead) if several else [lead]
         pinned: int = lead if is_count(lead, 0) else len(first) or 1  # pyright: ignore[reportAssignmentType]
         # The pool is allocated last, when nothing can be invalid any more.
-        window = Window.empty(backbone, lead=pinned, promise=promise, branch=branch)
+        # Sessions on one runtime never share a branch: each would release what the other holds.
+        window = Window.empty(backbone, lead=pinned, promise=promise, branch=secrets.token_hex(8))
         runtime = config.runtime(backbone, store) if runtime is None else runtime
-        self._compose(PieceBook(name or branch or secrets.token_hex(8), runtime, window, config), keep)
+        self._compose(PieceBook(name or window.branch, runtime, window, config), keep)
         try:
             for item in first:
-                self._add(item, None, False, None, lead=True)
+                self._placer.add(self._book.read(item), lead=True)
         except BaseException:
             # The caller has no session to close, and a runtime has a pool and a thread.
             self.close()
@@ -118,11 +120,11 @@ class Session:
         self._book, self._placer, self._questions = book, Placer(book, keep), QuestionRunner(book)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self.name, self.watchers, self.runtime, self.config = book.name, book.watchers, book.runtime, book.config
-        self.backbone, self.store = self.runtime.backbone, self.runtime.store
+        self.backbone, self.store, former = self.runtime.backbone, self.runtime.store, self.runtime.former
         # By default nothing is formed that this session may not serve.
-        if self.config.approximates and self.runtime.former is not None:
-            self.runtime.former.form_means()
-            self.runtime.former.form_patches(RANK)
+        if former is not None and self.config.policy in ("certified", "patched"):
+            former.form_means()
+            former.form_patches(RANK)
 
     @property
     def keep(self) -> Keep:
@@ -161,14 +163,14 @@ class Session:
         return True
 
     def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and self._book.ids.get(id, id) in self.window
+        return id in self._book
 
     def __repr__(self) -> str:
         return f"Session({'closed, ' if self.closed else ''}keep={self.keep}, {self.window!r})"
 
     # --------------------------------------------------------------------------------------------------------- pieces
 
-    @window_step
+    @session_call(interrupts_deferred)
     def add(self, item: Any, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None) -> str:
         """Places an image, frames or a text after all others. If `keep` chunks are there, the oldest leaves.
 
@@ -189,28 +191,12 @@ class Session:
           SessionClosedError. SessionError: the name of another piece. ImageError, InputError: an unreadable input.
           PoolError: no room. What the backbone raises.
         """
-        return self._add(item, id, order_free, kind)
-
-    def _add(self, item: Any, id: str | None, order_free: bool, kind: Kind | None, lead: bool = False) -> str:
-        book = self._book
-        with book.open():
-            pass
         # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
-        read = book.read(item)
-        with book.open():
-            # vLLM's name of a medium in a message, which may come again although it was forgotten here.
-            if id is None and not book.was_used(uuid := part_name(item)):
-                id = uuid
-            evicted = book.find_evicted(read.content, id)
-            if evicted is not None:
-                return self._recall(evicted, read)
-            with book.admit(read, id, order_free, kind, whole=lead) as records:
-                *sinks, record = records
-                room = self._placer.enter("add", record, sinks=sinks)
-            self._notify_placed("add", record, read.items, room)
-            return record.name
+        read = self._book.read(item)
+        with self._book.open():
+            return self._placer.add(read, id, order_free, kind)
 
-    @window_step
+    @session_call(interrupts_deferred)
     def insert(
         self, item: Any, before: str, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None
     ) -> str:
@@ -218,16 +204,11 @@ class Session:
 
         With reuse "exact" or "certified" they are prefilled again, otherwise rotated.
         """
-        book = self._book
-        read = book.read(item)
-        with book.open():
-            follower = book.find(before).entry.id
-            with book.admit(read, id, order_free, kind, whole=True) as records:
-                room = self._placer.enter("insert", records[0], before=follower)
-            self._notify_placed("insert", records[0], read.items, room, before=before)
-            return records[0].name
+        read = self._book.read(item)
+        with self._book.open():
+            return self._placer.add(read, id, order_free, kind, before=self._book.find(before).entry.id)
 
-    @window_step
+    @session_call(interrupts_deferred)
     def recall(self, item: Any) -> str:
         """Brings back an evicted chunk, by its name or its content. If `keep` chunks are there, the oldest leaves.
 
@@ -242,42 +223,28 @@ class Session:
         """
         book = self._book
         with book.open():
-            read = None
-            if not book.knows(item):
-                read = book.read(item)
-            # A content may be in the window and evicted. The evicted piece is meant, for the other needs no recall.
-            record = book.find(item) if read is None else book.find_evicted(read.content)
-            if record is None and read is not None:
-                shown = [piece.id for piece in book.window.pieces if piece.entry.content == read.content]
-                record = book.records[shown[-1]] if shown else None
+            read = None if book.knows(item) else book.read(item)
+            if read is None:
+                record = book.find(item)
+            else:
+                # A content may be in the window and evicted. The evicted piece is meant: the other needs no recall.
+                shown = [book.records[piece.id] for piece in book.window.pieces if piece.entry.content == read.content]
+                record = book.find_evicted(read.content) or (shown[-1] if shown else None)
             if record is None:
                 found = brief(item) if isinstance(item, str) else f"a {type(item).__name__}"
                 expected = ", ".join(repr(brief(name)) for name in self.gone[-8:]) or "nothing, for nothing has left"
-                raise SessionError(f"recall: got {found!r:.80}, which was never added; expected {expected}")
-            return record.name if record.entry.id in book.window else self._recall(record, read)
+                used = [name for name in (item, read and read.content) if isinstance(name, str) and book.was_used(name)]
+                past = "is text, or forgotten since: add it again" if used else "was never added"
+                raise SessionError(f"recall: got {found!r:.80}, which {past}; expected {expected}")
+            return record.name if record.entry.id in book.window else self._placer.recall(record, read)
 
-    def _recall(self, record: Any, read: Any) -> str:
-        """Places an evicted chunk again, with its input if the caller gave it. Returns its name."""
-        book = self._book
-        if record.input is None:
-            record.input = read
-        room = self._placer.enter("recall", record)
-        book.counters["recalled"] += 1
-        book.trim()
-        self._notify_placed("recall", record, (), room)
-        return record.name
-
-    @window_step
+    @session_call(interrupts_deferred)
     def slide(self, keep: int) -> tuple[str, ...]:
-        """Evicts all but the last `keep` chunks after the lead. Returns the names of the evicted chunks.
-
-        Raises:
-          SessionClosedError. WindowError: an invalid number.
-        """
+        """Evicts all but the last `keep` chunks after the lead. Returns their names. Raises WindowError: no number."""
         with self._book.open():
             return self._book.evict("slide", self.window.slide(keep), keep=keep)
 
-    @window_step
+    @session_call(interrupts_deferred)
     def evict(self, id: str) -> tuple[str, ...]:
         """Evicts a piece. Returns its name if it is a chunk, which can be recalled.
 
@@ -288,11 +255,12 @@ class Session:
             record = self._book.find(id)
             return self._book.evict("evict", self.window.evict(record.entry.id), chunk=record.name)
 
-    @window_step
+    @session_call(interrupts_deferred)
     def replace(self, id: str, item: Any, *, name: str | None = None, order_free: bool = False) -> str:
         """Replaces a piece by another, which pieces after it have not attended to.
 
         With reuse "exact" or "certified" these are prefilled again; otherwise they are rotated, and "approximate".
+        Nothing leaves, even if an image takes the place of a text: `keep` counts again at the next `add`.
 
         Returns:
           The name of the new piece.
@@ -303,15 +271,9 @@ class Session:
         book = self._book
         read = book.read(item)
         with book.open():
-            old = book.find(id)
-            with book.admit(read, name, order_free, whole=True) as records:
-                window = book.window.replace(old.entry.id, records[0].entry)
-                book.records.setdefault(records[0].entry.id, records[0])
-                book.run("replace", self._placer.mended(window) if book.config.mends else window)
-            book.notify("replace", records[0], read.items, replaced=old.name)
-            return records[0].name
+            return self._placer.replace(book.find(id), read, name, order_free)
 
-    @window_step
+    @session_call(interrupts_deferred)
     def reorder(self, ids: Iterable[str]) -> None:
         """Reorders order-free chunks: the places of the named chunks are filled in this order.
 
@@ -326,21 +288,22 @@ class Session:
             book.run("reorder", book.window.reorder([record.entry.id for record in records]))
             book.notify("reorder", order=tuple(record.name for record in records))
 
-    @window_step
+    @session_call(interrupts_deferred)
     def fork(self, *, keep: Keep = None) -> "Session":
         """Opens a session on a branch, which shares all KV with this one until either changes a piece.
 
-        Args:
-          keep: of the branch. None: as this session.
-
-        Raises:
-          SessionClosedError. SessionError: an invalid `keep`.
+        It has another `keep` if one is given. Raises SessionError if that is invalid.
         """
         check_keep(keep)
         with self._book.open():
-            branch, pieces = self._fork(self.keep if keep is None else keep)
-            pieces.watchers.extend(self._book.watchers)
-            self._book.notify("fork", branch=branch.name)
+            branch = Session.__new__(Session)
+            branch._compose(self._book.fork(), self.keep if keep is None else keep)
+            branch.watchers.extend(self._book.watchers)
+            try:
+                self._book.notify("fork", branch=branch.name)
+            except BaseException:
+                branch.close()
+                raise
             return branch
 
     def close(self) -> None:
@@ -349,12 +312,17 @@ class Session:
         with book.lock:
             if book.closed:
                 return
-            # Answers may be read by other threads. They end with an error instead of reading released KV.
             book.closed = True
+        # Also where a watcher raises: nobody could close it again.
+        try:
             book.notify("close")
+        finally:
+            # Answers may be read by other threads. They end with an error instead of reading released KV. Without the
+            # lock, because a retriever that runs for one may wait for it.
             for answer in list(self._answers):
                 answer.close()
-            book.release()
+            with book.lock:
+                book.release()
 
     def __enter__(self) -> "Session":
         return self
@@ -364,7 +332,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------ questions
 
-    @retry_after_pool_loss
+    @session_call(contextlib.nullcontext)
     def ask(
         self,
         question: Any,
@@ -409,7 +377,7 @@ class Session:
         with book.open():
             sampling = Sampling(temperature, top_p, top_k)
             options = options_of(self.backbone, steps, stop, sampling, seed, look)
-            answer = self._questions.ask(question, options, audit, look, self._fork)
+            answer = self._questions.ask(question, options, audit, look)
             # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)
             book.counters["asked"] += 1
@@ -439,10 +407,12 @@ class Session:
         """
         if not isinstance(bound, int | float) or not bound >= 0:
             raise InputError(f"needs.bound: got {bound!r:.80}; expected nats, 0 or more")
+        if not is_count(steps):
+            raise InputError(f"needs.steps: got {steps!r:.80}; expected a number of tokens, 1 or more")
         with self._book.open():
             items = self._questions.items(question)
             asked = embedded(self.backbone, items)
-            return DisposabilityProbe(self._book, items, asked, steps).run(chunk, bound, erased)
+            return probe(self._book, chunk, items, asked, steps, bound, erased)
 
     def plan(self, *items: Any) -> Plan:
         """Plans how inputs would enter now, in this order, after all others. Runs nothing.
@@ -486,41 +456,21 @@ class Session:
         store: PatchStore | None = None,
         *,
         runtime: Runtime | None = None,
-        branch: str = "",
         **options: Any,
     ) -> "Session":
         """Restores a session that was saved, in this process or another. Its answers are bit-equal.
 
-        A fork is restored as a session of its own. Inputs of pieces are embedded when they are needed again.
-
         Args:
           backbone: the one that the session was saved with.
           store: of canonicals and patches. Another store, or none, costs forwards and changes no answer.
-          runtime, branch: as of a new session.
+          runtime: as of a new session.
           options: `certificate`, `linker`, `retriever`, `rank`, `pages` of `SessionConfig`. The other options are as
             they were saved.
 
         Raises:
           SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
-          session of another backbone. PoolError: no room. Nothing is held then.
+          session of another backbone. PoolError: no room.
         """
         session = cls.__new__(cls)
-        session._compose(*saved.restore(path, backbone, store, runtime, branch, options))
+        session._compose(*saved.restore(path, backbone, store, runtime, options))
         return session
-
-    # --------------------------------------------------------------------------------------------------------- inside
-
-    def _fork(self, keep: Keep = None) -> "tuple[Session, PieceBook]":
-        """Returns a session on a branch and its book, without watchers: questions are answered there, too."""
-        pieces = self._book.fork()
-        branch = Session.__new__(Session)
-        branch._compose(pieces, keep)
-        return branch, pieces
-
-    def _notify_placed(self, op: Any, record: Any, items: Any, room: Any, **fields: Any) -> None:
-        """Notifies the watchers of a piece that was placed, and first of the placeholders that made room for it."""
-        # In this order a trace replays: each event changes the window that the one before it left.
-        for replaced, placeholder in room.placeholders.items():
-            shown = () if placeholder.input is None else placeholder.input.items
-            self._book.notify("replace", placeholder, shown, replaced=replaced)
-        self._book.notify(op, record, items, keep=room.stayed, **fields)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import secrets
 from typing import Any
 
 from ..backbone import Backbone
@@ -96,13 +95,14 @@ class Sessions:
         """
         check_backbone(backbone, store, "sessions")
         check_rank(rank, "sessions", least=0)
-        for name, value in (("batch", batch), ("waiting", waiting)):
-            if not is_whole(value, 1):
-                raise InputError(f"sessions: got {name} {value!r:.80}; expected a number of questions, 1 or more")
         seconds = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not seconds or not 0 <= timeout <= LONGEST_TIMEOUT:
-            raise InputError(f"sessions: got timeout {timeout!r:.80}; expected seconds, 0 to {LONGEST_TIMEOUT:g}")
-
+        for name, value, valid, expected in (
+            ("batch", batch, is_whole(batch, 1), "a number of questions, 1 or more"),
+            ("waiting", waiting, is_whole(waiting, 1), "a number of questions, 1 or more"),
+            ("timeout", timeout, seconds and 0 <= timeout <= LONGEST_TIMEOUT, f"seconds, 0 to {LONGEST_TIMEOUT:g}"),
+        ):
+            if not valid:
+                raise InputError(f"sessions: got {name} {value!r:.80}; expected {expected}")
         if options.get("dtype") is not None:
             options["dtype"] = float_dtype(options["dtype"], "sessions")
         schedule = functools.partial(BatchScheduler, batch=batch, waiting=waiting, timeout=timeout)
@@ -118,20 +118,12 @@ class Sessions:
           options: of `Session`, except for those of the pool.
 
         Raises:
-          SessionClosedError. InputError: an option of the pool. SessionBusyError: no room for its lead within the
-          timeout. As `Session`.
+          SessionClosedError. InputError: an option of the pool. SessionBusyError: no room for its lead. As `Session`.
         """
         return Session(self.backbone, self.store, keep, **self._shared(options))
 
     def restore(self, path: str | os.PathLike[str], **options: Any) -> Session:
-        """Restores a session that `Session.save` wrote, on the shared pool and store.
-
-        Args:
-          options: of `Session.restore`, except for those of the pool.
-
-        Raises:
-          As `open`, and `Session.restore`.
-        """
+        """Restores a session that `Session.save` wrote, as `Session.restore`, on the shared pool and store."""
         return Session.restore(path, self.backbone, self.store, **self._shared(options))
 
     def stats(self) -> SharedStats:
@@ -150,19 +142,16 @@ class Sessions:
         )
 
     def close(self) -> None:
-        """Ends all answers and waits with SessionClosedError. Open sessions take no further call.
-
-        Patches of earlier prefills are formed and stored first. Idempotent.
-        """
+        """Ends all answers with SessionClosedError, after pending patches were stored. Idempotent."""
         self.runtime.close()
 
     def _shared(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns a session's options with its runtime and a branch of its own."""
+        """Returns a session's options with its runtime."""
         self.runtime.check_open()
         for name in ("pages", "rank", "encoding"):
             if name in options:
                 raise InputError(f"sessions.{name}: got {options[name]!r:.80}; expected none: sessions share the pool")
-        return {"runtime": self.runtime, "branch": secrets.token_hex(8), **options}
+        return {"runtime": self.runtime, **options}
 
     def __enter__(self) -> "Sessions":
         return self

@@ -62,8 +62,7 @@ class StepCounter:
         while len(self._prefixes) > MOST_PREFIXES:
             self._prefixes.popitem(last=False)
         uncached = sum(piece.entry.tokens for piece in window.pieces[missed:])
-        computed, _, _ = total(step, "prefill")
-        _, nbytes, flops = total(step)
+        (computed, _, _), (_, nbytes, flops) = total(step, "prefill"), total(step)
         self.steps.append(StepStats(op, computed, dict(reused), window.tokens, uncached, nbytes, flops))
         return self.steps[-1]
 

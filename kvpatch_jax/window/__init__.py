@@ -29,13 +29,11 @@ from .entry import Kind as Kind
 from .entry import is_count as is_count
 from .sources import Encodings as Encodings
 from .sources import PatchStore as PatchStore
-from .sources import asked_behind as asked_behind
 from .sources import encodings_of as encodings_of
 from .sources import stored as stored
 from .sources import stored_patches as stored_patches
 from .stored_prefill import StoredPrefills as StoredPrefills
 from .traffic import canonical_of as canonical_of
-from .traffic import prefill_alone as prefill_alone
 from .window import BARE as BARE
 from .window import KEEP as KEEP
 from .window import PREFILL as PREFILL

@@ -1,15 +1,13 @@
 """Costs of what an executor does: tokens, bytes and FLOPs of every action, from static numbers of one backbone."""
 
 import dataclasses
-import functools
-from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..backbone import Backbone, ForwardCosts, seen_pairs
+from ..backbone import Backbone, ForwardCosts
 from ..patching.patch_flops import ROTATION, composing_flops
 from .entry import PatchNote
 
@@ -50,7 +48,6 @@ class Costs:
     """Static numbers of one backbone, from which costs of actions are computed.
 
     Attributes:
-      layers: of the decoder.
       kv_bytes: of one token's KV, all layers and channels.
       turning_bytes: of the channels that rotate.
       rotary: numbers of one token's KV, all layers, that a rotation changes.
@@ -59,7 +56,6 @@ class Costs:
       composing: FLOPs of composing two of them.
     """
 
-    layers: int
     kv_bytes: int
     turning_bytes: int
     rotary: int
@@ -77,7 +73,6 @@ class Costs:
         layout, size = backbone.layout, jnp.dtype(dtype).itemsize
         rotating = [channel for channel in layout.channels if channel.rotates]
         return cls(
-            layers=layout.layers,
             kv_bytes=layout.bytes_per_token(dtype),
             turning_bytes=size * sum(layout.depth(channel.name) * channel.features for channel in rotating),
             rotary=sum(layout.depth(channel.name) * channel.heads * channel.rotary for channel in rotating),
@@ -86,33 +81,20 @@ class Costs:
             composing=composing_flops(layout),
         )
 
-    def run(self, tokens: int, behind: int) -> int:
-        """Returns FLOPs of a forward through all layers: those of `ForwardCosts.flops`, faster for many pieces."""
-        token_flops, pairs = self._sums
-        return token_flops * tokens + sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs)
-
-    @functools.cached_property
-    def _sums(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """FLOPs per token, and (attention window, FLOPs per pair of tokens), summed over the layers."""
-        # Layers of one attention window see the same pairs of tokens, so their costs per pair add up.
-        pairs = Counter[int]()
-        for pair, window in zip(self.forward.pair, self.forward.window, strict=True):
-            pairs[window] += pair
-        return sum(self.forward.token), tuple(pairs.items())
-
     def forward_bytes(self, tokens: int, behind: int) -> int:
         """Returns bytes of KV that a forward reads and writes: of each token, and one transition each."""
         return self.kv_bytes * (tokens + behind) + self.state_bytes * (1 + bool(behind))
 
     def prefill(self, id: str, tokens: int, behind: int) -> Action:
         """Returns a forward of a piece behind so many tokens, and the logits of its last one; its KV is kept."""
-        flops = self.run(tokens, behind) + self.forward.logit
+        flops = self.forward.flops(tokens, behind) + self.forward.logit
         return Action("prefill", id, tokens, self.forward_bytes(tokens, behind), flops)
 
     def question(self, tokens: int, behind: int, logits: int = 1) -> Action:
         """Returns a forward of tokens whose KV is not kept as a piece's."""
         read = self.kv_bytes * behind + (self.state_bytes if behind else 0)
-        return Action("question", "", tokens, read, self.run(tokens, behind) + logits * self.forward.logit)
+        flops = self.forward.flops(tokens, behind) + logits * self.forward.logit
+        return Action("question", "", tokens, read, flops)
 
     def rotate(self, id: str, tokens: int) -> Action:
         """Returns a rotation of keys in place: rotating channels are read and written, the others stay."""

@@ -1,8 +1,9 @@
 """`Executor`: brings the KV of windows into one paged pool, and runs questions behind them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,9 @@ from ..pool import (
     write_piece,
 )
 from .costs import Action, Costs, Step
+from .entry import PatchNote
 from .fused import packed_tokens
-from .sources import Encodings, PatchStore, Sources
+from .sources import PatchStore, Sources
 from .states import Composed, Compositions, State, make_state
 from .window import Piece, Window
 
@@ -56,15 +58,6 @@ class Resident:
     local: Float[np.ndarray, "*positions"]
     start: int
     state: State | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class FusedQuestion:
-    """A question asked behind a window: tokens at positions from 0, padded, how many count, and its logits [1,1,V]."""
-
-    tokens: Tokens
-    length: int
-    logits: Float[Array, "1 1 V"] | None = None
 
 
 class Executor:
@@ -125,11 +118,6 @@ class Executor:
         self.branches: dict[str, dict[str, Resident]] = {}
         self.renew()
 
-    @property
-    def store(self) -> PatchStore | None:
-        """Where canonicals, patches and stored prefills are fetched from."""
-        return self.sources.store
-
     # -------------------------------------------------------------------------------------------------------- pieces
 
     def run(self, window: Window) -> Step:
@@ -144,27 +132,23 @@ class Executor:
           pieces whose front has changed since they were placed: run every window. NotFiniteError: a forward whose
           logits are NaN. PoolLostError: the pool is lost. What the backbone raises.
         """
-        return self._bring(window, None)
+        return self._bring(_Run(window))
 
     def ask(self, window: Window, tokens: Tokens, length: int | None = None) -> tuple[Float[Array, "1 1 V"], Step]:
         """Brings the KV of a window and asks behind it. Nothing of the question is kept.
 
-        The window's last piece, where it is prefilled, and the question run in one forward.
-
-        Args:
-          tokens: the question, at positions from 0.
-          length: how many count, of tokens padded to a bucket.
+        The window's last piece, where it is prefilled, and the question (as `prefill` takes it) run in one forward.
 
         Returns:
           The logits behind the question's last token, and what was done.
 
         Raises:
-          As `run`, of a question too; then everything is as it was.
+          As `run` and `prefill`; then everything is as it was.
         """
-        question = FusedQuestion(*self.question(window, tokens, length))
-        step = self._bring(window, question)
-        assert question.logits is not None
-        return question.logits, step
+        run = _Run(window, self.question(window, tokens, length))
+        step = self._bring(run)
+        assert run.logits is not None
+        return run.logits, step
 
     def release(self, branch: str) -> None:
         """Releases everything that a branch holds. Idempotent."""
@@ -174,10 +158,10 @@ class Executor:
 
     def share(self, window: Window, branch: str) -> None:
         """Makes another branch an owner of a window's KV, in the same slots."""
-        residents = {piece.id: resident for piece, resident in zip(window.pieces, self._residents(window), strict=True)}
+        residents = self._residents(window)
         for resident in residents.values():
             self.slots.share(resident.slots)
-        self.branches = {**self.branches, branch: residents}
+        self._hold(branch, residents)
 
     def reserve(self, branch: str, tokens: int) -> Int[np.ndarray, " T"]:
         """Allocates slots to a branch for tokens that follow its window; `release` frees them.
@@ -190,7 +174,7 @@ class Executor:
         slots = self.slots.allocate(tokens, aligned=True)
         # Ids of pieces are not empty.
         reserved = Resident("", slots, np.zeros(0, np.float32), 0)
-        self.branches = {**self.branches, branch: {**self.branches.get(branch, {}), "": reserved}}
+        self._hold(branch, {**self.branches.get(branch, {}), "": reserved})
         return slots
 
     def missing_pages(self, window: Window, *, shared: bool = True) -> int:
@@ -202,10 +186,9 @@ class Executor:
         held, size, pages = self._held(window.branch), self.slots.page_size, 0
         for piece in window.pieces:
             resident = held.get(piece.id)
-            if resident is None or resident.made != piece.made:
-                missing = True
-            else:
-                missing = shared and resident.start != piece.start and self.slots.owners(resident.slots).max() > 1
+            missing = resident is None or resident.made != piece.made
+            if resident is not None and not missing and shared and resident.start != piece.start:
+                missing = bool((self.slots.owners(resident.slots) > 1).any())
             pages += -(-piece.entry.tokens // size) if missing else 0
         return pages
 
@@ -228,48 +211,27 @@ class Executor:
           options: of `backbone.prefill`; `logits` is "last", "all", or indices [1,n].
 
         Raises:
-          WindowError: as `context`. What the backbone raises.
+          InputError: as `question`. WindowError: as `context`. What the backbone raises.
         """
-        tokens, length = self.question(window, tokens, length)
-        # "last" is the last token that counts, which padding may follow.
-        logits = options.get("logits", "last")
-        if isinstance(logits, str) and logits == "last":
-            options["logits"] = np.full((len(tokens.embeddings), 1), length - 1, np.int32)
-        if self.layout.parts:
-            options["lengths"] = np.full(len(tokens.embeddings), length, np.int32)
-        return self.backbone.prefill(tokens, self.context(window), **options)
+        return self._ask_behind(self.question(window, tokens, length), self.context(window), **options)
 
     def generate(
         self, window: Window, tokens: Tokens, steps: int, length: int | None = None, **options: Any
     ) -> Int[np.ndarray, "B n"]:
-        """Answers behind a window, as `backbone.generate` does; the window stays as it is.
-
-        Args:
-          tokens: the question, at positions from 0.
-          length: how many count, of tokens padded to a bucket.
-          options: of `backbone.generate`.
-
-        Raises:
-          WindowError: as `context`. What the backbone raises.
-        """
-        backbone: Any = self.backbone
-        tokens, length = self.question(window, tokens, length)
-        lengths = np.full(len(tokens.embeddings), length, np.int32)
+        """Answers behind a window, as `backbone.generate` does with these options; else as `prefill`."""
+        (tokens, length), backbone = self.question(window, tokens, length), cast("Any", self.backbone)
+        lengths = [length] * len(tokens.embeddings)
         return backbone.generate(tokens, steps, self.context(window), lengths=lengths, **options)
 
     def stream(
         self, window: Window, tokens: Tokens, steps: int, length: int | None = None, **options: Any
     ) -> Iterator[Any]:
-        """Answers behind a window token by token, as `backbone.stream` does.
+        """Answers behind a window token by token, as `backbone.stream` does with these options; else as `prefill`.
 
         With the first token the answer has a cache of its own, and the pool may change.
-
-        Raises:
-          As `generate`.
         """
-        backbone: Any = self.backbone
-        tokens, length = self.question(window, tokens, length)
-        lengths = np.full(len(tokens.embeddings), length, np.int32)
+        (tokens, length), backbone = self.question(window, tokens, length), cast("Any", self.backbone)
+        lengths = [length] * len(tokens.embeddings)
         return backbone.stream(tokens, steps, self.context(window), lengths=lengths, **options)
 
     def question(self, window: Window, tokens: Tokens, length: int | None) -> tuple[Tokens, int]:
@@ -294,7 +256,7 @@ class Executor:
         Raises:
           WindowError: the pool does not hold the window.
         """
-        resident = self._residents(window)[window.index(id)]
+        resident = self._residents(window)[window.piece(id).id]
         kv = self._phase_free(resident, bucket(self.buckets, len(resident.slots)))
         rows = {channel.name: kv[channel.name][:, : len(resident.slots)] for channel in self.layout.token_channels}
         return PhaseFreeKV({**kv, **rows})
@@ -306,7 +268,7 @@ class Executor:
           WindowError: the pool does not hold the window.
         """
         snapshots = []
-        for resident in self._residents(window):
+        for resident in self._residents(window).values():
             arrays, length = {"local": resident.local}, len(resident.slots)
             rows = read_rows(self.pools, self._padded_slots(resident.slots))
             for side, vectors in zip(Pools._fields, rows, strict=True):
@@ -330,26 +292,24 @@ class Executor:
                 f"{len(window.pieces)}, and a branch that holds nothing"
             )
         for piece, arrays in zip(window.pieces, snapshots, strict=True):
-            self._check_snapshot(piece, arrays)
-        self.check_pool()
-        fresh = self._allocate(window.pieces)
+            shapes = {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
+            expected = self._snapshot_shapes(piece.entry.tokens)
+            wrong = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
+            if wrong:
+                got = f"{min(wrong)} {shapes.get(min(wrong))} of piece {brief(piece.id)!r}"
+                raise WindowError(f"restore: got {got}; expected {expected.get(min(wrong))}")
         residents = {}
-        try:
-            for piece, slots, arrays in zip(window.pieces, fresh, snapshots, strict=True):
-                size = bucket(self.buckets, len(slots))
-                sides = []
-                for side in Pools._fields:
-                    rows = _named(arrays, side)
-                    sides.append({name: jnp.asarray(zero_padded(value, 1, size)) for name, value in rows})
+        with self._taking() as taken:
+            self._allocate(window.pieces, taken)
+            for piece, slots, arrays in zip(window.pieces, taken, snapshots, strict=True):
+                size, sides = bucket(self.buckets, len(slots)), []
+                for side, vectors in zip(Pools._fields, self.pools, strict=True):
+                    rows = {name: zero_padded(arrays[f"{side}.{name}"], 1, size) for name in vectors}
+                    sides.append(jax.tree.map(jnp.asarray, rows))
                 self.pools = put_rows(self.pools, self._padded_slots(slots), Pools(*sides), np.int32(len(slots)))
-                state = {name: jnp.asarray(value) for name, value in _named(arrays, "state")} or None
-                residents[piece.id] = Resident(piece.made, slots, arrays["local"], piece.start, state)
-        except BaseException as error:
-            for slots in fresh:
-                self.slots.release(slots)
-            self.check_pool(error)
-            raise
-        self.branches = {**self.branches, window.branch: residents}
+                state = {channel.name: jnp.asarray(arrays[f"state.{channel.name}"]) for channel in self.layout.parts}
+                residents[piece.id] = Resident(piece.made, slots, arrays["local"], piece.start, state or None)
+        self._hold(window.branch, residents)
 
     def renew(self) -> None:
         """Allocates the pool again and releases every branch; what was provided stays.
@@ -399,46 +359,12 @@ class Executor:
         arrays = {id(value): value.nbytes for own in residents for value in (own.state or {}).values()}
         return sum(arrays.values()) + self._compositions.nbytes
 
-    # --------------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------- what branches hold
 
-    def _bring(self, window: Window, question: FusedQuestion | None) -> Step:
-        self._check(window)
-        self.check_pool()
-        held = self._held(window.branch)
-        stays = [piece.id in held and held[piece.id].made == piece.made for piece in window.pieces]
-        # All that can be refused is refused before anything is written.
-        makings = [self._making(window, index) for index, there in enumerate(stays) if not there]
-        fresh = self._allocate([making.piece for making in makings])
-        step, taken = list[Action](), list(fresh)
-        try:
-            survivors = {piece.id: held[piece.id] for piece, there in zip(window.pieces, stays, strict=True) if there}
-            residents = self._at_places(window, survivors, step)
-            taken += [residents[id].slots for id in survivors if residents[id].slots is not survivors[id].slots]
-            for making, slots in zip(makings, fresh, strict=True):
-                last = making.piece is window.pieces[-1]
-                residents[making.piece.id] = self._make(
-                    window, making, slots, residents, held, step, question if last else None
-                )
-            ordered = {piece.id: residents[piece.id] for piece in window.pieces}
-            if question is not None and question.logits is None:
-                self._answer(question, window.pieces, list(ordered.values()), step)
-        except BaseException as error:
-            for slots in taken:
-                self.slots.release(slots)
-            self.check_pool(error)
-            raise
-
-        self._adopt(window.branch, ordered)
-        for making in makings:
-            if making.kv is not None:
-                for observer in self.observers:
-                    observer(window, making.piece, making.tokens, making.piece.entry.tokens, making.kv)
-        return tuple(step)
-
-    def _adopt(self, branch: str, residents: dict[str, Resident]) -> None:
+    def _hold(self, branch: str, residents: Mapping[str, Resident]) -> None:
         """Makes a branch hold these pieces; slots that it had for others, or for copies of them, are released."""
         before = self.branches.get(branch, {})
-        self.branches = {**self.branches, branch: residents}
+        self.branches = {**self.branches, branch: dict(residents)}
         for id, resident in before.items():
             if id not in residents or residents[id].slots is not resident.slots:
                 self.slots.release(resident.slots)
@@ -449,17 +375,12 @@ class Executor:
             parent = self.branches.get(branch.rpartition("/")[0], {})
             for resident in parent.values():
                 self.slots.share(resident.slots)
-            self.branches = {**self.branches, branch: dict(parent)}
+            self._hold(branch, parent)
         return self.branches.get(branch, {})
 
-    def _residents(self, window: Window) -> list[Resident]:
-        """Returns a window's pieces in the pool, their keys in place.
-
-        Raises:
-          WindowError: the pool does not hold the window.
-        """
+    def _residents(self, window: Window) -> dict[str, Resident]:
+        """Returns a window's pieces in the pool, from the front, their keys in place."""
         self._check(window)
-        self.check_pool()
         held = self._held(window.branch)
         made = {id: resident.made for id, resident in held.items()}
         if made != {piece.id: piece.made for piece in window.pieces}:
@@ -468,127 +389,135 @@ class Executor:
             raise WindowError(
                 f"executor: got {found} in branch {window.branch!r}; expected this window to be run first"
             )
-        residents = self._at_places(window, held, [])
-        self._adopt(window.branch, residents)
-        return [residents[piece.id] for piece in window.pieces]
+        with self._taking() as taken:
+            residents = self._at_places(window, held, [], taken)
+        self._hold(window.branch, residents)
+        return {piece.id: residents[piece.id] for piece in window.pieces}
 
     def _check(self, window: Window) -> None:
-        """Refuses a window of another backbone."""
+        """Refuses a window of another backbone, and any while the pool is lost."""
+        self.check_pool()
         fingerprint = self.backbone.fingerprint
         if window.backbone != fingerprint:
             raise WindowError(
                 f"executor: got a window of backbone {window.backbone[:16]!r}; expected {fingerprint[:16]!r}"
             )
 
-    def _allocate(self, pieces: Sequence[Piece]) -> list[Int[np.ndarray, " _"]]:
-        """Takes free slots for pieces, all or none, each from a page of its own.
-
-        Raises:
-          PoolError: too few are free.
-        """
+    @contextlib.contextmanager
+    def _taking(self) -> Iterator[list[Int[np.ndarray, " _"]]]:
+        """Collects slots that are taken, and releases them if what follows fails."""
         taken: list[Int[np.ndarray, " _"]] = []
+        try:
+            yield taken
+        except BaseException as error:
+            for slots in taken:
+                self.slots.release(slots)
+            self.check_pool(error)
+            raise
+
+    def _allocate(self, pieces: Sequence[Piece], taken: list[Int[np.ndarray, " _"]]) -> list[Int[np.ndarray, " _"]]:
+        """Takes free slots for pieces, each from a page of its own."""
         for piece in pieces:
             try:
                 taken.append(self.slots.allocate(piece.entry.tokens, aligned=True))
             except PoolError as error:
-                for slots in taken:
-                    self.slots.release(slots)
                 raise PoolError(f"piece {brief(piece.id)!r}: {error}") from None
-        return taken
+        return taken[len(taken) - len(pieces) :]
 
     # ---------------------------------------------------------------------------------------------------- making KV
 
-    def _making(self, window: Window, index: int) -> "_Making":
-        """Gathers what a piece is made of: tokens, or a canonical, its patch, a stored prefill.
+    def _bring(self, run: "_Run") -> Step:
+        """Brings a window's KV into the pool and asks the question behind it, if there is one."""
+        window = run.window
+        self._check(window)
+        held = self._held(window.branch)
+        survivors, makings = dict[str, Resident](), list[_Making]()
+        # All that can be refused is refused before anything is written.
+        for index, piece in enumerate(window.pieces):
+            if piece.id in held and held[piece.id].made == piece.made:
+                survivors[piece.id] = held[piece.id]
+            else:
+                makings.append(self._making(window, index))
+        with self._taking() as taken:
+            fresh = self._allocate([making.piece for making in makings], taken)
+            run.residents = self._at_places(window, survivors, run.step, taken)
+            for making, slots in zip(makings, fresh, strict=True):
+                self._make(run, making, slots, held)
+            if run.question is not None and run.logits is None:
+                # In a forward of its own.
+                count = run.question[1]
+                out = self._ask_behind(run.question, self._context(window.pieces, run.residents, run.step))
+                _check_finite(out.logits, "question")
+                run.logits = out.logits
+                run.step.append(self.costs.question(count, window.tokens))
 
-        Raises:
-          InputError, PatchMismatchError: as `run`. WindowError: its front has changed since it was placed.
-        """
+        self._hold(window.branch, {piece.id: run.residents[piece.id] for piece in window.pieces})
+        for making in makings:
+            if making.kv is not None:
+                for observer in self.observers:
+                    observer(window, making.piece, making.tokens, making.piece.entry.tokens, making.kv)
+        return tuple(run.step)
+
+    def _making(self, window: Window, index: int) -> "_Making":
+        """Gathers what a piece is made of: tokens, or a canonical and its patch, or a stored prefill."""
         piece, sources = window.pieces[index], self.sources
-        id, content = piece.id, piece.entry.content
+        entry, making, is_read = piece.entry, _Making(piece), False
         if piece.method == "prefill":
             front = tuple(other.made for other in window.pieces[:index])
-            if piece.made != identity(piece.entry.key, "prefill", front):
-                raise WindowError(f"executor: got {brief(id)!r} behind another front; expected every window to be run")
-            tokens, length = sources.tokens(id, content)
-            if length != piece.entry.tokens:
-                raise InputError(f"prefill: got {length} tokens of {brief(id)!r}; expected {piece.entry.tokens}")
-            making = _Making(piece, tokens, np.asarray(tokens.positions[0], np.float32)[:length])
-        elif piece.method == "restored":
-            chunk = sources.prefill(id, content, piece.source or piece.made, piece.entry.tokens)
-            making = _Making(piece, chunk=chunk, fetched=[self.costs.fetch(id, chunk.length)])
-        else:
-            making = self._placing(window, piece)
-        if making.chunk is not None:
-            making.local = np.asarray(making.chunk.local, np.float32)[: making.chunk.length]
-            if making.chunk.length != piece.entry.tokens:
+            if piece.made != identity(entry.key, "prefill", front):
                 raise WindowError(
-                    f"{piece.method}: got {making.chunk.length} tokens of {brief(id)!r}; expected {piece.entry.tokens}"
+                    f"executor: got {brief(piece.id)!r} behind another front; expected every window to be run"
                 )
+            making.tokens = sources.tokens(entry)
+            local = making.tokens.positions[0]
+        else:
+            encodings = None
+            if piece.method == "restored":
+                making.chunk, is_read = sources.prefill(entry, piece.source or piece.made), True
+            else:
+                if piece.method == "leading":
+                    # At the front of a window the canonical stands for the prefill itself.
+                    encodings = (None,)
+                elif piece.method == "patch":
+                    target = window.target(piece.id)
+                    making.patch, making.note, is_fetched = sources.patch(entry, piece.source or "", target)
+                    encodings = (making.patch.metadata.encoding,)
+                    making.fetched += [Action("fetch", piece.id, 0, making.note.nbytes, 0)] if is_fetched else []
+                making.chunk, is_read = sources.canonical(entry, encodings)
+            local = making.chunk.local
+        if is_read and piece.base is None:
+            making.fetched.append(self.costs.fetch(piece.id, entry.tokens))
+        making.local = np.asarray(local, np.float32)[: entry.tokens]
         check_positions(self.layout.rope, making.local, np.asarray(piece.start, np.int32))
         return making
 
-    def _placing(self, window: Window, piece: Piece) -> "_Making":
-        """Gathers a canonical and the patch that serves it."""
-        id, content, sources, patch, fetched = piece.id, piece.entry.content, self.sources, None, list[Action]()
-        encodings: Encodings | None = None
-        if piece.method == "patch":
-            patch, read = sources.patch(id, content, piece.source or "", window.target(id))
-            note = sources[id].notes[piece.source or ""]
-            fetched += [Action("fetch", id, 0, note.nbytes, 0)] if read else []
-            encodings = (patch.metadata.encoding,)
-        elif piece.method == "leading":
-            # At the front of a window the canonical stands for the prefill itself.
-            encodings = (None,)
-        chunk, read = sources.canonical(id, content, encodings)
-        fetched += [self.costs.fetch(id, chunk.length)] if read and piece.base is None else []
-        return _Making(piece, chunk=chunk, patch=patch, fetched=fetched)
+    def _make(self, run: "_Run", making: "_Making", slots: Int[np.ndarray, " T"], held: Mapping[str, Resident]) -> None:
+        """Computes a piece's KV, or takes it from where it is, and writes it to slots of its own.
 
-    def _make(
-        self,
-        window: Window,
-        making: "_Making",
-        slots: Int[np.ndarray, " T"],
-        residents: Mapping[str, Resident],
-        held: Mapping[str, Resident],
-        step: list[Action],
-        question: FusedQuestion | None,
-    ) -> Resident:
-        """Computes a piece's KV, or takes it from where it is, and writes it to slots of its own."""
-        piece, costs, id = making.piece, self.costs, making.piece.id
-        step += making.fetched
-        factors: Any = {}
-        options: dict[str, Any] = {}
+        Written are R(start + local) · (KV + u v) to its slots, KV + u v to their source, and the piece's state.
+        """
+        piece, layout, id, factors, options = making.piece, self.layout, making.piece.id, {}, {}
+        run.step += making.fetched
         if making.chunk is None:
-            index = window.index(id)
-            front = [residents[other.id] for other in window.pieces[:index]]
-            kv = self._forward(making, window.pieces[:index], front, step, question)
+            kv = self._forward(run, making)
         else:
-            kv, patch = making.chunk.kv, making.patch
-            if patch is None:
-                step.append(costs.copy(id, piece.entry.tokens))
+            kv = making.chunk.kv
+            if making.patch is None or making.note is None:
+                run.step.append(self.costs.copy(id, piece.entry.tokens))
             else:
-                step.append(costs.patch(id, piece.entry.tokens, self.sources[id].notes[piece.source or ""]))
-                factors = patch.operands
-                layers = patch.metadata.layers
-                options = {} if len(layers) == self.layout.layers else {"layers": layers}
+                run.step.append(self.costs.patch(id, piece.entry.tokens, making.note))
+                factors, layers = making.patch.operands, making.patch.metadata.layers
+                options = {} if len(layers) == layout.layers else {"layers": layers}
             if piece.base is not None:
                 # A removal patch is added to what the piece has in the pool; the canonical tells the shapes.
                 if id not in held or held[id].made != piece.base:
                     raise WindowError(f"patch: got a removal patch of {brief(id)!r}; expected its base in the pool")
                 kv = self._phase_free(held[id], making.chunk.tokens)
-        return self._written(making, slots, kv, factors, options)
 
-    def _written(
-        self, making: "_Making", slots: Int[np.ndarray, " T"], kv: Any, factors: Any, options: dict[str, Any]
-    ) -> Resident:
-        """Writes R(start + local) · (KV + u v) to slots, KV + u v to their source and the piece's state."""
-        layout, piece = self.layout, making.piece
-        names = [channel.name for channel in layout.parts]
-        state = None
+        names, state = [channel.name for channel in layout.parts], None
         if names:
-            parts, own = {name: kv[name] for name in names}, {name: factors[name] for name in names if name in factors}
-            state = make_state(layout, parts, own, **options)
+            part_factors = {name: factors[name] for name in names if name in factors}
+            state = make_state(layout, {name: kv[name] for name in names}, part_factors, **options)
         rows = {name: value for name, value in kv.items() if name not in names}
         factors = {name: value for name, value in factors.items() if name not in names}
         # Slots of padding are 0, and never written: the launch knows how many tokens count.
@@ -596,68 +525,54 @@ class Executor:
         padded, local = zero_padded(slots, 0, size), zero_padded(making.local, 0, size)
         start, length = np.asarray(as_start(layout.rope, piece.start)), np.int32(len(slots))
         self.pools = write_piece(layout, self.pools, padded, local, start, length, rows, factors, **options)
-        return Resident(piece.made, slots, making.local, piece.start, state)
+        run.residents[id] = Resident(piece.made, slots, making.local, piece.start, state)
 
-    def _forward(
-        self,
-        making: "_Making",
-        pieces: Sequence[Piece],
-        front: Sequence[Resident],
-        step: list[Action],
-        question: FusedQuestion | None,
-    ) -> Mapping[str, Float[Array, "L 1 T _ _"]]:
-        """Runs a piece behind those in front, with the question behind it if there is one.
+    def _forward(self, run: "_Run", making: "_Making") -> Mapping[str, Float[Array, "L 1 T _ _"]]:
+        """Runs a piece behind those in front, with the question behind it if it is the last one.
 
         In a hybrid model the question has a forward of its own: that of both returns the transition of both.
-
-        Raises:
-          NotFiniteError: NaN or infinity. What the backbone raises.
         """
         piece, costs = making.piece, self.costs
-        count, behind = piece.entry.tokens, sum(len(resident.slots) for resident in front)
-        tokens, context = making.tokens.shift(piece.start), self._context(pieces, front, step)
-        size = tokens.embeddings.shape[1]
+        front = run.window.pieces[: run.window.index(piece.id)]
+        count, behind = piece.entry.tokens, sum(other.entry.tokens for other in front)
+        tokens, context = making.tokens.shift(piece.start), self._context(front, run.residents, run.step)
+        size, last = tokens.embeddings.shape[1], count - 1
         prefill, options = self.backbone.prefill, dict[str, Any]()
+        question = run.question if piece is run.window.pieces[-1] else None
         if self.layout.parts:
             # Attention does not see padding behind the tokens; a state would go through it.
             options["lengths"], question = np.array([count], np.int32), None
         if question is not None:
             # Padding of both follows the question, so no position that counts sees it.
-            tokens = packed_tokens(tokens, count, question.tokens, question.length)
+            tokens, last = packed_tokens(tokens, count, *question), last + question[1]
             prefill = getattr(self.backbone, "prefill_padded", prefill)
-        last = count - 1 if question is None else count + question.length - 1
         out = prefill(tokens, context, logits=np.array([[last]], np.int32), **options)
         _check_finite(out.logits, f"prefill of piece {brief(piece.id)!r}")
 
-        step.append(costs.prefill(piece.id, count, behind))
+        run.step.append(costs.prefill(piece.id, count, behind))
         if question is not None:
-            question.logits = out.logits
+            run.logits = out.logits
             # One row of logits is computed, which the prefill counts.
-            step.append(costs.question(question.length, behind + count, logits=0))
+            run.step.append(costs.question(question[1], behind + count, logits=0))
         # KV of a question behind is no one's, and is not what observers see.
-        parts = {name: value for name, value in out.kv.items() if name in PARTS}
-        making.kv = {**{name: value[:, :, :size] for name, value in out.kv.items()}, **parts}
+        making.kv = {name: value if name in PARTS else value[:, :, :size] for name, value in out.kv.items()}
         return out.kv
 
-    def _answer(
-        self, question: FusedQuestion, pieces: Sequence[Piece], residents: Sequence[Resident], step: list[Action]
-    ) -> None:
-        """Runs a question behind pieces in a forward of its own.
-
-        Raises:
-          NotFiniteError: NaN or infinity. What the backbone raises.
-        """
-        context, last = self._context(pieces, residents, step), np.array([[question.length - 1]], np.int32)
-        options: Any = {"lengths": np.array([question.length], np.int32)} if self.layout.parts else {}
-        out = self.backbone.prefill(question.tokens, context, logits=last, **options)
-        _check_finite(out.logits, "question")
-        question.logits = out.logits
-        step.append(self.costs.question(question.length, sum(piece.entry.tokens for piece in pieces)))
+    def _ask_behind(self, question: "_Question", context: Paged | None, **options: Any) -> Output:
+        """Runs a question in a forward of its own."""
+        tokens, length = question
+        lengths = np.full(len(tokens.embeddings), length, np.int32)
+        # "last" is the last token that counts, which padding may follow.
+        logits = options.get("logits", "last")
+        options["logits"] = lengths[:, None] - 1 if isinstance(logits, str) and logits == "last" else logits
+        if self.layout.parts:
+            options["lengths"] = lengths
+        return self.backbone.prefill(tokens, context, **options)
 
     # ------------------------------------------------------------------------------------------------ reading, rotating
 
     def _context(
-        self, pieces: Sequence[Piece], residents: Sequence[Resident], step: list[Action] | None = None
+        self, pieces: Sequence[Piece], residents: Mapping[str, Resident], step: list[Action] | None = None
     ) -> Paged | None:
         """Returns the KV of pieces as a backbone reads it; None without pieces."""
         if not pieces:
@@ -665,61 +580,50 @@ class Executor:
         composed: Composed | None = None
         if self.layout.parts:
             mades, lengths = [piece.made for piece in pieces], [piece.entry.tokens for piece in pieces]
-            states = [resident.state or {} for resident in residents]
+            states = [residents[piece.id].state or {} for piece in pieces]
             composed, count = self._compositions.of(mades, states, lengths)
             if step is not None and count:
                 step.append(self.costs.compose(pieces[-1].id, count))
-        slots = np.concatenate([resident.slots for resident in residents])
+        slots = np.concatenate([residents[piece.id].slots for piece in pieces])
         return Paged.of(self.pools.engine, slots, self.buckets, composed)
 
-    def _at_places(self, window: Window, held: Mapping[str, Resident], step: list[Action]) -> dict[str, Resident]:
+    def _at_places(
+        self, window: Window, held: Mapping[str, Resident], step: list[Action], taken: list[Int[np.ndarray, " _"]]
+    ) -> dict[str, Resident]:
         """Rotates pieces whose keys lie elsewhere than their window says.
 
-        What other branches own is rotated into new slots, which nobody owns before `_adopt`.
+        What other branches own is rotated into new slots, which nobody owns before the branch holds them.
         """
-        moves, copies = list[tuple[Piece, Resident]](), list[tuple[Piece, Resident]]()
+        moves, copies, placed = list[Piece](), list[Piece](), dict(held)
         for piece in window.pieces:
             resident = held.get(piece.id)
             if resident is not None and resident.start != piece.start:
                 check_positions(self.layout.rope, resident.local, np.asarray(piece.start, np.int32))
-                shared = bool((self.slots.owners(resident.slots) > 1).any())
-                (copies if shared else moves).append((piece, resident))
-        fresh = self._allocate([piece for piece, _ in copies])
-        placed = dict(held)
-        try:
-            if moves:
-                # A rotation that is interrupted leaves keys nobody knows where, and the next one mends them.
-                ids = [piece.id for piece, _ in moves]
-                self._record(window.branch, {id: dataclasses.replace(held[id], start=UNPLACED) for id in ids})
-                self._rotate(moves, [resident.slots for _, resident in moves], whole=False)
-                moved = {piece.id: dataclasses.replace(resident, start=piece.start) for piece, resident in moves}
-                self._record(window.branch, moved)
-                placed |= moved
-            if copies:
-                self._rotate(copies, fresh, whole=True)
-                for (piece, resident), slots in zip(copies, fresh, strict=True):
-                    placed[piece.id] = dataclasses.replace(resident, start=piece.start, slots=slots)
-        except BaseException:
-            for slots in fresh:
-                self.slots.release(slots)
-            raise
-        step += [self.costs.rotate(piece.id, len(resident.slots)) for piece, resident in (*moves, *copies)]
+                (copies if (self.slots.owners(resident.slots) > 1).any() else moves).append(piece)
+                placed[piece.id] = dataclasses.replace(resident, start=piece.start)
+        for piece, slots in zip(copies, self._allocate(copies, taken), strict=True):
+            placed[piece.id] = dataclasses.replace(placed[piece.id], slots=slots)
+        if moves:
+            # A rotation that is interrupted leaves keys nobody knows where, and the next one mends them.
+            lost = {piece.id: dataclasses.replace(held[piece.id], start=UNPLACED) for piece in moves}
+            branch = self.branches[window.branch]
+            self._hold(window.branch, branch | lost)
+            self._rotate(moves, held, placed, whole=False)
+            self._hold(window.branch, branch | {piece.id: placed[piece.id] for piece in moves})
+        if copies:
+            self._rotate(copies, held, placed, whole=True)
+        step += [self.costs.rotate(piece.id, piece.entry.tokens) for piece in (*moves, *copies)]
         return placed
 
-    def _record(self, branch: str, residents: Mapping[str, Resident]) -> None:
-        """Notes where pieces of a branch lie, in the slots that they have."""
-        self.branches = {**self.branches, branch: {**self.branches[branch], **residents}}
-
     def _rotate(
-        self, group: Sequence[tuple[Piece, Resident]], targets: Sequence[Int[np.ndarray, " _"]], whole: bool
+        self, pieces: Sequence[Piece], before: Mapping[str, Resident], after: Mapping[str, Resident], whole: bool
     ) -> None:
         """Rotates pieces from their phase-free source to slots in one launch; `whole`: with all other channels."""
-        read = np.concatenate([resident.slots for _, resident in group])
-        write = np.concatenate(targets)
-        local = np.concatenate([resident.local for _, resident in group])
+        read = np.concatenate([before[piece.id].slots for piece in pieces])
+        write = np.concatenate([after[piece.id].slots for piece in pieces])
+        local = np.concatenate([before[piece.id].local for piece in pieces])
         # One start per token, and per axis where positions have axes.
-        lengths = [len(slots) for slots in targets]
-        starts = np.repeat(np.array([piece.start for piece, _ in group], np.int32), lengths)
+        starts = np.repeat([piece.start for piece in pieces], [piece.entry.tokens for piece in pieces]).astype(np.int32)
         if local.ndim > 1:
             starts = np.broadcast_to(starts[:, None], local.shape)
         # Few programs matter more here than padding: powers of two.
@@ -736,21 +640,33 @@ class Executor:
     def _padded_slots(self, slots: Int[np.ndarray, " T"]) -> Int[np.ndarray, " N"]:
         return np.asarray(zero_padded(slots, 0, bucket(self.buckets, len(slots))))
 
-    def _check_snapshot(self, piece: Piece, arrays: Mapping[str, np.ndarray]) -> None:
-        """Refuses rows of another pool, or of another number of tokens."""
-        axes, length = self.layout.rope.axes, piece.entry.tokens
-        expected: dict[str, Any] = {"local": ((length,) if axes is None else (length, axes), "float32")}
+    def _snapshot_shapes(self, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns the shape and dtype of every array in the snapshot of a piece of so many tokens."""
+        axes = self.layout.rope.axes
+        shapes = dict[str, tuple[tuple[int, ...], str]]()
+        shapes["local"] = ((length,) if axes is None else (length, axes), "float32")
         for side, vectors in zip(Pools._fields, self.pools, strict=True):
             for name, value in vectors.items():
-                expected[f"{side}.{name}"] = ((value.shape[0], length, *value.shape[3:]), str(value.dtype))
+                shapes[f"{side}.{name}"] = ((value.shape[0], length, *value.shape[3:]), str(value.dtype))
         for channel in self.layout.parts:
-            shape = (self.layout.depth(channel.name), channel.rows, channel.heads, channel.width)
-            expected[f"state.{channel.name}"] = (shape, "float32")
-        found = {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                got, wanted = found.get(name), expected.get(name)
-                raise WindowError(f"restore: got {name} {got} of piece {brief(piece.id)!r}; expected {wanted}")
+            shape = (self.layout.depth(channel.name), channel.rows or 0, channel.heads, channel.width)
+            shapes[f"state.{channel.name}"] = (shape, "float32")
+        return shapes
+
+
+_Question = tuple[Tokens, int]
+"""A question moved behind a window, padded, and how many of its tokens count."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """A window that is brought, with a question behind it if one is asked: what is placed and done so far."""
+
+    window: Window
+    question: _Question | None = None
+    logits: Float[Array, "1 1 V"] | None = None
+    residents: dict[str, Resident] = dataclasses.field(default_factory=dict)
+    step: list[Action] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -762,6 +678,7 @@ class _Making:
     local: Any = None
     chunk: Chunk | None = None
     patch: Patch | None = None
+    note: PatchNote | None = None
     fetched: list[Action] = dataclasses.field(default_factory=list)
     kv: Mapping[str, Array] | None = None
 
@@ -769,9 +686,3 @@ class _Making:
 def _check_finite(logits: Float[Array, "..."], what: str) -> None:
     if not np.isfinite(np.asarray(logits)).all():
         raise NotFiniteError(f"{what}: got NaN or infinity; expected finite logits")
-
-
-def _named(arrays: Mapping[str, np.ndarray], side: str) -> list[tuple[str, np.ndarray]]:
-    """Returns the arrays of one side of a snapshot, by channel."""
-    prefix = f"{side}."
-    return [(name.removeprefix(prefix), value) for name, value in arrays.items() if name.startswith(prefix)]

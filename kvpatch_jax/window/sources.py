@@ -5,7 +5,7 @@ All are padded to the buckets that prompts have, on the host, where no length co
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -23,8 +23,8 @@ from ..cache import (
     encode_chunk,
 )
 from ..core import KVEncoding, KVLayout, bucket
-from ..errors import InputError, PatchMismatchError, ShapeError
-from .entry import PatchNote
+from ..errors import InputError, PatchMismatchError, ShapeError, WindowError
+from .entry import Entry, PatchNote
 from .stored_prefill import StoredPrefills
 
 Encodings = tuple[str | None, ...]
@@ -46,11 +46,9 @@ class PatchStore(Protocol):
 
     def get(self, id: str, backbone: str) -> Chunk | None:
         """Reads a canonical, None if there is none. `encoding`, a word, is passed if it is in few bits."""
-        ...
 
     def put(self, chunk: Chunk) -> None:
         """Stores a canonical."""
-        ...
 
     def get_patches(self, served: Any) -> list[Patch]:
         """Reads the patches that serve a chunk."""
@@ -58,59 +56,52 @@ class PatchStore(Protocol):
 
     def put_patches(self, patches: list[Patch]) -> None:
         """Stores patches."""
-        ...
 
 
-def stored(
-    store: PatchStore | None, id: str, backbone: str, lead: str | None = None, encoding: str | None = None
-) -> Chunk | None:
-    """Reads a canonical, prefilled behind `lead` if there is one; None if no store has it.
-
-    Args:
-      encoding: that it is to have, as a word; None: as it was prefilled.
-    """
-    # A store that knows neither leads nor encodings need not take the arguments.
+def stored(store: PatchStore | None, id: str, backbone: str, encodings: Encodings = (None,)) -> Chunk | None:
+    """Reads a canonical in the first of these encodings that the store has; None if it has none."""
     if store is None:
         return None
-    options: dict[str, Any] = {} if lead is None else {"lead": lead}
-    if encoding is not None:
-        options["encoding"] = encoding
-    chunk = store.get(id, backbone, **options)
-    return None if chunk is None or chunk.encoding != encoding else chunk
+    for encoding in encodings:
+        # A store that knows no encodings need not take the argument.
+        options: dict[str, Any] = {} if encoding is None else {"encoding": encoding}
+        chunk = store.get(id, backbone, **options)
+        if chunk is not None and chunk.encoding == encoding:
+            return chunk
+    return None
 
 
-def stored_patches(store: PatchStore | None, query: PatchMetadata) -> list[Patch]:
-    """Reads the patches that serve a query, of a base in its encoding."""
-    patches = [] if store is None else store.get_patches(query)
-    return [patch for patch in patches if patch.metadata.encoding == query.encoding]
-
-
-def asked_behind(
-    behind: Antecedent,
-    chunk: str,
-    content: str | None,
+def stored_patches(
+    store: PatchStore | None,
+    entry: Entry | Chunk,
+    antecedent: Antecedent,
     layout: KVLayout,
     backbone: str,
-    lead: str | None = None,
-    encoding: str | None = None,
-) -> PatchMetadata:
-    """Describes what a store is queried for: patches of a chunk's canonical, of every layer, behind an antecedent.
+    encodings: Encodings = (None,),
+    orbits: Sequence[bool] = (False,),
+) -> Iterator[Patch]:
+    """Reads patches of a chunk's canonical, of every layer, that were formed behind an antecedent.
 
     Args:
-      encoding: of the canonical; None: as it was prefilled.
+      encodings: of the canonicals, the most preferred first.
+      orbits: whether patches are of this very order (False), of any order (True).
     """
-    return PatchMetadata(
-        chunk=chunk,
-        base="canonical",
-        antecedent=behind.ids,
-        members=behind.members,
-        backbone=backbone,
-        layout=layout,
-        layers=tuple(range(layout.layers)),
-        content=content,
-        lead=lead,
-        encoding=encoding,
-    )
+    if store is None:
+        return
+    for encoding, orbit in itertools.product(encodings, orbits):
+        query = PatchMetadata(
+            chunk=entry.id,
+            base="canonical",
+            antecedent=antecedent.ids,
+            members=antecedent.members,
+            backbone=backbone,
+            layout=layout,
+            layers=tuple(range(layout.layers)),
+            content=entry.content,
+            encoding=encoding,
+            orbit=orbit,
+        )
+        yield from (patch for patch in store.get_patches(query) if patch.metadata.encoding == encoding)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,16 +113,14 @@ class Source:
       length: those that count, 0 if no tokens are known.
       chunk: its canonical, padded.
       content: digest of what it shows, None if unknown.
-      patches: by digest, padded as the canonical is.
-      notes: of the same patches as they came: padding is no part of what they cost.
+      patches: by digest, padded as the canonical is, each with its note as it came: padding is no part of its costs.
     """
 
     tokens: Tokens | None = None
     length: int = 0
     chunk: Chunk | None = None
     content: str | None = None
-    patches: Mapping[str, Patch] = dataclasses.field(default_factory=dict)
-    notes: Mapping[str, PatchNote] = dataclasses.field(default_factory=dict)
+    patches: Mapping[str, tuple[Patch, PatchNote]] = dataclasses.field(default_factory=dict)
 
 
 class Sources:
@@ -196,9 +185,21 @@ class Sources:
         if content is not None and unit.content != content:
             unit = dataclasses.replace(unit if unit.content is None else Source(), content=content)
         if chunk is not None:
-            unit = self._with_chunk(id, unit, chunk)
+            self._check_chunk(id, chunk)
+            # Patches that arrived earlier are padded again, to this chunk's size.
+            chunk = chunk.pad(max(bucket(self._buckets, chunk.length), chunk.tokens))
+            patches = {key: (known.pad(chunk.tokens), note) for key, (known, note) in unit.patches.items()}
+            unit = dataclasses.replace(unit, chunk=chunk, patches=patches)
         if tokens is not None:
-            unit = self._with_tokens(id, unit, tokens, length)
+            length = self._checked_length(id, tokens, length)
+            # Tokens that came padded beyond their bucket stay as long as they are.
+            size = max(tokens.embeddings.shape[1], bucket(self._buckets, length))
+            unit = dataclasses.replace(unit, tokens=tokens.pad(size), length=length)
+        if unit.chunk is not None and unit.tokens is not None and unit.chunk.length != unit.length:
+            raise ShapeError(
+                f"provide: got {unit.length} tokens of {brief(id)!r}; expected as many as its chunk's "
+                f"{unit.chunk.length}"
+            )
         if patch is not None:
             if patch.metadata.chunk != id:
                 raise PatchMismatchError(f"provide.patch: got one of chunk {patch.metadata.chunk!r}; expected {id!r}")
@@ -206,8 +207,7 @@ class Sources:
             note = PatchNote.of(patch)
             digest = note.digest
             size = bucket(self._buckets, patch.tokens or 0) if unit.chunk is None else unit.chunk.tokens
-            patches = {**unit.patches, digest: patch.pad(size)}
-            unit = dataclasses.replace(unit, patches=patches, notes={**unit.notes, digest: note})
+            unit = dataclasses.replace(unit, patches={**unit.patches, digest: (patch.pad(size), note)})
         self._units[id] = unit
         return digest
 
@@ -215,20 +215,22 @@ class Sources:
         """Discards everything known of a piece."""
         self._units.pop(id, None)
 
-    def tokens(self, id: str, content: str | None) -> tuple[Tokens, int]:
-        """Returns the tokens that a forward of a piece runs, and how many of them count.
+    def tokens(self, entry: Entry) -> Tokens:
+        """Returns the tokens that a forward of an entry runs, padded.
 
         Raises:
-          InputError: they are unknown, or of another content.
+          InputError: they are unknown, of another content, or of another number.
         """
-        unit, shown = self[id], brief(id)
+        unit, shown = self[entry.id], brief(entry.id)
         if unit.tokens is None:
             raise InputError(f"prefill: got piece {shown!r}; expected provide({shown!r}, tokens=…) first")
-        if contents_differ(content, unit.content):
-            raise InputError(f"prefill: got tokens of {shown!r} that show {unit.content!r}; expected {content!r}")
-        return unit.tokens, unit.length
+        if contents_differ(entry.content, unit.content):
+            raise InputError(f"prefill: got tokens of {shown!r} that show {unit.content!r}; expected {entry.content!r}")
+        if unit.length != entry.tokens:
+            raise InputError(f"prefill: got {unit.length} tokens of {shown!r}; expected {entry.tokens}")
+        return unit.tokens
 
-    def canonical(self, id: str, content: str | None, encodings: Encodings | None = None) -> tuple[Chunk, bool]:
+    def canonical(self, entry: Entry, encodings: Encodings | None = None) -> tuple[Chunk, bool]:
         """Returns a canonical, provided or from the store, and whether it was read from the store now.
 
         Args:
@@ -236,34 +238,33 @@ class Sources:
             was prefilled is encoded if need be, and then kept so.
 
         Raises:
-          InputError: nobody has it. PatchMismatchError: it has another content.
+          InputError: nobody has it. PatchMismatchError: it has another content. WindowError: another number of tokens.
         """
-        words, unit, fetched = self.encodings if encodings is None else encodings, self[id], False
-        chunk, shown = unit.chunk, unit.content
-        if chunk is None or chunk.encoding not in words or contents_differ(content, shown):
-            candidates = (stored(self.store, id, self._backbone.fingerprint, None, word) for word in words)
-            from_store = next((candidate for candidate in candidates if candidate is not None), None)
-            if from_store is not None:
-                chunk, shown, fetched = from_store, from_store.content, True
+        words, unit, name = encodings or self.encodings, self[entry.id], brief(entry.id)
+        chunk, content, is_read = unit.chunk, unit.content, False
+        if chunk is None or chunk.encoding not in words or contents_differ(entry.content, content):
+            candidate = stored(self.store, entry.id, self._backbone.fingerprint, words)
+            if candidate is not None:
+                chunk, content, is_read = candidate, candidate.content, True
             elif chunk is not None and chunk.encoding is None and words[0] is not None:
                 chunk = encode_chunk(chunk, words[0])
             elif chunk is None or chunk.encoding not in words:
                 have = "no canonical" if chunk is None else f"one in {chunk.encoding or 'no encoding'}"
                 raise InputError(
-                    f"piece {brief(id)!r}: got {have}; expected provide({brief(id)!r}, chunk=…) or one stored "
+                    f"piece {name!r}: got {have}; expected provide({name!r}, chunk=…) or one stored "
                     f"in {', '.join(word or 'no encoding' for word in words)}"
                 )
         # Before it is kept: a canonical of another content replaces all that is known of the piece.
-        if contents_differ(content, shown):
-            raise PatchMismatchError(f"piece {brief(id)!r}: got content {shown!r}; expected {content!r}")
+        if contents_differ(entry.content, content):
+            raise PatchMismatchError(f"piece {name!r}: got content {content!r}; expected {entry.content!r}")
+        if chunk.length != entry.tokens:
+            raise WindowError(f"piece {name!r}: got {chunk.length} tokens of {name!r}; expected {entry.tokens}")
         if chunk is not unit.chunk:
-            self.provide(id, chunk=chunk)
-            chunk = self[id].chunk
-        assert chunk is not None
-        return chunk, fetched
+            self.provide(entry.id, chunk=chunk)
+        return self[entry.id].chunk or chunk, is_read
 
-    def patch(self, id: str, content: str | None, digest: str, target: Antecedent) -> tuple[Patch, bool]:
-        """Returns a patch by its digest, provided or from the store, and whether it was read from the store now.
+    def patch(self, entry: Entry, digest: str, target: Antecedent) -> tuple[Patch, PatchNote, bool]:
+        """Returns a patch by its digest, provided or from the store, its note, and whether it was read just now.
 
         Args:
           target: what it was formed behind, in any order for an orbit patch.
@@ -271,38 +272,38 @@ class Sources:
         Raises:
           InputError: nobody has it.
         """
-        if digest in self[id].patches:
-            return self[id].patches[digest], False
+        if digest in self[entry.id].patches:
+            return *self[entry.id].patches[digest], False
         # A store is searched by antecedent.
         layout, fingerprint = self._backbone.layout, self._backbone.fingerprint
-        query = asked_behind(target, id, content, layout, fingerprint)
-        for encoding, orbit in itertools.product(self.encodings, (False, True)):
-            for patch in stored_patches(self.store, dataclasses.replace(query, encoding=encoding, orbit=orbit)):
-                if self.provide(id, patch=patch) == digest:
-                    return self[id].patches[digest], True
-        raise InputError(f"piece {brief(id)!r}: got patch {digest}, which nobody has; expected it provided or stored")
+        for patch in stored_patches(self.store, entry, target, layout, fingerprint, self.encodings, (False, True)):
+            if self.provide(entry.id, patch=patch) == digest:
+                return *self[entry.id].patches[digest], True
+        raise InputError(
+            f"piece {brief(entry.id)!r}: got patch {digest}, which nobody has; expected it provided or stored"
+        )
 
-    def prefill(self, id: str, content: str | None, made: str, tokens: int) -> Chunk:
+    def prefill(self, entry: Entry, made: str) -> Chunk:
         """Reads a stored prefill.
 
         Raises:
           InputError: no store has it. PatchMismatchError: it is of another content, layout or length.
         """
-        chunk = None
+        chunk, name = None, brief(entry.id)
         if StoredPrefills.supports(self.store):
-            chunk = StoredPrefills(self.store, self._backbone.fingerprint, self._dtype).get(id, made)
+            chunk = StoredPrefills(self.store, self._backbone.fingerprint, self._dtype).get(entry.id, made)
         if chunk is None:
-            raise InputError(f"piece {brief(id)!r}: got stored prefill {made}, which no store has; expected it stored")
+            raise InputError(f"piece {name!r}: got stored prefill {made}, which no store has; expected it stored")
         # What is stored may be of anybody's making.
-        if contents_differ(content, chunk.content) or chunk.layout != self._backbone.layout or chunk.batch is not None:
+        is_other = contents_differ(entry.content, chunk.content) or chunk.layout != self._backbone.layout
+        if is_other or chunk.batch is not None or chunk.length != entry.tokens:
             raise PatchMismatchError(
-                f"piece {brief(id)!r}: got a prefill with content {chunk.content!r}; expected {content!r} of this model"
+                f"piece {name!r}: got a prefill of {chunk.length} tokens with content {chunk.content!r}; expected "
+                f"{entry.tokens} with {entry.content!r}, of this model"
             )
-        if chunk.length != tokens:
-            raise PatchMismatchError(f"piece {brief(id)!r}: got a prefill of {chunk.length} tokens; expected {tokens}")
         return chunk.pad(max(bucket(self._buckets, chunk.length), chunk.tokens))
 
-    def _with_chunk(self, id: str, unit: Source, chunk: Chunk) -> Source:
+    def _check_chunk(self, id: str, chunk: Chunk) -> None:
         fingerprint = self._backbone.fingerprint
         if chunk.id != id or chunk.backbone != fingerprint:
             raise PatchMismatchError(
@@ -311,25 +312,14 @@ class Sources:
             )
         if chunk.batch is not None:
             raise InputError(f"provide.chunk: got a batch of {chunk.batch} of {brief(id)!r}; expected one chunk")
-        if unit.tokens is not None and unit.length != chunk.length:
-            raise ShapeError(f"provide.chunk: got {chunk.length} tokens of {brief(id)!r}; expected {unit.length}")
-        # Patches that arrived earlier are padded again, to this chunk's size.
-        chunk = chunk.pad(max(bucket(self._buckets, chunk.length), chunk.tokens))
-        patches = {digest: patch.pad(chunk.tokens) for digest, patch in unit.patches.items()}
-        return dataclasses.replace(unit, chunk=chunk, patches=patches)
 
-    def _with_tokens(self, id: str, unit: Source, tokens: Tokens, length: int | None) -> Source:
+    def _checked_length(self, id: str, tokens: Tokens, length: int | None) -> int:
+        """Returns how many tokens count, of one row at positions that are arrays."""
         check_tokens(tokens, "provide")
         rows, count = tokens.embeddings.shape[:2]
-        if rows != 1:
-            raise InputError(f"provide.tokens: got {rows} rows of {brief(id)!r}; expected one")
+        if rows != 1 or isinstance(tokens.positions, Tracer):
+            raise InputError(f"provide.tokens: got {rows} rows of {brief(id)!r}; expected one, its positions an array")
         length = count if length is None else length
         if not 1 <= length <= count:
             raise ShapeError(f"provide.length: got {length} of {count} tokens; expected 1 to {count}")
-        if isinstance(tokens.positions, Tracer):
-            raise InputError("provide.tokens: got traced positions; expected arrays")
-        if unit.chunk is not None and unit.chunk.length != length:
-            raise ShapeError(f"provide.tokens: got {length} of {brief(id)!r}; expected its chunk's {unit.chunk.length}")
-        # Tokens that came padded beyond their bucket stay as long as they are.
-        padded = tokens.pad(max(count, bucket(self._buckets, length)))
-        return dataclasses.replace(unit, tokens=padded, length=length)
+        return length

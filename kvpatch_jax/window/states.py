@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import rotate_patch
 
-from ..core import KVLayout, PackedArray, compose, fold, identity, is_packed, ops, unpack
+from ..core import KVLayout, PackedArray, fold, identity, is_packed, ops, unpack
 
 State = Mapping[str, Float[Array, "L _ _ _"]]
 Composed = Mapping[str, Float[Array, "L 1 R _ _"]]
@@ -49,14 +49,10 @@ def make_state(
 
 
 @jax.jit
-def _composed(states: tuple[State, ...], lengths: Int[Array, " n"]) -> dict[str, Float[Array, "L 1 R _ _"]]:
-    composed = fold(states, [lengths[index] for index in range(len(states))])
-    return {name: value[:, None] for name, value in composed.items()}
-
-
-@jax.jit
-def _extended(front: Composed, last: State, length: Int[Array, ""]) -> dict[str, Float[Array, "L 1 R _ _"]]:
-    composed = compose({name: value[:, 0] for name, value in front.items()}, last, length)
+def _composed(states: tuple[Any, ...], lengths: Int[Array, " n"]) -> dict[str, Float[Array, "L 1 R _ _"]]:
+    """Composes states that follow each other; the first one may be a composition."""
+    first = {name: value[:, 0] if value.ndim == 5 else value for name, value in states[0].items()}
+    composed = fold((first, *states[1:]), [lengths[index] for index in range(len(states))])
     return {name: value[:, None] for name, value in composed.items()}
 
 
@@ -82,7 +78,7 @@ class Compositions:
         composed, front = self._kept.pop(key, None), self._kept.get(key[:-1])
         if composed is None and front is not None:
             # Most windows are one of the last time with a piece behind it.
-            composed, count = _extended(front, states[-1], np.int32(lengths[-1])), 2
+            composed, count = _composed((front, states[-1]), np.array([0, lengths[-1]], np.int32)), 2
         elif composed is None:
             # The program has few numbers of pieces; those that are missing change nothing.
             missing = (1 << (len(states) - 1).bit_length()) - len(states)

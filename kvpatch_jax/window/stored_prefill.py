@@ -7,7 +7,6 @@ is the mean over several histories that share the nearest chunk, in which what t
 One small object per chunk lists its prefills, as JSON in bytes: rows of [identity, {likeness: key}, time, count].
 """
 
-import collections
 import dataclasses
 import json
 import re
@@ -140,35 +139,20 @@ class StoredPrefills:
         """Returns whether `get` may succeed: the prefill is stored here, or listed where a remote store may have it."""
         if self.contains(id, made):
             return True
-        return self._is_reached(id, made) and any(record.made == made for record in self._listing(id))
+        return self._is_available(id, made) and any(record.made == made for record in self._listing(id))
 
-    def find(self, id: str, made: str, keys: Mapping[Likeness, str]) -> dict[str, str]:
-        """Finds a chunk's stored prefills, each with the identity under which it is stored.
-
-        Returns:
-          "restored" with this very identity, if it is stored; and as `alike` those behind other histories.
-        """
-        # What is here serves exactly, so nothing better is in the remote store.
-        here = self.contains(id, made)
-        found = {"restored": made} if here or self.may_have(id, made) else {}
-        others = self.alike(id, keys, far=not here)
-        return found | {likeness: other for likeness, other in others.items() if other != made}
-
-    def alike(self, id: str, keys: Mapping[Likeness, str], *, far: bool = True) -> dict[Likeness, str]:
+    def alike(self, id: str, keys: Mapping[Likeness, str]) -> dict[Likeness, str]:
         """Finds by each of these keys the chunk's stored prefill that was stored first, as far as there is one.
 
         A mean has a digest of its own, another one for each history that is added to it.
-
-        Args:
-          far: whether the remote store's listing is read too.
         """
-        listing, found = self._listing(id, far) if keys else [], dict[Likeness, str]()
+        listing, stored = self._listing(id) if keys else [], dict[Likeness, str]()
         for likeness, key in keys.items():
-            records = [record for record in listing if record.keys.get(likeness) == key]
+            records = (record for record in listing if record.keys.get(likeness) == key)
             available = next((record.made for record in records if self._is_available(id, record.made)), None)
             if available is not None:
-                found[likeness] = available
-        return found
+                stored[likeness] = available
+        return stored
 
     def is_listed(self, id: str) -> bool:
         """Returns whether a prefill of a chunk was stored, behind whatever."""
@@ -224,32 +208,26 @@ class StoredPrefills:
         return [ListedPrefill(mean_made, {"mean": keys["mean"]}, time.time_ns(), count)]
 
     def _is_available(self, id: str, made: str) -> bool:
-        return self.contains(id, made) or self._is_reached(id, made)
-
-    def _is_reached(self, id: str, made: str) -> bool:
-        """Returns whether a remote store may have a prefill; not if it was just read in vain."""
+        """Returns whether a prefill is here, or a remote store may have it: not if it was just read in vain."""
         if self._missing.get((id, made)):
-            return False
+            return self.contains(id, made)
         return self.store.may_have(id, self.backbone, lead=self.lead(made))
 
-    def _listing(self, id: str, far: bool = True) -> list[ListedPrefill]:
-        """Returns what is listed of a chunk here, and in the remote store, the first stored one first."""
-        name = self.name(id)
-        listings = [unpacked_listing(self.store.get_encoder(name, self.backbone, tier="here"))]
-        if far:
-            remote = self._remote.get(id)
-            if remote is None:
-                remote = unpacked_listing(self.store.get_encoder(name, self.backbone, tier="remote"))
-                self._remote.put(id, remote)
-            listings.append(remote)
-        return merged_listings(listings, time.time_ns())
+    def _listing(self, id: str) -> list[ListedPrefill]:
+        """Returns what is listed of a chunk here and in the remote store, the first stored one first."""
+        name, remote = self.name(id), self._remote.get(id)
+        here = unpacked_listing(self.store.get_encoder(name, self.backbone, tier="here"))
+        if remote is None:
+            remote = unpacked_listing(self.store.get_encoder(name, self.backbone, tier="remote"))
+            self._remote.put(id, remote)
+        return merged_listings([here, remote], time.time_ns())
 
 
 class _Remembered[T]:
-    """Values by key for `FRESH_SECONDS`, the latest ones. Thread-safe."""
+    """Values by key for `FRESH_SECONDS`. Thread-safe."""
 
     def __init__(self) -> None:
-        self._values: collections.OrderedDict[Any, tuple[float, T]] = collections.OrderedDict()
+        self._values: dict[Any, tuple[float, T]] = {}
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> T | None:
@@ -259,8 +237,6 @@ class _Remembered[T]:
 
     def put(self, key: Any, value: T) -> None:
         with self._lock:
-            now = time.monotonic()
-            self._values[key] = now + FRESH_SECONDS, value
-            self._values.move_to_end(key)
-            while len(self._values) > _MOST_REMEMBERED or next(iter(self._values.values()))[0] < now:
-                self._values.popitem(last=False)
+            if len(self._values) >= _MOST_REMEMBERED:
+                self._values.clear()
+            self._values[key] = time.monotonic() + FRESH_SECONDS, value

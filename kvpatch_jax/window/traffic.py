@@ -2,22 +2,23 @@
 
 import collections
 import dataclasses
+import functools
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
 
 from ..backbone import Backbone, Tokens
-from ..cache import Antecedent, Chunk, Likeness, Patch, brief, contents_differ, encode_chunk
+from ..cache import Antecedent, Chunk, Likeness, brief, contents_differ, encode_chunk
 from ..core import PARTS, AnyArray, zero_padded
 from ..errors import InputError, PatchMismatchError
 from ..patching import Rank, form_patch, rank_by_channel
 from ..utils.background import JobQueue
 from .entry import Entry
 from .executor import Executor
-from .sources import PatchStore, asked_behind, encodings_of, stored, stored_patches
+from .sources import PatchStore, encodings_of, stored, stored_patches
 from .stored_prefill import StoredPrefills
 from .window import Piece, Window
 
@@ -28,8 +29,7 @@ KEPT_ERRORS = 16
 """How many errors a former remembers, the last ones."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PrefillRecord:
+class PrefillRecord(NamedTuple):
     """What is stored and formed of after a prefill, in arrays that are donated to nothing.
 
     Attributes:
@@ -41,27 +41,8 @@ class PrefillRecord:
     made: str
     antecedent: Antecedent
     tokens: Tokens
-    length: int
     kv: Mapping[str, Array]
     keys: dict[Likeness, str]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the KV, padding included."""
-        return sum(value.nbytes for value in self.kv.values())
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class EncoderOutput:
-    """Output of a vision tower for a chunk, to be stored under the chunk's content."""
-
-    content: str
-    output: AnyArray
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the output."""
-        return int(self.output.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +143,7 @@ class PatchFormer:
         """Queues a tower's output to be stored. Returns at once and raises nothing."""
         # A session may still embed images while what it shares is closed.
         if not self._queue.closed:
-            self._enqueue(EncoderOutput(content, output))
+            self._enqueue(int(output.nbytes), functools.partial(self._keep_encoder, content, output))
 
     def watch(self, executor: Executor) -> None:
         """Forms patches of an executor's prefills from now on.
@@ -184,10 +165,11 @@ class PatchFormer:
         try:
             index = window.index(piece.id)
             if piece.entry.kind != "chunk" or not (self.rank or not index or self._prefills is not None):
-                self._count("skipped")
+                self._count(skipped=1)
                 return
             antecedent, keys = window.antecedent(piece.id), window.likeness(piece.id)
-            self._enqueue(PrefillRecord(piece.entry, piece.made, antecedent, tokens, length, dict(kv), keys))
+            record = PrefillRecord(piece.entry, piece.made, antecedent, tokens, dict(kv), keys)
+            self._enqueue(_nbytes(kv), functools.partial(self._form, record))
         except Exception as error:
             self._report(error)
 
@@ -205,40 +187,42 @@ class PatchFormer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enqueue(self, job: PrefillRecord | EncoderOutput) -> None:
+    def _enqueue(self, nbytes: int, work: Callable[[], None]) -> None:
+        """Queues work that holds so many bytes (padding included) until it runs, or counts that there is no room."""
         with self._lock:
-            fits = self._waiting_bytes + job.nbytes <= PENDING_BYTES
-            self._waiting_bytes += job.nbytes if fits else 0
-        if not fits or not self._queue.add(job):
+            fits = self._waiting_bytes + nbytes <= PENDING_BYTES
+            self._waiting_bytes += nbytes if fits else 0
+        if not fits or not self._queue.add((nbytes, work)):
             with self._lock:
-                self._waiting_bytes -= job.nbytes if fits else 0
-            self._count("dropped")
+                self._waiting_bytes -= nbytes if fits else 0
+            self._count(dropped=1)
 
-    def _count(self, word: str, number: int = 1) -> None:
+    def _count(self, **numbers: int) -> None:
         # Both threads count.
         with self._lock:
-            self._counts[word] += number
+            self._counts.update(numbers)
 
     def _report(self, error: Exception) -> None:
-        self._count("failed")
+        self._count(failed=1)
         self.errors.append(error)
 
     # ------------------------------------------------------------------------------------------- the former's thread
 
-    def _run(self, job: PrefillRecord | EncoderOutput) -> None:
+    def _run(self, job: tuple[int, Callable[[], None]]) -> None:
         """Runs a job; whatever goes wrong is reported, because no caller waits for it."""
+        nbytes, work = job
         with self._lock:
-            self._waiting_bytes -= job.nbytes
+            self._waiting_bytes -= nbytes
         try:
-            if isinstance(job, EncoderOutput):
-                # `PatchStore` does not ask for this method; sessions queue outputs only for stores that have it.
-                store: Any = self.store
-                store.put_encoder(job.content, self.backbone.fingerprint, np.asarray(job.output))
-                self._count("encoders")
-            else:
-                self._form(job)
+            work()
         except Exception as error:
             self._report(error)
+
+    def _keep_encoder(self, content: str, output: AnyArray) -> None:
+        # `PatchStore` does not ask for this method; sessions queue outputs only for stores that have it.
+        store: Any = self.store
+        store.put_encoder(content, self.backbone.fingerprint, np.asarray(output))
+        self._count(encoders=1)
 
     def _form(self, job: PrefillRecord) -> None:
         """Stores a prefill, and its patch and canonical, unless they are stored."""
@@ -253,27 +237,28 @@ class PatchFormer:
         # prefill the same chunk behind the same front many times.
         if (behind and not seen_before) or job.made in self._formed or self._is_stored(job):
             self._formed |= {job.made} if seen_before or not behind else set()
-            self._count("skipped")
+            self._count(skipped=1)
             return
 
         # Behind nothing the prefill is the canonical, and there is no deficit to form a patch of.
         chunk = self._canonical(job)
         if behind:
-            kv = {}
+            chunk, kv = chunk.pad(max(job.tokens.embeddings.shape[1], chunk.tokens)), {}
             for name, value in job.kv.items():
                 kv[name] = value[:, 0] if name in PARTS else zero_padded(value[:, 0], 1, chunk.tokens)
             assert self.rank is not None
             self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent)])
-            self._count("patches")
+            self._count(patches=1)
         self._formed.add(job.made)
 
     def _keep_prefill(self, job: PrefillRecord, prefills: StoredPrefills) -> None:
         """Stores a prefill as it is, while there are bytes left for it."""
-        if job.nbytes > self._prefill_bytes or prefills.contains(job.entry.id, job.made):
+        nbytes = _nbytes(job.kv)
+        if nbytes > self._prefill_bytes or prefills.contains(job.entry.id, job.made):
             return
-        chunk = self._chunk_of(job.kv, job.tokens, job.length, job.entry, prefills.lead(job.made))
-        self._prefill_bytes -= job.nbytes * prefills.put(chunk, job.made, job.keys, mean=self._means)
-        self._count("prefills")
+        chunk = canonical_of(self.backbone, job.tokens, job.entry, job.kv, prefills.lead(job.made))
+        self._prefill_bytes -= nbytes * prefills.put(chunk, job.made, job.keys, mean=self._means)
+        self._count(prefills=1)
 
     def _was_sighted(self, job: PrefillRecord) -> bool:
         """Returns whether a chunk came before, in this process or in one that stored it."""
@@ -286,18 +271,13 @@ class PatchFormer:
         if not job.antecedent.members:
             return False
         # Of each channel, at most as many directions as it has can be asked for.
-        ranks, layout = rank_by_channel(self.backbone.layout, self.rank or 0, "former"), self.backbone.layout
-        least = {}
-        for channel in layout.channels:
-            rows = job.length if channel.rows is None else channel.rows
-            least[channel.name] = min(ranks[channel.name], rows, channel.features)
-
-        entry = job.entry
-        query = asked_behind(job.antecedent, entry.id, entry.content, layout, self.backbone.fingerprint)
-        patches = list[Patch]()
-        for word in self.encodings:
-            patches += stored_patches(self.store, dataclasses.replace(query, encoding=word))
-        for patch in patches:
+        backbone, layout, least = self.backbone, self.backbone.layout, {}
+        for name, rank in rank_by_channel(layout, self.rank or 0, "former").items():
+            channel = layout.channel(name)
+            least[name] = min(rank, channel.rows_for(job.entry.tokens), channel.features)
+        for patch in stored_patches(
+            self.store, job.entry, job.antecedent, layout, backbone.fingerprint, self.encodings
+        ):
             metadata = patch.metadata
             same = metadata.behind == job.antecedent and metadata.base == "canonical" and not metadata.orbit
             # A rank of None is that of a dense patch, which has every direction.
@@ -306,67 +286,57 @@ class PatchFormer:
         return False
 
     def _canonical(self, job: PrefillRecord) -> Chunk:
-        """Returns the chunk's canonical, of at least as many tokens as the padded prefill; stores it if it is new.
+        """Returns the chunk's canonical; stores it if it is new.
 
         It is encoded as it is kept, but for that of a prefill at the front of a window.
-
-        Raises:
-          PatchMismatchError: the store has another content under this id. What a forward or the store raises.
         """
-        entry, size = job.entry, job.kv[self.backbone.layout.names[0]].shape[2]
+        entry, backbone, behind = job.entry, self.backbone, bool(job.antecedent.members)
         # At the front of a window a canonical stands for the prefill itself, bit for bit.
-        encodings = self.encodings if job.antecedent.members else (None,)
-        for word in encodings:
-            chunk = stored(self.store, entry.id, self.backbone.fingerprint, None, word)
-            if chunk is None:
-                continue
-            if contents_differ(entry.content, chunk.content) or chunk.length != job.length:
-                raise PatchMismatchError(
-                    f"former: got {brief(entry.id)!r} from the store with content {chunk.content!r} and {chunk.length} "
-                    f"tokens; expected {entry.content!r} and {job.length}"
-                )
-            # It may have been stored as it was prefilled, by a session without an encoding or at a window's front.
-            chunk = chunk if chunk.encoding == encodings[0] else self._kept(chunk, encodings[0])
-            return chunk.pad(max(size, chunk.tokens))
-
-        kv = job.kv
-        if job.antecedent.members:
-            kv = prefill_alone(self.backbone, job.tokens, job.length)
-            self._count("forwards")
-        return self._kept(self._chunk_of(kv, job.tokens, job.length, entry), encodings[0])
-
-    def _kept(self, chunk: Chunk, word: str | None) -> Chunk:
-        """Stores a canonical in its encoding, and returns it so."""
-        chunk = chunk if word is None else encode_chunk(chunk, word)
+        encodings = self.encodings if behind else (None,)
+        chunk = stored(self.store, entry.id, backbone.fingerprint, encodings)
+        if chunk is None:
+            chunk = canonical_of(backbone, job.tokens, entry, None if behind else job.kv)
+            self._count(forwards=behind)
+        elif contents_differ(entry.content, chunk.content) or chunk.length != entry.tokens:
+            raise PatchMismatchError(
+                f"former: got {brief(entry.id)!r} from the store with content {chunk.content!r} and {chunk.length} "
+                f"tokens; expected {entry.content!r} and {entry.tokens}"
+            )
+        elif chunk.encoding == encodings[0]:
+            return chunk
+        # What is stored as it was prefilled, by a session without an encoding or at a window's front, is encoded too.
+        chunk = chunk if encodings[0] is None else encode_chunk(chunk, encodings[0])
         self.store.put(chunk)
-        self._count("canonicals")
-        self._count("encoded", chunk.encoding is not None)
-        self._count("canonical_bytes", chunk.nbytes)
+        self._count(canonicals=1, encoded=chunk.encoding is not None, canonical_bytes=chunk.nbytes)
         return chunk
 
-    def _chunk_of(
-        self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry, lead: str | None = None
-    ) -> Chunk:
-        size = kv[self.backbone.layout.names[0]].shape[2]
-        return canonical_of(self.backbone, kv, np.asarray(tokens.positions)[0, :size], length, entry, lead)
 
-
-def prefill_alone(backbone: Backbone, tokens: Tokens, length: int) -> Mapping[str, Array]:
-    """Prefills padded tokens alone; phase-free KV, {channel: [L,1,T',K,H]}."""
-    options: Any = {"lengths": np.array([length], np.int32)} if backbone.layout.parts else {}
-    return backbone.prefill(tokens, logits=np.array([[length - 1]], np.int32), **options).kv
+def _nbytes(kv: Mapping[str, Array]) -> int:
+    return sum(value.nbytes for value in kv.values())
 
 
 def canonical_of(
-    backbone: Backbone, kv: Mapping[str, Array], local: np.ndarray, length: int, entry: Entry, lead: str | None = None
+    backbone: Backbone,
+    tokens: Tokens,
+    entry: Entry,
+    kv: Mapping[str, Array] | None = None,
+    lead: str | None = None,
 ) -> Chunk:
-    """Makes a canonical, or a stored prefill, of the KV that a forward of an entry left, {channel: [L,1,T',K,H]}."""
+    """Makes a canonical of padded tokens, prefilled alone; or of the KV that a forward left, a stored prefill too.
+
+    Args:
+      kv: phase-free, {channel: [L,1,T',K,H]}; None: a forward runs.
+    """
+    if kv is None:
+        options: Any = {"lengths": np.array([entry.tokens], np.int32)} if backbone.layout.parts else {}
+        kv = backbone.prefill(tokens, logits=np.array([[entry.tokens - 1]], np.int32), **options).kv
     size = kv[backbone.layout.names[0]].shape[2]
+    local = np.asarray(tokens.positions)[0, :size]
     return Chunk(
         kv={name: value[:, 0] for name, value in kv.items()},
         local=np.asarray(zero_padded(local, 0, size), np.float32),
         span=entry.span,
-        length=length,
+        length=entry.tokens,
         id=entry.id,
         layout=backbone.layout,
         backbone=backbone.fingerprint,

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..backbone import Backbone
@@ -98,7 +99,6 @@ class Standing(NamedTuple):
       promised: identity of the KV that the window promises in its place.
       fidelity: as `Window.fidelity` defines.
       ways: what makes it differ from the promise; none: it does not.
-      absorbed: the ways of the approximate pieces in front of it, which a prefill there goes through.
     """
 
     front: Identities
@@ -106,33 +106,43 @@ class Standing(NamedTuple):
     promised: str
     fidelity: Fidelity
     ways: Ways
-    absorbed: Ways
 
 
 class _Line:
-    """Pieces from the front, one after the other: what stands in front of the next one."""
+    """Pieces from the front, one after the other: what stands in front of the next one.
 
-    def __init__(self, promise: Promise):
+    Attributes:
+      standings: of the pieces, from the front.
+      front: identities of their KV.
+      absorbed: ways of the approximate ones, which a prefill behind them goes through.
+      remembered, prefilled: identities that a window promises which remembers, and one which forgets.
+      target: those that this one promises.
+      exact: whether all are.
+    """
+
+    def __init__(self, promise: Promise, pieces: Iterable[Piece] = ()):
         self.remembers = promise == "remember"
+        self.standings: list[Standing] = []
         self.chunks: list[tuple[str, str | None]] = []
         self.front: Identities = ()
-        self.kept: Identities = ()  # promised by a window that remembers
-        self.prefilled: Identities = ()  # promised by a window that forgets
+        self.remembered: Identities = ()
+        self.prefilled: Identities = ()
         self.absorbed: Ways = ()
         self.exact = True
+        for piece in pieces:
+            self.add(piece)
 
     @property
     def target(self) -> Identities:
-        return self.kept if self.remembers else self.prefilled
+        return self.remembered if self.remembers else self.prefilled
 
-    def add(self, piece: Piece) -> Standing:
-        front, target, absorbed, key = self.front, self.target, self.absorbed, piece.entry.key
-        pure = not piece.ways
+    def add(self, piece: Piece) -> None:
+        target, key, pure = self.target, piece.entry.key, not piece.ways
         prefilled = identity(key, "prefill", self.prefilled)
         # It has seen everything that is promised in front of it, in this order; the rest has left.
-        survives = pure and slides(piece.seen, self.kept) is not None
-        kept = piece.made if survives else identity(key, "prefill", self.kept)
-        promised = kept if self.remembers else prefilled
+        survives = pure and slides(piece.seen, self.remembered) is not None
+        remembered = piece.made if survives else identity(key, "prefill", self.remembered)
+        promised = remembered if self.remembers else prefilled
 
         self.exact = self.exact and pure and piece.made == prefilled
         fidelity: Fidelity = "exact" if self.exact else "survivor" if survives else "approximate"
@@ -145,13 +155,13 @@ class _Line:
             there = piece.seen == target or (self.remembers and slides(piece.seen, target) is not None)
             ways = piece.ways if there else UNKNOWN_WAYS
 
+        self.standings.append(Standing(self.front, target, promised, fidelity, ways))
+        self.chunks.append((piece.entry.id, piece.entry.content))
         if fidelity == "approximate":
             # What is as promised may still have seen other KV than what is in front of it.
-            self.absorbed = merged(absorbed, ways or UNKNOWN_WAYS)
-        self.chunks.append((piece.entry.id, piece.entry.content))
-        self.front, self.kept = (*front, piece.made), (*self.kept, kept)
+            self.absorbed = merged(self.absorbed, ways or UNKNOWN_WAYS)
+        self.front, self.remembered = (*self.front, piece.made), (*self.remembered, remembered)
         self.prefilled = (*self.prefilled, prefilled)
-        return Standing(front, target, promised, fidelity, ways, absorbed)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -204,7 +214,9 @@ class Window:
         fingerprint = fingerprint_of(backbone if isinstance(backbone, str) else backbone.fingerprint, "window")
         if not is_count(lead, 0):
             raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0")
-        return cls(fingerprint, lead=lead).promising(promise).renamed(branch)
+        if promise not in ("remember", "forget"):
+            raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
+        return cls(fingerprint, lead=lead, promise=promise).renamed(branch)
 
     # ------------------------------------------------------------------------------------------------ enter and leave
 
@@ -218,11 +230,11 @@ class Window:
           WindowError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
-        return self._entered(len(self.pieces), self._new(entry), service)
+        return self._entered(self._new(entry), service)
 
     def insert(self, entry: Entry, before: str, service: Service = PREFILL) -> "Window":
         """Places an entry in front of another, else as `append`. What follows moves, and has not seen it."""
-        return self._entered(self._movable(before, "insert"), self._new(entry), service)
+        return self._entered(self._new(entry), service, before)
 
     def recall(self, id: str, service: Service = PREFILL, *, before: str | None = None) -> "Window":
         """Brings an evicted chunk back, behind all others or in front of one, else as `append`.
@@ -235,8 +247,7 @@ class Window:
             state = "in the window" if id in self else "unknown"
             gone = tuple(brief(other.id) for other in self.evicted[-8:])
             raise WindowError(f"recall.id: got {_shown(id)}, which is {state}; expected an evicted one, such as {gone}")
-        index = len(self.pieces) if before is None else self._movable(before, "recall")
-        return self._entered(index, entry, service)
+        return self._entered(entry, service, before)
 
     def replace(self, id: str, entry: Entry, service: Service = PREFILL) -> "Window":
         """Puts an entry in the place of another, which leaves, else as `append`. What follows has not seen it.
@@ -244,10 +255,12 @@ class Window:
         Args:
           id: of what leaves, which may be the new entry's too.
         """
-        index = self._movable(id, "replace")
+        index = self.index(id)
         if not isinstance(entry, Entry) or entry.id != id:
             self._new(entry)
-        return self._entered(index, entry, service, instead=1)
+        entries = [piece.entry for piece in self.pieces]
+        entries[index] = entry
+        return self.arranged(entries, {entry.id: service}, {entry.id})
 
     def evict(self, *ids: str) -> "Window":
         """Takes pieces out. Chunks can be recalled; texts cannot.
@@ -255,7 +268,7 @@ class Window:
         Raises:
           WindowError: one named twice.
         """
-        leaving = {self._movable(id, "evict") for id in ids}
+        leaving = {self.index(id) for id in ids}
         if len(leaving) != len(ids):
             raise WindowError(f"evict.ids: got {tuple(map(brief, ids))}; expected each once")
         return self.arranged([piece.entry for index, piece in enumerate(self.pieces) if index not in leaving])
@@ -278,31 +291,24 @@ class Window:
 
     # ---------------------------------------------------------------------------------------- move and serve otherwise
 
-    def reorder(self, order: Sequence[str], services: Mapping[str, Service] | None = None) -> "Window":
+    def reorder(self, order: Sequence[str]) -> "Window":
         """Puts order-free chunks into another order; all others keep theirs and their place among the pieces.
 
-        A chunk without a service keeps its KV, rotated.
+        They keep their KV, rotated; `serve` then serves them otherwise, such as by an orbit patch.
 
         Args:
           order: ids: the places of those that are named are filled in this order.
-          services: by id, how chunks are served from now on, such as by their orbit patch.
 
         Raises:
-          WindowError: a piece that would move and is no order-free chunk, or is named twice; a service of a piece that
-          is not named. StalePatchError, PatchMismatchError: as `append`.
+          WindowError: a piece that would move and is no order-free chunk, or is named twice.
         """
-        ids, services = all_of(str, order, "order"), services or {}
-        places = [self.index(id) for id in ids]
+        ids = all_of(str, order, "order")
+        places, entries = [self.index(id) for id in ids], [piece.entry for piece in self.pieces]
         if len(set(ids)) != len(ids):
             raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
-        if strangers := sorted(set(services) - set(ids)):
-            raise WindowError(f"reorder.services: got one of {_shown(strangers[0])}; expected it of one of {ids}")
-        entries = [piece.entry for piece in self.pieces]
         for old, new in zip(places, sorted(places), strict=True):
-            if old != new and min(old, new) < self.lead:
-                raise WindowError(f"reorder.order: got {_shown(self.pieces[old].id)}, pinned; expected others")
             entries[new] = self.pieces[old].entry
-        return self.arranged(entries, services)
+        return self.arranged(entries)
 
     def serve(self, services: Mapping[str, Service]) -> "Window":
         """Serves pieces otherwise in their places: prefilled again, bare, patched, restored. Kamera App. E.
@@ -333,23 +339,29 @@ class Window:
           order-free; an id that was evicted as another entry; positions beyond 2**30. Else as `append`.
         """
         services, before = services or {}, {piece.id: piece for piece in self.pieces}
-        self._check_entries(entries)
-        staying = [entry for entry in entries if entry.id not in renewed and _same(before.get(entry.id), entry)]
-        self._check_order([entry.id for entry in staying])
-        stay = {entry.id for entry in staying}
+        present = self._check_entries(entries)
+        stay = dict[str, Piece]()
+        for entry in entries:
+            old = before.get(entry.id)
+            # Most are the very same object, and comparing fields takes longer.
+            if old is not None and entry.id not in renewed and (old.entry is entry or old.entry == entry):
+                stay[entry.id] = old
+        for old, new in zip([piece for piece in self.pieces if piece.id in stay], stay.values(), strict=True):
+            if old is not new and not new.entry.order_free:
+                raise WindowError(
+                    f"window: got {brief(new.id)!r} moved; expected it in its order: it is not order-free"
+                )
 
         line, pieces, start = _Line(self.promise), list[Piece](), 0
         for entry in entries:
-            old = before[entry.id] if entry.id in stay else None
-            service = services.get(entry.id, PREFILL if old is None else KEEP)
-            piece = _served(line, entry, start, old, service)
+            old = stay.get(entry.id)
+            piece = _served(line, entry, start, old, services.get(entry.id, PREFILL if old is None else KEEP))
             line.add(piece)
             pieces.append(piece)
             start = piece.end
         if start >= LIMIT:
             raise WindowError(f"window: got positions to {start}; expected them below 2**30")
 
-        present = {entry.id for entry in entries}
         evicted = [entry for entry in self.evicted if entry.id not in present]
         evicted += [piece.entry for piece in self.pieces if piece.id not in present and piece.entry.kind == "chunk"]
         return dataclasses.replace(self, pieces=tuple(pieces), evicted=tuple(evicted[-MOST_GONE:]))
@@ -380,16 +392,6 @@ class Window:
             raise WindowError(f"window.branch: got {branch!r:.80}; expected a name without a slash")
         return dataclasses.replace(self, branch=branch)
 
-    def promising(self, promise: Promise) -> "Window":
-        """Returns the same window, compared with something else from now on. No KV changes.
-
-        Raises:
-          WindowError: not "remember" or "forget".
-        """
-        if promise not in ("remember", "forget"):
-            raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
-        return dataclasses.replace(self, promise=promise)
-
     def fork(self, name: str | None = None) -> "Window":
         """Starts a branch, which shares all KV with this window until it changes a piece. Kamera App. E.
 
@@ -407,18 +409,13 @@ class Window:
     # -------------------------------------------------------------------------------------------------------- queries
 
     @functools.cached_property
-    def standings(self) -> tuple[Standing, ...]:
-        """What is derived of every piece, from the front."""
-        line = _Line(self.promise)
-        return tuple([line.add(piece) for piece in self.pieces])
+    def _line(self) -> _Line:
+        return _Line(self.promise, self.pieces)
 
-    @functools.cached_property
-    def _behind(self) -> tuple[Identities, Identities, Ways]:
-        """What stands in front of an appended piece, what is promised there, and the ways that a prefill absorbs."""
-        line = _Line(self.promise)
-        for piece in self.pieces:
-            line.add(piece)
-        return line.front, line.target, line.absorbed
+    @property
+    def standings(self) -> Sequence[Standing]:
+        """What is derived of every piece, from the front."""
+        return self._line.standings
 
     @functools.cached_property
     def places(self) -> dict[str, int]:
@@ -473,19 +470,13 @@ class Window:
         """Returns the index of a piece from the front."""
         if id in self:
             return self.places[id]
-        # The message shows the last pieces, of which the id is most likely a misspelling.
-        state = "evicted" if id in self.gone else "not in the window"
-        ids = ", ".join(repr(brief(piece.id)) for piece in self.pieces[-8:])
-        more = f"… of {len(self.pieces)}, " if len(self.pieces) > 8 else ""
-        raise WindowError(f"window.id: got {_shown(id)}, which is {state}; expected one of ({more}{ids})")
+        # The last pieces are shown, of which the id is most likely a misspelling.
+        state, ids = "evicted" if id in self.gone else "not in the window", tuple(map(brief, self.ids[-8:]))
+        raise WindowError(f"window.id: got {_shown(id)}, which is {state}; expected one of its pieces, such as {ids}")
 
     def piece(self, id: str) -> Piece:
         """Returns a piece."""
         return self.pieces[self.index(id)]
-
-    def start(self, id: str) -> int:
-        """Returns the start of a piece: where its positions count from."""
-        return self.piece(id).start
 
     def standing(self, id: str) -> Standing:
         """Returns what the window says of a piece."""
@@ -510,42 +501,34 @@ class Window:
         """
         return self.standing(id).fidelity
 
-    def behind(self, id: str | None = None) -> int:
-        """Counts the tokens in front of a piece, or of what will be appended."""
-        return sum(piece.entry.tokens for piece in self._front(id))
-
     def antecedent(self, id: str | None = None) -> Antecedent:
         """Returns what precedes a piece, or what will be appended, as it is served: what a prefill there is behind."""
-        return self._antecedent(id, self._behind[0] if id is None else self.standing(id).front)
+        front = self._place(id).front
+        return Antecedent.at(self._line.chunks[: len(front)], front)
 
     def target(self, id: str | None = None) -> Antecedent:
         """Returns what a patch must have been formed behind to serve a piece there, or one that will be appended.
 
         Those in front as the window promises them.
         """
-        return self._antecedent(id, self._behind[1] if id is None else self.standing(id).target)
+        target = self._place(id).target
+        return Antecedent.at(self._line.chunks[: len(target)], target)
 
     def prefilled(self, entry: Entry, id: str | None = None) -> str:
         """Returns the identity that an entry's KV would have, prefilled in front of a piece or behind all."""
-        front = self._behind[0] if id is None else self.standing(id).front
-        return identity(entry.key, "prefill", front)
+        return identity(entry.key, "prefill", self._place(id).front)
 
     def likeness(self, id: str | None = None) -> dict[Likeness, str]:
         """Returns the keys under which prefills of like histories are stored, of a piece or of what will be appended.
 
         Nothing at the front of a window.
         """
-        pieces = self._front(id)
-        if not pieces:
-            return {}
-        lead = pieces[: min(self.lead, len(pieces))]
-        return likeness_keys(tuple(piece.made for piece in lead), pieces[-1].entry.key)
+        front = self._place(id).front
+        return likeness_keys(front[: self.lead], self.pieces[len(front) - 1].entry.key) if front else {}
 
-    def _front(self, id: str | None) -> tuple[Piece, ...]:
-        return self.pieces if id is None else self.pieces[: self.index(id)]
-
-    def _antecedent(self, id: str | None, identities: Identities) -> Antecedent:
-        return Antecedent.at([(piece.id, piece.entry.content) for piece in self._front(id)], identities)
+    def _place(self, id: str | None) -> Standing | _Line:
+        """Returns what precedes a piece, or (None) what will be appended."""
+        return self._line if id is None else self.standing(id)
 
     def __repr__(self) -> str:
         # The whole window can be long, so pieces are only counted here.
@@ -567,66 +550,38 @@ class Window:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _entered(self, index: int, entry: Entry, service: Service, instead: int = 0) -> "Window":
-        """Places an entry at an index, or in place of the piece there."""
+    def _entered(self, entry: Entry, service: Service, before: str | None = None) -> "Window":
+        """Places an entry in front of a piece, or behind all."""
         entries = [piece.entry for piece in self.pieces]
-        entries[index : index + instead] = [entry]
-        return self.arranged(entries, {entry.id: service}, {entry.id} if instead else ())
+        entries.insert(len(entries) if before is None else self.index(before), entry)
+        return self.arranged(entries, {entry.id: service})
 
     def _new(self, entry: Any) -> Entry:
-        """Returns an entry that the window does not know yet.
-
-        Raises:
-          WindowError: no entry, or an id that the window knows.
-        """
+        """Returns an entry that the window does not know yet."""
         if not isinstance(entry, Entry):
             raise WindowError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
-        if entry.id in self:
-            raise WindowError(f"window.entry: got {_shown(entry.id)}, which is in the window; expected another id")
-        if entry.id in self.gone:
-            raise WindowError(
-                f"window.entry: got {_shown(entry.id)}, which was evicted; expected a new id, or `recall`"
-            )
+        state = "is in the window" if entry.id in self else "was evicted" if entry.id in self.gone else None
+        if state is not None:
+            raise WindowError(f"window.entry: got {_shown(entry.id)}, which {state}; expected a new id, or `recall`")
         return entry
 
-    def _movable(self, id: str, operation: str) -> int:
-        """Returns the index of a piece behind the lead."""
-        index = self.index(id)
-        if index < self.lead:
-            raise WindowError(
-                f"{operation}: got {_shown(id)}, one of {self.lead} pinned in front; expected one behind them (`lead=` "
-                "says what is pinned)"
-            )
-        return index
-
-    def _check_entries(self, entries: Sequence[Entry]) -> None:
-        ids = [entry.id for entry in entries]
-        if len(set(ids)) != len(ids):
-            twice = next(id for id in ids if ids.count(id) > 1)
+    def _check_entries(self, entries: Sequence[Entry]) -> dict[str, Entry]:
+        """Returns the entries by id; refuses one named twice, pinned ones elsewhere, and others of an evicted id."""
+        present = {entry.id: entry for entry in entries}
+        if len(present) != len(entries):
+            twice, _ = Counter(entry.id for entry in entries).most_common(1)[0]
             raise WindowError(f"window: got {brief(twice)!r} twice; expected each once")
         pinned = [piece.entry for piece in self.pieces[: self.lead]]
         if list(entries[: len(pinned)]) != pinned:
             names = tuple(brief(entry.id) for entry in pinned)
-            raise WindowError(f"window: got other entries in front; expected {names}, which are pinned there")
+            raise WindowError(
+                f"window: got other entries in front; expected {names}, which are pinned there (`lead=` says how many)"
+            )
         # An id that was evicted comes back as the same entry, or its patches and stored KV would be another's.
-        gone, present = {entry.id: entry for entry in self.evicted}, set(ids)
-        for id in gone.keys() & present:
-            if next(entry for entry in entries if entry.id == id) != gone[id]:
-                raise WindowError(f"window: got {brief(id)!r}, evicted as {gone[id]}; expected that, or another id")
-
-    def _check_order(self, staying: Sequence[str]) -> None:
-        """Refuses an order in which a piece moves that is no order-free chunk."""
-        chosen = set(staying)
-        before = [piece for piece in self.pieces if piece.id in chosen]
-        for old, new in zip(before, staying, strict=True):
-            moved = self.piece(new)
-            if old is not moved and not moved.entry.order_free:
-                raise WindowError(f"window: got {brief(new)!r} moved; expected it in its order: it is not order-free")
-
-
-def _same(piece: Piece | None, entry: Entry) -> bool:
-    # Most are the very same object, and comparing fields takes longer.
-    return piece is not None and (piece.entry is entry or piece.entry == entry)
+        for entry in self.evicted:
+            if present.get(entry.id, entry) != entry:
+                raise WindowError(f"window: got {brief(entry.id)!r}, evicted as {entry}; expected that, or another id")
+        return present
 
 
 def _shown(id: Any) -> str:
@@ -638,8 +593,8 @@ def _shown(id: Any) -> str:
 
 def _served(line: _Line, entry: Entry, start: int, old: Piece | None, service: Service) -> Piece:
     """Returns an entry in its place, served so. `old` is the piece that it is in the window already."""
-    method, note, key = service.method, service.patch, entry.key
     _check_service(line, entry, old, service)
+    method, note, key = service.method, service.patch, entry.key
     if method == "keep":
         assert old is not None
         return old if old.start == start else old._replace(start=start)
@@ -666,11 +621,9 @@ def _served(line: _Line, entry: Entry, start: int, old: Piece | None, service: S
 
 
 def _check_service(line: _Line, entry: Entry, old: Piece | None, service: Service) -> None:
-    """Refuses services and options that do not go together.
-
-    Raises:
-      WindowError.
-    """
+    """Refuses services and options that do not go together."""
+    if not isinstance(service, Service):
+        raise WindowError(f"window.service: got {service!r:.40} of {_shown(entry.id)}; expected a Service")
     method, what = service.method, f"window.service: got {service.method!r:.40} of {_shown(entry.id)}"
     if method not in ("keep", *get_args(Method)) or (method == "patch") != (service.patch is not None):
         patch = "no patch" if service.patch is None else "a patch"
@@ -685,11 +638,7 @@ def _check_service(line: _Line, entry: Entry, old: Piece | None, service: Servic
 
 
 def _patched(line: _Line, entry: Entry, start: int, old: Piece | None, note: PatchNote, allow_stale: bool) -> Piece:
-    """Returns an entry served by a patch.
-
-    Raises:
-      PatchMismatchError: of another chunk or content. StalePatchError: formed behind other KV, or on another base.
-    """
+    """Returns an entry served by a patch."""
     what = f"patch of chunk {_shown(entry.id)}"
     if note.chunk != entry.id or contents_differ(note.content, entry.content):
         raise PatchMismatchError(

@@ -210,9 +210,10 @@ class StoreCatalog:
         prefills = self.stored_prefills
         if prefills is None or id in self._unplaced:
             return {}
-        keys = {} if self._options.policy == "exact" else self._history.alike(index)
-        found = dict[str, str]()
-        for point, other in prefills.find(id, exact, keys).items():
+        # What is here serves exactly, so nothing better is elsewhere.
+        exact_only = self._options.policy == "exact" or prefills.contains(id, exact)
+        found = {"restored": exact} if prefills.may_have(id, exact) else {}
+        for point, other in prefills.alike(id, {} if exact_only else self._history.alike(index)).items():
             if other not in found.values():
                 found[point] = other
         return found

@@ -10,7 +10,7 @@ from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, PatchInven
 from kvpatch_jax.window import Costs, Entry, PatchNote, Window
 
 BACKBONE = "f" * 64
-PRICES = Costs(4, 512, 256, 32, ForwardCosts((7, 9, 7, 9), (3, 5, 3, 5), (0, 12, 0, 12), 11))
+PRICES = Costs(512, 256, 32, ForwardCosts((7, 9, 7, 9), (3, 5, 3, 5), (0, 12, 0, 12), 11))
 KINDS = ("fetch", "rotate", "copy", "patch", "prefill")
 DEVICES = DeviceCosts("a desk", "2026-11-22", {kind: Rates(1e-4, 2e-7, 3e-9) for kind in KINDS}, "invented")
 RANKS = (2, 4, 8)

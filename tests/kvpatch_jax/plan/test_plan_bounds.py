@@ -80,7 +80,7 @@ def test_a_patch_in_the_window_serves_again_where_it_belongs():
     for chunk in entries[:2]:
         window = window.append(chunk)
     window = window.append(entries[2], Service("patch", note(entries[2], entries[:2], orbit=True)))
-    turned = window.reorder(["c1", "c0"], {id: Service("prefill") for id in ("c1", "c0")})
+    turned = window.reorder(["c1", "c0"]).serve({id: Service("prefill") for id in ("c1", "c0")})
     assert turned.standing("c2").ways == (("", 0),)
     made = planned(turned, entries_of(turned), Goal(kl=0.3), stored=stock, certificate=signed)
     assert (points(made), made.kl, made.step) == (["leading", "leading", "orbit"], 0.3, ())

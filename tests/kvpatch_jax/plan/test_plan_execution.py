@@ -62,7 +62,7 @@ class Loop:
         for index, piece in enumerate(planned.window.pieces):
             kv, chunk = None, self.chunks[piece.id]
             if piece.method == "patch":
-                kv = added(chunk, self.executor.sources[piece.id].patches[piece.source or ""])
+                kv = added(chunk, self.executor.sources[piece.id].patches[piece.source or ""][0])
             elif piece.method == "bare":
                 kv = {name: np.asarray(value)[:, None] for name, value in chunk.kv.items()}
             elif piece.method == "restored":

@@ -37,7 +37,7 @@ def seconds(kind: str, bytes: int, flops: int) -> float:
 def menu_of(index: int, entries: list[Entry], ranks: Sequence[int], bare: bool) -> list[tuple[str, int, float]]:
     """All ways of serving a piece: (point, rank, seconds)."""
     tokens, behind = entries[index].tokens, sum(other.tokens for other in entries[:index])
-    flops = PRICES.run(tokens, behind) + PRICES.forward.logit
+    flops = PRICES.forward.flops(tokens, behind) + PRICES.forward.logit
     options = [("prefill", 0, seconds("prefill", PRICES.forward_bytes(tokens, behind), flops))]
     copied, turning = 2 * PRICES.kv_bytes * tokens, 3 * PRICES.rotary * tokens
     fetch = seconds("fetch", PRICES.kv_bytes * tokens, 0)

@@ -240,7 +240,9 @@ def connected() -> dict[str, bool]:
     worker = WorkerSide(ConnectorConfig(store="/nowhere", backbone="tiny"), layout, PAGE_SIZE)
     worker.register(runner)
     segment = PromptSegment("B", 0, TOKENS)
-    worker.load(StepCommands((LoadCommand("own", (ChunkPayload(ChunkStep(segment, "leading", "B"), chunk),), 0, blocks),)))
+    worker.load(
+        StepCommands((LoadCommand("own", (ChunkPayload(ChunkStep(segment, "leading", "B"), chunk),), 0, blocks),))
+    )
     formed = worker._rows(blocks, segment)
 
     slots = slots_of(blocks, PAGE_SIZE, 0, TOKENS)

@@ -14,7 +14,7 @@ import pytest
 from session_cases import QUESTION, Oracle, expect_logits, image_of, logits, state, words
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import NotFiniteError, PoolError
+from kvpatch_jax.errors import NotFiniteError, PoolError, SessionClosedError
 from kvpatch_jax.traces import Event, Recorder, Trace
 
 
@@ -152,7 +152,7 @@ def test_threads_on_one_runtime_take_turns(backbone):
             failed.append(error)
 
     with kvp.Session(backbone, lead=image_of(9)) as shared:
-        alone = [kvp.Session(backbone, runtime=shared.runtime, branch=str(number)) for number in range(4)]
+        alone = [kvp.Session(backbone, runtime=shared.runtime) for _ in range(4)]
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
@@ -164,6 +164,25 @@ def test_threads_on_one_runtime_take_turns(backbone):
         for session in alone:
             session.close()
         assert shared.stats().free_pages == shared.stats().pages - 2
+
+
+@pytest.mark.parametrize("op", ["fork", "close"])
+def test_a_watcher_that_raises_holds_nothing(backbone, op):
+    session = kvp.Session(backbone, lead=image_of(0))
+
+    def watch(event: Event, _: Any) -> None:
+        assert event.op != op
+
+    session.watchers.append(watch)
+    held = session.stats().free_pages
+    with pytest.raises(AssertionError):
+        getattr(session, op)()
+    executor = session.runtime.executor
+    assert (len(executor.branches), executor.slots.free_pages) == ((1, held) if op == "fork" else (0, held + 2))
+    session.watchers.clear()
+    session.close()
+    with pytest.raises(SessionClosedError):
+        session.runtime.check_open()
 
 
 def test_watchers_see_every_change_after_it_has_happened(backbone, tmp_path):

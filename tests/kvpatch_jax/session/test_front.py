@@ -84,6 +84,24 @@ def test_an_inserted_chunk_is_unknown_to_what_follows(backbone):
             assert state(session) == before
 
 
+def test_a_first_image_that_stands_for_a_text_is_one_piece(backbone):
+    with kvp.Session(backbone) as session:
+        session.add(SHOTS[0], kind="text")
+        expect_logits(session, Oracle(backbone, SHOTS[0]).logits())
+        assert len(session) == 1
+
+
+def test_nothing_is_inserted_in_front_of_what_leaves_for_it(backbone):
+    with kvp.Session(backbone, keep=2, lead=0) as session:
+        for number in range(2):
+            session.add(SHOTS[number], id=f"shot {number}")
+        before = state(session)
+        with pytest.raises(WindowError, match="'shot 0', which leaves to make room"):
+            session.insert(SHOTS[2], "shot 0")
+        assert state(session) == before
+        assert session.insert(SHOTS[2], "shot 1") == session.ids[0]
+
+
 LEADS = [words(5, 9), [5, 6, 7], [words(5, 6), SHOTS[1], "w30"], SHOTS[1], None, 0]
 
 

@@ -52,6 +52,7 @@ def test_evicted_chunks_come_back_by_name_and_by_content(session):
 
 def test_copies_have_names_of_their_own(backbone, session):
     name = session.add(image_of(0))
+    assert len(session.plan(image_of(1), image_of(1)).window) == 3
     assert name == chunk_id(backbone.fingerprint, image_of(0))
     assert session.add(image_of(0)) == f"{name}#2"
     assert session.add(image_of(1), id="mine") == "mine"
@@ -74,7 +75,7 @@ def test_texts_leave_with_the_chunk_that_they_follow(session):
         session.add(f"w{10 + step}", id=f"note {step}")
     assert session.ids == ("system", "history", "shot 1", "note 1", "shot 2", "note 2")
     assert session.gone == ("shot 0",)
-    with pytest.raises(SessionError, match="never added"):
+    with pytest.raises(SessionError, match="text, or forgotten since: add it again"):
         session.recall("note 0")
     assert session.add("w10").endswith("#2"), "an evicted text may be added again, as a new piece"
 
@@ -138,7 +139,7 @@ def test_a_long_loop_costs_no_more_at_its_end(backbone, monkeypatch):
                 assert name.endswith("#2")
                 assert session.window.ids[-1] == name.removesuffix("#2")
         assert len(session.gone) == 6
-        with pytest.raises(SessionError, match="never added"):
+        with pytest.raises(SessionError, match="forgotten since: add it again"):
             session.recall(image_of(2))
     assert max(taken[32:]) <= max(taken[12:22]) + 20
 

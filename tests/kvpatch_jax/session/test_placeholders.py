@@ -62,6 +62,7 @@ def test_an_image_that_cannot_be_placed_leaves_no_placeholder(backbone):
         with pytest.raises(PoolError):
             session.add(image_of(2, 28 * 150))
         assert state(session) == before
-        assert session.runtime.executor.sources["shot 0 left"].tokens is None
+        left = f"shot 0 left {kvp.cache.chunk_id(backbone.fingerprint, kvp.Text(LEFT))}"
+        assert session.runtime.executor.sources[left].tokens is None
         add_steps(session, 3)
         expect_prompt(session, LEFT, "w20", image_of(1), "w21", image_of(3), "w23")

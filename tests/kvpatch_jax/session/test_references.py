@@ -7,7 +7,7 @@ import pytest
 from session_cases import QUESTION, image_of, state
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError, UnknownReferenceError
+from kvpatch_jax.errors import InputError, SessionClosedError, UnknownReferenceError
 from kvpatch_jax.session import RetrievalQuery
 from kvpatch_jax.store import ExactRetriever, Linker, StaticLibrary
 
@@ -75,6 +75,14 @@ def test_a_retriever_is_asked_between_parts_of_an_answer(backbone, linker, tmp_p
             # Nothing leaves for what is recalled.
             branch.recall("shot 1")
             assert ids[2:4] == branch.ask([*asked, *ids[:2]], steps=2, stop=()).ids
+
+        closing = retrieving(lambda query: [] if not query.ids else closing.close() or [])
+        answer = closing.ask(QUESTION, steps=6, stop=(), look=2)
+        with pytest.raises(SessionClosedError):
+            str(answer)
+        for names in ("shot 1", None, [7], [["shot 1"]]):
+            with retrieving(lambda _, names=names: names) as session, pytest.raises(InputError, match="list of names"):
+                session.ask(QUESTION, steps=2)
 
         nearest = ExactRetriever(len(queries[0].vector))
         nearest.add("IMAGE#B", queries[0].vector)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from session_cases import Oracle, expect_logits, image_of, logits, reader, words
 from sessions_load import (
     PAGES,
     Agent,
@@ -494,3 +495,29 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
 def test_sessions_refuse_invalid_numbers(backbone, options):
     with pytest.raises(InputError, match="sessions: got"):
         kvp.Sessions(backbone, pages=8, **options)
+
+
+def test_sessions_may_have_the_same_texts_and_names_for_other_pieces():
+    """A first text is split in one session and whole in the next; placeholders and chunks are called alike."""
+    reading, text = reader(), words(5, 8)
+    with kvp.Sessions(reading, pages=64) as sessions:
+        first = sessions.open(keep=1, placeholder="w30")
+        second = sessions.open(keep=1, placeholder="w31 w32", lead=text)
+        for session in (first, second):
+            session.add(text)
+            for number in range(3):
+                session.add(image_of(number), id=f"shot {number}")
+        expect_logits(first, Oracle(reading, words(5, 4), words(9, 4), "w30", "w30", image_of(2)).logits())
+        left = ["w31 w32"] * 2
+        expect_logits(second, Oracle(reading, text, text, *left, image_of(2)).logits())
+
+
+def test_sessions_on_one_runtime_keep_their_own_kv():
+    reading = reader()
+    with kvp.Session(reading, keep=1) as first, kvp.Session(reading, runtime=first.runtime) as second:
+        for number in range(4):
+            first.add(image_of(number))
+        expected = logits(first)
+        second.add(image_of(7))
+        np.testing.assert_array_equal(logits(first), expected)
+        expect_logits(second, Oracle(reading, image_of(7)).logits())

@@ -1,5 +1,6 @@
 """Random programs of all operations of a window, on branches; its symbols (`oracle`) are changed with it."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -167,7 +168,7 @@ class Pair:
         self.window, self.symbols = self.branches[0]
         if self.random.random() < 0.3:
             promise = self.random.choice(PROMISES)
-            self.symbols.promise, self.window = promise, self.window.promising(promise)
+            self.symbols.promise, self.window = promise, dataclasses.replace(self.window, promise=promise)
 
     # --------------------------------------------------------------------------------------------------------- checks
 

@@ -29,7 +29,6 @@ def test_pieces_stand_right_behind_one_another_in_the_order_of_operations():
     window = window.recall("A", before="B")
     assert (window.ids, window.gone) == (("system", "D", "A", "B", "t"), ("C",))
     assert window.recall("C").ids[-1] == "C"
-    assert (window.behind("B"), window.behind()) == (38, 52)
 
 
 def test_a_slide_takes_the_texts_behind_a_chunk_along_and_leaves_those_in_front_of_all():
@@ -59,7 +58,7 @@ def test_an_arrangement_is_what_single_operations_come_to():
     window = window_of(*"ABCD", free="BCD").evict("A")
     entries = [chunk("D", free=True), chunk("A"), chunk("X"), chunk("B", free=True)]
     arranged = window.arranged([text("system", 18), *entries], {"D": BARE, "X": BARE})
-    single = window.evict("C").reorder(["D", "B"], {"D": BARE})
+    single = window.evict("C").reorder(["D", "B"]).serve({"D": BARE})
     single = single.insert(chunk("X"), "B", BARE).recall("A", before="X")
     assert arranged.ids == single.ids == ("system", "D", "A", "X", "B")
     assert [piece.made for piece in arranged.pieces] == [piece.made for piece in single.pieces]
@@ -88,7 +87,7 @@ def test_the_lead_neither_leaves_nor_moves():
         lambda: window.replace("A", chunk("X")),
         lambda: window.insert(chunk("X"), before="A"),
     ):
-        with pytest.raises(WindowError, match=r"'A', one of 2 pinned in front; .*`lead=`"):
+        with pytest.raises(WindowError, match=r"expected \('system', 'A'\), which are pinned there .*`lead=`"):
             refused()
     with pytest.raises(WindowError, match="pinned"):
         window.reorder(["B", "A"])
@@ -105,6 +104,13 @@ def test_a_window_without_a_lead_says_when_the_sink_has_left():
     left = window.evict("A")
     assert [window.sink_left, left.sink_left, left.recall("A", before="B").sink_left] == [False, True, False]
     assert [left.fidelity(id) for id in left.ids] == ["survivor", "survivor"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_word_is_no_service():
+    service: Any = "bare"
+    with pytest.raises(WindowError, match="'bare' of 'A'; expected a Service"):
+        Window.empty(FINGERPRINT).append(chunk("A"), service)
 
 
 def test_services_that_do_not_fit_a_piece_are_refused():
@@ -159,12 +165,10 @@ def test_a_patch_serves_behind_the_very_kv_that_it_was_formed_behind():
 def test_an_orbit_patch_serves_in_any_order():
     window = window_of(*"ABC", free="ABC", promise="forget")
     orbit = note_of(window, "C", "C", antecedent=window.antecedent("C").sorted(), orbit=True)
-    moved = window.reorder(["B", "A", "C"], {"C": patched(orbit)})
+    moved = window.reorder(["B", "A", "C"]).serve({"C": patched(orbit)})
     assert moved.standing("C").ways == (("orbit", 8),)
     with pytest.raises(StalePatchError, match="any ordering of"):
-        window.reorder(["C", "A", "B"], {"C": patched(orbit)})
-    with pytest.raises(WindowError, match=r"got one of 'C'; expected it of one of \['B', 'A'\]"):
-        window.reorder(["B", "A"], {"C": patched(orbit)})
+        window.reorder(["C", "A", "B"]).serve({"C": patched(orbit)})
 
 
 def test_a_removal_patch_needs_the_kv_that_the_window_holds():
@@ -200,7 +204,7 @@ REFUSED: list[tuple[Callable[[Window], Any], str]] = [
     (lambda w: w.fork(""), "fork.name: got ''"),
     (lambda w: w.fork("a/b"), "without a slash"),
     (lambda w: w.renamed("/x"), "without a slash"),
-    (lambda w: w.promising("neither"), "'remember' or 'forget'"),
+    (lambda w: Window.empty(FINGERPRINT, promise="neither"), "'remember' or 'forget'"),
     (lambda w: Window.empty(FINGERPRINT, lead=-1), "window.lead: got -1"),
     (lambda w: w.append(chunk("X", LIMIT - 1)), r"below 2\*\*30"),
 ]

@@ -38,7 +38,7 @@ def test_a_bare_chunk_is_its_canonical_at_its_place(name: str, word: str | None)
     loop.executor.provide("c2", chunk=encoded)
     held = loop.executor.sources.canonical_bytes
     loop.append("c2", service=BARE)
-    rows, start = loop.rows_of("c2"), loop.window.start("c2")
+    rows, start = loop.rows_of("c2"), loop.window.piece("c2").start
     assert loop.executor.sources.canonical_bytes == held
     assert distance(rows, applied(kvp.Placed(chunk, None, start))) <= (BAR if word is None else 0.2)
     if word is not None:
@@ -140,9 +140,9 @@ def test_a_patched_chunk_is_what_the_operator_gives(form: str, word: str | None)
     loop.executor.provide("c2", chunk=loop.canonical("c2") if word is not None else chunk)
     assert loop.executor.provide("c2", patch=patch) == note.digest
     loop.append("c2", service=patched(note))
-    placed = kvp.Placed(chunk, patch, loop.window.start("c2"), loop.window.antecedent("c2"))
+    placed = kvp.Placed(chunk, patch, loop.window.piece("c2").start, loop.window.antecedent("c2"))
     assert distance(loop.rows_of("c2"), applied(placed)) <= BAR
-    bare = kvp.Placed(chunk, None, loop.window.start("c2"))
+    bare = kvp.Placed(chunk, None, loop.window.piece("c2").start)
     assert distance(loop.rows_of("c2"), applied(bare)) > 100 * BAR
     # It moves as any other, and serves in place.
     rows = loop.rows_of("c2")
@@ -156,13 +156,13 @@ def test_a_removal_patch_is_added_to_what_a_survivor_has():
     loop = loop_of()
     loop.append("c2")
     base, behind = loop.executor.read(loop.window, "c2"), loop.window.antecedent("c2")
-    loop.run(loop.window.evict("c1").promising("forget"))
+    loop.run(dataclasses.replace(loop.window.evict("c1"), promise="forget"))
     front = loop.window.evict("c2").fork()
     loop.executor.run(front)
     chunk, conditioned = loop.canonical("c2"), loop.conditioned("c2", front)
     patch = kvp.removal_patch(chunk, conditioned, base, 3, loop.window.target("c2"), behind)
     loop.executor.provide("c2", chunk=chunk, patch=patch)
-    target, start = loop.window.target("c2"), loop.window.start("c2")
+    target, start = loop.window.target("c2"), loop.window.piece("c2").start
     loop.run(loop.window.serve({"c2": patched(PatchNote.of(patch))}))
     expected = kvp.Placed(chunk, patch, start, target, base=base, base_antecedent=behind)
     assert distance(loop.rows_of("c2"), applied(expected)) <= BAR
@@ -177,11 +177,11 @@ def test_a_stale_patch_serves_only_where_that_is_allowed():
     chunk = loop.canonical("c2")
     patch = kvp.form_patch(chunk, loop.conditioned("c2"), 3, loop.window.target())
     loop.executor.provide("c2", chunk=chunk, patch=patch)
-    loop.run(loop.window.evict("c1").promising("forget"))
+    loop.run(dataclasses.replace(loop.window.evict("c1"), promise="forget"))
     note, entry = PatchNote.of(patch), loop.entry("c2")
     with pytest.raises(StalePatchError, match="patch of chunk 'c2'"):
         loop.window.append(entry, patched(note))
     loop.append("c2", service=patched(note, stale=True))
-    antecedent, start = loop.window.antecedent("c2"), loop.window.start("c2")
+    antecedent, start = loop.window.antecedent("c2"), loop.window.piece("c2").start
     assert distance(loop.rows_of("c2"), applied(kvp.Placed(chunk, patch, start, antecedent, allow_stale=True))) <= BAR
     assert loop.window.standing("c2").ways == (("", 0),)

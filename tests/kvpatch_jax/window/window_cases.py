@@ -11,7 +11,7 @@ from window_oracle import FAMILIES, rows_of, span_of, tiny, tokens_of
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.patching.canonical import one_behind_the_other
-from kvpatch_jax.window import PREFILL, Entry, Executor, PatchNote, Service, Step, Window, canonical_of, prefill_alone
+from kvpatch_jax.window import PREFILL, Entry, Executor, PatchNote, Service, Step, Window, canonical_of
 
 FINGERPRINT = "f" * 32
 BAR = 2e-5
@@ -126,8 +126,7 @@ class Loop:
         """The canonical of a chunk, as a former makes it."""
         entry, tokens = self.entry(id), self.executor.sources[id].tokens
         assert tokens is not None
-        kv = prefill_alone(self.backbone, tokens, entry.tokens)
-        return canonical_of(self.backbone, kv, np.asarray(tokens.positions)[0], entry.tokens, entry)
+        return canonical_of(self.backbone, tokens, entry)
 
     def conditioned(self, id: str, window: Window | None = None) -> dict[str, np.ndarray]:
         """KV of a chunk behind a window that was run, phase-free, padded as its canonical is."""
