@@ -97,7 +97,7 @@ class Placer:
                 continue
             read = book.read(item)
             evicted = book.find_evicted(read.content)
-            if evicted is not None:
+            if evicted is not None and evicted.entry not in entries:
                 entries.append(evicted.entry)
                 continue
             _, piece_id = book.new_names(read.content, None)
@@ -267,13 +267,10 @@ class Placer:
             forming=runtime.former is not None and bool(runtime.former.rank),
         )
 
-    @functools.cached_property
+    @property
     def _prefills(self) -> StoredPrefills | None:
         """The stored prefills that this session may read; None without a store that keeps them."""
-        runtime = self.book.runtime
-        if not StoredPrefills.supports(runtime.store):
-            return None
-        return StoredPrefills(runtime.store, runtime.backbone.fingerprint, runtime.executor.dtype)
+        return self.book.runtime.executor.sources.prefills
 
     def _is_stored(self, entry: Entry, encodings: Sequence[str | None]) -> bool:
         """Returns whether the store has a canonical in one of these encodings, as far as it can say without reading."""

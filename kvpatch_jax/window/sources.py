@@ -124,7 +124,13 @@ class Source:
 
 
 class Sources:
-    """Sources of all pieces of an executor, and the store behind them."""
+    """Sources of all pieces of an executor, and the store behind them.
+
+    Attributes:
+      store: of canonicals and patches; None without one.
+      encodings: in which canonicals are kept, the first in preference.
+      prefills: those that the store keeps; None if it keeps none.
+    """
 
     def __init__(
         self,
@@ -142,7 +148,9 @@ class Sources:
         """
         self.store, self.encodings = store, encodings_of(encoding)
         self._backbone, self._buckets = backbone, getattr(backbone, "buckets", None)
-        self._dtype = dtype
+        # One for all who ask, because it remembers what was read in vain from a remote store.
+        supported = StoredPrefills.supports(store)
+        self.prefills = StoredPrefills(store, backbone.fingerprint, dtype) if supported else None
         self._units: dict[str, Source] = {}
 
     def __getitem__(self, id: str) -> Source:
@@ -289,9 +297,7 @@ class Sources:
         Raises:
           InputError: no store has it. PatchMismatchError: it is of another content, layout or length.
         """
-        chunk, name = None, brief(entry.id)
-        if StoredPrefills.supports(self.store):
-            chunk = StoredPrefills(self.store, self._backbone.fingerprint, self._dtype).get(entry.id, made)
+        chunk, name = None if self.prefills is None else self.prefills.get(entry.id, made), brief(entry.id)
         if chunk is None:
             raise InputError(f"piece {name!r}: got stored prefill {made}, which no store has; expected it stored")
         # What is stored may be of anybody's making.

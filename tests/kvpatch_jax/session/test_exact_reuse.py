@@ -68,6 +68,34 @@ def test_a_prefill_that_is_gone_when_it_is_read_is_computed(backbone, tmp_path):
     expect_alike(truth, answers)
 
 
+class DistantStore(LosingStore):
+    """A store whose remote side may have every prefill and has none."""
+
+    asked = 0
+
+    def contains(self, id: str, backbone: str, **options: Any) -> bool:
+        return options.get("lead") is None and super().contains(id, backbone, **options)
+
+    def may_have(self, id: str, backbone: str, **options: Any) -> bool:
+        return options.get("lead") is not None or super().may_have(id, backbone, **options)
+
+    def get(self, id: str, backbone: str, **options: Any) -> Any:
+        self.asked += options.get("lead") is not None
+        return super().get(id, backbone, **options)
+
+
+def test_what_was_read_in_vain_is_not_read_again(backbone, tmp_path):
+    with kvp.ChunkStore(tmp_path) as store:
+        visit(backbone, store, [0, 1])
+    distant = DistantStore(tmp_path)
+    with distant, kvp.Session(backbone, distant, keep=3) as session:
+        session.add(image_of(0))
+        for _ in range(3):
+            name = session.add(image_of(1))
+            session.evict(name)
+        assert (distant.asked, session.stats().forwards) == (1, 3)
+
+
 def test_a_prefill_of_another_length_is_computed_instead(backbone, store):
     """Whoever may write to the store may have written anything under the name of a prefill."""
     truth, _, _ = visit(backbone, store, [0, 1])

@@ -57,6 +57,8 @@ def test_copies_have_names_of_their_own(backbone, session):
     assert session.add(image_of(0)) == f"{name}#2"
     assert session.add(image_of(1), id="mine") == "mine"
     assert session.evict(f"{name}#2") == (f"{name}#2",)
+    # An input that is given twice is recalled once, and a copy beside that.
+    assert session.plan(image_of(0), image_of(0)).window.ids == (name, f"{name}#2", f"{name}#3")
     # The evicted copy is meant, not the one that is there.
     assert session.recall(image_of(0)) == f"{name}#2"
     assert session.add(image_of(0)) == f"{name}#3"
