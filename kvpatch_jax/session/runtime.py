@@ -128,8 +128,10 @@ class Runtime:
         options |= {"store": store, "encoding": encoding}
         self.executor = Executor(backbone, pages or FIRST_PAGES, page_size, dtype, **options)
         self.backbone, self.store = backbone, store
-        self.private = inline = schedule is None
-        self.scheduler: Any = InlineScheduler(self.executor, pages is None) if inline else schedule(self.executor)
+        self.private = schedule is None
+        self.scheduler: Any = (
+            InlineScheduler(self.executor, pages is None) if schedule is None else schedule(self.executor)
+        )
         self.former: PatchFormer | None = None
         if store is not None:
             self.former = PatchFormer(backbone, store, rank, prefill_bytes=PREFILLS, encoding=encoding)
