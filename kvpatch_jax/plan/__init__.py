@@ -1,29 +1,38 @@
-"""Plans: which way of reuse each chunk of a window gets, what that costs, and what it was certified to lose."""
+"""Plans: which way of reuse each chunk gets, what that costs, and what it was certified to lose.
 
-from .certificate import Certificate
+`choose` decides, for windows (`plan`, which sessions call) and for prompts of engines. `Certificate` has the bounds.
+"""
+
+from .certificate import POINTS, Certificate, CertifiedLoss, CertifiedPlan, Point, RankChoice
 from .certificate import is_promised as is_promised
-from .certified_rows import CertifiedLoss, CertifiedPlan, RankChoice
+from .choice import ALLOWED as ALLOWED
+from .choice import DEFAULT_KL as DEFAULT_KL
+from .choice import FORWARD as FORWARD
+from .choice import Choice, Goal, Losses, Option, Place, Reuse, Stock, choose, options_at
 from .device_costs import DeviceCosts, Rates
-from .goal import Goal
-from .inventory import AvailablePatch, PatchInventory
-from .operating_points import MEANING, POINTS, Point
+from .inventory import Inventory
 from .planning import Plan, PlannedChunk, plan
 
 __all__ = [
-    "MEANING",
     "POINTS",
-    "AvailablePatch",
     "Certificate",
     "CertifiedLoss",
     "CertifiedPlan",
+    "Choice",
     "DeviceCosts",
     "Goal",
-    "PatchInventory",
+    "Inventory",
+    "Losses",
+    "Option",
+    "Place",
     "Plan",
     "PlannedChunk",
     "Point",
     "RankChoice",
     "Rates",
+    "Reuse",
+    "Stock",
+    "choose",
+    "options_at",
     "plan",
 ]
-from .goal import DEFAULT_KL as DEFAULT_KL

@@ -1,8 +1,8 @@
-"""Certificates: measured losses of every operating point on one backbone, with bounds that held on other windows.
+"""Certificates: measured losses of every way of reuse on one backbone, with bounds that held on other windows.
 
-`python -m evals.certify` measures and writes a certificate. Plans read it, and use no approximate option that it does
-not bound. It is a file of JSON, one row a line, read as if a stranger wrote it. Its digest detects damage; it does not
-authenticate the author.
+`python -m evals.certify` measures and writes a certificate. Whatever chooses how chunks are served reads it, and uses
+nothing approximate that it does not bound. It is a file of JSON, one row a line, read as if a stranger wrote it. Its
+digest detects damage; it does not authenticate the author.
 """
 
 import dataclasses
@@ -10,40 +10,125 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..backbone import Backbone
 from ..errors import CertificateError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..window import Promise
-from .certified_rows import (
-    CertifiedLoss,
-    CertifiedPlan,
-    RankChoice,
-    check_float,
-    check_integer,
-    check_text,
-    shortened,
-)
-from .operating_points import EXACT_POINTS, MEASURED_POINTS
 
-FORMAT = "kvpatch certificate"
-VERSION = 1
+Point = Literal[
+    "leading",  # its KV equals a prefill of the window; at most its keys are rotated
+    "restored",  # a stored prefill behind the very pieces in front
+    "survivor",  # it stays as it is, conditioned on pieces that have left
+    "kept",  # it stays as it is, conditioned on approximate KV, or without having seen all that precedes it
+    "stored",  # the canonical plus a patch formed behind the pieces in front
+    "orbit",  # the canonical plus a patch that is valid for every order of the pieces in front
+    "update",  # the canonical plus a stored patch with a stored correction folded in
+    "fresh",  # the canonical plus a patch formed in the same step
+    "mean",  # the mean of stored prefills behind the same lead and the same nearest piece
+    "near",  # a stored prefill behind the same lead and the same nearest piece, others having been farther away
+    "bare",  # the canonical alone
+    "repair",  # the canonical, with some of its tokens recomputed
+    "prefill",  # a forward behind the pieces in front
+]
+"""Operating points: the ways in which a piece of a window is served. Kamera App. B."""
+POINTS: tuple[Point, ...] = get_args(Point)
+EXACT_POINTS = ("leading", "restored", "prefill")
+"""Points that compute what a re-prefill computes: they lose nothing but rounding, and need no certificate."""
+MEASURED_POINTS = tuple(point for point in POINTS if point not in (*EXACT_POINTS, "kept"))
+"""Points that a certificate has rows of."""
+
+FORMAT, VERSION = "kvpatch certificate", 1
 MAX_BYTES = 4 << 20
 """Size of the largest file that is read."""
-MAX_ROWS = 4096
-MAX_MODALITIES = 16
+MAX_ROWS, MAX_MODALITIES, MAX_LETTERS = 4096, 16, 2000
 _TABLES = ("rows", "plans")
+_RANGES = {"eta": (-math.inf, math.inf), "kl_bound": (0.0, math.inf)}
+_RANGES |= dict.fromkeys(("kl", "kl_low", "kl_high"), (-1.0, math.inf))
+_PROMISES = get_args(Promise)
+
+
+@dataclasses.dataclass(frozen=True)
+class CertifiedLoss:
+    """Measured loss of one operating point. An answer is one question, or one continuation, behind one window.
+
+    Attributes:
+      point: the operating point.
+      rank: of the patches; of a token repair the percentage of tokens recomputed; of survivors the slides of their
+        window: chunks that left it, each when another came in, since it was a prefill of itself. 0 if none applies.
+      behind: how many other chunks of the window were served in the same way: 0 is one chunk among exact ones.
+      promise: the reference: "forget", a re-prefill of the window; "remember", the window with survivors as they are
+        kept and everything else prefilled behind them.
+      kl, kl_low, kl_high: mean KL(promised ‖ served) of an answer, in nats, with its 95 % interval, over all windows.
+      kl_bound: upper quantile of an answer's KL over the calibration windows, in nats, at the certificate's level.
+      coverage, coverage_low, coverage_high: share of held-out answers whose KL is within the bound, with its 95 %
+        interval.
+      eta: 1 − Σ KL(served) / Σ KL(bare), over all windows; None if undefined.
+      flips, flips_high: share of next tokens whose most likely token changed, with the upper end of its 95 % interval.
+      answers: how many were scored, held-out ones included.
+    """
+
+    point: str
+    rank: int
+    behind: int
+    promise: Promise
+    kl: float
+    kl_low: float
+    kl_high: float
+    kl_bound: float
+    coverage: float
+    coverage_low: float
+    coverage_high: float
+    eta: float | None
+    flips: float
+    flips_high: float
+    answers: int
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """Point, rank, behind and promise, which identify a row."""
+        return self.point, self.rank, self.behind, self.promise
+
+
+@dataclasses.dataclass(frozen=True)
+class CertifiedPlan:
+    """Measured result of windows whose chunks were served in different ways at once, held out from the bounds.
+
+    Attributes:
+      name: what was served.
+      kl: the bound that its ways are within, in nats.
+      windows, answers: how many were served and scored.
+      approximate: share of the chunks that were served approximately.
+      coverage, coverage_low, coverage_high: share of answers whose KL is within the bound, with its 95 % interval.
+    """
+
+    name: str
+    kl: float
+    windows: int
+    answers: int
+    approximate: float
+    coverage: float
+    coverage_low: float
+    coverage_high: float
+
+
+class RankChoice(NamedTuple):
+    """A recommended rank, and the reason for it."""
+
+    rank: int
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """Measured losses on one backbone, and bounds to plan with.
+    """Measured losses on one backbone, and bounds to choose by.
 
         certificate = Certificate.read("certificate.json", backbone=backbone)
         certificate.bound("stored", rank=16)            # nats, of an answer behind a window with one such chunk
@@ -62,10 +147,7 @@ class Certificate:
       modalities: of those chunks ("image", "text").
       rows: one for each point, rank, number of other chunks and promise.
       recommended: a rank, and the reason for it.
-      plans: results of plans on held-out windows.
-
-    Raises:
-      CertificateError: no rows, two rows with one key, numbers out of range.
+      plans: results of mixed windows.
     """
 
     backbone: str
@@ -85,50 +167,10 @@ class Certificate:
     recommended: RankChoice
     plans: tuple[CertifiedPlan, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("backbone", "model", "made", "content", "asked"):
-            check_text(getattr(self, name), f"certificate.{name}")
-        for name in ("calibration", "held_out", "chunks", "tokens"):
-            check_integer(getattr(self, name), f"certificate.{name}", 1)
-        check_float(self.level, "certificate.level", 0.0, 1.0)
-        if not isinstance(self.disjoint, bool):
-            raise CertificateError(f"certificate.disjoint: got {self.disjoint!r:.40}; expected True or False")
-
-        for name, kind, least in (("rows", CertifiedLoss, 1), ("plans", CertifiedPlan, 0)):
-            rows: Any = getattr(self, name)
-            is_sized = isinstance(rows, tuple) and least <= len(rows) <= MAX_ROWS
-            if not is_sized or not all(type(row) is kind for row in rows):
-                expected = f"a tuple of {least} to {MAX_ROWS} {kind.__name__}"
-                raise CertificateError(f"certificate.{name}: got {shortened(rows)}; expected {expected}")
-
-        keys = [row.key for row in self.rows]
-        duplicate = next((key for key in keys if keys.count(key) > 1), None)
-        if duplicate is not None:
-            raise CertificateError(f"certificate.rows: got two rows of {duplicate}; expected one")
-        if not isinstance(self.recommended, RankChoice):
-            raise CertificateError(f"certificate.recommended: got {self.recommended!r:.40}; expected a RankChoice")
-
-        check_integer(self.recommended.rank, "certificate.recommended.rank", 1)
-        check_text(self.recommended.reason, "certificate.recommended.reason")
-
-        for name in ("spans", "modalities"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or not 1 <= len(value) <= MAX_MODALITIES:
-                raise CertificateError(f"certificate.{name}: got {shortened(value)}; expected a tuple")
-
-        for span in self.spans:
-            check_integer(span, "certificate.spans", 1)
-        if len(self.spans) != 2 or self.spans[0] > self.spans[1]:
-            raise CertificateError(f"certificate.spans: got {self.spans!r:.80}; expected the least and the largest")
-        for modality in self.modalities:
-            check_text(modality, "certificate.modalities")
-
     # ------------------------------------------------------------------------------------------------ bounds
 
     def beyond(self, tokens: int, chunks: Sequence[tuple[int | None, str | None]]) -> str | None:
-        """Returns how a window exceeds everything that was measured. Then no bound holds for it.
-
-        Everyone who serves by a certificate asks this first: plans (and so sessions), and the engine's connector.
+        """Describes how a window exceeds everything that was measured. Then no bound holds for it.
 
         Args:
           tokens: of the whole window, without the question.
@@ -143,7 +185,6 @@ class Certificate:
             return f"window of {tokens} tokens; certified up to {self.tokens}"
         if len(chunks) > self.chunks:
             return f"window of {len(chunks)} chunks; certified up to {self.chunks}"
-
         least, largest = self.spans
         for span, modality in chunks:
             if span is not None and not least <= span <= largest:
@@ -151,7 +192,6 @@ class Certificate:
             if modality not in self.modalities:
                 measured = " and ".join(self.modalities)
                 return f"chunk of {modality or 'a modality that nobody said'}; certified of {measured}"
-
         return None
 
     def bound(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> float | None:
@@ -178,25 +218,35 @@ class Certificate:
         Raises:
           CertificateError: an unknown point or promise, or a negative number.
         """
-        return self._worst("kl_bound", point, rank, behind, promise)
+        what = "certificate.bound"
+        _check(point in (*EXACT_POINTS, *MEASURED_POINTS), f"{what}: point", point, "an operating point with a bound")
+        _check(promise in _PROMISES, f"{what}: promise", promise, "'remember' or 'forget'")
+        for name, number in (("rank", rank), ("behind", behind)):
+            _check(_is_integer(number, 0), f"{what}: {name}", number, "an integer >= 0")
+        if is_promised(point, promise):
+            return 0.0
 
-    def flips(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> float | None:
-        """Bounds the share of next tokens that change: the upper end of its 95 % interval. Arguments as `bound`."""
-        return self._worst("flips_high", point, rank, behind, promise)
+        # Nothing is extrapolated, but for ranks of patches above all measured ones, which lose no more.
+        ranks, numbers = self._grids.get((point, promise), ([], []))
+        if point == "survivor":
+            # A window that has not slid loses nothing, so that below all measured slides the least are the worse.
+            near = ranks if not rank else _neighbours(ranks, rank) if rank <= max(ranks, default=0) else []
+        else:
+            near = [] if not ranks or rank < ranks[0] else _neighbours(ranks, rank)
+        if not near or behind > numbers[-1]:
+            return None
+        keys = itertools.product([point], near, _neighbours(numbers, behind), [promise])
+        rows = [self._table.get(key) for key in keys]
+        return None if None in rows else max(row.kl_bound for row in rows if row is not None)
 
-    def growing(
-        self, what: Literal["bound", "flips"], point: str, rank: int, *, promise: Promise, most: int
-    ) -> list[float]:
+    def growing(self, point: str, rank: int, promise: Promise, most: int) -> list[float]:
         """Returns the bounds of a chunk among 0, 1, … up to `most` others, as far as they are certified.
 
-        More others never count as better: each number is the largest of `bound` (or `flips`) up to there.
-
-        Raises:
-          CertificateError: as `bound`.
+        More others never count as better: each number is the largest bound up to there.
         """
-        bound, bounds = self.bound if what == "bound" else self.flips, list[float]()
+        bounds = list[float]()
         for others in range(most + 1):
-            number = bound(point, rank, behind=others, promise=promise)
+            number = self.bound(point, rank, behind=others, promise=promise)
             if number is None:
                 break
             bounds.append(max([number, *bounds[-1:]]))
@@ -215,20 +265,12 @@ class Certificate:
         """
         # Chunks behind the first approximate one read approximate KV, whatever they are served by.
         ways = list(served)
-        alone = [self.bound(point, rank, promise=promise) for point, rank in ways]
-        approximate = [place for place, bound in enumerate(alone) if bound != 0.0]
+        approximate = [place for place, way in enumerate(ways) if self.bound(*way, promise=promise) != 0.0]
         if not approximate:
             return 0.0
-
         others = len(ways) - approximate[0] - 1
-        bounds = []
-        for point, rank in dict.fromkeys(ways[place] for place in approximate):
-            bound = self.bound(point, rank, behind=others, promise=promise)
-            if bound is None:
-                return None
-            bounds.append(bound)
-
-        return max(bounds)
+        bounds = [self.bound(*ways[place], behind=others, promise=promise) for place in approximate]
+        return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
     def row(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> CertifiedLoss | None:
         """Returns the row with exactly this key, or None."""
@@ -246,44 +288,17 @@ class Certificate:
     @functools.cached_property
     def _grids(self) -> dict[tuple[str, str], tuple[list[int], list[int]]]:
         """Measured ranks and numbers of other chunks, ascending, by point and promise."""
-        grids: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
+        grids = dict[tuple[str, str], tuple[set[int], set[int]]]()
         for row in self.rows:
-            ranks, behinds = grids.setdefault((row.point, row.promise), (set(), set()))
+            ranks, numbers = grids.setdefault((row.point, row.promise), (set(), set()))
             ranks.add(row.rank)
-            behinds.add(row.behind)
-        return {kind: (sorted(ranks), sorted(behinds)) for kind, (ranks, behinds) in grids.items()}
+            numbers.add(row.behind)
+        return {kind: (sorted(ranks), sorted(numbers)) for kind, (ranks, numbers) in grids.items()}
 
-    def _worst(self, field: str, point: str, rank: int, behind: int, promise: str) -> float | None:
-        """Returns the largest value of a field over the neighbouring rows; None if one of them is missing."""
-        if point not in (*EXACT_POINTS, *MEASURED_POINTS):
-            raise CertificateError(f"certificate.point: got {point!r:.40}; expected an operating point with a bound")
-        if promise not in ("remember", "forget"):
-            raise CertificateError(f"certificate.promise: got {promise!r:.40}; expected 'remember' or 'forget'")
-
-        check_integer(rank, "certificate.rank", 0)
-        check_integer(behind, "certificate.behind", 0)
-
-        if is_promised(point, promise):
-            return 0.0
-
-        # Nothing is extrapolated, but for ranks of patches above all measured ones, which lose no more.
-        ranks, behinds = self._grids.get((point, promise), ([], []))
-        nearest = self._nearest_slides(ranks, rank) if point == "survivor" else _neighbours(ranks, rank)
-        if not nearest or (point != "survivor" and rank < ranks[0]) or behind > behinds[-1]:
-            return None
-
-        keys = itertools.product(nearest, _neighbours(behinds, behind))
-        rows = [self._table.get((point, own_rank, others, promise)) for own_rank, others in keys]
-        return None if None in rows else max(getattr(row, field) for row in rows)
-
-    def _nearest_slides(self, ranks: Sequence[int], slides: int) -> list[int]:
-        """Returns the ranks of the rows that bound survivors after so many slides; 0: nobody counted them."""
-        if not slides:
-            return [*ranks]
-        if slides > max(ranks, default=0):
-            return []
-        # A window that has not slid loses nothing, so that below all measured numbers the least of them is the worse.
-        return _neighbours(ranks, slides)
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of approximate chunks, this one included, up to which bounds were measured, ascending."""
+        return tuple(sorted({row.behind + 1 for row in self.rows}))
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -305,13 +320,11 @@ class Certificate:
         lines = []
         for name, value in self._body.items():
             text = json.dumps(value, ensure_ascii=False)
-            if name in _TABLES:
+            if name in _TABLES and value:
                 # The first row names the columns.
-                columns = list(value[0]) if value else []
-                rows = [columns, *([row[column] for column in columns] for row in value)] if value else []
+                rows = [list(value[0]), *(list(row.values()) for row in value)]
                 text = "[" + ",".join(f"\n   {json.dumps(row)}" for row in rows) + "]"
             lines.append(f"  {json.dumps(name)}: {text}")
-
         head = {"format": FORMAT, "version": VERSION, "digest": self.digest}
         first = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
         return "{\n" + first + ' "certificate": {\n' + ",\n".join(lines) + "\n }\n}\n"
@@ -324,18 +337,10 @@ class Certificate:
           backbone: the backbone that it must be of, or its fingerprint; None accepts any.
 
         Raises:
-          CertificateError: malformed JSON, damage, another version, or a certificate of other weights.
+          CertificateError: malformed JSON, damage, another version, values out of range, or a certificate of other
+          weights.
         """
-        body = _parsed(text)
-        _check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
-
-        for name in ("spans", "modalities"):
-            body[name] = tuple(body[name]) if isinstance(body[name], list) else body[name]
-        body["rows"] = tuple(_built(CertifiedLoss, values) for values in body["rows"])
-        body["plans"] = tuple(_built(CertifiedPlan, values) for values in body["plans"])
-        body["recommended"] = _built(RankChoice, body["recommended"])
-        certificate = cls(**body)
-
+        certificate = cls(**_fields_of(_parsed(text)))
         wanted = backbone if backbone is None or isinstance(backbone, str) else backbone.fingerprint
         if wanted is not None and certificate.backbone != wanted:
             raise CertificateError(
@@ -366,11 +371,8 @@ class Certificate:
             with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-                    found = f"no regular file of at most {MAX_BYTES} bytes"
-                    raise CertificateError(f"{path}: got {found}; expected a certificate")
+                    raise ValueError(f"no regular file of at most {MAX_BYTES} bytes")
                 text = file.read(MAX_BYTES)
-        except CertificateError:
-            raise
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             expected = "a certificate, as `python -m evals.certify` makes it"
@@ -399,7 +401,7 @@ def _neighbours(measured: Sequence[int], wanted: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-# ---------------------------------------------------------------------------------------------------- parsing JSON
+# ---------------------------------------------------------------------------------------------------- a stranger's file
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -412,64 +414,104 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _parsed(text: Any) -> dict[str, Any]:
-    """Returns the body of a certificate's JSON, rows as dictionaries. The digest is checked, the values are not.
-
-    Raises:
-      CertificateError: malformed JSON, another version, or damage.
-    """
-    if not isinstance(text, str | bytes):
-        raise CertificateError(f"certificate: got a {type(text).__name__}; expected JSON")
-    try:
-        saved = strict_json.loads(text)
-    except ValueError as error:
-        raise CertificateError(f"certificate: got {error!s:.120}; expected JSON of Certificate.to_json") from None
-
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise CertificateError(f"certificate: got JSON of {_kind_of(saved)}; expected that of Certificate.to_json")
+    """Returns the body of a certificate's JSON, rows as dictionaries. The digest is checked, the values are not."""
+    _check(isinstance(text, str | bytes), "certificate", text, "JSON")
+    saved = strict_json.object_of(text, "certificate", CertificateError)
     version = saved.get("version")
-    if version != VERSION or type(version) is not int:
-        raise CertificateError(f"certificate.version: got {version!r:.80}; expected {VERSION}")
+    is_known = saved.get("format") == FORMAT and type(version) is int and version == VERSION
+    _check(is_known, "certificate", (saved.get("format"), version), f"{FORMAT!r}, version {VERSION}")
     _check_names(saved, ("format", "version", "digest", "certificate"), "certificate")
     body = saved["certificate"]
-    if not isinstance(body, dict):
-        raise CertificateError(f"certificate: got contents as {_kind_of(body)}; expected an object")
+    _check_names(body, [field.name for field in dataclasses.fields(Certificate)], "certificate")
 
     # The digest was taken over rows as dictionaries; the first row of a table names its columns.
     for name in _TABLES:
         what, table = f"certificate.{name}", body.get(name)
-        if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
-            raise CertificateError(f"{what}: got {_kind_of(table)}; expected a list of lists")
+        is_table = isinstance(table, list) and len(table) <= MAX_ROWS + 1
+        _check(is_table and all(isinstance(row, list) for row in table), what, table, f"up to {MAX_ROWS} lists")
         columns, *rows = table or [[]]
-        if not all(isinstance(column, str) for column in columns) or len(set(columns)) != len(columns):
-            raise CertificateError(f"{what}: got columns {columns!r:.80}; expected distinct names")
-        if any(len(row) != len(columns) for row in rows):
-            raise CertificateError(f"{what}: got rows of unequal lengths; expected {len(columns)} values in each")
+        are_names = all(isinstance(column, str) for column in columns) and len(set(columns)) == len(columns)
+        _check(are_names, f"{what}: columns", columns, "distinct names")
+        _check(all(len(row) == len(columns) for row in rows), what, rows, f"{len(columns)} values in each row")
         body[name] = [dict(zip(columns, row, strict=True)) for row in rows]
-
-    if (digest := _digest(body)) != saved["digest"]:
-        raise CertificateError(f"certificate.digest: got {saved['digest']!r:.80}; expected {digest}: it is damaged")
+    digest = _digest(body)
+    _check(digest == saved["digest"], "certificate.digest", saved["digest"], f"{digest}: it is damaged")
     return body
 
 
-def _built[Row](make: Callable[..., Row], values: Any) -> Row:
-    """Makes a dataclass or named tuple from a dictionary with exactly its fields.
+def _fields_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a certificate from a body whose values anybody may have chosen."""
+    rows = tuple(_built(CertifiedLoss, values, "rows") for values in body["rows"])
+    plans = tuple(_built(CertifiedPlan, values, "plans") for values in body["plans"])
+    _check(bool(rows) and len({row.key for row in rows}) == len(rows), "certificate.rows", rows, "distinct rows")
+    for row in rows:
+        _check(row.point in (*EXACT_POINTS, *MEASURED_POINTS), "certificate.rows.point", row.point, "a known point")
+        _check(row.promise in _PROMISES, "certificate.rows.promise", row.promise, "'remember' or 'forget'")
+        _check(row.rank > 0 or row.point != "survivor", "certificate.rows.rank", row.rank, "slides of survivors")
 
-    Raises:
-      CertificateError: other names, or what the row's own checks refuse.
-    """
-    kind: Any = make
-    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
-    if not isinstance(values, dict):
-        raise CertificateError(f"certificate: got a {kind.__name__} as {_kind_of(values)}; expected an object")
-    _check_names(values, names, kind.__name__)
-    return make(**values)
+    recommended = body["recommended"]
+    _check_names(recommended, RankChoice._fields, "certificate.recommended")
+    for name, kind in (("rank", int), ("reason", str)):
+        _check_value(kind, name, recommended[name], "certificate.recommended")
+    spans, modalities = body["spans"], body["modalities"]
+    are_spans = isinstance(spans, list) and len(spans) == 2 and all(_is_integer(span, 1) for span in spans)
+    _check(are_spans and spans[0] <= spans[1], "certificate.spans", spans, "the least and the largest")
+    are_words = isinstance(modalities, list) and 1 <= len(modalities) <= MAX_MODALITIES
+    _check(are_words and all(map(_is_text, modalities)), "certificate.modalities", modalities, "words")
+    for field in dataclasses.fields(Certificate):
+        if field.type in (int, float, str, bool):
+            _check_value(field.type, field.name, body[field.name], "certificate")
+    lists = {"spans": tuple(spans), "modalities": tuple(modalities), "rows": rows, "plans": plans}
+    return {**body, **lists, "recommended": RankChoice(**recommended)}
 
 
-def _check_names(values: dict[str, Any], names: Collection[str], what: str) -> None:
-    """Refuses a dictionary with other keys. Raises CertificateError."""
-    if difference := sorted(set(values) ^ set(names)):
-        raise CertificateError(f"{what}: got {difference!s:.80} missing or unknown; expected {', '.join(names)}")
+def _built[Row](kind: type[Row], values: Any, table: str) -> Row:
+    """Makes a row of a table, whose values have the types and ranges of its fields."""
+    fields: Any = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    what = f"certificate.{table}"
+    _check_names(values, [field.name for field in fields], what)
+    for field in fields:
+        _check_value(field.type, field.name, values[field.name], what)
+    for names in (("kl_low", "kl", "kl_high"), ("coverage_low", "coverage", "coverage_high"), ("flips", "flips_high")):
+        for low, high in itertools.pairwise(values[name] for name in names if name in values):
+            # Ends of an interval are rounded when they are written: equal ones may cross by that much.
+            _check(low <= high + 1e-4 * abs(high), f"{what}.{names[0]}", low, f"at most {high!r:.40}, an interval")
+    return kind(**values)
 
 
-def _kind_of(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+def _check_value(kind: Any, name: str, value: Any, what: str) -> None:
+    """Raises CertificateError for a value that a field of this type and name cannot have."""
+    if kind is int:
+        least = 0 if name in ("rank", "behind") and what == "certificate.rows" else 1
+        _check(_is_integer(value, least), f"{what}.{name}", value, f"an integer >= {least}")
+    elif kind in (float, float | None):
+        # The KL of equal logits may round below 0.
+        low, high = _RANGES.get(name, (0.0, 1.0))
+        is_number = isinstance(value, float) and math.isfinite(value) and low <= value <= high
+        is_valid = is_number or (value is None and kind is not float)
+        _check(is_valid, f"{what}.{name}", value, f"a finite float from {low:g} to {high:g}")
+    elif kind is bool:
+        _check(isinstance(value, bool), f"{what}.{name}", value, "True or False")
+    else:
+        _check(_is_text(value), f"{what}.{name}", value, f"1 to {MAX_LETTERS} letters")
+
+
+def _check(is_valid: bool, what: str, value: Any, expected: str) -> None:
+    """Raises CertificateError for an invalid value, which may be huge."""
+    if not is_valid:
+        is_large = isinstance(value, int) and abs(value) >= 2**62
+        shown = f"an integer of {value.bit_length()} bits" if is_large else f"{str(value)[:80]!r}"
+        raise CertificateError(f"{what}: got {shown}; expected {expected}")
+
+
+def _check_names(values: Any, names: Sequence[str], what: str) -> None:
+    difference = sorted(set(values) ^ set(names)) if isinstance(values, dict) else type(values).__name__
+    _check(difference == [], what, difference, f"an object of exactly {', '.join(names)}")
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**40
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_LETTERS

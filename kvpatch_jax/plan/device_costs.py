@@ -59,27 +59,12 @@ class DeviceCosts:
       date: of the measurement, ISO 8601; None if the rates are assumed.
       kinds: rates by kind of action. A kind that is missing costs nothing, but for "compose" (see `rates`).
       about: what it was measured with, or what is assumed.
-
-    Raises:
-      PlanError: an unknown kind of action, or rates that are negative or not finite.
     """
 
     device: str
     date: str | None
     kinds: Mapping[str, Rates]
     about: str = ""
-
-    def __post_init__(self) -> None:
-        if unknown := sorted(set(self.kinds) - set(KINDS)):
-            raise PlanError(f"device costs: got kind {unknown[0]!r:.80}; expected one of {KINDS}")
-
-        for kind, rates in self.kinds.items():
-            numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in rates)
-            if len(rates) != 3 or not numbers or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-                raise PlanError(f"device costs.{kind}: got {rates!r:.120}; expected three finite numbers >= 0")
-
-        kinds = {kind: Rates(*(float(rate) for rate in rates)) for kind, rates in self.kinds.items()}
-        object.__setattr__(self, "kinds", kinds)
 
     @classmethod
     def assumed(cls, device: str | None = None) -> "DeviceCosts":
@@ -148,25 +133,23 @@ class DeviceCosts:
           device: the kind of device that the file must be of; None accepts any.
 
         Raises:
-          PlanError: a missing or damaged file, another version, or another device.
+          PlanError: a missing or damaged file, another version, another device, an unknown kind of action, or rates
+          that are negative or not finite.
         """
         path = path_of(path, "device costs", PlanError)
         what = f"device costs {os.fspath(path)!r}"
         try:
-            body = strict_json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{what}: got {error}; expected JSON, as `DeviceCosts.write` writes it") from error
-
-        version = (body.get("format"), body.get("version")) if isinstance(body, dict) else None
-        if version != (FORMAT, VERSION):
-            raise PlanError(f"{what}: got format {version!r:.80}; expected {(FORMAT, VERSION)}")
-
-        try:
-            kinds = {str(kind): Rates(*rates) for kind, rates in body["kinds"].items()}
+            body = strict_json.object_of(path.read_text("utf-8"), what, PlanError)
+            version = body["format"], body["version"]
+            if version != (FORMAT, VERSION):
+                raise PlanError(f"{what}: got format {version!r:.80}; expected {(FORMAT, VERSION)}")
+            kinds = {kind: Rates(*map(float, rates)) for kind, rates in body["kinds"].items()}
             costs = cls(body["device"], body["date"], kinds, body["about"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{what}: got {error!r}; expected the fields that `DeviceCosts.write` writes") from error
-
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"{what}: got {error!r:.120}; expected a file of `DeviceCosts.write`") from error
+        for kind, rates in costs.kinds.items():
+            if kind not in KINDS or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+                raise PlanError(f"{what}: got {rates!r:.120} of {kind!r:.40}; expected finite numbers >= 0 of {KINDS}")
         if device is not None and costs.device != device:
             raise PlanError(f"{what}: got rates of device {costs.device!r:.80}; expected {device!r:.80}")
         return costs

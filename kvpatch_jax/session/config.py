@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +14,11 @@ from ..cache import Text, check_text, encoded
 from ..core import KVEncoding
 from ..errors import CertificateError, DtypeError, InputError, PoolError, RankError, SessionError
 from ..patching import GROUPS, Rank
-from ..plan import Certificate
+from ..plan import DEFAULT_KL, Certificate, Reuse
 from ..utils.sizes import Size, size_of
 from ..window import PatchStore, encodings_of, is_count
 from .runtime import Runtime
 
-Reuse = Literal["exact", "certified", "patched", "blind"]
 Keep = int | tuple[int, int] | None
 """The chunks that stay after the lead: a number, or the lowest and the highest. None: all."""
 
@@ -29,8 +28,6 @@ LARGEST_TEXT = 1 << 15
 """Tokens of a text or a question. Attention over many more takes minutes and gigabytes; add it in parts."""
 MEMORY = 512 << 20
 """Bytes of tokens and pixels that a session keeps of evicted chunks."""
-KL = 0.05
-"""Nats that an answer may lose with a certificate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +65,7 @@ class SessionConfig:
 
     reuse: Reuse | None = None
     certificate: Certificate | None = None
-    kl: float | int = KL
+    kl: float | int = DEFAULT_KL
     linker: Any = None
     retriever: Any = None
     chat: bool | Mapping[str, Any] = False
@@ -130,11 +127,6 @@ class SessionConfig:
     def policy(self) -> Reuse:
         """How a chunk that comes back is served: `reuse`, or its default."""
         return self.reuse or ("exact" if self.certificate is None else "certified")
-
-    @property
-    def mends(self) -> bool:
-        """Whether what is not as promised, behind something that it has not seen, is prefilled again."""
-        return self.policy in ("exact", "certified")
 
     def runtime(self, backbone: Backbone, store: PatchStore | None, **options: Any) -> Runtime:
         """Opens a runtime for one session, with a pool of these options."""

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ..cache import brief, chunk_id
 from ..errors import InputError, PatchMismatchError, ShapeError, WindowError
-from ..plan import Goal, PatchInventory, Plan, plan
-from ..window import BARE, PREFILL, Entry, Kind, Service, StoredPrefills, Window
+from ..plan import Goal, Inventory, Plan, plan
+from ..window import Entry, Kind, Window
 from .config import Keep
 from .inputs import EmbeddedInput, SessionInput, embedded
 from .pieces import PieceBook, PieceRecord
@@ -82,7 +82,7 @@ class Placer:
         (record,), tokens = book.new_records(read, name, order_free, None, True)
         with book.entering([record], tokens):
             window = book.window.replace(old.entry.id, record.entry)
-            book.run("replace", self._mended(window) if book.config.mends else window)
+            book.run("replace", self._plan(window, [piece.entry for piece in window.pieces]).window)
         book.counters["added"] += 1
         book.trim()
         book.notify("replace", record, read.items, replaced=old.name)
@@ -105,7 +105,8 @@ class Placer:
             piece_id += f" {len(entries)}" if piece_id in [entry.id for entry in entries] else ""
             kind = "text" if read.textual else "chunk"
             entries.append(book.embed(read).entry(piece_id, read, kind, False))
-        return self._plan(self._make_room(book.window, entries).window, entries)
+        stay = self._make_room(book.window, entries).window
+        return self._plan(book.window, [*(piece.entry for piece in stay.pieces), *entries])
 
     # --------------------------------------------------------------------------------------------------------- inside
 
@@ -137,7 +138,7 @@ class Placer:
         seen = evicted or entry.kind == "text" or self._is_stored(entry, book.runtime.executor.sources.encodings)
         placeholders = room.placeholders.values()
         with book.entering(placeholders, self._placeholder[1] if placeholders and self._placeholder else None):
-            step = self._place(op, room.window, entry, before, bool(placeholders) or before is not None)
+            step = self._place(op, room.window, entry, before)
         book.counters["placeholders"] += len(placeholders)
 
         # Counted last: a call that raises has counted nothing.
@@ -181,96 +182,32 @@ class Placer:
             placeholders[replaced] = record
         return Room(window, low, placeholders)
 
-    def _mended(self, window: Window, fetching: bool = True) -> Window:
-        """Returns a window whose pieces are as promised: those that are not are restored or prefilled again."""
-        while True:
-            wrong = next((piece for piece, own in zip(window.pieces, window.standings, strict=True) if own.ways), None)
-            if wrong is None:
-                return window
-            # Everything in front of it is as promised, so a forward makes it so.
-            prefills = self._prefills if fetching and wrong.entry.kind == "chunk" else None
-            stored = prefills and prefills.may_have(wrong.id, window.prefilled(wrong.entry, wrong.id))
-            window = window.serve({wrong.id: Service("restored") if stored else PREFILL})
-
-    def _place(self, op: str, stay: Window, entry: Entry, before: str | None, mending: bool) -> Any:
+    def _place(self, op: str, stay: Window, entry: Entry, before: str | None) -> Any:
         """Runs the window with an entry where there is room for it; a second choice fetches nothing."""
-        book = self.book
-        # A plan mends what stays by itself, but knows no insertion.
-        planned = book.config.policy == "certified" and before is None
+        entries = [piece.entry for piece in stay.pieces]
+        entries.insert(len(entries) if before is None else stay.index(before), entry)
         for fetching in (True, False):
-            service = PREFILL if before is not None else self._service(stay, entry, fetching)
-            if service is None:
-                window = self._plan(stay, [entry], fetching).window
-            elif before is not None:
-                window = stay.insert(entry, before)
-            else:
-                window = stay.recall(entry.id, service) if entry.id in stay.gone else stay.append(entry, service)
-            if book.config.mends and not planned and (mending or window.promise == "forget"):
-                window = self._mended(window, fetching)
+            plan = self._plan(stay, entries, fetching)
             try:
-                return book.run(op, window)
+                return self.book.run(op, plan.window)
             except (InputError, PatchMismatchError, ShapeError):
                 # What the choice would fetch may have been deleted from the store since.
-                if not fetching or all(piece.method == "prefill" for piece in window.pieces):
+                if not fetching or all(piece.method == "prefill" for piece in plan.window.pieces):
                     raise
         raise AssertionError("the second choice fetches nothing")
 
-    def _service(self, window: Window, entry: Entry, fetching: bool) -> Service | None:
-        """Returns how an entry that enters behind a window is served; None where a plan decides."""
-        runtime, config, prefills = self.book.runtime, self.book.config, self._prefills
-        computed = None if config.policy == "certified" else PREFILL
-        if entry.kind == "text" or not fetching:
-            return computed
-
-        # What a forward would compute, if that is stored. At the front of a window a canonical is the prefill. Behind
-        # approximate pieces a stored prefill is approximate as a forward is: a plan may mend those.
-        if not len(window) and self._is_stored(entry, (None,)):
-            return Service("leading")
-        trusted = prefills if len(window) and (window.as_promised or not config.mends) else None
-        if trusted is not None and trusted.may_have(entry.id, window.prefilled(entry)):
-            return Service("restored")
-        encodings = runtime.executor.sources.encodings
-        stored = not config.mends and self._is_stored(entry, encodings)
-        if config.mends or not (stored or prefills):
-            return computed
-        if config.policy == "blind":
-            return BARE if len(window) and stored else PREFILL
-
-        # The patch of the largest rank, one for this very order before an orbit patch.
-        inventory = PatchInventory.of(runtime.store, runtime.backbone, encodings=encodings)
-        if len(window) and inventory.canonical(entry):
-            patches = inventory.serving(entry, window.target())
-            notes = [patch.note for patch in patches if patch.note.base == "canonical"]
-            if notes:
-                return Service("patch", min(notes, key=lambda note: (note.orbit, -note.rank)))
-        # Without a patch for them, what was computed behind the same nearest piece, the most alike first.
-        for likeness, made in (prefills.alike(entry.id, window.likeness()) if prefills else {}).items():
-            return Service("restored", stored=made, likeness=likeness)
-        return PREFILL
-
-    def _plan(self, stay: Window, entries: Sequence[Entry], fetching: bool = True) -> Plan:
-        """Plans the pieces that stay and the entries after them; with or without what is stored."""
+    def _plan(self, window: Window, entries: Sequence[Entry], fetching: bool = True) -> Plan:
+        """Plans a window of these entries, with or without what is stored."""
         config, runtime = self.book.config, self.book.runtime
-        inventory = PatchInventory(runtime.backbone.fingerprint)
-        if fetching:
+        inventory = None
+        if fetching and runtime.store is not None:
             # Bounds were measured on canonicals as they were prefilled.
             encodings = (None,) if config.certificate is not None else runtime.executor.sources.encodings
-            inventory = PatchInventory.of(runtime.store, runtime.backbone, prefills=self._prefills, encodings=encodings)
-        return plan(
-            self.book.window,
-            [*(piece.entry for piece in stay.pieces), *entries],
-            Goal(kl=config.kl) if config.policy == "certified" else Goal(),
-            stored=inventory,
-            certificate=config.certificate,
-            executor=runtime.executor,
-            uncertified=config.policy in ("patched", "blind"),
-            forming=runtime.former is not None and bool(runtime.former.rank),
-        )
-
-    @property
-    def _prefills(self) -> StoredPrefills | None:
-        """The stored prefills that this session may read; None without a store that keeps them."""
-        return self.book.runtime.executor.sources.prefills
+            prefills = runtime.executor.sources.prefills
+            inventory = Inventory.of(runtime.store, runtime.backbone, prefills=prefills, encodings=encodings)
+        goal, certificate = Goal(config.policy, config.kl), config.certificate
+        prices = runtime.executor.costs
+        return plan(window, entries, goal, stored=inventory, certificate=certificate, prices=prices)
 
     def _is_stored(self, entry: Entry, encodings: Sequence[str | None]) -> bool:
         """Returns whether the store has a canonical in one of these encodings, as far as it can say without reading."""

@@ -255,6 +255,22 @@ class QuestionRunner:
         else:
             raise SessionError(f"retriever: got {name!r:.80}; expected an evicted chunk, of {gone[-8:]}")
 
+    def log_probs(self, question: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
+        """Scores an answer as `Session.log_probs`."""
+        book, items = self._book, self.items(question)
+        asked = embedded(book.runtime.backbone, items)
+        followed, places = with_answer(book.runtime.backbone, items, asked, ids)
+        scores = np.full(len(ids), np.nan, np.float32)
+        if places:
+            logits = served_logits(book.runtime, book.window, followed, asked.length, places).astype(np.float64)
+            if max(ids) >= logits.shape[-1]:
+                raise InputError(f"log_probs.ids: got {max(ids)}; expected tokens below {logits.shape[-1]}")
+            logits -= logits.max(axis=-1, keepdims=True)
+            chosen = logits[np.arange(places), np.asarray(ids)[:places]]
+            scores[:places] = chosen - np.log(np.exp(logits).sum(axis=-1))
+            book.counters["questions"] += 1
+        return scores
+
     def _audit(self, book: PieceBook, items: list[Any], asked: EmbeddedInput, answer: Answer) -> Comparison:
         """Compares what a window served with a prefill of it, at every token of an answer."""
         # Both sides read the same tokens: the question, and the answer as it was served.

@@ -4,8 +4,11 @@ import contextlib
 import os
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float
 
 from ..backbone import Backbone
 from ..cache import brief
@@ -13,7 +16,7 @@ from ..errors import InputError, SessionError
 from ..plan import Plan
 from ..sampling import Sampling
 from ..utils.interrupts import interrupts_deferred
-from ..utils.kinds import all_of
+from ..utils.kinds import all_of, is_whole
 from ..window import Fidelity, Kind, PatchStore, Promise, Window, is_count
 from . import saved
 from .answers import Answer
@@ -385,6 +388,26 @@ class Session:
             if isinstance(question, str):
                 book.notify("ask", text=str(question), steps=options.steps)
             return answer
+
+    @session_call(contextlib.nullcontext)
+    def log_probs(self, question: Any, ids: Sequence[int] | np.ndarray) -> Float[np.ndarray, " n"]:
+        """Returns the log-probability of each token of an answer after the window, before temperature and cuts.
+
+        Args:
+          question: as of `ask`.
+          ids: tokens of the answer, such as `Answer.ids`.
+
+        Returns:
+          float32 [n], in nats, by one forward over question and answer; NaN for tokens behind one that stands for an
+          image.
+
+        Raises:
+          InputError: ids that are not tokens. As `ask`.
+        """
+        if not all(is_whole(id, 0) for id in ids):
+            raise InputError(f"log_probs.ids: got {ids!r:.80}; expected token ids")
+        with self._book.open():
+            return self._questions.log_probs(question, [int(id) for id in ids])
 
     def needs(
         self, chunk: str, question: Any, *, steps: int = 8, bound: float = UNCHANGED, erased: bool = False

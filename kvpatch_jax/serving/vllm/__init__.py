@@ -4,15 +4,15 @@
       "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
 
-`segments` divides a prompt, and texts by `chunking`; `request_plan` decides, `scheduler_side` keeps requests;
-`prefetcher` reads for it on threads. `worker_side` writes into the pool and `forming` makes chunks from it. `parallel`
-checks the engine's parallelism. Only `connector` imports vllm (extra `vllm`).
+`segments` divides a prompt, `catalog` has what is stored of it, and `plan` asks the one choice how it is served.
+`scheduler_side` keeps requests, and `prefetch` reads for it on threads. `worker_side` writes into the pool and
+`forming` makes chunks from it. `engine` is what is known of the engine. `encoder` serves towers' outputs. Only it and
+`connector` import vllm (extra `vllm`).
 """
 
-from .chunking import ChunkingOptions
-from .request_plan import ChunkStep, RequestPlan, plan_request
-from .segments import PromptFeature, PromptSegment, segments_of
-from .settings import ConnectorConfig, RequestOptions
+from .config import ConnectorConfig, RequestOptions, StoreOptions
+from .plan import ChunkStep, RequestPlan, plan_request
+from .segments import ChunkingOptions, PromptFeature, PromptSegment, segments_of
 
 __all__ = [
     "ChunkStep",
@@ -22,6 +22,7 @@ __all__ = [
     "PromptSegment",
     "RequestOptions",
     "RequestPlan",
+    "StoreOptions",
     "plan_request",
     "segments_of",
 ]

@@ -22,15 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # pyright: i
 
 from ...errors import ConfigError
 from ...plan import Certificate
-from .block_events import BlocksStored
-from .engine_metrics import PrometheusRecorder, collect_scheduler, collect_worker, flattened, merged
-from .layouts import CacheFormat, check_model, layout_of
+from .config import ConnectorConfig
+from .engine import CacheFormat, check_groups, check_model, check_parallel, check_versions, layout_of, weights_digest
+from .events import BlocksStored
 from .messages import StepCommands
-from .parallel import check_parallel
+from .metrics import PrometheusRecorder, collect_scheduler, collect_worker, flattened, merged
 from .scheduler_side import SchedulerSide
-from .settings import ConnectorConfig
-from .versions import check_versions
-from .weights import weights_digest
 from .worker_side import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -44,7 +41,7 @@ class StepCommandsMetadata(KVConnectorMetadata):
 
 
 class KVPatchStats(KVConnectorStats):
-    """What the connector counted in some steps: `data` is a payload of `engine_metrics`."""
+    """What the connector counted in some steps: `data` is a payload of `metrics`."""
 
     def reset(self) -> None:
         """Forgets it."""
@@ -101,8 +98,8 @@ class KVPatchConnector(KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         if vllm_config.scheduler_config.async_scheduling:
             _check_async(transfer.kv_load_failure_policy)
-        groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
-        check_parallel(vllm_config.parallel_config, getattr(vllm_config, "sharding_config", None), groups)
+        check_parallel(vllm_config.parallel_config, getattr(vllm_config, "sharding_config", None))
+        check_groups(vllm_config.model_config.model, kv_cache_config)
 
         config = ConnectorConfig.read(transfer.kv_connector_extra_config)
         page_size = vllm_config.cache_config.block_size
@@ -168,7 +165,7 @@ class KVPatchConnector(KVConnectorBase_V1):
 
         def lose() -> None:
             self._scheduler.mark_lost(request, ids, num_external_tokens)
-            self._discard(request)
+            self._discard(request, placed=True)
 
         def order():
             return self._scheduler.order_load(request, ids, num_external_tokens)
@@ -218,8 +215,8 @@ class KVPatchConnector(KVConnectorBase_V1):
 
         return self._guarded("reset_cache", reset, lambda: False, "what was stored may still be served")
 
-    def _discard(self, request: Any) -> bool:
-        return self._guarded("discard", lambda: self._scheduler.discard(request), lambda: False)
+    def _discard(self, request: Any, placed: bool = False) -> bool:
+        return self._guarded("discard", lambda: self._scheduler.discard(request, placed), lambda: False)
 
     @property
     def _scheduler(self) -> SchedulerSide:
@@ -311,9 +308,17 @@ def _engine_events(events: list[Any]) -> list[Any]:
     for event in events:
         hashes = [maybe_convert_block_hash(block) for block in event.hashes]
         if isinstance(event, BlocksStored):
-            tokens, size = list(event.tokens), event.block_size
-            blocks = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens, "block_size": size}
-            converted.append(BlockStored(**blocks, lora_id=None, lora_name=None, medium=MEDIUM_STORAGE))
+            stored = BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
+                token_ids=list(event.tokens),
+                block_size=event.block_size,
+                lora_id=None,
+                lora_name=None,
+                medium=MEDIUM_STORAGE,
+                extra_keys=list(event.extra_keys),
+            )
+            converted.append(stored)
         else:
             converted.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE))
     return converted

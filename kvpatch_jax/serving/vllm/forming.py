@@ -12,22 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ...cache import Chunk, Likeness, encode_chunk
-from ...core import EngineKV, KVLayout, PackedArray, end_position, to_phase_free
-from ...core.encoding import steps_of
+from ...cache import Chunk, Likeness
+from ...core import EngineKV, KVLayout, end_position, to_phase_free
 from ...errors import InputError
-from ...patching import form_patch, orbit_patch
+from ...patching import form_patch
 from ...utils.background import JobQueue
-from .layouts import CacheFormat
+from .config import PATIENCE
+from .engine import CacheFormat
 from .messages import LeftBehind
-from .orbit_sums import OrbitSums
+from .plan import Survivor
 from .segments import PromptSegment
-from .settings import ConnectorConfig
 from .stores import Stores
-from .survivors import Survivor
 
 logger = logging.getLogger(__name__)
 
+PENDING = 8
+"""Prefills that may wait to be formed; more are dropped."""
+PENDING_BYTES = 512 << 20
+"""Bytes of KV on the device that may wait to be formed or be in work; a chunk beyond it is not formed."""
 MAX_LOWEST_LAYER_ERROR = 0.1
 """Share of the norm, in the lowest layer: rounding causes less than a hundredth, another rotation of keys about 1."""
 
@@ -75,25 +77,19 @@ class _ReadTask(NamedTuple):
 def check_lowest_layer(canonical: Chunk, conditioned: Mapping[str, Float[jax.Array, "L T _ _"]]) -> None:
     """Raises if a chunk's conditioned KV differs from its canonical in the lowest layer, which no antecedent reaches.
 
-    This detects a rope, an order of layers or an image other than assumed, before it is stored in a patch. Of an
-    encoded canonical every number may differ by half a step more.
+    This detects a rope, an order of layers or an image other than assumed, before it is stored in a patch.
 
     Raises:
       InputError: the difference exceeds rounding.
     """
     for name, value in conditioned.items():
         actual = np.asarray(value[0], np.float32)
-        own, limit = canonical.kv[name], MAX_LOWEST_LAYER_ERROR
-        lowest = jax.tree.map(lambda leaf: leaf[:1], own)
-        expected = np.asarray(lowest, np.float32)[0, : value.shape[1]]
-        norm = max(float(np.linalg.norm(expected)), 1e-30)
-        if isinstance(lowest, PackedArray):
-            limit += float(np.linalg.norm(np.asarray(steps_of(lowest))[0, : value.shape[1]])) / 2 / norm
-        error = float(np.linalg.norm(actual - expected)) / norm
-        if not error <= limit:  # also refuses NaN
+        expected = np.asarray(canonical.kv[name][0, : value.shape[1]], np.float32)
+        error = float(np.linalg.norm(actual - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
+        if not error <= MAX_LOWEST_LAYER_ERROR:  # also refuses NaN
             raise InputError(
                 f"chunk {canonical.id[:12]}…: got {name!r} in the lowest layer at {error:.2g} of its norm from the "
-                f"canonical; expected at most {limit:.2g}, because no antecedent reaches it"
+                f"canonical; expected at most {MAX_LOWEST_LAYER_ERROR:g}, because no antecedent reaches it"
             )
 
 
@@ -101,24 +97,35 @@ class ChunkFormer:
     """Forms and stores chunks: the first one of a prompt as a canonical, later ones as they were prefilled behind what
     was in front of them, or as patches of their canonicals.
 
-    Waiting KV is held on the device, next to the engine's pool: only the rows of chunks to be formed, and at most
-    `ConnectorConfig.pending_bytes` of them.
+    Waiting KV is held on the device, next to the engine's pool: only the rows of chunks to be formed.
+
+    Args:
+      rank: of patches.
+      pending, pending_bytes: prefills that may wait, and bytes.
+      patience: seconds within which the queue ends when the process does.
 
     Attributes:
-      counts: numbers of chunks by outcome: "canonicals", "patches", "orbits" (patches of several orders), "prefills",
-        "survivors", "known" (already stored), "failed", "over_budget", and of prefills that were "dropped".
+      counts: numbers of chunks by outcome: "canonicals", "patches", "prefills", "survivors", "known" (already stored),
+        "failed", "over_budget", and of prefills that were "dropped".
       held_bytes: bytes of KV that wait or are in work.
     """
 
-    def __init__(self, config: ConnectorConfig, layout: KVLayout, stores: Stores):
-        self.config, self.layout, self.stores = config, layout, stores
+    def __init__(
+        self,
+        stores: Stores,
+        layout: KVLayout,
+        rank: int,
+        pending: int = PENDING,
+        pending_bytes: int = PENDING_BYTES,
+        patience: float = PATIENCE,
+    ):
+        self.stores, self.layout, self.rank, self.pending_bytes = stores, layout, rank, pending_bytes
         self.counts: collections.Counter[str] = collections.Counter()
         self.held_bytes = 0
-        self._orbits = OrbitSums()
         self._lock = threading.Lock()
         # One job per prefill. The thread starts with the first one.
         self._queue: JobQueue[list[_ReadTask]] = JobQueue(
-            self._form_all, config.pending, "chunk-former", drop=self._drop, patience=config.patience
+            self._form_all, pending, "chunk-former", drop=self._drop, patience=patience
         )
 
     def add(self, tasks: Sequence[FormingTask], read: Callable[[PromptSegment], ChunkKV], token_bytes: int) -> None:
@@ -136,7 +143,7 @@ class ChunkFormer:
         job = []
         for task in tasks:
             nbytes = token_bytes * (task.segment.end - task.segment.begin)
-            if self.held_bytes + nbytes > self.config.pending_bytes:
+            if self.held_bytes + nbytes > self.pending_bytes:
                 self.counts["over_budget"] += 1
                 continue
 
@@ -200,7 +207,7 @@ class ChunkFormer:
     def _form(self, task: FormingTask, kv: ChunkKV) -> None:
         """Forms what is wanted of one chunk, unless another request or engine has done so."""
         segment, store = task.segment, self.stores.of(task.tenant)
-        is_formed = task.formed and self.stores.is_formed(task.tenant, segment.id, task.antecedent)
+        is_formed = task.formed and self._is_formed(task)
         if is_formed:
             self.counts["known"] += 1
             if task.prefill is None and task.survivor is None:
@@ -221,7 +228,7 @@ class ChunkFormer:
         # First what the agent's next request needs, which may come at once.
         if host is not None and task.survivor is not None:
             left = task.survivor
-            self.stores.shared.survivors.put(left.key, Survivor(host, left.identity, left.seen, left.ways))
+            self.stores.survivors.put(left.key, Survivor(host, left.identity, left.seen, left.ways))
             self.counts["survivors"] += 1
         if host is not None and task.prefill is not None:
             self._keep(host, task, task.prefill, dtype)
@@ -229,7 +236,7 @@ class ChunkFormer:
             return
 
         if host is not None and not task.antecedent:
-            store.put(host if self.config.encoding is None else encode_chunk(host, self.config.encoding))
+            store.put(host)
             self.counts["canonicals"] += 1
             return
 
@@ -239,19 +246,20 @@ class ChunkFormer:
 
         check_lowest_layer(canonical, free)
         CacheFormat(self.layout, dtype).check(canonical, len(local))
-        store.put_patches([form_patch(canonical, free, self.config.rank, task.antecedent, dtype=dtype)])
+        store.put_patches([form_patch(canonical, free, self.rank, task.antecedent, dtype=dtype)])
         self.counts["patches"] += 1
-        if len(task.antecedent) == 1:  # of one chunk there is one order
-            return
-        orders = self._orbits.add(task.tenant, canonical, free, task.antecedent)
-        if orders.count > 1:
-            store.put_patches([orbit_patch(orders, self.config.rank, dtype=dtype)])
-            self.counts["orbits"] += 1
+
+    def _is_formed(self, task: FormingTask) -> bool:
+        """Returns whether there is the canonical of a prompt's first chunk, or the patch of a later one."""
+        id, stores = task.segment.id, self.stores
+        if not task.antecedent:
+            return stores.has_canonical(task.tenant, id)
+        return stores.has_patch(task.tenant, id, task.antecedent)
 
     def _keep(self, chunk: Chunk, task: FormingTask, note: PrefillNote, dtype: np.dtype) -> None:
         """Stores a prefill as it is, to be found by its identity."""
         prefills = self.stores.prefills(task.tenant, dtype)
-        if prefills is None or prefills.contains(chunk.id, note.identity):
+        if prefills.contains(chunk.id, note.identity):
             self.counts["known"] += 1
             return
         behind = dataclasses.replace(chunk, lead=prefills.lead(note.identity))

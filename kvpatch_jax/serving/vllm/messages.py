@@ -1,6 +1,6 @@
 """Commands that the scheduler's side of the connector sends to the worker's side.
 
-Both sides run in one process (`parallel`), so commands carry the chunks themselves.
+Both sides run in one process (`engine.check_parallel`), so commands carry the chunks themselves.
 """
 
 import dataclasses
@@ -11,9 +11,8 @@ from jaxtyping import Int
 
 from ...cache import Chunk, Identities, Patch, Ways
 from ...errors import PoolError
-from .request_plan import ChunkStep
+from .plan import ChunkStep, SurvivorKey
 from .segments import PromptSegment
-from .survivors import SurvivorKey
 
 
 class ChunkPayload(NamedTuple):

@@ -6,32 +6,229 @@ Requests, blocks and a step's output are the engine's objects, of which only att
 import collections
 import dataclasses
 import logging
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 from ...errors import KVPatchError, WeightsError
 from ...plan import Certificate
 from ...window import StoredPrefills
-from .admission import Admission, WantedChunks
-from .block_events import BlockEvents
-from .engine_metrics import EngineMetrics, reason_of
-from .layouts import CacheFormat
-from .left_behind import keep_served, left_behind
-from .messages import LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
-from .prefetcher import Prefetcher
-from .prompt_history import PromptHistory
-from .request_plan import RequestPlan, plan_request, worth_learning
-from .request_state import PlannedRequest, RequestState
+from .catalog import StoreCatalog
+from .config import PATIENCE, ConnectorConfig, RequestOptions, tenant_of
+from .engine import CacheFormat
+from .events import BlockEvents
+from .messages import ChunkPayload, LeftBehind, LoadCommand, SaveCommand, StepCommands, blocks_from
+from .metrics import EngineMetrics, reason_of
+from .plan import EXACT, PromptHistory, RequestPlan, Survivor, identities_of, learning_allowed, plan_request
+from .prefetch import Prefetcher
 from .segments import PromptFeature, segments_of
-from .settings import ConnectorConfig
-from .stores import StoreCatalog, Stores
-from .survivors import Survivors
+from .stores import Stores
 
 logger = logging.getLogger(__name__)
 
+READERS, AHEAD = 2, 8
+"""Threads that read chunks for new requests; requests whose chunks are in memory before they are placed."""
 MAX_UNPLACED = 1024
 """Number of chunks that are remembered because they could not be placed."""
+MOST_HISTORIES = 8
+"""Histories behind which a chunk is stored when it is first met there, where only exact requests ask for it."""
+MOST_NAMES = 1 << 16
+"""Names that are remembered, the latest ones: 16 MB of memory."""
+PROMPTS_IN_ADVANCE = 3
+"""What learning may cost a tenant before it has saved anything, in prompts."""
 IDLE_SECONDS = 0.005
 """Time for which a step without other work waits for a plan, instead of polling."""
+
+
+class WantedChunks(NamedTuple):
+    """Indices of the segments that are to be stored of a request, as in `SaveCommand`.
+
+    Attributes:
+      lacking: chunks that were met before, and that are not stored behind what is nearest to them now.
+    """
+
+    formed: tuple[int, ...] = ()
+    prefills: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()
+
+
+class PlannedRequest(NamedTuple):
+    """A plan with the data that it needs, made on a reading thread.
+
+    Attributes:
+      plan: the plan.
+      payloads: chunks and patches that the plan places.
+      wanted: what is to be stored, if the request is prefilled exactly.
+      salt: salt that the request needs.
+    """
+
+    plan: RequestPlan = RequestPlan()
+    payloads: tuple[ChunkPayload, ...] = ()
+    wanted: WantedChunks = WantedChunks()
+    salt: str | None = None
+
+    def without_approximate(self, own_salt: str | None) -> "PlannedRequest":
+        """Returns the same with the exact chunks from the start of the prompt alone."""
+        plan = self.plan.exact_part("the engine has as much of it in its own cache")
+        return PlannedRequest(plan, self.payloads[: len(plan.steps)], self.wanted, own_salt)
+
+
+@dataclasses.dataclass
+class RequestState:
+    """State of a request until it is finished.
+
+    Attributes:
+      request: the engine's object.
+      options: the request's options.
+      history: the prompt's chunks, and whose they are.
+      own_salt: the salt that it came with.
+      planned: its plan. The payloads are kept until their load was commanded.
+      settled: whether it was decided to serve it by the plan, and its salt set.
+      placed: whether a load was commanded since the plan was made.
+      served: plans under which it was computed, one after another if it was preempted in between.
+      blocks: blocks to be filled for it, with the index of the first token of each.
+      saved: whether nothing more is to be formed from it.
+      failed: whether a load failed; nothing more is loaded for it.
+    """
+
+    request: Any
+    options: RequestOptions
+    history: PromptHistory
+    own_salt: str | None
+    planned: PlannedRequest = dataclasses.field(default_factory=PlannedRequest)
+    settled: bool = False
+    placed: bool = False
+    served: list[RequestPlan] = dataclasses.field(default_factory=list)
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
+    saved: bool = False
+    failed: bool = False
+
+    @property
+    def matched(self) -> int:
+        """Number of tokens that the plan serves; 0 once a load has failed."""
+        return 0 if self.failed else self.planned.plan.matched
+
+    def fail(self, blocks: set[int]) -> str | None:
+        """Registers blocks that could not be loaded, and cuts the last plan before the first of them.
+
+        Returns:
+          The id of the first chunk that is wholly after the cut: as a rule, the one that could not be placed.
+        """
+        self.failed = True
+        end = min(self.blocks[block] for block in blocks & self.blocks.keys())
+        last = self.served[-1]
+        self.served[-1] = last.cut(end)
+        return next((step.segment.id for step in last.steps if step.segment.begin >= end), None)
+
+    def report(self) -> dict[str, Any]:
+        """Returns how it was served: the chunks of the last plan, and the weakest guarantee of all plans.
+
+        The tokens of every earlier plan are part of the answer, so `exact` and `kl` cover all of them.
+        """
+        last = self.served[-1] if self.served else RequestPlan()
+        bounds = [plan.kl for plan in self.served if plan.kl is not None]
+        return {
+            "matched": last.matched,
+            "served": [[step.point, step.rank] for step in last.steps],
+            "exact": all(plan.exact for plan in self.served),
+            "kl": max(bounds, default=0.0) if len(bounds) == len(self.served) else None,
+            "failed": self.failed,
+            "reuse": self.options.reuse,
+            "promise": self.options.promise,
+            "why": self.planned.plan.why,
+        }
+
+
+class Admission:
+    """Decides what to store of exactly prefilled requests, and which are prefilled exactly for that. Thread-safe.
+
+    Args:
+      store_after: as of `ConnectorConfig`.
+    """
+
+    def __init__(self, stores: Stores, store_after: int):
+        self._stores, self._store_after = stores, store_after
+        self._asked: collections.OrderedDict[tuple[str, str, str], int] = collections.OrderedDict()
+        self._histories: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._accounts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def wanted(self, history: PromptHistory, prefills: StoredPrefills, exact_only: bool) -> WantedChunks:
+        """Returns what to store of a prompt.
+
+        The first chunk becomes a canonical. A later one is kept as it was prefilled if nothing of it is stored behind
+        what is nearest to it now. All else is kept when it is asked for behind this front as often as the settings say:
+        the chunk's patch, where its canonical is stored, and otherwise its prefill.
+
+        Args:
+          prefills: the tenant's, which a plan has looked at just now.
+          exact_only: whether the request takes nothing approximate. Then what is nearest is of less use, and only the
+            first histories of a chunk are kept when they are met.
+
+        Raises:
+          StoreError, WeightsError: as `Stores.of`.
+        """
+        formed, kept, lacking, stores, tenant = [], [], [], self._stores, history.tenant
+        for index, (id, exact) in enumerate(zip(history.ids, history.exact, strict=True)):
+            if index == 0:
+                if not stores.has_canonical(tenant, id):
+                    formed.append(index)
+                continue
+            times, histories = self._note(tenant, id, exact)
+            if prefills.may_have(id, exact):
+                continue
+            is_asked = times >= self._store_after
+            if is_asked and stores.has_canonical(tenant, id):
+                if not stores.has_patch(tenant, id, history.ids[:index]):
+                    formed.append(index)
+                continue
+            near = history.alike(index)["near"]
+            lacks_near = not prefills.alike(id, {"near": near})
+            if lacks_near and histories > (times == 1):
+                lacking.append(index)
+            if is_asked or (lacks_near and (not exact_only or histories <= MOST_HISTORIES)):
+                kept.append(index)
+        return WantedChunks(tuple(formed), tuple(kept), tuple(lacking))
+
+    def _note(self, tenant: str, id: str, history: str) -> tuple[int, int]:
+        """Notes that a chunk was asked for behind a history. Returns how often by now, and behind how many of them."""
+        key = tenant, id, history
+        with self._lock:
+            times = self._asked[key] = self._asked.get(key, 0) + 1
+            self._asked.move_to_end(key)
+            self._histories[tenant, id] += times == 1
+            if len(self._asked) > MOST_NAMES:
+                (other, oldest, _), _ = self._asked.popitem(last=False)
+                self._histories[other, oldest] -= 1
+                if not self._histories[other, oldest]:
+                    del self._histories[other, oldest]
+            return times, self._histories[tenant, id]
+
+    def note_saved(self, tenant: str, plan: RequestPlan) -> None:
+        """Credits a tenant with the tokens that stored prefills of like histories have saved it."""
+        segments = [step.segment for step in plan.steps if step.point in ("near", "mean")]
+        with self._lock:
+            self._accounts[tenant] += sum(segment.end - segment.begin for segment in segments)
+
+    def learns(self, state: RequestState, plan: RequestPlan, lacking: tuple[int, ...]) -> int | None:
+        """Finds a chunk for which a request is better prefilled exactly, so that what it leaves can be stored.
+
+        What is prefilled behind approximate chunks is not stored. Where a plan of those ends in front of a chunk that
+        comes again, every request like this one would prefill that chunk anew. Learning never costs a tenant more
+        tokens than it has saved, but for a few prompts.
+
+        Returns:
+          The index of the chunk; None if the plan is to be carried out.
+        """
+        index = next((index for index in lacking if index >= len(plan.steps)), None)
+        if index is None:
+            return None
+        extra = plan.matched - plan.exact_part("").matched
+        with self._lock:
+            advance = PROMPTS_IN_ADVANCE * state.history.segments[-1].end
+            if extra > self._accounts[state.history.tenant] + advance:
+                return None
+            self._accounts[state.history.tenant] -= extra
+        return index
 
 
 class SchedulerSide:
@@ -43,6 +240,8 @@ class SchedulerSide:
       cache: the engine's cache format; chunks in another format count as not stored.
       certificate: certificate of the config's backbone.
       weights: digest of the engine's weights; stored chunks of other weights count as not stored.
+      patience: seconds, from a request's arrival, within which its chunks have to be read.
+      readers, ahead: threads that read, and requests whose chunks may be in memory before they are placed.
 
     Attributes:
       counts: numbers of requests by outcome, such as "refused", "unread", "failed" or "saves", and of "loaded_tokens".
@@ -57,22 +256,22 @@ class SchedulerSide:
         cache: CacheFormat,
         certificate: Certificate | None = None,
         weights: str | None = None,
+        *,
+        patience: float = PATIENCE,
+        readers: int = READERS,
+        ahead: int = AHEAD,
     ):
         self.config, self.page_size, self.cache, self.certificate = config, page_size, cache, certificate
         self.stores = Stores(config, weights)
-        self._admission = Admission(config, self.stores, cache)
         self.counts: collections.Counter[str] = collections.Counter()
         self.metrics, self.events = EngineMetrics(), BlockEvents(page_size)
+        self._admission = Admission(self.stores, config.store_after)
         self._requests: dict[str, RequestState] = {}
-        self._prefetcher: Prefetcher[PlannedRequest] = Prefetcher(config.readers, config.ahead, config.patience)
+        self._patience = patience
+        self._prefetcher: Prefetcher[PlannedRequest] = Prefetcher(readers, ahead, patience)
         self._loads: list[LoadCommand] = []
         self._lost: set[int] = set()
         self._unplaced: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
-
-    @property
-    def survivors(self) -> Survivors:
-        """What requests have left for the next ones of their agents."""
-        return self.stores.shared.survivors
 
     # -------------------------------------------------------------------------------------------------- planning
 
@@ -87,7 +286,7 @@ class SchedulerSide:
             logger.warning("kvpatch: request %s is served without stored chunks: %s", request.request_id, error)
             return
         if state is not None:
-            self.metrics.add("requests", state.options.policy)
+            self.metrics.add("requests", state.options.reuse)
             self._requests[request.request_id] = state
             self._prefetch(state)
 
@@ -95,7 +294,7 @@ class SchedulerSide:
         """Returns the state of a new request; None if it does not ask for stored chunks or cannot use them.
 
         Raises:
-          InputError: the options are invalid, or ask for blind reuse, which the operator does not allow.
+          InputError: the options are invalid, or ask for what the operator does not allow.
         """
         options = self.config.options_of(request.kv_transfer_params)
         if options is None:
@@ -111,11 +310,12 @@ class SchedulerSide:
         for feature in request.mm_features:
             span = feature.mm_position
             features.append(PromptFeature(feature.identifier, span.offset, span.length))
-
-        config, tokens, backbone = self.config, request.prompt_token_ids, self.stores.backbone
-        segments = segments_of(backbone, tokens, features, options.segments, config.image_frame, config.chunking)
-        # Without chunks there is nothing to plan, and a plan would cost the request a step of the engine.
-        return RequestState(request, options, PromptHistory(segments), request.cache_salt) if segments else None
+        tokens, chunking = request.prompt_token_ids, self.config.chunking
+        segments = segments_of(self.stores.backbone, tokens, features, options.segments, chunking)
+        # Tenants are vLLM's: who shares a salt shares chunks. Without chunks there is nothing to plan, and a plan would
+        # cost the request a step of the engine.
+        history = PromptHistory(segments, tenant_of(request.cache_salt), options.agent)
+        return RequestState(request, options, history, request.cache_salt) if segments else None
 
     def _prefetch(self, state: RequestState) -> None:
         state.settled = False
@@ -123,30 +323,28 @@ class SchedulerSide:
 
     def _plan(self, state: RequestState) -> PlannedRequest:
         """Plans a request and reads its chunks, on a reading thread."""
-        tenant = state.options.tenant
+        history, config, options = state.history, self.config, state.options
         try:
-            self.stores.of(tenant)
+            unplaced = {id for id in history.ids if (history.tenant, id) in self._unplaced}
+            catalog = StoreCatalog(self.stores, history, self.cache, unplaced)
         except WeightsError as error:
             self._note_unfit(error)
             return PlannedRequest(RequestPlan(why="its chunks are of other weights"), salt=state.own_salt)
-
         if state.request.skip_reading_prefix_cache:
-            plan = RequestPlan(why="the request reads no cache")
-            return PlannedRequest(plan, (), self._wanted(state), state.own_salt)
+            wanted = self._wanted(state)
+            return PlannedRequest(RequestPlan(why="the request reads no cache"), (), wanted, state.own_salt)
 
-        unplaced = {segment.id for segment in state.segments if (tenant, segment.id) in self._unplaced}
-        catalog = StoreCatalog(self.stores, state.options, self.cache, state.history, unplaced)
-        plan = plan_request(state.history, catalog, self.config, state.options, self.certificate)
+        plan = plan_request(history, catalog, config, options, self.certificate)
         for error in catalog.unfit:
             self._note_unfit(error)
-
-        wanted = self._wanted(state, catalog.stored_prefills)
-        learnt = worth_learning(state.history, plan, wanted.lacking, self.config, state.options, self.certificate)
-        if learnt is not None:
-            why = f"chunk {learnt + 1} of {len(state.segments)} is prefilled behind exact ones, to be stored"
-            plan = plan.exact_part(why)
+        wanted = self._wanted(state)
+        if not plan.exact and learning_allowed(history, config, options, self.certificate):
+            learnt = self._admission.learns(state, plan, wanted.lacking)
+            if learnt is not None:
+                why = f"chunk {learnt + 1} of {len(history.segments)} is prefilled behind exact ones, to be stored"
+                plan = plan.exact_part(why)
         # What the engine prefills behind an approximate chunk is approximate too, so nothing is formed from it.
-        salt = plan.salt(self.config, state.options, state.own_salt)
+        salt = plan.salt(self.stores.backbone, state.own_salt)
         return PlannedRequest(plan, catalog.payloads(plan.steps), wanted, salt)
 
     def _note_unfit(self, error: KVPatchError) -> None:
@@ -155,12 +353,13 @@ class SchedulerSide:
         if self.counts[kind] == 1:
             logger.warning("kvpatch: stored chunks of this engine's backbone count as not stored: %s", error)
 
-    def _wanted(self, state: RequestState, prefills: StoredPrefills | None = None) -> WantedChunks:
+    def _wanted(self, state: RequestState) -> WantedChunks:
         """Returns what to store of a request if it is prefilled exactly, as `Admission.wanted`."""
-        if not (self.config.save and state.options.save) or state.saved:
+        if not (self.config.store_after and state.options.save) or state.saved:
             return WantedChunks()
         try:
-            return self._admission.wanted(state.options.tenant, state.history, prefills)
+            prefills = self.stores.prefills(state.history.tenant, self.cache.dtype)
+            return self._admission.wanted(state.history, prefills, state.options.reuse == "exact")
         except (KVPatchError, OSError) as error:  # the plan can be served all the same
             self.counts["unsaved"] += 1
             logger.warning("kvpatch: request %s is not saved: %s", state.request.request_id, error)
@@ -228,7 +427,7 @@ class SchedulerSide:
                 self._prefetcher.release(state.request.request_id)
         if state.planned.plan.why:
             self.metrics.add("refusals", reason_of(state.planned.plan.why))
-        self.events.note_plan(state.request, state.options.tenant, state.segments, state.planned.plan.steps)
+        self.events.note_plan(state.request, state.own_salt, state.planned.plan.steps)
         return self._set_salt(state.request, state.planned.salt)
 
     def _set_salt(self, request: Any, salt: str | None) -> bool:
@@ -249,27 +448,26 @@ class SchedulerSide:
         if state is None:
             return
 
+        plan, payloads = state.planned.plan, state.planned.payloads
         state.blocks = {}
         if count:
             first = state.matched - count
-            self._loads.append(LoadCommand(id, state.planned.payloads, first, blocks))
-            state.expect(blocks, self.page_size, first, state.matched)
+            self._loads.append(LoadCommand(id, payloads, first, blocks))
+            for page in range(first // self.page_size, -(-state.matched // self.page_size)):
+                state.blocks[blocks[page]] = self.page_size * page
             self.counts["loaded_tokens"] += count
-            self.metrics.add_served(state.planned.plan.steps, first)
+            self.metrics.add_served(plan.steps, first)
+            self._admission.note_saved(state.history.tenant, plan)
 
         if not state.failed:
-            state.served.append(state.planned.plan)
+            state.served.append(plan)
             if self._leaves_survivors(state):
-                keep_served(self.survivors, state.history, state.options, state.planned.payloads)
+                self._keep_served(state.history, payloads)
         state.planned, state.placed = state.planned._replace(payloads=()), True
 
         # A request that reads no cache may still be planned at this point, to find what is to be formed from it.
         if id not in self._prefetcher:
             self._prefetcher.release(id)
-
-    def _leaves_survivors(self, state: RequestState) -> bool:
-        own = state.options
-        return own.policy != "exact" and own.save and not state.failed and self.config.survivor_bytes > 0
 
     def build_commands(self, output: Any) -> StepCommands:
         """Returns the loads of the engine's next step, and the saves of prompts that it finishes."""
@@ -280,22 +478,17 @@ class SchedulerSide:
         saves = []
         for id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(id)
-            if state is None or not state.segments or id not in computed:
+            if state is None or id not in computed or state.saved:
                 continue
-
-            is_prefilled = computed[id] + scheduled >= state.segments[-1].end
-            if not is_prefilled or state.saved:
+            if computed[id] + scheduled < state.history.segments[-1].end:
                 continue
             state.saved = True
             # Behind an approximate chunk what the engine prefills is approximate too.
             wanted = state.planned.wanted if all(plan.exact for plan in state.served) else WantedChunks()
-            left: tuple[LeftBehind, ...] = ()
-            if self._leaves_survivors(state):
-                steps = state.served[-1].steps if state.served else ()
-                left = left_behind(self.survivors, state.history, state.options, steps)
+            left = self._left_behind(state) if self._leaves_survivors(state) else ()
             if wanted.formed or wanted.prefills or left:
                 (blocks,) = output.kv_connector_block_state.get_block_ids(id)
-                tenant, segments = state.options.tenant, state.segments
+                tenant, segments = state.history.tenant, state.history.segments
                 saves.append(SaveCommand(id, tenant, segments, wanted.formed, tuple(blocks), wanted.prefills, left))
                 self.counts["saves"] += 1
 
@@ -313,14 +506,46 @@ class SchedulerSide:
         """Forgets a request. Returns the report of how it was served, if it asked for stored chunks."""
         self._prefetcher.release(request.request_id)
         state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return None
-        return {"kvpatch": state.report()}
+        return None if state is None else {"kvpatch": state.report()}
 
     @property
     def reading(self) -> tuple[int, int]:
         """Numbers of requests that wait for a reading thread, and that are read or hold what was read."""
         return self._prefetcher.backlog
+
+    # ------------------------------------------------------------------------------------------------- survivors
+
+    def _leaves_survivors(self, state: RequestState) -> bool:
+        options = state.options
+        is_useful = options.reuse != "exact" or options.promise == "remember"
+        return is_useful and options.save and not state.failed and self.config.survivors > 0
+
+    def _keep_served(self, history: PromptHistory, payloads: tuple[ChunkPayload, ...]) -> None:
+        """Keeps the chunks that a request is served exactly; survivors that serve it count as used.
+
+        What is approximate is found again as it was found now. The first chunk is always there as a canonical.
+        """
+        for index, payload in enumerate(payloads):
+            step, key = payload.step, history.survivor_key(index)
+            if index and step.exact:
+                self.stores.survivors.put(key, Survivor(payload.chunk, step.identity, history.exact[:index]))
+            elif step.point == "survivor":
+                self.stores.survivors.get(key)
+
+    def _left_behind(self, state: RequestState) -> tuple[LeftBehind, ...]:
+        """Returns the chunks that the engine prefills behind the steps of a plan, and that are not kept yet."""
+        history, left = state.history, []
+        steps = state.served[-1].steps if state.served else ()
+        identities = identities_of(history, steps)
+        # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
+        ways = {way for step in steps for way in step.ways}
+        passed_on = tuple(sorted(way for way in ways if way[0] not in (*EXACT, "survivor")))
+        for index in range(max(len(steps), 1), len(identities)):
+            key = history.survivor_key(index)
+            known = self.stores.survivors.get(key)
+            if known is None or known.identity != identities[index]:
+                left.append(LeftBehind(index, key, identities[index], identities[:index], passed_on))
+        return tuple(left)
 
     # ------------------------------------------------------------------------------------------------- failures
 
@@ -336,7 +561,7 @@ class SchedulerSide:
             chunk = state.fail(blocks)
             self.counts["failed"] += 1
             if chunk is not None:
-                self._unplaced[state.options.tenant, chunk] = None
+                self._unplaced[state.history.tenant, chunk] = None
                 if len(self._unplaced) > MAX_UNPLACED:
                     self._unplaced.popitem(last=False)
 
@@ -346,10 +571,14 @@ class SchedulerSide:
         end = len(blocks) * self.page_size if state is None else state.matched
         self._lost |= blocks_from(blocks, self.page_size, max(0, end - count), end)
 
-    def discard(self, request: Any) -> bool:
+    def discard(self, request: Any, placed: bool = False) -> bool:
         """Forgets a request that could not be handled: the engine computes it from here on.
 
         Loads that were promised for it and not commanded yet count as lost.
+
+        Args:
+          placed: whether it has its blocks. Those that the engine found under the plan's salt may be approximate, and
+            so is what it computes behind them: the request keeps that salt.
 
         Returns:
           Whether its salt was taken back, so that the engine has to look into its cache again.
@@ -367,7 +596,7 @@ class SchedulerSide:
         self._loads = kept
 
         state = self._requests.pop(id, None)
-        return state is not None and self._set_salt(request, state.own_salt)
+        return state is not None and not placed and self._set_salt(request, state.own_salt)
 
     def reset(self) -> None:
         """Forgets what was stored so far: it counts as not stored from now on, for this engine alone.
@@ -375,7 +604,7 @@ class SchedulerSide:
         The engine asks for that when its weights change too, so nothing approximate is certified any more. Requests
         that run keep what they were served, and their salt.
         """
-        self.stores.shared.reset()
+        self.stores.reset()
         self.certificate = None
         self._unplaced.clear()
         self.events.clear()
@@ -386,6 +615,6 @@ class SchedulerSide:
                 self._prefetch(state)  # finds nothing under the new name, and releases what was read
 
     def close(self) -> None:
-        """Plans no more, and closes the stores; a store that hangs is waited for within the config's patience."""
+        """Plans no more, and gives up the stores; one that hangs is waited for within the patience. Idempotent."""
         self._prefetcher.close()
-        self.stores.close()
+        self.stores.close(self._patience)

@@ -1,24 +1,42 @@
-"""Division of a prompt into chunks, each named by a digest of its content."""
+"""Division of a prompt into chunks, each named by a digest of its content.
+
+Requests may declare the ends of their chunks. Otherwise a prompt is divided at images, at separators, and at the
+openings of messages. A *document* is the text between two reset points: an end of the prompt, an image, the end of a
+separator, the start of an opening. It has the same chunks behind any other text.
+"""
 
 import bisect
+import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from ...cache import chunk_id
-from ...errors import InputError
-from .chunking import Bounds, ChunkingOptions, Tokens, chunk_ends
-from .settings import MAX_SEGMENTS
+from ...errors import ConfigError, InputError
+from ...segment_reuse import occurrences
+from ...utils.kinds import is_whole
+
+MAX_SEGMENTS = 4096
+"""Number of chunks of a prompt."""
+MAX_LENGTH = 16_384
+"""Upper limit of `ChunkingOptions.least`."""
+MAX_PATTERNS = 64
+"""Number of separators or openings, and of token ids in one of them."""
+
+Tokens = Int[np.ndarray, " T"]
+Bounds = tuple[int, int]
+"""Begin and end of a range of tokens."""
 
 
 class PromptFeature(NamedTuple):
     """An image (or other input of a tower) in a prompt.
 
     Attributes:
-      identifier: the engine's name of its content.
+      identifier: the engine's name of its content, which may be the client's own uuid of it.
       offset: index of its first token.
       length: its number of tokens.
     """
@@ -52,12 +70,59 @@ class PromptSegment(NamedTuple):
         return self.end - self.begin if self.modality == "text" else None
 
 
+@dataclasses.dataclass(frozen=True)
+class ChunkingOptions:
+    """How a prompt is divided for requests that declare no ends.
+
+    Chunks of a text have at least `least` tokens, but for a text between two images that is shorter as a whole. A
+    shorter document joins its neighbours: several in a row form one chunk; fewer belong to the chunk in front, and at
+    the start of a prompt or after an image to the chunk that follows.
+
+    Attributes:
+      separators: sequences of token ids that close a chunk, to which they belong.
+      openers: sequences of token ids that open a message, and so a chunk, such as that of `<|im_start|>`. The last one
+        opens none if fewer than `least` tokens of the prompt begin with it: it is the opening of the answer.
+      least: tokens of a chunk.
+      image_frame: token ids that open and close an image; where both are present, they belong to the image's chunk.
+
+    Raises:
+      ConfigError: a pattern is empty, too long or no token ids, or the length is out of range.
+    """
+
+    separators: tuple[tuple[int, ...], ...] = ()
+    openers: tuple[tuple[int, ...], ...] = ()
+    least: int = 32
+    image_frame: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        patterns = f"at most {MAX_PATTERNS} lists of 1 to {MAX_PATTERNS} token ids"
+        is_frame = self.image_frame is None or (_are_tokens(self.image_frame) and len(self.image_frame) == 2)
+        checks = {
+            "separators": (_are_patterns(self.separators), patterns),
+            "openers": (_are_patterns(self.openers), patterns),
+            "least": (is_whole(self.least, 1) and self.least <= MAX_LENGTH, f"an integer from 1 to {MAX_LENGTH}"),
+            "image_frame": (is_frame, "two token ids, or None"),
+        }
+        for name, (valid, expected) in checks.items():
+            if not valid:
+                raise ConfigError(f"connector.chunking.{name}: got {getattr(self, name)!r:.80}; expected {expected}")
+
+    @classmethod
+    def read(cls, value: Any) -> "ChunkingOptions":
+        """Reads the setting `chunking`, a mapping from JSON. Raises as the class."""
+        if isinstance(value, ChunkingOptions):
+            return value
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(value, Mapping) or set(value) - fields:
+            raise ConfigError(f"connector.chunking: got {value!r:.80}; expected a mapping with any of {sorted(fields)}")
+        return cls(**{name: _frozen(option) for name, option in value.items()})
+
+
 def segments_of(
     backbone: str,
     tokens: Sequence[int],
     features: Sequence[PromptFeature] = (),
     ends: Sequence[int] | None = None,
-    frame: tuple[int, int] | None = None,
     chunking: ChunkingOptions | None = None,
 ) -> tuple[PromptSegment, ...]:
     """Divides a prompt into chunks; the tokens after the last chunk are the question.
@@ -67,10 +132,9 @@ def segments_of(
 
     Args:
       backbone: fingerprint of the model, part of every id.
-      ends: ends of the chunks, increasing. None: each image is a chunk, and so is the text before each image.
-      frame: token ids that open and close an image; if both are present, they belong to the image's chunk.
-      chunking: how texts are divided further, and the text after the last image too, if `ends` is None. Of more than
-        `MAX_SEGMENTS` chunks the first ones are returned. None: they are not divided.
+      ends: ends of the chunks, increasing. None: the prompt is divided as `chunking` says, into the first
+        `MAX_SEGMENTS` chunks.
+      chunking: None: each image is a chunk, and so is the text before each image.
 
     Raises:
       InputError: an end is outside the prompt, or inside an image.
@@ -78,21 +142,9 @@ def segments_of(
     ids = np.asarray(tokens, np.int64)
     ordered = sorted(features, key=lambda feature: feature.offset)
     if ends is None:
-        ends = _found_ends(ids, _image_bounds(ids, ordered, frame), chunking)
-
-    if any(end >= len(ids) for end in ends):
-        raise InputError(
-            f"segments: got end {max(ends)} in a prompt of {len(ids)} tokens; expected at least one token of a "
-            "question after it"
-        )
-
-    for feature in ordered:
-        place = bisect.bisect_right(ends, feature.offset)
-        if place < len(ends) and ends[place] < feature.end:
-            raise InputError(
-                f"segments: got end {ends[place]} inside an image at {feature.offset} to {feature.end}; expected ends "
-                "outside of images"
-            )
+        options = ChunkingOptions() if chunking is None else chunking
+        ends = _chunk_ends(ids, _image_bounds(ids, ordered, options.image_frame), options)
+    _check_ends(ends, len(ids), ordered)
 
     offsets = [feature.offset for feature in ordered]
     segments = []
@@ -105,21 +157,25 @@ def segments_of(
             content.append(json.dumps(relative).encode())
         modality = ("text", "image", "images")[min(len(images), 2)]
         segments.append(PromptSegment(chunk_id(backbone, *content), begin, end, modality))
-
     return tuple(segments)
 
 
-def _found_ends(tokens: Tokens, images: Sequence[Bounds], chunking: ChunkingOptions | None) -> list[int]:
-    """Returns the ends of images and of the texts around them."""
-    if chunking is None:
-        ends = sorted({bound for image in images for bound in image} - {0})
-    else:
-        ends = chunk_ends(tokens, images, chunking)[:MAX_SEGMENTS]
+def _check_ends(ends: Sequence[int], count: int, features: Sequence[PromptFeature]) -> None:
+    if any(end >= count for end in ends):
+        raise InputError(
+            f"segments: got end {max(ends)} in a prompt of {count} tokens; expected at least one token of a question "
+            "after it"
+        )
+    for feature in features:
+        place = bisect.bisect_right(ends, feature.offset)
+        if place < len(ends) and ends[place] < feature.end:
+            raise InputError(
+                f"segments: got end {ends[place]} inside an image at {feature.offset} to {feature.end}; expected ends "
+                "outside of images"
+            )
 
-    # An image at the end of the prompt is the question.
-    while ends and ends[-1] >= len(tokens):
-        ends.pop()
-    return ends
+
+# ------------------------------------------------------------------------------------------- where a prompt is divided
 
 
 def _image_bounds(tokens: Tokens, features: Sequence[PromptFeature], frame: tuple[int, int] | None) -> list[Bounds]:
@@ -133,3 +189,85 @@ def _image_bounds(tokens: Tokens, features: Sequence[PromptFeature], frame: tupl
             bounds.append((max(begin, last), end))
             last = end
     return bounds
+
+
+def _chunk_ends(tokens: Tokens, images: Sequence[Bounds], options: ChunkingOptions) -> list[int]:
+    """Returns the ends of a prompt's chunks: of images, and of the text around them, which is divided.
+
+    What follows the last end is the question: the end of a text, or an image that ends the prompt.
+    """
+    count = len(tokens)
+    stretches, begin = [], 0
+    for image in [*images, (count, count)]:
+        if image[0] > begin:
+            stretches.append((begin, image[0]))
+        begin = image[1]
+
+    resets = _reset_points(tokens, stretches, options)
+    ends = {bound for image in images for bound in image}
+    for begin, end in stretches:
+        inner = resets[np.searchsorted(resets, begin, "right") : np.searchsorted(resets, end, "left")]
+        ends.update(_text_cuts([begin, *inner.tolist(), end], end == count, options.least))
+    return [end for end in sorted(ends)[: MAX_SEGMENTS + 1] if 0 < end < count][:MAX_SEGMENTS]
+
+
+def _reset_points(tokens: Tokens, stretches: Sequence[Bounds], options: ChunkingOptions) -> Int[np.ndarray, " N"]:
+    """Returns where separators end and openings start, increasing; only of those that lie within one stretch."""
+    points = [np.zeros(0, np.int64)]
+    begins, ends = np.array(stretches, np.int64).reshape(-1, 2).T
+
+    def starts_of(pattern: tuple[int, ...]) -> Int[np.ndarray, " M"]:
+        # What begins in an image or before the first stretch, or reaches into an image, divides nothing.
+        starts = occurrences(tokens, pattern)
+        place = np.searchsorted(begins, starts, "right") - 1
+        starts, place = starts[place >= 0], place[place >= 0]
+        return starts[starts + len(pattern) <= ends[place]]
+
+    for separator in options.separators:
+        points.append(starts_of(separator) + len(separator))
+    opened = np.unique(np.concatenate([points[0], *(starts_of(opener) for opener in options.openers)]))
+    if len(opened) and len(tokens) - opened[-1] < options.least:
+        # A chat prompt ends with the opening of the answer, and a chunk in front of it would end with the question.
+        opened = opened[:-1]
+    return np.unique(np.concatenate([*points, opened]))
+
+
+def _text_cuts(edges: Sequence[int], is_last: bool, least: int) -> list[int]:
+    """Returns the cuts inside a stretch of text.
+
+    Args:
+      edges: begins of its documents, and its end.
+      is_last: whether it ends with the prompt, so that the text after the last cut is the question, however short.
+    """
+    first = edges[0]
+    cuts, run = [], None  # `run`: the begin of short documents in a row, of fewer than `least` tokens together
+    for begin, end in itertools.pairwise(edges):
+        if end - begin < least:
+            run = begin if run is None else run
+            if end - run >= least:
+                cuts.append(run)
+                run = None
+            continue
+
+        # A short run belongs to the chunk in front, so that this document begins a chunk; there may be none in front.
+        if run != first:
+            cuts.append(begin)
+        run = None
+
+    if run is not None and is_last:
+        cuts.append(run)
+    return [cut for cut in cuts if cut > first]
+
+
+def _frozen(option: Any) -> Any:
+    """Converts lists, which JSON has in place of tuples."""
+    return tuple(_frozen(item) for item in option) if isinstance(option, list) else option
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, tuple) and all(is_whole(token, 0) and token < 2**31 for token in value)
+
+
+def _are_patterns(value: Any) -> bool:
+    is_list = isinstance(value, tuple) and len(value) <= MAX_PATTERNS
+    return is_list and all(_are_tokens(ids) and 1 <= len(ids) <= MAX_PATTERNS for ids in value)

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int
 from ...core import DEFAULT, EngineKV, KVLayout
 from ...errors import ConfigError, InputError
 from ...patching import Placed
-from .engine_metrics import EngineMetrics
+from .config import PATIENCE, ConnectorConfig
+from .engine import page_format
 from .forming import ChunkFormer, FormingTask, PrefillNote
-from .layouts import page_format
 from .messages import LoadCommand, StepCommands, blocks_from, slots_of
-from .prompt_history import PromptHistory
+from .metrics import EngineMetrics
+from .plan import PromptHistory
 from .segments import PromptSegment
-from .settings import ConnectorConfig
 from .stores import Stores
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class WorkerSide:
       layout: layout of the model's cache.
       page_size: tokens per block of the scheduler.
       weights: digest of the engine's weights, as for `Stores`.
+      patience: seconds for which closing waits for what is to be formed and written.
+      options: of `ChunkFormer`.
 
     Attributes:
       former: forms chunks from prefills.
@@ -43,10 +45,18 @@ class WorkerSide:
       metrics: what of that was not reported to the engine yet.
     """
 
-    def __init__(self, config: ConnectorConfig, layout: KVLayout, page_size: int, weights: str | None = None):
-        self.config, self.layout, self.page_size = config, layout, page_size
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        layout: KVLayout,
+        page_size: int,
+        weights: str | None = None,
+        patience: float = PATIENCE,
+        **options: Any,
+    ):
+        self.layout, self.page_size, self.patience = layout, page_size, patience
         self.stores = Stores(config, weights)
-        self.former = ChunkFormer(config, layout, self.stores)
+        self.former = ChunkFormer(self.stores, layout, config.rank, patience=patience, **options)
         self.counts: collections.Counter[str] = collections.Counter()
         self.metrics = EngineMetrics()
         self._format = page_format(layout)
@@ -179,8 +189,8 @@ class WorkerSide:
         return int(start) if start.ndim == 0 else start
 
     def close(self) -> None:
-        """Finishes forming and closes the stores; a store that hangs is waited for within the config's patience."""
-        deadline = time.monotonic() + self.config.patience
+        """Finishes forming and gives up the stores; one that hangs is waited for within the patience. Idempotent."""
+        deadline = time.monotonic() + self.patience
         finished = self.former.close(max(0.0, deadline - time.monotonic()))
         if not self.stores.close(max(0.0, deadline - time.monotonic())) or not finished:
-            logger.warning("kvpatch: closed after %g s; chunks may not have been saved", self.config.patience)
+            logger.warning("kvpatch: closed after %g s; chunks may not have been saved", self.patience)

@@ -5,8 +5,7 @@ import random
 
 from evals.trained import shipped
 from kvpatch_jax.cache import SURVIVOR_WAYS
-from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
-from kvpatch_jax.plan.option_solver import CertifiedBounds
+from kvpatch_jax.plan import Certificate, CertifiedLoss, Losses, RankChoice
 
 
 def row(point: str, rank: int, bound: float, behind: int = 3) -> CertifiedLoss:
@@ -40,8 +39,6 @@ def test_survivors_take_the_worse_of_the_neighbouring_slides():
     found = {slides: made.bound("survivor", slides, behind=3) for slides in (1, 2, 3, 8, 9, 400)}
     assert found == {1: 0.1, 2: 0.4, 3: 0.4, 8: 0.3, 9: None, 400: None}
     assert made.bound("survivor", 2, behind=4) is None
-    assert made.flips("survivor", 9, behind=3) is None
-    assert made.flips("survivor", 8, behind=3) == 0.03
 
 
 def test_uncounted_slides_take_the_worst_of_all():
@@ -55,7 +52,7 @@ def test_uncounted_slides_take_the_worst_of_all():
         for behind, near in ((0, (3,)), (3, (3,)), (5, (3, 7)), (7, (7,))):
             worst = max(table[slides, own] for slides in measured for own in near)
             assert made.bound("survivor", behind=behind) == worst
-            assert CertifiedBounds(made, "forget", 8).kl(SURVIVOR_WAYS, behind) == max(
+            assert Losses(made, "forget", 8).kl(SURVIVOR_WAYS, behind) == max(
                 made.bound("survivor", behind=own) or 0.0 for own in range(behind + 1)
             )
             for slides in range(1, 20):
@@ -92,6 +89,6 @@ def test_shipped_certificates_reach_no_longer_windows_than_measured():
 def test_growing_bounds_of_survivors_are_running_maxima():
     table = {(slides, behind): slides / 10 + behind / 100 for slides, behind in itertools.product((1, 4), (3, 7))}
     made = certificate(*(row("survivor", slides, bound, behind) for (slides, behind), bound in table.items()), chunks=8)
-    growing = made.growing("bound", "survivor", 2, promise="forget", most=9)
+    growing = made.growing("survivor", 2, "forget", 9)
     assert growing == [table[4, 3]] * 4 + [table[4, 7]] * 4
-    assert made.growing("bound", "survivor", 5, promise="forget", most=9) == []
+    assert made.growing("survivor", 5, "forget", 9) == []

@@ -237,7 +237,7 @@ def connected() -> dict[str, bool]:
     zeros = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)), jnp.dtype(case.dtype))
     runner = SimpleNamespace(kv_caches=placed(zeros, sharding_of(case.devices)))
     runner.requests = {"own": SimpleNamespace(mrope_positions=None)}
-    worker = WorkerSide(ConnectorConfig(store="/nowhere", backbone="tiny"), layout, PAGE_SIZE)
+    worker = WorkerSide(ConnectorConfig.read({"store": "/nowhere", "backbone": "tiny"}), layout, PAGE_SIZE)
     worker.register(runner)
     segment = PromptSegment("B", 0, TOKENS)
     worker.load(

@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 import jaxtyping
 import numpy as np
 import pytest
-from serving_sides import LAYOUT, PAGE, TOKENS, Pool, output_of, request_of
+from serving_sides import EVERYTHING, LAYOUT, PAGE, TOKENS, Pool, output_of, request_of
 
-from kvpatch_jax.serving.vllm import parallel
+from kvpatch_jax.serving.vllm.engine import UNSUPPORTED_SIZES
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -83,13 +83,13 @@ def engine_of(connector, folder, checkpoint=None, events=None, **options):
       checkpoint: directory that the weights come from; None: they are made up.
       events: the engine's settings of events.
     """
-    extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
+    extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "allow": list(EVERYTHING), **options}
     spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype="torch.float32"))
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config=extra),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(parallel.UNSUPPORTED_SIZES, 1)
+            tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(UNSUPPORTED_SIZES, 1)
         ),
         cache_config=SimpleNamespace(block_size=PAGE),
         kv_events_config=events,
@@ -122,13 +122,10 @@ def ask(engine, request):
     if request.kv_transfer_params:
         request.kv_transfer_params.get("do_remote_prefill")  # as its scheduler goes on
 
-    count, later = scheduler.get_num_new_matched_tokens(request, 0)
-    until = time.monotonic() + 60
-    while count is None:
-        assert time.monotonic() < until, "its chunks are never read"
+    deadline = time.monotonic() + 60
+    while (count := scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
+        assert time.monotonic() < deadline, "its chunks are never read"
         scheduler.build_connector_meta(output_of({}, {}, {}))
-        count, later = scheduler.get_num_new_matched_tokens(request, 0)
-    assert later is False
 
     scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (BLOCKS,)), count)
     output = output_of({name: len(tokens) - count}, {name: count}, {name: BLOCKS})
@@ -141,6 +138,5 @@ def ask(engine, request):
     worker.worker_side.former.flush()
     invalid = worker.get_block_ids_with_load_errors()
     scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=invalid))
-    delayed, told = scheduler.request_finished(request, list(BLOCKS))
-    assert delayed is False
-    return SimpleNamespace(count=count, loaded=loaded, invalid=invalid, told=told, salt=request.cache_salt)
+    report = (scheduler.request_finished(request, list(BLOCKS))[1] or {}).get("kvpatch")
+    return SimpleNamespace(count=count, loaded=loaded, invalid=invalid, report=report, salt=request.cache_salt)

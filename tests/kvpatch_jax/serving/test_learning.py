@@ -1,64 +1,59 @@
-"""Requests that are prefilled exactly, so that what they leave can be stored: once for each chunk that comes again."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+"""Requests are prefilled exactly once, so that a chunk that comes again is stored, within what a tenant has saved."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import pytest
+from prompts import CERTIFIED, LEAD, REMEMBER, SIZE, asked, bounds, certificate_of, points
 from serving_sides import sides_of
-from test_natural_traffic import LEAD, REMEMBER, SIZE, asked, certificate_of, points
 
-APPROXIMATE = {"policy": "approximate"}
-NEAR = [("near", 0, behind, "forget", 0.01) for behind in range(8)]
-FRONT = [2, 0, 1]
-"""Pages; another prompt has page 0 in front of page 1 too, but behind page 2."""
+from kvpatch_jax.serving.vllm import scheduler_side
+
+KNOWN = ["leading", "restored", "restored"]
 
 
 @pytest.fixture
 def sides(tmp_path):
-    with sides_of(tmp_path, patch_after=2, survivor_bytes=0) as made:
-        made.scheduler.certificate = certificate_of(NEAR)
-        asked(made, "first", FRONT)
-        asked(made, "second", [3, 0, 1])
-        yield made
-
-
-def test_a_chunk_that_comes_again_behind_an_approximate_one_is_learnt_once(sides):
-    whole, known = [3, 0, 1, 5], ["leading", "restored", "restored"]
-    found, told = asked(sides, "once", whole, **APPROXIMATE)
-    assert (points(told), told["kl"]) == ([*known, "near"], 0.01)
-    assert not found.orders.saves, "behind an approximate chunk"
-
-    found, told = asked(sides, "twice", whole, **APPROXIMATE)
-    assert (points(told), told["exact"]) == (known, True)
-    assert told["why"] == "chunk 5 of 5 is prefilled behind exact ones, to be stored"
-    assert found.request.cache_salt is None
-    assert found.orders.saves[0].prefills == (3, 4)
-
-    found, told = asked(sides, "again", whole, **APPROXIMATE)
-    assert (found.count, told["exact"], told["why"]) == (len(LEAD) + 4 * SIZE, True, "")
-    # And behind other fronts it is near, from now on.
-    found, told = asked(sides, "other", [2, 0, 1, 5], **APPROXIMATE)
-    assert (points(told)[-1], told["kl"], told["why"]) == ("near", 0.01, "")
-
-
-def test_chunks_that_do_not_come_again_teach_nothing(sides):
-    for page in (4, 5, 6, 7):
-        found, told = asked(sides, f"with {page}", [3, 0, 1, page], **APPROXIMATE)
-        assert points(told) == ["leading", "restored", "restored", "near"], page
-        assert not found.orders.saves
-
-
-@pytest.mark.parametrize("given", [{**APPROXIMATE, "save": False}, {"policy": "blind"}])
-def test_requests_that_may_teach_nothing_are_served_as_planned(sides, given):
-    for time in range(3):
-        _, told = asked(sides, f"{time}", [3, 0, 1, 5], **given)
-        assert "to be stored" not in told["why"]
-        assert points(told)[-1] == "near"
-
-
-def test_a_window_that_remembers_goes_on_with_what_it_has(tmp_path):
-    with sides_of(tmp_path, patch_after=2) as sides:
-        sides.scheduler.certificate = certificate_of([*NEAR, *(("near", 0, n, "remember", 0.01) for n in range(8))])
-        asked(sides, "first", FRONT)
+    with sides_of(tmp_path, store_after=2, survivors=0) as sides:
+        sides.scheduler.certificate = certificate_of([*bounds("near", 0.01), *bounds("near", 0.01, "remember")])
+        asked(sides, "first", [2, 0, 1])
         asked(sides, "second", [3, 0, 1])
-        for time in range(3):
-            _, told = asked(sides, f"{time}", [3, 0, 1, 5], **REMEMBER)
-            assert "to be stored" not in told["why"]
+        asked(sides, "met", [5])
+        yield sides
+
+
+def test_a_chunk_met_before_behind_an_approximate_one_is_learnt_once(sides):
+    answer, report = asked(sides, "miss", [3, 0, 1, 5], **CERTIFIED)
+    assert (points(report), report["exact"]) == (KNOWN, True)
+    assert report["why"] == "chunk 5 of 5 is prefilled behind exact ones, to be stored"
+    assert answer.request.cache_salt is None
+    answer, report = asked(sides, "again", [3, 0, 1, 5], **CERTIFIED)
+    assert (answer.count, report["exact"], report["why"]) == (len(LEAD) + 4 * SIZE, True, "")
+    # It is near behind other chunks from now on.
+    _, report = asked(sides, "other", [2, 0, 1, 5], **CERTIFIED)
+    assert (points(report)[-1], report["kl"], report["why"]) == ("near", 0.01, "")
+
+
+def test_a_chunk_that_is_met_for_the_first_time_is_not_learnt(sides):
+    for page in (4, 6, 7):
+        answer, report = asked(sides, f"with {page}", [3, 0, 1, page], **CERTIFIED)
+        assert points(report) == [*KNOWN, "near"], page
+        assert not answer.orders.saves
+
+
+def test_learning_costs_no_more_than_was_saved_and_the_prompts_in_advance(sides, monkeypatch):
+    """Each request would prefill three pages for a pair that does not come again; the third one is not allowed to."""
+    monkeypatch.setattr(scheduler_side, "PROMPTS_IN_ADVANCE", 1)
+    asked(sides, "base", [2, 0, 1, 4, 6])
+    learnt = []
+    for front, last in ((3, 5), (5, 7), (7, 3)):
+        asked(sides, f"behind {front}", [front, 0])
+        asked(sides, f"met {last}", [last])
+        _, report = asked(sides, f"{last}", [front, 0, 1, 4, 6, last], **CERTIFIED)
+        learnt.append("to be stored" in report["why"])
+    assert learnt == [True, True, False]
+
+
+@pytest.mark.parametrize("options", [{**CERTIFIED, "save": False}, {"reuse": "patched"}, REMEMBER])
+def test_other_requests_are_served_as_planned(sides, options):
+    for time in range(3):
+        _, report = asked(sides, f"{time}", [3, 0, 1, 5], **options)
+        assert "to be stored" not in report["why"]

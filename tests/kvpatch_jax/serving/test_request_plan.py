@@ -1,225 +1,186 @@
-"""Plans of requests: segments, what the certificate allows, salts, and strict reading of settings and options."""
+"""Plans of requests: what the goal and the certificate allow, and the salt that a plan needs."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 
 import dataclasses
-import math
+import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serving_sides import TOKENS
 
 from kvpatch_jax.cache import identity
-from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.plan import DEFAULT_KL, Certificate, CertifiedLoss, RankChoice
-from kvpatch_jax.serving.vllm import (
-    ChunkStep,
-    ConnectorConfig,
-    PromptFeature,
-    RequestOptions,
-    segments_of,
-)
-from kvpatch_jax.serving.vllm import plan_request as plan_prompt
-from kvpatch_jax.serving.vllm.prompt_history import PromptHistory
-from kvpatch_jax.serving.vllm.request_plan import StockedPatch
+from kvpatch_jax.plan import FORWARD, Certificate, CertifiedLoss, Option, RankChoice
+from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, RequestOptions, StoreOptions, plan_request, segments_of
+from kvpatch_jax.serving.vllm.plan import PromptHistory
 
 ENDS = (8, 18, 24)
-SETTINGS = ConnectorConfig(store="/nowhere", backbone="tiny")
+SEGMENTS = segments_of("tiny", TOKENS, ends=ENDS)
+HISTORY = PromptHistory(SEGMENTS)
+EVERYTHING = ConnectorConfig(StoreOptions("s"), "tiny", kl=10.0, allow=("exact", "certified", "patched", "blind"))
 
 
 class Shelf:
-    """A store of names: canonicals, and patches by chunk and front."""
+    """Options of every chunk without a store; what is lacking is found out when it is read."""
 
-    def __init__(self, canonicals, patches=()):
-        self.canonicals, self.kept = set(canonicals), dict(patches)
+    def __init__(self, *options, lacking=(), segments=SEGMENTS):
+        self.forwards = [FORWARD._replace(cost=own.end - own.begin) for own in segments]
+        self.listed, self.lacking = options, set(lacking)
 
-    def has_canonical(self, id):
-        return id in self.canonicals
+    def options(self, goal, promise):
+        def options(index, chosen):
+            listed = [own for own in self.listed[index] if own.made not in self.lacking]
+            return [*listed, self.forwards[index]] if not (chosen and chosen[-1].is_forward) else [self.forwards[index]]
 
-    def patches(self, id, front):
-        return self.kept.get((id, front), [])
+        return options
 
-    def prefills(self, index):
-        return {}
-
-    def survivor(self, index, front):
-        return None
-
-    def provide(self, step):
-        return True
+    def provide(self, chosen):
+        unread = [own.made for own in chosen if own.made.startswith("damaged") and own.made not in self.lacking]
+        self.lacking |= set(unread[:1])
+        return not unread
 
 
-def plan_request(segments, *others):
-    return plan_prompt(PromptHistory(segments), *others)
+def option(point, rank=0, made=""):
+    return Option(point, made or f"{point} {rank}", ((point, rank),), rank)
 
 
-def certificate_of(*rows):
-    made = [
-        CertifiedLoss(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, row[4], 10) for row in rows
+LEADING = Option("leading", identity(SEGMENTS[0].id))
+SHELF = Shelf([LEADING], [option("stored", 4), option("stored", 2), option("bare")], [option("bare")])
+
+
+def certificate_of(*rows, **fields):
+    losses = [
+        CertifiedLoss(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, 0.1, 10) for row in rows
     ]
-    given = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
-    given |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
-    given |= {"spans": (1, 99), "modalities": ("text",)}
-    return Certificate(**given, rows=tuple(made), recommended=RankChoice(4, "r"))
+    stated = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
+    stated |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
+    stated |= {"spans": (1, 99), "modalities": ("text",)}
+    return Certificate(**stated | fields, rows=tuple(losses), recommended=RankChoice(4, "r"))
 
 
-ROWS = [("stored", 4, behind, 0.01 * (behind + 1), 0.1) for behind in (0, 1, 2)]
-ROWS += [("bare", 0, behind, 5.0, 0.9) for behind in (0, 1, 2)]
+ROWS = [("stored", 4, behind, 0.01 * (behind + 1)) for behind in (0, 1, 2)]
+ROWS += [("bare", 0, behind, 5.0) for behind in (0, 1, 2)]
+SIGNED = certificate_of(*ROWS)
 
 
-@pytest.fixture(scope="module")
-def segments():
-    return segments_of("tiny", TOKENS, ends=ENDS)
+def planned(shelf=SHELF, certificate=SIGNED, config=EVERYTHING, history=HISTORY, **options):
+    return plan_request(history, shelf, config, RequestOptions(**options), certificate)
 
 
-@pytest.fixture(scope="module")
-def shelf(segments):
-    first, second, third = (own.id for own in segments)
-    patches = {(second, (first,)): [StockedPatch("aa", 2), StockedPatch("bb", 4)]}
-    return Shelf([first, second, third], patches)
+def test_exact_requests_get_exact_chunks_and_no_salt():
+    plan = planned()
+    assert plan.steps == (ChunkStep(SEGMENTS[0], "leading", LEADING.made),)
+    assert (plan.matched, plan.exact, plan.kl) == (8, True, 0.0)
+    assert plan.why == "chunk 2 of 3 is not stored behind those in front of it"
+    assert (plan.salt("tiny", None), plan.salt("tiny", "own")) == (None, "own")
+    empty = planned(Shelf([], [option("bare")], []))
+    assert (empty.matched, empty.why) == (0, "chunk 1 of 3 is not stored")
 
 
-def test_chunk_ids_depend_on_content_and_not_on_position():
-    moved = segments_of("tiny", [1, 2, *TOKENS[8:18], 5], ends=[2, 12])
-    first, second, _ = segments_of("tiny", TOKENS, ends=ENDS)
-    assert moved[1].id == second.id
-    assert (second.begin, second.end) == (8, 18)
-    assert len({first.id, second.id, segments_of("other", TOKENS, ends=ENDS)[0].id}) == 3
-    named = lambda name, ends=(6,): segments_of("tiny", [9] * 8, [PromptFeature(name, 2, 3)], ends)[0].id
-    assert named("cat") != named("dog")
-    assert named("cat") != segments_of("tiny", [9] * 8, ends=(6,))[0].id
-
-
-def test_image_chunks_include_their_frame_tokens():
-    tokens = [7, 7, 1, 3, 3, 2, 1, 3, 3, 2, 8]
-    features = [PromptFeature("b", 7, 2), PromptFeature("a", 3, 2)]
-    ends = lambda **more: [own.end for own in segments_of("tiny", tokens, features, **more)]
-    assert ends(frame=(1, 2)) == [2, 6, 10]
-    assert ends() == [3, 5, 7, 9]
-    assert segments_of("tiny", tokens[:9], features)[-1].end == 7  # the last image is the question
-    assert segments_of("tiny", tokens) == ()
-    with pytest.raises(InputError, match="inside an image at 3 to 5"):
-        segments_of("tiny", tokens, features, ends=[4])
-    with pytest.raises(InputError, match="question"):
-        segments_of("tiny", tokens, features, ends=[11])
-
-
-def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
-    planned = plan_request(segments, shelf, SETTINGS, RequestOptions(), certificate_of(*ROWS))
-    assert planned.steps == (ChunkStep(segments[0], "leading", identity(segments[0].id)),)
-    assert (planned.matched, planned.exact, planned.kl) == (8, True, 0.0)
-    assert planned.why == "chunk 2 of 3 is not stored behind those in front of it"
-    assert planned.salt(SETTINGS, RequestOptions(), None) is None
-    assert planned.salt(SETTINGS, RequestOptions(), "own") == "own"
-    assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, RequestOptions()).matched == 0
-
-
-def test_a_prompt_beyond_the_certificate_is_served_exactly(segments, shelf):
-    asked, certificate = RequestOptions(policy="approximate", kl=0.1), certificate_of(*ROWS)
-    within = plan_request(segments, shelf, SETTINGS, asked, certificate)
+def test_a_prompt_beyond_the_certificate_is_served_exactly():
+    within = planned(reuse="certified", kl=0.1)
     assert (within.matched, within.kl) == (18, 0.02)
-    assert [segment.span for segment in segments] == [8, 10, 6]
-    for smaller, said in (
+    for smaller, reason in (
         ({"tokens": 23}, "window of 24 tokens; certified up to 23"),
         ({"chunks": 1}, "window of 2 chunks; certified up to 1"),
         ({"spans": (1, 9)}, "chunk that spans 10 positions; certified from 1 to 9"),
         ({"modalities": ("image",)}, "chunk of text; certified of image"),
     ):
-        beyond = plan_request(segments, shelf, SETTINGS, asked, dataclasses.replace(certificate, **smaller))
+        beyond = planned(certificate=dataclasses.replace(SIGNED, **smaller), reuse="certified", kl=0.1)
         assert (beyond.matched, beyond.kl, beyond.exact) == (8, 0.0, True)
-        assert said in beyond.why
-    far = [*segments[:2], segments[2]._replace(end=400_020)]
-    assert plan_request(far, shelf, SETTINGS, asked, certificate).exact
-    images = segments_of(
-        "tiny", TOKENS, [PromptFeature("a", 9, 4), PromptFeature("b", 18, 2), PromptFeature("c", 21, 2)], ENDS
-    )
-    assert [(own.modality, own.span) for own in images] == [("text", 8), ("image", None), ("images", None)]
+        assert reason in beyond.why
 
 
-def test_an_approximate_prompt_is_matched_as_far_as_the_certificate_bounds_it(segments, shelf):
-    asked = lambda policy="approximate", **more: RequestOptions(policy=policy, **more)
-    generous = ConnectorConfig(store="s", backbone="tiny", most_kl=10.0)
-    plan = lambda own, rows=ROWS, settings=generous: plan_request(
-        segments, shelf, settings, own, certificate_of(*rows) if rows else None
-    )
-    whole = plan(asked())
-    assert [(step.point, step.patch, step.rank) for step in whole.steps] == [
-        ("leading", None, 0),
-        ("stored", "bb", 4),
-        ("bare", None, 0),
-    ]
-    assert (whole.matched, whole.kl) == (24, 5.0)
-    within = plan(asked(kl=0.1))
+def test_a_certified_prompt_is_matched_as_far_as_the_certificate_bounds_it():
+    everything = planned(reuse="certified")
+    assert [(step.point, step.rank) for step in everything.steps] == [("leading", 0), ("stored", 4), ("bare", 0)]
+    assert (everything.matched, everything.kl) == (24, 5.0)
+    within = planned(reuse="certified", kl=0.1)
     # The third chunk is prefilled behind an approximate one, and so counts among the others.
     assert (within.matched, within.kl) == (18, 0.02)
-    assert "chunk 3 of 3 is not certified" in within.why
-    assert plan(asked(kl=0.015)).matched == 8
-    assert plan(asked(kl=0.1, flips=0.05)).matched == 8
-    assert plan(asked(), settings=ConnectorConfig(store="s", backbone="tiny", most_kl=0.1)).matched == 18
-    assert plan(asked(), rows=None).matched == 8
+    assert "chunk 3 of 3 is not certified within 0.1 nats" in within.why
+    assert planned(reuse="certified", kl=0.015).matched == 8
+    assert planned(config=dataclasses.replace(EVERYTHING, kl=0.1), reuse="certified").matched == 18
+    without = planned(certificate=None, reuse="certified")
+    assert (without.matched, without.exact) == (8, True)
+    assert "there is no certificate" in without.why
 
 
-def test_blind_reuse_requires_request_and_operator_to_name_it(segments, shelf):
-    """An operator that says no bound has one, and a request that says "approximate" is never served beyond it."""
-
-    def plan(policy, rows=ROWS, **more):
-        settings, certificate = (
-            ConnectorConfig(store="s", backbone="tiny", **more),
-            certificate_of(*rows) if rows else None,
-        )
-        return plan_request(segments, shelf, settings, RequestOptions(policy=policy), certificate)
-
-    assert ConnectorConfig(store="s", backbone="tiny").most_kl == DEFAULT_KL == 0.05
-    certified = plan("approximate")
-    assert (certified.matched, certified.kl) == (18, 0.02), "the bare chunk would lose 5 nats"
-    assert "chunk 3 of 3 is not certified within 0.05 nats" in certified.why
-    assert plan("approximate", uncertified=True) == certified, "what the operator allows, the request has to ask for"
-    assert plan("approximate", rows=[], uncertified=True).matched == 8
-    assert plan("blind") == certified
-    assert (plan("blind", uncertified=True).matched, plan("blind", uncertified=True).kl) == (24, 5.0)
-    loose = plan("blind", rows=[], uncertified=True)
-    assert (loose.matched, loose.kl) == (24, None)
+def test_goals_without_bounds_take_the_most_faithful_option_they_allow():
+    """They state a bound where there is one."""
+    patched, blind = planned(reuse="patched"), planned(reuse="blind")
+    assert [(step.point, step.rank) for step in patched.steps] == [("leading", 0), ("stored", 4)]
+    assert [(step.point, step.rank) for step in blind.steps] == [("leading", 0), ("bare", 0), ("bare", 0)]
+    assert (patched.kl, blind.kl) == (0.02, 5.0)
+    assert planned(certificate=None, reuse="blind").kl is None
 
 
-@pytest.mark.parametrize("bound", [math.nan, math.inf, -0.1, "0.05", True], ids=str)
-def test_bounds_must_be_finite_and_not_negative(unchecked, bound):
-    for name in ("kl", "flips"):
-        with pytest.raises(InputError, match=rf"kv_transfer_params\.kvpatch\.{name}: got"):
-            RequestOptions.read({"kvpatch": {name: bound}})
-    for name in ("most_kl", "patience"):
-        with pytest.raises(ConfigError, match=rf"connector\.{name}: got"):
-            ConnectorConfig.read({"store": "s", "backbone": "b", name: bound})
+def test_what_cannot_be_read_gives_way_to_the_next_best():
+    damaged = [option("stored", 4, "damaged patch"), option("bare")]
+    plan = planned(Shelf([LEADING], damaged, [option("bare")]), reuse="certified")
+    assert [step.point for step in plan.steps] == ["leading", "bare", "bare"]
+    assert planned(Shelf([LEADING._replace(made="damaged")], damaged, [])).matched == 0
 
 
-def test_different_approximate_plans_have_different_salts(segments, shelf):
-    loose = ConnectorConfig(store="s", backbone="tiny", uncertified=True)
-    first, second = (own.id for own in segments[:2])
-    asked = RequestOptions(policy="blind")
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_allowed_prefix_is_longer(data):
+    """Against every selection of up to five chunks, bounded as the certificate itself bounds them."""
+    count = data.draw(st.integers(1, 5))
+    history = PromptHistory(segments_of("tiny", range(100), ends=[9 * (index + 1) for index in range(count)]))
+    ways = [("stored", 4), ("near", 0), ("bare", 0)]
+    rows = []
+    for way in data.draw(st.lists(st.sampled_from(ways), unique=True)):
+        bounds = sorted(data.draw(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=5)))
+        rows += [(*way, behind, bound) for behind, bound in enumerate(bounds)]
+    certificate = certificate_of(*rows or [("orbit", 1, 0, 0.1)], chunks=9, tokens=999)
+    listed = [data.draw(st.lists(st.sampled_from(ways), unique=True)) for _ in range(count)]
+    exact = [data.draw(st.booleans()) for _ in range(count)]
+    kl = data.draw(st.floats(0.0, 1.0))
+
+    def longest():
+        menus = [[("leading", 0)] * own + ways for own, ways in zip(exact, listed, strict=True)]
+        for length in range(count, 0, -1):
+            for served in itertools.product(*menus[:length]):
+                # What is exact inherits nothing; what the engine prefills does.
+                approximate = [way for way in served if way[0] != "leading"]
+                others = len(approximate) + (count - length if approximate else 0) - 1
+                bounds = [certificate.bound(*way, behind=others) for way in approximate]
+                if all(bound is not None and bound <= kl for bound in bounds):
+                    return length
+        return 0
+
+    options = [
+        [Option("leading", "made")] * own + [option(*way) for way in ways]
+        for own, ways in zip(exact, listed, strict=True)
+    ]
+    shelf = Shelf(*options, segments=history.segments)
+    plan = planned(shelf, certificate, history=history, reuse="certified", kl=kl)
+    assert plan.kl is not None
+    assert plan.kl <= kl
+    assert len(plan.steps) <= longest()
+    # An exact chunk behind approximate ones counts as if it were one, which may end a prefix early.
+    if not any(any(exact[index:]) for index in range(1, count)):
+        assert len(plan.steps) == longest()
+
+
+def test_different_approximate_plans_have_different_salts():
     plans = [
-        plan_request(segments, shelf, loose, asked),
-        plan_request(segments, Shelf([first, second], shelf.kept), loose, asked),
-        plan_request(segments, Shelf([first, second]), loose, asked),
-        plan_request(segments, Shelf([first, second], {(second, (first,)): [StockedPatch("cc", 4)]}), loose, asked),
+        planned(reuse="blind"),
+        planned(Shelf([LEADING], [option("bare")], []), reuse="blind"),
+        planned(Shelf([LEADING], [option("stored", 4)], []), reuse="patched"),
+        planned(Shelf([LEADING], [option("stored", 4, "of another time")], []), reuse="patched"),
     ]
     assert not any(own.exact for own in plans)
-    other = RequestOptions(policy="blind", tenant="other")
-    salts = [own.salt(loose, asked, None) for own in plans]
-    salts += [plans[0].salt(loose, asked, "own"), plans[0].salt(loose, other, None)]
+    salts = [own.salt("tiny", None) for own in plans]
+    salts += [plans[0].salt("tiny", "own"), plans[0].salt("other", None)]
     assert len(set(salts)) == len(salts)
     assert all(salt.startswith("kvpatch-") for salt in salts)
-    assert plan_request(segments, shelf, loose, asked).salt(loose, asked, None) == salts[0]
+    assert planned(reuse="blind").salt("tiny", None) == salts[0]
 
 
-def test_unknown_or_invalid_settings_and_options_are_refused(unchecked):
-    assert RequestOptions.read(None) is None
-    assert RequestOptions.read({"do_remote_prefill": True}) is None
-    assert RequestOptions.read({"kvpatch": {"segments": [3, 9], "kl": 0.1}}) == RequestOptions(segments=(3, 9), kl=0.1)
-    blind = {"policy": "blind"}
-    assert RequestOptions.read({"kvpatch": blind}) == RequestOptions(policy="blind")
-    refused = [{"policy": "any"}, {"segments": [9, 3]}, {"segments": 3}, {"kl": -1}, {"tenant": ""}, {"rank": 3}]
-    for given in (*refused, {**blind, "kl": 0.1}, {**blind, "flips": 0.1}):
-        with pytest.raises(InputError, match="kv_transfer_params"):
-            RequestOptions.read({"kvpatch": given})
-    assert ConnectorConfig.read({"store": "s", "backbone": "b", "image_frame": [1, 2]}).image_frame == (1, 2)
-    for given in ({}, {"store": "s"}, {"store": "s", "backbone": "b", "rnak": 3}, {"store": "s", "backbone": ""}):
-        with pytest.raises(ConfigError, match="connector"):
-            ConnectorConfig.read(given)
+@pytest.mark.parametrize(("end", "matched", "kl"), [(24, 24, 5.0), (20, 20, 5.0), (12, 12, 5.0), (8, 8, 0.0)])
+def test_a_plan_that_was_cut_keeps_its_bound_while_anything_approximate_remains(end, matched, kl):
+    cut = planned(reuse="blind").cut(end)
+    assert (cut.matched, cut.kl) == (matched, kl)
