@@ -69,8 +69,13 @@ class RolloutSampler:
           temperature, top_p, top_k, stop: as of `Session.ask`.
 
         Raises:
-          InputError: no prompts, or no rollouts. As `Session.add` and `Session.ask`.
+          InputError: no prompts, no rollouts, or arguments of other types. As `Session.add` and `Session.ask`.
         """
+        expect_kind(input_strings, Sequence, "sampler: input_strings", "a list of prompts, or a text", InputError)
+        # An array is one image, and not a sequence of them.
+        expect_kind(images, Sequence, "sampler: images", "a list of images", InputError)
+        if seed is not None and not is_whole(seed, -(2**63)):
+            raise InputError(f"sampler: got seed {seed!r:.40}; expected an integer, or None")
         prompts = [input_strings] if isinstance(input_strings, str) else list(input_strings)
         if not prompts or not is_whole(multi_sampling, 1):
             raise InputError(

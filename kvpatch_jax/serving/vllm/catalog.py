@@ -105,16 +105,19 @@ class StoreCatalog(Inventory):
         Returns:
           False: some of it is lacking, or does not fit the engine, and is offered no more.
         """
+        # All are read, so that a prompt with many damaged chunks is not planned once for each of them.
+        is_complete = True
         for index, option in enumerate(chosen):
-            read = self._provided.get((index, option.made))
+            if (index, option.made) in self._provided:
+                continue
+            read = self._read(index, option)
             if read is None:
-                read = self._read(index, option)
-                if read is None:
-                    self._lacking.add((self._history.ids[index], option.made))
-                    self._options.clear()
-                    return False
+                self._lacking.add((self._history.ids[index], option.made))
+                self._options.clear()
+                is_complete = False
+            else:
                 self._provided[index, option.made] = read
-        return True
+        return is_complete
 
     def payloads(self, steps: Sequence[ChunkStep]) -> tuple[ChunkPayload, ...]:
         """Returns what the steps of a plan place, in order."""

@@ -206,8 +206,9 @@ class Admission:
     def note_saved(self, tenant: str, plan: RequestPlan) -> None:
         """Credits a tenant with the tokens that stored prefills of like histories have saved it."""
         segments = [step.segment for step in plan.steps if step.point in ("near", "mean")]
-        with self._lock:
-            self._accounts[tenant] += sum(segment.end - segment.begin for segment in segments)
+        if segments:
+            with self._lock:
+                self._accounts[tenant] += sum(segment.end - segment.begin for segment in segments)
 
     def learns(self, state: RequestState, plan: RequestPlan, lacking: tuple[int, ...]) -> int | None:
         """Finds a chunk for which a request is better prefilled exactly, so that what it leaves can be stored.

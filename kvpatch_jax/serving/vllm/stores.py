@@ -5,6 +5,7 @@ connection to the remote store and one memory of survivors. The last side that c
 """
 
 import collections
+import functools
 import logging
 import os
 import secrets
@@ -30,6 +31,7 @@ from ...errors import (
 from ...store import ChunkStore, PatchKey, open_remote
 from ...store.memory import memory_of
 from ...store.remote import Remote
+from ...utils.background import start_thread
 from ...utils.optional_packages import require
 from ...window import StoredPrefills
 from .config import PATIENCE, ConnectorConfig, StoreOptions
@@ -38,7 +40,7 @@ from .plan import Survivor, SurvivorKey
 logger = logging.getLogger(__name__)
 
 MAX_TENANTS = 64
-"""Number of stores that are kept open; beyond it, the least recently used one is left to its last user."""
+"""Number of stores that are kept open; beyond it, the least recently used one is closed."""
 MIN_KEY_BYTES = 32
 MAX_KEY_FILE = 1 << 16
 REMOTE_SECONDS = 1.0
@@ -230,8 +232,13 @@ class _SharedStores:
             self._expect_open()
             store = self.open.setdefault(tenant, opened)
             self.open.move_to_end(tenant)
+            unused = [] if store is opened else [opened]
             if len(self.open) > MAX_TENANTS:
-                self.open.popitem(last=False)  # not closed: another thread may be reading it, and nothing is queued
+                unused.append(self.open.popitem(last=False)[1])
+        # Any client may name a tenant, and a store has files open. Where another thread reads one nevertheless, its
+        # request is served without stored chunks.
+        for other in unused:
+            start_thread(functools.partial(_close, other), lambda _: None, "kvpatch-close-store", 1.0)
         return store
 
     def _opened(self, tenant: str) -> ChunkStore:

@@ -8,12 +8,14 @@ import pytest
 from serving_sides import TOKENS, matched_of, output_of, report_of, request_of, served, sides_of
 
 from kvpatch_jax.errors import StoreIOError
-from kvpatch_jax.serving.vllm import segments_of
+from kvpatch_jax.plan import choose
+from kvpatch_jax.serving.vllm import plan, segments_of
 from kvpatch_jax.serving.vllm.config import PATIENCE
 from kvpatch_jax.serving.vllm.messages import StepCommands
 from kvpatch_jax.serving.vllm.scheduler_side import AHEAD, READERS
 from kvpatch_jax.serving.vllm.stores import Stores
 from kvpatch_jax.store import ChunkStore
+from kvpatch_jax.window import StoredPrefills
 
 LEADING = {"kvpatch": {"segments": [8]}}
 PATCHED = {"kvpatch": {"segments": [8, 18], "reuse": "patched"}}
@@ -131,6 +133,27 @@ def test_whatever_reading_raises_costs_only_a_prefill(sides, monkeypatch):
     monkeypatch.setattr(Stores, "canonical", lambda *_: 1 / 0)
     assert served(sides, "request", {"segments": [8]}).count == 0
     assert sides.scheduler.counts["unread"] == 1
+
+
+def test_a_prompt_of_damaged_chunks_is_planned_twice_not_once_for_each(tmp_path, monkeypatch):
+    """Choosing anew after each one would take a time that grows with the cube of their number."""
+    ends, choices = list(range(4, 29, 4)), []
+    with sides_of(tmp_path) as sides:
+        served(sides, "prompt", {"segments": ends})
+        for begin in ends[:-1]:
+            served(sides, f"from {begin}", {"segments": [4]}, TOKENS[begin:])
+
+        def counted(*arguments, **options):
+            choices.append(choose(*arguments, **options))
+            return choices[-1]
+
+        monkeypatch.setattr(StoredPrefills, "get", lambda *_: None)
+        monkeypatch.setattr(plan, "choose", counted)
+        answer = served(sides, "damaged", {"segments": ends, "reuse": "blind"})
+        points = [point for point, _ in report_of(sides, answer)["served"]]
+    assert [option.point for option in choices[0].options] == ["leading"] + ["restored"] * 6
+    assert points == ["leading"] + ["bare"] * 6
+    assert len(choices) == 2
 
 
 def test_a_request_is_served_if_it_is_unknown_what_to_form(sides, monkeypatch):

@@ -86,7 +86,8 @@ def test_images_are_prefilled_once_and_the_session_stays_as_it_is(
         assert state(session) == before
 
 
-def test_what_cannot_be_sampled_is_refused(backbone: Any):
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_sampled_is_refused(backbone: Any, unchecked: None):
     with kvp.Session(backbone, lead=words(5, 4)) as session:
         sampler = RolloutSampler(session)
         with pytest.raises(kvp.errors.InputError, match="got 0 prompts"):
@@ -96,3 +97,7 @@ def test_what_cannot_be_sampled_is_refused(backbone: Any):
         for ids in ([-1], [7, 10**6]):
             with pytest.raises(kvp.errors.InputError, match=r"log_probs\.ids: got"):
                 session.log_probs(PROMPTS[0], ids)
+        wrong: list[dict[str, Any]] = [{"input_strings": 5}, {"images": image_of(1)}, {"seed": "5"}, {"seed": True}]
+        for options in wrong:
+            with pytest.raises(kvp.errors.InputError, match=next(iter(options))):
+                sampler(**{"input_strings": PROMPTS, "max_generation_steps": 4} | options)

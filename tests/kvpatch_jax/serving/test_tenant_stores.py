@@ -3,6 +3,7 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -75,6 +76,19 @@ def test_a_store_that_hangs_closes_in_time(tmp_path, opened, monkeypatch):
     assert side.close(0.2) is False
     assert other.objects.closed, "the others are closed all the same"
     hangs.set()
+
+
+def test_no_more_stores_stay_open_than_the_limit_however_many_tenants_there_are(tmp_path, opened, monkeypatch):
+    """Tenants are salts, which any client may send: the files of their stores are not left open."""
+    monkeypatch.setattr(stores, "MAX_TENANTS", 2)
+    side = opened(config_of(tmp_path))
+    first, *_, last = [side.of(f"tenant {number}") for number in range(4)]
+    deadline = time.monotonic() + 30
+    while not first.objects.closed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (side.tenants, last.objects.closed) == (2, False)
+    assert not side.of("tenant 0").objects.closed, "it is opened again"
 
 
 def test_a_reset_leaves_nothing_to_serve_and_deletes_nothing(tmp_path, opened):
