@@ -5,9 +5,9 @@
       "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
 
 `segments` divides a prompt, `catalog` has what is stored of it, and `plan` asks the one choice how it is served.
-`scheduler_side` keeps requests, and `prefetch` reads for it on threads. `worker_side` writes into the pool and
-`forming` makes chunks from it. `engine` is what is known of the engine. `encoder` serves towers' outputs. Only it and
-`connector` import vllm (extra `vllm`).
+`scheduler_side` keeps requests, `prefetch` reads for it on threads, and `admission` says what is worth storing.
+`worker_side` writes into the pool and `forming` makes chunks from it. `engine` is what is known of the engine.
+`encoder` serves towers' outputs. Only it and `connector` import vllm (extra `vllm`).
 """
 
 from .config import ConnectorConfig, RequestOptions, StoreOptions

@@ -5,7 +5,7 @@ import pytest
 from prompts import CERTIFIED, LEAD, REMEMBER, SIZE, asked, bounds, certificate_of, points
 from serving_sides import sides_of
 
-from kvpatch_jax.serving.vllm import scheduler_side
+from kvpatch_jax.serving.vllm import admission
 
 KNOWN = ["leading", "restored", "restored"]
 
@@ -41,7 +41,7 @@ def test_a_chunk_that_is_met_for_the_first_time_is_not_learnt(sides):
 
 def test_learning_costs_no_more_than_was_saved_and_the_prompts_in_advance(sides, monkeypatch):
     """Each request would prefill three pages for a pair that does not come again; the third one is not allowed to."""
-    monkeypatch.setattr(scheduler_side, "PROMPTS_IN_ADVANCE", 1)
+    monkeypatch.setattr(admission, "PROMPTS_IN_ADVANCE", 1)
     asked(sides, "base", [2, 0, 1, 4, 6])
     learnt = []
     for front, last in ((3, 5), (5, 7), (7, 3)):
