@@ -27,20 +27,33 @@ def note(chunk: Entry, front: list[Entry], rank: int = 4, orbit: bool = False) -
     return PatchNote(digest, chunk.id, chunk.content, "canonical", behind, None, orbit, rank, 40 * rank, 6 * rank)
 
 
-def certificate(
-    bounds: dict[tuple[str, int], list[float]], flips: float = 0.01, backbone: str = BACKBONE
-) -> Certificate:
-    """Rows of these bounds, for 0, 1, … other approximate chunks."""
-    rows = tuple(
-        CertifiedLoss(
-            point, rank, behind, promise, kl / 3, kl / 4, kl / 2, kl, 0.95, 0.9, 1.0, 0.5, flips / 2, flips, 40
-        )
-        for (point, rank), known in bounds.items()
-        for behind, kl in enumerate(known)
-        for promise in ("forget", "remember")
-    )
-    texts = ("invented", "2026-11-22", 0.95, 10, 10, 12, 999, "texts", "questions", True, (1, 999), ("text",))
-    return Certificate(backbone, *texts, rows, RankChoice(4, "invented"))
+def certificate(losses: dict[Any, Any] | None = None, **fields: Any) -> Certificate:
+    """Returns a certificate with losses, such as `{("stored", 8): {0: 0.5, 3: 2.0}}`.
+
+    Args:
+      losses: bounds in nats by (point, rank) or (point, rank, promise), by others or for 0, 1, … of them.
+      fields: of the certificate, in place of wide ones.
+    """
+    rows = []
+    for (point, rank, *promises), bounds in (losses or {("stored", 8): [0.5]}).items():
+        by_others = bounds if isinstance(bounds, dict) else dict(enumerate(bounds))
+        rows += [row(point, rank, *place, p) for place in by_others.items() for p in promises or ("forget", "remember")]
+    words = {
+        "model": "a model",
+        "made": "2026-11-22",
+        "content": "texts",
+        "asked": "questions",
+        "modalities": ("text",),
+    }
+    numbers = {"level": 0.95, "calibration": 10, "held_out": 10, "chunks": 12, "tokens": 999, "spans": (1, 999)}
+    fields = {"backbone": BACKBONE, "disjoint": True, "rows": tuple(rows)} | words | numbers | fields
+    return Certificate(recommended=RankChoice(4, "invented"), **fields)
+
+
+def row(point: str, rank: int, others: int, kl: float, promise: str = "forget", **fields: Any) -> CertifiedLoss:
+    shares = {"coverage": 0.95, "coverage_low": 0.9, "coverage_high": 1.0, "flips": 0.005, "flips_high": 0.01}
+    fields = {"kl": kl / 3, "kl_low": kl / 4, "kl_high": kl / 2, "eta": 0.5, "answers": 40} | shares | fields
+    return CertifiedLoss(point, rank, others, promise, kl_bound=kl, **fields)
 
 
 def filled(count: int, **options: Any) -> Window:

@@ -3,8 +3,8 @@
 
 import json
 import math
-import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,33 +29,24 @@ EMPTY = Window.empty(BACKBONE)
         ({"costs": "costs.json"}, r"plan\.costs: got 'costs.json'"),
         ({"prices": None, "goal": Goal("certified")}, r"plan\.prices: got None"),
         ({"certificate": "certificate.json"}, r"plan\.certificate: got 'certificate.json'"),
-        ({"certificate": certificate({("bare", 0): [0.2]}, backbone="e" * 64)}, "of backbone 'e+'"),
+        ({"certificate": certificate(backbone="e" * 64)}, "of backbone 'e+'"),
         ({"stored": Inventory(None, "e" * 64, None)}, "inventory of backbone 'e+'"),
         ({"goal": Goal("certified"), "certificate": None}, r"plan\.certificate: got None"),
     ],
 )
 def test_arguments_of_another_type_or_backbone_are_refused(changed: dict[str, Any], message: str):
-    arguments = {
-        "window": EMPTY,
-        "wanted": [entry(0)],
-        "goal": None,
-        "stored": Inventory(None, BACKBONE, None),
-        "costs": DEVICES,
-        "prices": PRICES,
-    } | changed
+    arguments = {"window": EMPTY, "wanted": [entry(0)], "goal": None, "stored": Inventory(None, BACKBONE, None)}
+    arguments |= {"costs": DEVICES, "prices": PRICES} | changed
     first = [arguments.pop(word) for word in ("window", "wanted", "goal")]
     with pytest.raises(CertificateError if "certificate" in changed else PlanError, match=message + ".*expected"):
         plan(*first, **arguments)
 
 
-def test_a_window_that_cannot_be_is_refused():
-    with pytest.raises(WindowError, match="twice"):
-        planned(EMPTY, [entry(0), entry(0)])
-
-
-def test_an_iterator_of_entries_is_planned():
+def test_entries_are_planned_once():
     assert [chunk.id for chunk in planned(EMPTY, iter([entry(0)])).chunks] == ["c0"]
     assert not planned(EMPTY, []).chunks
+    with pytest.raises(WindowError, match="twice"):
+        planned(EMPTY, [entry(0), entry(0)])
 
 
 @pytest.mark.parametrize(
@@ -67,10 +58,10 @@ def test_goals_are_known_words_and_finite_numbers(field: str, value: Any):
 
 
 def test_inventories_and_device_costs_check_their_arguments():
-    reader = types.SimpleNamespace(fingerprint=BACKBONE, layout=None, prepare=None, embed=None, prefill=None)
-    for make in (lambda: Inventory.of(None, 3), lambda: DeviceCosts.assumed(3)):
+    reader = SimpleNamespace(fingerprint=BACKBONE, layout=None, prepare=None, embed=None, prefill=None)
+    for make, arguments in ((Inventory.of, (None, 3)), (DeviceCosts.assumed, (3,))):
         with pytest.raises(PlanError, match="got 3; expected"):
-            make()
+            make(*arguments)
     with pytest.raises(PlanError, match=r"inventory.store: got 'a folder'; expected a kvpatch_jax\.ChunkStore"):
         Inventory.of("a folder", reader)
 
@@ -81,19 +72,20 @@ def test_device_costs_are_read_back_and_damage_is_detected(tmp_path: Path):
     assert DeviceCosts.read(path, device="a desk") == DEVICES
     rotations = [Action("rotate", id, 5, 100, 10) for id in "ab"]
     assert DEVICES.seconds(rotations) == pytest.approx(1e-4 + 20 * 2e-7 + 200 * 3e-9)
-    with pytest.raises(PlanError, match="of device"):
-        DeviceCosts.read(path, device="another")
-    with pytest.raises(PlanError, match="No such file"):
-        DeviceCosts.read(tmp_path / "none.json")
+    for place, device, message in ((path, "another", "of device"), (tmp_path / "none.json", None, "No such file")):
+        with pytest.raises(PlanError, match=message):
+            DeviceCosts.read(place, device=device)
     text = path.read_text("utf-8")
     for damaged in (text[:-9], "[]", json.dumps({"format": "x"}), text.replace("2e-07", "-2e-07")):
         path.write_text(damaged)
         with pytest.raises(PlanError):
             DeviceCosts.read(path)
-    guess = DeviceCosts.assumed("NVIDIA H200")
-    assert not guess.measured
-    assert guess.about.startswith("assumed")
-    assert "assumed on NVIDIA H200" in planned(EMPTY, [entry(0)], costs=guess).explain()
     DeviceCosts("x", None, {"teleport": Rates()}).write(path)
     with pytest.raises(PlanError, match="'teleport'"):
         DeviceCosts.read(path)
+
+
+def test_assumed_device_costs_say_so_in_a_plan():
+    guess = DeviceCosts.assumed("NVIDIA H200")
+    assert not guess.measured
+    assert "assumed on NVIDIA H200" in planned(EMPTY, [entry(0)], costs=guess).explain()

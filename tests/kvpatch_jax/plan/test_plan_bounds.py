@@ -1,12 +1,12 @@
-"""What a plan may keep, patch or take bare, and what a certificate bounds of it."""
+"""What a plan may keep, patch or take bare, and what a certificate bounds of it: scenes, and how they are served."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from kvpatch_jax.plan import Certificate, DeviceCosts, Goal, Plan, Rates
-from kvpatch_jax.window import BARE, Entry, PatchNote, Promise, Service, Window, from_json, to_json
+from kvpatch_jax.plan import Goal
+from kvpatch_jax.window import BARE, PREFILL, Entry, PatchNote, Promise, Service, Window, from_json, to_json
 from tests.kvpatch_jax.plan.plan_cases import (
     BACKBONE,
     Shelf,
@@ -22,234 +22,149 @@ from tests.kvpatch_jax.plan.plan_cases import (
     within,
 )
 
-
-def test_uncertified_options_need_permission():
-    entries = [entry(number, 50) for number in range(4)]
-    window = planned(Window.empty(BACKBONE), entries[:2]).window
-    stock = stocked(*entries, note(entries[2], entries[:2]), note(entries[3], [entries[1]]))
-
-    def ask(*goal: Goal, **options: Any) -> Plan:
-        return planned(window, entries, *goal, stored=stock, **options)
-
-    promised = ["leading", "leading", "prefill", "prefill"]
-    assert points(ask()) == promised
-    assert "not stored rank 4: uncertified; not bare: uncertified" in ask().explain()
-    assert points(ask(Goal("patched"))) == ["leading", "leading", "stored", "prefill"]
-    assert points(ask(Goal("blind"))) == ["leading", "leading", "bare", "bare"]
-    assert (ask(Goal("patched")).kl, ask().kl) == (None, 0.0)
-
-    signed = certificate({("stored", 4): [0.2, 0.3]})
-    assert points(ask(certificate=signed)) == promised
-    assert points(ask(within(0.25), certificate=signed)) == promised  # one is prefilled behind it
-    bounded = ask(within(0.3), certificate=signed)
-    assert points(bounded) == ["leading", "leading", "stored", "prefill"]
-    assert bounded.kl == 0.3
-    assert [chunk.fidelity for chunk in bounded.chunks] == ["exact", "exact", "approximate", "approximate"]
+A, B, C, D, E = ENTRIES = [entry(number, 50) for number in range(5)]
+STOCK = stocked(*ENTRIES, note(C, [A, B]), note(D, [B]))
+ORBIT = stocked(*ENTRIES, note(C, [A, B]), note(C, [A, B], orbit=True))
+SECOND = stocked(*ENTRIES, note(B, [A]))
+SIGNED = certificate({("stored", 4): [0.2] * 5, ("orbit", 4): [0.3] * 5})
+GROWING = certificate({("stored", 4): [0.2, 0.3]})
+RANKS = certificate({("stored", 2): [0.5] * 4, ("stored", 8): [0.05] * 4})
+SLID = certificate({("survivor", 1): [0.3] * 4})
+SLID_LESS = certificate({("survivor", 1): [0.1, 0.4]})  # the lower bound is that of the last piece alone
+REMEMBERED = certificate({("bare", 0, "remember"): [0.3] * 4, ("bare", 0, "forget"): [0.1] * 4})
+PATCHED, BLIND = Goal("patched"), Goal("blind")
 
 
-def test_a_patch_that_became_stale_in_the_window_is_not_kept():
-    """An image is put in front of one that a patch serves: nothing says how far that is off, so it is run again."""
-    entries = [entry(number, 50) for number in range(4)]
-    stock = stocked(*entries, note(entries[2], entries[:2]))
-    signed = certificate({("stored", 4): [0.2] * 4})
+class Fronts(Shelf):
+    """A stock whose canonicals may serve in front, which a window takes only of a piece that comes in."""
 
-    def ask(window: Window, chunks: list[Entry]) -> Plan:
-        return planned(window, chunks, within(0.5), stored=stock, certificate=signed)
-
-    first = ask(Window.empty(BACKBONE), entries[:3])
-    assert points(first) == ["prefill", "prefill", "stored"]
-    again = ask(first.window, entries[:3])
-    assert again.window == first.window
-    assert points(again) == ["leading", "leading", "stored"]
-    assert again.kl == first.kl == 0.2
-    between = ask(first.window, [entries[0], entries[1], entries[3], entries[2]])
-    assert points(between) == ["leading", "leading", "prefill", "prefill"]
-
-    behind = ask(first.window, entries)  # prefilled behind what is approximate
-    assert behind.chunks[-1].fidelity == "approximate"
-    assert behind.chunks[-1].kl == behind.kl == 0.2
-    without = [entries[0], entries[1], entries[3]]  # what it was made behind has left
-    for window in (behind.window, from_json(to_json(behind.window), BACKBONE), behind.window.fork("side")):
-        later = ask(window, without)
-        assert (later.chunks[-1].point, later.kl) == ("kept", 0.2)
+    def canonical(self, entry: Entry, leading: bool = False) -> bool:
+        return entry in self.items
 
 
-def test_a_patch_in_the_window_serves_again_where_it_belongs():
-    """The chunks in front come back in the order that it was formed behind: it stays, and nothing is computed."""
-    entries = [entry(number, 50) for number in range(3)]
-    stock = stocked(*entries, note(entries[2], entries[:2]), note(entries[2], entries[:2], orbit=True))
-    signed = certificate({("stored", 4): [0.2] * 4, ("orbit", 4): [0.3] * 4})
-    window = Window.empty(BACKBONE, lead=0)
-    for chunk in entries[:2]:
-        window = window.append(chunk)
-    window = window.append(entries[2], Service("patch", note(entries[2], entries[:2], orbit=True)))
-    turned = window.reorder(["c1", "c0"]).serve({id: Service("prefill") for id in ("c1", "c0")})
-    assert turned.standing("c2").ways == (("", 0),)
-    made = planned(turned, entries_of(turned), within(0.3), stored=stock, certificate=signed)
-    assert (points(made), made.kl) == (["leading", "leading", "orbit"], 0.3)
-    assert made.window.piece("c2").made == window.piece("c2").made
+class Restoring(Shelf):
+    """A stock with any prefill of the last chunk."""
+
+    def prefill(self, entry: Entry, made: str) -> bool:
+        return entry.id == "c3"
 
 
-def test_a_certificate_bounds_no_window_whose_first_tokens_have_left():
-    """Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead."""
-    signed = certificate({("survivor", 1): [0.3] * 4})
-    for lead, point in ((1, "survivor"), (0, "prefill")):
-        window = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
-        made = planned(window, entries_of(window), within(0.5), certificate=signed)
-        assert made.chunks[-1].point == point
-        assert made.beyond == (None if lead else "window whose first tokens have left; certified with them pinned")
+def window_of(*entries: Entry, stock: Shelf = STOCK, promise: Promise = "remember") -> Window:
+    window = Window.empty(BACKBONE, promise=promise)
+    return planned(window, entries, within(0.5), stored=stock, certificate=SIGNED).window
 
 
-def test_kv_conditioned_on_approximate_pieces_is_never_as_promised():
-    """Not when that has left, nor through a fork, nor read back from JSON."""
-    window = filled(3).insert(entry(7), "c1")  # c1 and c2 have not seen it
-    window = window.append(entry(3)).append(entry(4)).evict("c7", "c2", "c1")
-    for own in (window, window.fork("side"), from_json(to_json(window), BACKBONE)):
-        assert [own.fidelity(id) for id in own.ids] == ["exact", "approximate", "approximate"]
-        made = planned(own, entries_of(own))
-        assert points(made) == ["leading", "prefill", "prefill"]
-        assert made.as_promised
-        kept = planned(own, entries_of(own), Goal("patched"))
-        assert (kept.kl, kept.as_promised) == (None, False)
-        assert points(kept) == ["leading", "kept", "kept"]
-        assert [chunk.kl for chunk in kept.chunks] == [0, None, None]
+def turned() -> Window:
+    """The chunks in front of a patched one come back in the order that its patch was formed behind."""
+    window = Window.empty(BACKBONE, lead=0).append(A).append(B)
+    window = window.append(C, Service("patch", note(C, [A, B], orbit=True))).reorder(["c1", "c0"])
+    return window.serve({id: PREFILL for id in ("c1", "c0")})
 
 
-def test_an_approximate_piece_that_comes_to_the_front_is_planned():
-    """Its canonical is stored, but a window takes that only of a piece that comes in."""
-
-    class Fronts(Shelf):
-        def canonical(self, entry: Entry, leading: bool = False) -> bool:
-            return entry in self.items
-
-    window = filled(2, lead=0).serve({"c1": BARE}).evict("c0")
-    stock = Fronts(*entries_of(window))
-    for goal, point in ((Goal(), "prefill"), (Goal("patched"), "prefill"), (Goal("blind"), "bare")):
-        made = planned(window, entries_of(window), goal, stored=stock)
-        assert (points(made), made.as_promised) == ([point], point == "prefill")
-    signed = certificate({("bare", 0): [0.2]})
-    assert points(planned(window, entries_of(window), within(0.1), stored=stock, certificate=signed)) == ["prefill"]
-
-
-def test_survivors_that_a_plan_restores_are_bounded_by_what_the_window_remembers():
-    """The piece in front of it is approximate, so that nothing in the window is a survivor before."""
-
-    class Restoring(Shelf):
-        def prefill(self, entry: Entry, made: str) -> bool:
-            return entry.id == "c3"
-
-    window = filled(1, lead=0).serve({"c0": BARE}).append(entry(1)).append(entry(2)).evict("c1")
-    assert [own.fidelity for own in window.standings] == ["approximate", "approximate"]
-    signed = certificate({("bare", 0): [0.1] * 4})
-    rows = [
-        dataclasses.replace(row, kl_bound=0.3 if row.promise == "remember" else row.kl_bound) for row in signed.rows
-    ]
-    signed = dataclasses.replace(signed, rows=tuple(rows))
-    entries = [*entries_of(window), entry(3)]
-    for most, kl in ((0.3, 0.3), (0.2, 0.0)):
-        made = planned(window, entries, within(most), stored=Restoring(), certificate=signed)
-        assert made.kl == kl
-    assert made.as_promised
-    kept = planned(window, entries, within(0.3), stored=Restoring(), certificate=signed)
-    assert points(kept) == ["bare", "kept", "restored"]
-    assert [chunk.kl for chunk in kept.chunks] == [0.3, 0.3, 0.0]
-
-
-def test_what_stays_is_named_by_what_it_is_behind_pieces_that_are_run_again():
-    window = filled(3, promise="forget", lead=0).serve({"c0": BARE})
-    made = planned(window, entries_of(window))
-    assert points(made) == ["prefill", "leading", "leading"]
-    check_totals(made)
-
-
-def test_a_survivor_is_prefilled_again_if_a_piece_in_front_of_it_changes():
-    """What it saw there remembered a chunk that has left, and does not any more."""
-    window = filled(4).evict("c1")
-    window = window.serve({"c2": Service("patch", note(entry(2), [entry(0)]), allow_stale=True)})
-    assert window.fidelity("c3") == "approximate", "it has seen c2 as it remembered c1"
-    made = planned(window, entries_of(window))
-    assert points(made) == ["leading", "prefill", "prefill"]
-    assert made.as_promised
-
-
-def test_a_survivor_is_kept_only_if_no_survivor_in_front_of_it_is_run_again():
-    """It has seen that one as it was; nothing bounds it behind the other."""
-    window = filled(3, promise="forget").evict("c1").append(entry(3)).append(entry(4)).evict("c3")
-    assert [own.fidelity for own in window.standings] == ["exact", "survivor", "survivor"]
-    # The lower bound is that of the last piece alone.
-    signed = certificate({("survivor", 1): [0.1, 0.4]})
-    for most, expected in ((0.4, ["leading", "survivor", "survivor"]), (0.1, ["leading", "prefill", "prefill"])):
-        made = planned(window, entries_of(window), within(most), certificate=signed)
-        assert points(made) == expected
-        assert (made.kl, made.as_promised) == ((0.4, False) if most == 0.4 else (0.0, True))
-
-
-def test_a_certificate_bounds_no_window_beyond_the_measured_ones():
-    entries = [entry(number) for number in range(5)]
-    stock = stocked(*entries, *(note(chunk, entries[:place]) for place, chunk in enumerate(entries)))
-    signed = dataclasses.replace(certificate({("stored", 4): [0.2] * 5}), spans=(5, 7), modalities=("text",))
-    slow = DeviceCosts("slow", None, {"prefill": Rates(flop=1.0)})
-
-    def ask(signed: Certificate) -> Plan:
-        return planned(Window.empty(BACKBONE), entries, within(0.5), stored=stock, costs=slow, certificate=signed)
-
-    inside = ask(signed)
-    assert (inside.kl, inside.beyond, inside.certificate) == (0.2, None, signed.digest)
-    assert "stored" in points(inside)
-    tokens = sum(chunk.tokens for chunk in entries)
-    for smaller, reason in (
-        ({"tokens": 20}, f"window of {tokens} tokens; certified up to 20"),
-        ({"chunks": 3}, "window of 4 chunks; certified up to 3"),
-        ({"spans": (5, 6)}, "chunk that spans 7 positions; certified from 5 to 6"),
-        ({"modalities": ("image",)}, "chunk of text; certified of image"),
-    ):
-        beyond = ask(dataclasses.replace(signed, **smaller))
-        assert (beyond.kl, beyond.as_promised, beyond.beyond, beyond.certificate) == (0.0, True, reason, None)
-        assert set(points(beyond)) == {"prefill"}
-        assert f"uncertified: {reason}" in beyond.explain()
-        assert f"uncertified ({reason})" in beyond.explain()
-
-
-@pytest.mark.parametrize(("promise", "without"), [("remember", 0.2), ("forget", 0.0)])
-def test_ways_do_not_bound_a_piece_behind_other_pieces(promise: Promise, without: float):
-    """Prefilled behind a patch, it lost what that lost; of what it has not seen, or should have forgotten, more."""
-    entries = [entry(number, 50) for number in range(5)]
-    stock = stocked(*entries, note(entries[1], entries[:1]))
-    signed = certificate({("stored", 4): [0.2] * 5})
-
-    def ask(window: Window, chunks: list[Entry]) -> Plan:
-        return planned(window, chunks, within(0.5), stored=stock, certificate=signed)
-
-    first = ask(Window.empty(BACKBONE, promise=promise), entries[:3])
-    assert points(first) == ["prefill", "stored", "prefill"]
-    again = ask(first.window, entries[:3])
-    assert points(again) == ["leading", "stored", "kept"]
-    assert again.kl == 0.2
-    between = ask(first.window, [*entries[:2], entries[3], entries[2]])
-    assert points(between) == ["leading", "stored", "prefill", "prefill"]
-    assert ask(first.window, [entries[0], entries[2]]).kl == without
-
-
-def test_a_patch_is_kept_only_behind_what_it_was_formed_behind():
+def formed_behind_another_patch() -> Window:
     """A chunk left: the first patch stands for what saw it, and the second was formed behind just that."""
     window = filled(2)
     for number, rank in ((2, 2), (3, 8)):
         chunk, behind = entry(number), window.target()
         patch = PatchNote(f"{number}", chunk.id, chunk.content, "canonical", behind, None, False, rank, 9, 9)
         window = window.append(chunk, Service("patch", patch))
-    window = window.evict("c1")
-    signed = certificate({("stored", 2): [0.5] * 4, ("stored", 8): [0.05] * 4})
-    for most, expected in ((0.5, ["leading", "stored", "prefill"]), (0.1, ["leading", "prefill", "prefill"])):
-        assert points(planned(window, entries_of(window), within(most), certificate=signed)) == expected
+    return window.evict("c1")
 
 
-def test_points_name_how_pieces_are_served():
-    entries = [entry(number, 50) for number in range(3)]
-    first = planned(Window.empty(BACKBONE), entries)
-    assert points(first) == ["prefill"] * 3
-    assert planned(first.window, [*entries, Entry("a text", None, 4, 4, "text")]).chunks[-1].point == "prefill"
-    slid = filled(4, promise="forget").evict("c1")
-    assert points(planned(slid, entries_of(slid))) == ["leading", "prefill", "prefill"]
-    kept = planned(slid, entries_of(slid), within(1.0), certificate=certificate({("survivor", 1): [0.4] * 3}))
-    assert points(kept) == ["leading", "survivor", "survivor"]
-    assert kept.kl == 0.4
+RUN_AGAIN, TWO_PATCHES = "leading prefill prefill", formed_behind_another_patch()
+TWO, PATCH = window_of(A, B), window_of(A, B, C)
+BEHIND = window_of(A, B, C, D)
+UNSEEN = filled(3).insert(entry(7), "c1").append(entry(3)).append(entry(4)).evict("c7", "c2", "c1")
+FRONT = filled(2, lead=0).serve({"c1": BARE}).evict("c0")
+CHANGED = filled(4).evict("c1").serve({"c2": Service("patch", note(entry(2), [entry(0)]), allow_stale=True)})
+SURVIVORS = filled(3, promise="forget").evict("c1").append(entry(3)).append(entry(4)).evict("c3")
+RESTORED = filled(1, lead=0).serve({"c0": BARE}).append(entry(1)).append(entry(2)).evict("c1")
+
+
+THREE = [entry(0), entry(2), entry(3)]
+
+
+class Scene(NamedTuple):
+    """A window, the entries of its next plan, and the points and the bound that the plan has."""
+
+    window: Window
+    entries: list[Entry]
+    goal: Goal
+    signed: Any
+    points: str
+    kl: float | None
+    stock: Shelf = STOCK
+    beyond: str | None = None
+
+
+SCENES = {
+    "nothing uncertified is asked for": Scene(TWO, ENTRIES[:4], Goal(), None, "leading leading prefill prefill", 0.0),
+    "patched": Scene(TWO, ENTRIES[:4], PATCHED, None, "leading leading stored prefill", None),
+    "blind": Scene(TWO, ENTRIES[:4], BLIND, None, "leading leading bare bare", None),
+    "certified": Scene(TWO, ENTRIES[:4], within(0.3), GROWING, "leading leading stored prefill", 0.3),
+    # One is prefilled behind it.
+    "beyond the goal": Scene(TWO, ENTRIES[:4], within(0.25), GROWING, "leading leading prefill prefill", 0.0),
+    "a patch stays": Scene(PATCH, [A, B, C], within(0.5), SIGNED, "leading leading stored", 0.2),
+    # Nothing says how far a patch is off behind another chunk.
+    "stale": Scene(PATCH, [A, B, D, C], within(0.5), SIGNED, "leading leading prefill prefill", 0.0),
+    "prefilled behind a patch": Scene(PATCH, ENTRIES[:4], within(0.5), SIGNED, "leading leading stored prefill", 0.2),
+    "the patch has left": Scene(BEHIND, [A, B, D], within(0.5), SIGNED, "leading leading kept", 0.2),
+    "a patch fits again": Scene(turned(), [B, A, C], within(0.3), SIGNED, "leading leading orbit", 0.3, ORBIT),
+    "unseen": Scene(UNSEEN, entries_of(UNSEEN), Goal(), None, RUN_AGAIN, 0.0),
+    "unseen, kept": Scene(UNSEEN, entries_of(UNSEEN), PATCHED, None, "leading kept kept", None),
+    "first, exactly": Scene(FRONT, entries_of(FRONT), Goal(), None, "prefill", 0.0, Fronts(entry(1))),
+    "first, patched": Scene(FRONT, entries_of(FRONT), PATCHED, None, "prefill", 0.0, Fronts(entry(1))),
+    "first, blind": Scene(FRONT, entries_of(FRONT), BLIND, None, "bare", None, Fronts(entry(1))),
+    "first, certified": Scene(FRONT, [entry(1)], within(0.05), REMEMBERED, "prefill", 0.0, Fronts(entry(1))),
+    # The piece in front of a survivor is approximate: what the window remembers bounds it.
+    "restored": Scene(RESTORED, THREE, within(0.3), REMEMBERED, "bare kept restored", 0.3, Restoring()),
+    "restored, exactly": Scene(RESTORED, THREE, within(0.2), REMEMBERED, "prefill prefill restored", 0.0, Restoring()),
+    # What c3 has seen remembered a chunk that has left, and does not any more.
+    "changed in front": Scene(CHANGED, entries_of(CHANGED), Goal(), None, RUN_AGAIN, 0.0),
+    "survivors": Scene(SURVIVORS, entries_of(SURVIVORS), within(0.4), SLID_LESS, "leading survivor survivor", 0.4),
+    # The last one has seen the one in front as it was.
+    "survivors run again": Scene(SURVIVORS, entries_of(SURVIVORS), within(0.1), SLID_LESS, RUN_AGAIN, 0.0),
+    "formed behind another": Scene(TWO_PATCHES, THREE, within(0.5), RANKS, "leading stored prefill", 0.5),
+    "formed behind what is run again": Scene(TWO_PATCHES, THREE, within(0.1), RANKS, RUN_AGAIN, 0.0),
+}
+PROMISES: tuple[tuple[Promise, float], ...] = (("remember", 0.2), ("forget", 0.0))
+for promise, kl in PROMISES:
+    window = window_of(A, B, C, stock=SECOND, promise=promise)
+    for entries, served, bound in (
+        ([A, B, C], "leading stored kept", 0.2),
+        ([A, B, D, C], "leading stored prefill prefill", 0.2),
+        ([A, C], "leading kept" if kl else "leading prefill", kl),
+    ):
+        name = f"{promise} {' '.join(chunk.id for chunk in entries)}"
+        SCENES[name] = Scene(window, entries, within(0.5), SIGNED, served, bound, SECOND)
+# Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead.
+for lead, served, bound, reason in (
+    (1, "leading survivor survivor", 0.3, None),
+    (0, "prefill prefill prefill", 0.0, "window whose first tokens have left; certified with them pinned"),
+):
+    window = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
+    SCENES[f"lead of {lead}"] = Scene(window, entries_of(window), within(0.5), SLID, served, bound, beyond=reason)
+for name, limit, reason in (
+    ("tokens", 20, f"window of {A.tokens + B.tokens + C.tokens} tokens; certified up to 20"),
+    ("modalities", ("image",), "chunk of text; certified of image"),
+):
+    signed, exact = dataclasses.replace(SIGNED, **{name: limit}), "leading leading prefill"
+    SCENES[f"beyond the {name}"] = Scene(TWO, [A, B, C], within(0.5), signed, exact, 0.0, beyond=reason)
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_a_scene_is_served_by_its_points_within_its_bound(scene: Scene):
+    """In the window, in a fork of it, and in what JSON makes of it."""
+    for window in (scene.window, scene.window.fork("side"), from_json(to_json(scene.window), BACKBONE)):
+        made = planned(window, scene.entries, scene.goal, stored=scene.stock, certificate=scene.signed)
+        assert (points(made), made.kl) == (scene.points.split(), scene.kl)
+        assert made.as_promised == (scene.kl == 0.0)
+        assert made.beyond == scene.beyond
+        assert (f"uncertified: {scene.beyond}" in made.explain()) == (scene.beyond is not None)
+        check_totals(made)
+
+
+def test_a_plan_explains_what_it_does_not_take():
+    made = planned(TWO, ENTRIES[:4], stored=STOCK)
+    assert "not stored rank 4: uncertified; not bare: uncertified" in made.explain()
+    assert planned(PATCH, [A, B, C], within(0.5), stored=STOCK, certificate=SIGNED).certificate == SIGNED.digest

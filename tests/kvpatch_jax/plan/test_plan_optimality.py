@@ -90,9 +90,8 @@ def test_consecutive_plans_keep_their_totals_and_bounds(data: st.DataObject, pro
     """Windows that slide, reorder and recall, some pieces by patches: totals, words, and what was bounded before."""
     entries = [entry(number) for number in range(6)]
     window = filled(3, promise=promise)
-    signed = certificate(
-        {("stored", 4): [0.1] * 8, ("orbit", 4): [0.2] * 8, ("bare", 0): [0.9] * 8, ("survivor", 1): [0.3] * 8}
-    )
+    losses = {("stored", 4): 0.1, ("orbit", 4): 0.2, ("bare", 0): 0.9, ("survivor", 1): 0.3}
+    signed = certificate({way: [bound] * 8 for way, bound in losses.items()})
     for _ in range(4):
         chosen = data.draw(st.lists(st.sampled_from(entries[1:]), unique=True, min_size=1))
         stock, front = stocked(*entries), [entries[0], *chosen]

@@ -6,7 +6,7 @@ from serving_sides import LAYOUT, report_of, served, true_kv
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import EngineKV
-from kvpatch_jax.plan import Certificate, CertifiedLoss, RankChoice
+from tests.kvpatch_jax.plan.plan_cases import certificate
 
 LEAD, SIZE = (901, 902, 903, 904), 5
 PAGES = [tuple(range(100 * page, 100 * page + SIZE)) for page in range(1, 9)]
@@ -52,15 +52,7 @@ def assert_page(answer, index, pages, place):
     np.testing.assert_allclose(answer.loaded[:, begin : begin + SIZE], expected, rtol=3e-4, atol=3e-4)
 
 
-def certificate_of(rows):
-    """Returns a certificate with a bound in nats for each (point, rank, behind, promise)."""
-    losses = [CertifiedLoss(*row[:4], 0.0, 0.0, 0.0, row[4], 1.0, 1.0, 1.0, None, 0.0, 0.1, 10) for row in rows]
-    facts = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
-    facts |= {"chunks": 8, "tokens": 99, "content": "text", "asked": "a", "disjoint": True}
-    facts |= {"spans": (1, 99), "modalities": ("text",)}
-    return Certificate(**facts, rows=tuple(losses), recommended=RankChoice(4, "r"))
-
-
-def bounds(point, kl, promise="forget", rank=0):
-    """Returns the rows of a certificate that bound a point behind any number of chunks."""
-    return [(point, rank, behind, promise, kl) for behind in range(8)]
+def certify(sides, **bounds):
+    """Bounds points in nats, such as `near=0.04`, behind any number of chunks; survivors after up to 8 slides."""
+    losses = {(point, 8 if point == "survivor" else 0): [kl] * 8 for point, kl in bounds.items()}
+    sides.scheduler.certificate = certificate(losses, backbone="tiny")

@@ -16,8 +16,7 @@ from serving_sides import EVERYTHING, LAYOUT, PAGE, TOKENS, Pool, output_of, req
 
 from kvpatch_jax.serving.vllm.engine import UNSUPPORTED_SIZES
 
-BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+BASE = "vllm__distributed__kv_transfer__kv_connector__v1"
 BLOCKS = tuple(range(3, 11))
 TEXT = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "rope_theta": 1e4}
 
@@ -52,27 +51,34 @@ class PromStandIn:
         self._counter_cls, self._gauge_cls = metric_types["Counter"], metric_types["Gauge"]
 
 
+def stand_in(patch, **modules):
+    """Stands in for modules that are not installed, by their names with "__" for a dot; `members` are what is used."""
+    for name, members in modules.items():
+        parts = name.split("__")
+        for count in range(1, len(parts) + 1):
+            path = ".".join(parts[:count])
+            patch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
+        vars(sys.modules[path]).update(members)
+
+
 @contextlib.contextmanager
-def imported_connector():
-    """The module, imported where vllm is not installed; without the shape hook, which clients do not meet either."""
-    base = ModuleType(BASE)
-    base.KVConnectorBase_V1, base.KVConnectorMetadata = StandIn, type("KVConnectorMetadata", (), {})
-    base.KVConnectorRole = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
-    metrics = ModuleType(METRICS)
-    metrics.KVConnectorStats, metrics.KVConnectorPromMetrics = StatsStandIn, PromStandIn
-    parts = BASE.split(".")
-    names = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    name = "kvpatch_jax.serving.vllm.connector"
+def imported(name, **modules):
+    """A module of the connector, imported with stand-ins; without the shape hook, which clients do not meet either."""
     with pytest.MonkeyPatch.context() as patch:
-        for parent in names[:-1]:
-            patch.setitem(sys.modules, parent, ModuleType(parent))
-        patch.setitem(sys.modules, BASE, base)
-        patch.setitem(sys.modules, METRICS, metrics)
+        stand_in(patch, **modules)
         patch.delitem(sys.modules, name, raising=False)
         jaxtyping.config.update("jaxtyping_disable", True)
         yield importlib.import_module(name)
         jaxtyping.config.update("jaxtyping_disable", False)
     sys.modules.pop(name, None)
+
+
+def imported_connector():
+    """The connector's module."""
+    base = {"KVConnectorBase_V1": StandIn, "KVConnectorMetadata": type("KVConnectorMetadata", (), {})}
+    base["KVConnectorRole"] = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
+    metrics = {"KVConnectorStats": StatsStandIn, "KVConnectorPromMetrics": PromStandIn}
+    return imported("kvpatch_jax.serving.vllm.connector", **{f"{BASE}__base": base, f"{BASE}__metrics": metrics})
 
 
 @contextlib.contextmanager

@@ -22,12 +22,6 @@ PATCHED = {**BOTH, "reuse": "patched"}
 FIRST, SECOND = segments_of("tiny", TOKENS, ends=[8, 18])
 
 
-@pytest.fixture
-def sides(tmp_path):
-    with sides_of(tmp_path) as sides:
-        yield sides
-
-
 def form_both(sides):
     """Stores the canonicals of two chunks, and a patch of the second behind the first."""
     served(sides, "alone", {"segments": [10]}, TOKENS[8:])
@@ -122,27 +116,19 @@ def test_nothing_is_formed_from_blocks_that_were_not_filled(sides):
     assert sides.worker.former.counts == {"canonicals": 1}
 
 
-def test_requests_that_cannot_be_planned_are_left_unchanged(sides):
-    for params, more in (
-        (None, {}),
-        ({"kvpatch": False}, {}),
-        ({"kvpatch": {"segments": [30]}}, {}),
-        ({"kvpatch": {}}, {"lora_request": object()}),
-        ({"kvpatch": {}}, {"prompt_token_ids": None}),
-    ):
-        request = request_of("name", params, **more)
-        sides.scheduler.add_request(request)
-        assert matched_of(sides.scheduler, request) == 0
-        assert (request.block_hashes, sides.scheduler.finish(request)) == (["early"], None)
-    assert sides.scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {})) == StepCommands()
-
-
-def test_what_the_operator_does_not_allow_is_served_without_stored_chunks(tmp_path):
-    with sides_of(tmp_path, allow=["exact", "certified"]) as sides:
-        served(sides, "first", {"segments": [8]})
-        answer = served(sides, "blind", {"segments": [8], "reuse": "blind"})
-        assert (answer.count, sides.scheduler.finish(answer.request)) == (0, None)
-        assert sides.scheduler.counts["refused"] == 1
+def test_requests_that_cannot_be_planned_are_left_unchanged(tmp_path):
+    with sides_of(tmp_path, allow=["exact"]) as sides:
+        for params, more in (
+            *((None, {}), ({"kvpatch": False}, {}), ({"kvpatch": {"segments": [30]}}, {})),
+            *(({"kvpatch": {}}, {"lora_request": object()}), ({"kvpatch": {}}, {"prompt_token_ids": None})),
+            ({"kvpatch": {"segments": [8], "reuse": "blind"}}, {}),
+        ):
+            request = request_of("name", params, **more)
+            sides.scheduler.add_request(request)
+            assert matched_of(sides.scheduler, request) == 0
+            assert (request.block_hashes, sides.scheduler.finish(request)) == (["early"], None)
+        assert sides.scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {})) == StepCommands()
+        assert sides.scheduler.counts["refused"] == 2, "an end beyond the prompt, and a goal"
 
 
 # ------------------------------------------------------------------------- stored chunks that do not fit the engine

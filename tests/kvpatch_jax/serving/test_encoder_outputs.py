@@ -2,20 +2,16 @@
 
 import contextlib
 import enum
-import importlib
-import sys
-import threading
 import time
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from serving_hooks import imported
 
 import kvpatch_jax as kvp
 
-BASE = "vllm.distributed.ec_transfer.ec_connector.base"
 Role = enum.Enum("Role", ["SCHEDULER", "WORKER"])
 
 
@@ -36,12 +32,8 @@ class Tensor:
     def __init__(self, array):
         self.array, self.dtype = array, f"torch.{array.dtype.name}"
         self.detach = self.cpu = self.contiguous = lambda: self
-
-    def to(self, device):
-        return self
-
-    def view(self, dtype):
-        return Tensor(self.array.view(np.dtype(dtype)))
+        self.to = lambda device: self
+        self.view = lambda dtype: Tensor(array.view(np.dtype(dtype)))
 
     def numpy(self):
         assert self.dtype != "torch.bfloat16"
@@ -50,21 +42,12 @@ class Tensor:
 
 @pytest.fixture
 def encoder(monkeypatch):
-    base, torch = ModuleType(BASE), ModuleType("torch")
-    base.ECConnectorBase, base.ECConnectorMetadata = Base, type("ECConnectorMetadata", (), {})  # pyright: ignore
-    torch.uint8, torch.bfloat16, torch.from_numpy = "uint8", "bfloat16", Tensor  # pyright: ignore
-    parts = BASE.split(".")
-    for count in range(1, len(parts)):
-        name = ".".join(parts[:count])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, BASE, base)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    jaxtyping.config.update("jaxtyping_disable", True)  # it takes the classes of two imports for one
-    module = importlib.import_module("kvpatch_jax.serving.vllm.encoder")
-    monkeypatch.setattr(module, "weights_digest", lambda config: config.weights)
-    yield module
-    jaxtyping.config.update("jaxtyping_disable", False)
-    sys.modules.pop("kvpatch_jax.serving.vllm.encoder")
+    base = {"ECConnectorBase": Base, "ECConnectorMetadata": type("ECConnectorMetadata", (), {})}
+    torch = {"uint8": "uint8", "bfloat16": "bfloat16", "from_numpy": Tensor}
+    name = "kvpatch_jax.serving.vllm.encoder"
+    with imported(name, vllm__distributed__ec_transfer__ec_connector__base=base, torch=torch) as module:
+        monkeypatch.setattr(module, "weights_digest", lambda config: config.weights)
+        yield module
 
 
 @contextlib.contextmanager
@@ -142,10 +125,9 @@ def test_a_failure_is_a_miss_that_is_counted_and_logged_once(encoder, tmp_path, 
     assert sum("_stored: OSError" in record.message for record in caplog.records) == 2, "once by each side"
 
 
-def test_a_read_that_hangs_costs_a_patience_and_then_the_tower(encoder, tmp_path, monkeypatch):
-    released = threading.Event()
-    monkeypatch.setattr(kvp.ChunkStore, "get_encoder", lambda *arguments: released.wait(30) and None)
+def test_a_read_that_hangs_costs_a_patience_and_then_the_tower(encoder, tmp_path, hang):
+    event = hang(kvp.ChunkStore, "get_encoder")
     with engine(encoder, tmp_path, "ec_consumer", patience=0.05) as hanging:
         ask(hanging, *OUTPUTS)
-        assert (hanging.encoded, released.is_set()) == (2, False)
-        released.set()
+        assert (hanging.encoded, event.is_set()) == (2, False)
+        event.set()

@@ -78,6 +78,11 @@ def chunk_of(layout: kvp.KVLayout, id: str = "page") -> kvp.Chunk:
     return kvp.Chunk(kv, np.arange(TOKENS, dtype=np.float32), TOKENS, TOKENS, id, layout, "toy")
 
 
+def assert_equal(cache: Any, expected: Any) -> None:
+    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
 @pytest.mark.parametrize("axes", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(axes: CacheAxes, rank: int):
@@ -119,14 +124,12 @@ def test_a_program_places_at_any_start_slot_and_row_without_compiling_again(dona
         expected = place_in_cache(cache_of(axes), axes, kvp.Placed(chunk, None, start), slot, row=row, donate=donate)
         written = traced(cache, jnp.int32(start), jnp.int32(slot), jnp.int32(row))
         assert cache.k[0].is_deleted() == donate
-        for ours, theirs in zip(jax.tree.leaves(written), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+        assert_equal(written, expected)
     assert traced._cache_size() == 1  # pyright: ignore
 
 
 def test_a_cache_on_explicit_axes_of_a_mesh_keeps_its_sharding():
-    axes, cache = CACHES["listed"], cache_of(CACHES["listed"])
-    placed = kvp.Placed(chunk_of(GQA), None, 9)
+    axes, cache, placed = CACHES["listed"], cache_of(CACHES["listed"]), kvp.Placed(chunk_of(GQA), None, 9)
     expected = place_in_cache(cache, axes, placed, 4, row=1)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
     sharding = jax.NamedSharding(mesh, jax.P(None, "heads"))
@@ -134,8 +137,7 @@ def test_a_cache_on_explicit_axes_of_a_mesh_keeps_its_sharding():
     written = place_in_cache(sharded, axes, placed, 4, row=1)
     assert written.k[0].sharding.is_equivalent_to(sharding, 4)
     assert written.k[0].sharding.mesh == mesh
-    for ours, theirs in zip(jax.tree.leaves(written), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert_equal(written, expected)
     chunk = chunk_from_cache(written, axes, TOKENS, id="page", backbone="toy", slot=4, row=1, start=9)
     assert (np.asarray(chunk.kv["v"]) == np.asarray(placed.kv["v"])).all()
 
@@ -151,25 +153,25 @@ def test_slots_of_a_ring_continue_at_the_front():
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written():
-    axes, cache = CACHES["stacked"], cache_of(CACHES["stacked"])
-    placed = kvp.Placed(chunk_of(GQA), None, 3)
-    wrong: list[Any] = [(SLOTS - 4, 0), (-1, 0), (0, ROWS), (3.0, 0), ("3", 0), (0, None)]
-    for slot, row in wrong:
-        with pytest.raises(kvp.errors.InputError, match=r"got (slot|row) .* expected 0 to"):
-            place_in_cache(cache, axes, placed, slot, row=row)
+    axes, cache, errors = CACHES["stacked"], cache_of(CACHES["stacked"]), kvp.errors
+    placed, small = kvp.Placed(chunk_of(GQA), None, 3), {name: value.astype(jnp.int8) for name, value in cache.items()}
+    quantised = {name: (value, cache[name][..., 0]) for name, value in small.items()}
+    for error, message, arguments, slot, row in (
+        (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), SLOTS - 4, 0),
+        (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), -1, 0),
+        (errors.InputError, "got slot .* expected 0 to", (cache, axes, placed), 3.0, 0),
+        (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, ROWS),
+        (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, None),
+        (errors.LayoutError, "not quantised", (quantised, axes, placed), 0, 0),
+        (errors.DtypeError, "int8", (small, axes, placed), 0, 0),
+        (errors.ShapeError, r"cache\.k: got shape", (cache, CacheAxes(GQA, "L B K T H"), placed), 0, 0),
+        (errors.LayoutError, "got 0 arrays", ({"keys": cache["k"]}, axes, placed), 0, 0),
+        (errors.LayoutError, "one chunk of the cache's", (cache, axes, kvp.Placed(chunk_of(MLA), None, 3)), 0, 0),
+    ):
+        with pytest.raises(error, match=message):
+            place_in_cache(*arguments, slot, row=row)
     for length in (0, -1, SLOTS + 1):
-        with pytest.raises(kvp.errors.InputError, match=r"got length .* expected 1 to"):
+        with pytest.raises(errors.InputError, match=r"got length .* expected 1 to"):
             chunk_from_cache(cache, axes, length, id="chunk", backbone="tiny")
-    quantised = {name: (value.astype(jnp.int8), value[..., 0]) for name, value in cache.items()}
-    with pytest.raises(kvp.errors.LayoutError, match="not quantised"):
-        place_in_cache(quantised, axes, placed)
-    with pytest.raises(kvp.errors.DtypeError, match="int8"):
-        place_in_cache({name: value.astype(jnp.int8) for name, value in cache.items()}, axes, placed)
-    with pytest.raises(kvp.errors.ShapeError, match=r"cache\.k: got shape"):
-        place_in_cache(cache, CacheAxes(GQA, "L B K T H"), placed)
-    with pytest.raises(kvp.errors.LayoutError, match="got 0 arrays"):
-        place_in_cache({"keys": cache["k"]}, axes, placed)
-    with pytest.raises(kvp.errors.LayoutError, match="got axes 'L B X'"):
+    with pytest.raises(errors.LayoutError, match="got axes 'L B X'"):
         CacheAxes(GQA, "L B X")
-    with pytest.raises(kvp.errors.LayoutError, match="expected one chunk of the cache's layout"):
-        place_in_cache(cache, axes, kvp.Placed(chunk_of(MLA), None, 3))

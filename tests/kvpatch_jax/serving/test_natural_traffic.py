@@ -2,89 +2,117 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from prompts import (
-    CERTIFIED,
-    LEAD,
-    PAGES,
-    PATCHED,
-    QUESTION,
-    REMEMBER,
-    SIZE,
-    asked,
-    assert_page,
-    bounds,
-    certificate_of,
-    points,
-)
-from serving_sides import LAYOUT, served, sides_of
+from prompts import CERTIFIED, LEAD, PAGES, PATCHED, QUESTION, REMEMBER, SIZE, asked, assert_page, certify, points
+from serving_sides import served, sides_of
 
-from kvpatch_jax.serving.vllm.messages import StepCommands
+from kvpatch_jax.serving.vllm import admission
 from kvpatch_jax.store.memory import memory_of
 
 
-@pytest.fixture
-def sides(tmp_path):
-    with sides_of(tmp_path) as sides:
-        yield sides
+class Scene(NamedTuple):
+    """Prompts, as (pages, options), and how the last of them is served; bounds are those of its certificate."""
+
+    prompts: list[tuple[list[int], dict[str, Any]]]
+    points: str
+    kl: float | None = 0.0
+    bounds: Mapping[str, float] = {}
+    settings: Mapping[str, Any] = {}
+    why: str = ""
 
 
-def test_a_prompt_that_comes_again_is_exact_in_all_its_chunks(sides):
-    asked(sides, "first", [0, 1, 2])
-    assert sides.worker.former.counts["prefills"] == 3
-    answer, report = asked(sides, "again", [0, 1, 2])
-    assert (answer.count, report["exact"], report["kl"]) == (len(LEAD) + 3 * SIZE, True, 0.0)
-    assert answer.request.cache_salt is None, "it may share blocks with what the engine computes"
-    assert points(report) == ["leading", "restored", "restored", "restored"]
-    for index in range(3):
-        assert_page(answer, index, [0, 1, 2], index)
-    assert not answer.orders.saves, "all of it is stored"
+def all_of(options, *prompts):
+    return [(pages, options) for pages in prompts]
 
 
-def test_an_exact_prefix_outlives_the_engine_and_serves_another(tmp_path):
-    with sides_of(tmp_path) as sides:
-        asked(sides, "first", [0, 1])
-    with sides_of(tmp_path) as one, sides_of(tmp_path) as other:
-        for sides, page in ((one, 2), (other, 3)):
-            answer, report = asked(sides, "again", [0, 1, page])
-            assert (answer.count, report["exact"]) == (len(LEAD) + 2 * SIZE, True)
+def behind(first, second, points):
+    """A window that remembers, and the next one."""
+    return Scene(all_of(REMEMBER, first, second), points)
 
 
-def test_exact_requests_are_served_nothing_behind_other_chunks(sides):
-    asked(sides, "first", [0, 1, 2])
-    _, report = asked(sides, "other", [1, 2])
-    assert (points(report), report["why"]) == (["leading"], "chunk 2 of 3 is not stored behind those in front of it")
+BASES = all_of({}, [0, 1, 2], [3, 1, 2], [1, 5])
+LIMITED = {**CERTIFIED, "kl": 0.03, "save": False}
+AGENT = {**REMEMBER, "agent": "one"}
+LEARNING = {"bounds": {"near": 0.01}, "settings": {"store_after": 2, "survivors": 0}}
+MET = all_of({}, [2, 0, 1], [3, 0, 1], [5])  # before the prompt in which page 5 is behind approximate chunks
+LEARNT = [*MET, ([3, 0, 1, 5], CERTIFIED)]
+KNOWN = "leading restored restored"
+SCENES = {
+    "again": Scene(all_of({}, [0, 1, 2], [0, 1, 2]), f"{KNOWN} restored"),
+    "exactly behind other chunks": Scene(
+        all_of({}, [0, 1, 2], [1, 2]), "leading", why="chunk 2 of 3 is not stored behind those in front of it"
+    ),
+    "behind the same neighbour": Scene(
+        [*all_of({}, [0, 1, 2, 3], [1, 5]), ([1, 2, 3], PATCHED)], "leading restored near near", None
+    ),
+    "without a certificate": Scene([*BASES, ([1, 2], LIMITED)], "leading restored"),
+    "within a bound": Scene([*BASES, ([1, 2], LIMITED)], "leading restored mean", 0.01, {"near": 0.04, "mean": 0.01}),
+    "beyond a bound": Scene(
+        [*BASES, ([1, 2], LIMITED)], "leading restored", 0.0, {"mean": 0.04}, why="is not certified within 0.03 nats"
+    ),
+    # A chunk survives where all in front was there in its order.
+    "one has left": behind([0, 1, 2, 3], [0, 2, 3, 4], "leading restored survivor survivor"),
+    "another order": behind([0, 1, 2], [1, 0, 2], "leading survivor"),
+    "inserted": behind([0, 1, 2], [0, 5, 1, 2], "leading restored"),
+    "which of two has left": behind([0, 1, 0, 2], [1, 0, 2], "leading survivor"),
+    "twice": behind([5, 3, 4, 3], [3, 4, 3], "leading survivor survivor survivor"),
+    # Survivors serve no one else.
+    "the same agent": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT)], "leading survivor survivor"),
+    "another agent": Scene([([0, 1, 2], AGENT), ([1, 2], REMEMBER)], "leading"),
+    "another tenant": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT | {"salt": "another"})], ""),
+    "another promise": Scene([([0, 1, 2], AGENT), ([1, 2], AGENT | {"promise": "forget"})], "leading"),
+    "exact requests leave none": Scene([([0, 1, 2], {}), ([1, 2], REMEMBER)], "leading"),
+    "exact requests get none": Scene([([0, 1, 2], REMEMBER), ([1, 2], {})], "leading"),
+    "forgetting": Scene(all_of(CERTIFIED, [0, 1, 2], [1, 2, 3]), "leading survivor survivor", 0.02, {"survivor": 0.02}),
+    "forgetting, beyond": Scene(all_of(CERTIFIED, [0, 1, 2], [1, 2, 3]), "leading", 0.0, {"survivor": 0.06}),
+    "nothing is kept": Scene([([0, 1, 2], REMEMBER | {"save": False}), ([0, 1, 2], REMEMBER)], ""),
+    # A window that remembers promises its survivors, but not what was computed behind other approximate chunks.
+    "prefilled behind": Scene([*BASES, ([1, 2, 3], REMEMBER)], "leading restored near", 0.03, {"near": 0.03}),
+    "inherited": Scene([*BASES[::2], *all_of(REMEMBER, [1, 2, 3], [3, 4])], "leading survivor", 0.03, {"near": 0.03}),
+    # A chunk that was met before is prefilled behind exact ones once.
+    "learnt": Scene(LEARNT, KNOWN, **LEARNING, why="chunk 5 of 5 is prefilled behind exact ones, to be stored"),
+    "learnt before": Scene([*LEARNT, LEARNT[-1]], f"{KNOWN} restored restored", **LEARNING),
+    "near from then on": Scene([*LEARNT, ([2, 0, 1, 5], CERTIFIED)], f"{KNOWN} restored near", 0.01, **LEARNING),
+    "never met": Scene([*MET, ([3, 0, 1, 4], CERTIFIED)], f"{KNOWN} near", 0.01, **LEARNING),
+    "not to be saved": Scene([*MET, ([3, 0, 1, 5], CERTIFIED | {"save": False})], f"{KNOWN} near", 0.01, **LEARNING),
+    "patched": Scene([*MET, ([3, 0, 1, 5], PATCHED)], f"{KNOWN} near", 0.01, **LEARNING),
+    "remembering": Scene([*MET, ([3, 0, 1, 5], REMEMBER)], f"{KNOWN} near", 0.01, **LEARNING),
+}
 
 
-def test_every_chunk_is_a_base_behind_the_same_neighbour_and_lead(sides):
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_the_last_of_some_prompts_is_served_by_what_the_others_left(tmp_path, scene):
+    with sides_of(tmp_path, **scene.settings) as sides:
+        if scene.bounds:
+            certify(sides, **scene.bounds)
+        for number, (pages, options) in enumerate(scene.prompts):
+            answer, report = asked(sides, f"{number}", pages, **options)
+        assert (points(report), report["kl"]) == (scene.points.split(), scene.kl)
+        assert scene.why in report["why"]
+        assert report["exact"] == ({*scene.points.split()} <= {"leading", "restored"})
+        salt = scene.prompts[-1][1].get("salt")
+        assert (answer.request.cache_salt == salt) == report["exact"], "exact blocks are shared, others are not"
+
+
+def test_pages_have_the_rows_of_the_prefills_that_they_come_from(sides):
     asked(sides, "first", [0, 1, 2, 3])
     asked(sides, "lone", [1, 5])
-    answer, report = asked(sides, "second", [1, 2, 3], **PATCHED)
-    assert (points(report), report["exact"]) == (["leading", "restored", "near", "near"], False)
-    assert answer.request.cache_salt.startswith("kvpatch-")
-    assert_page(answer, 0, [1, 5], 0)
-    assert_page(answer, 1, [0, 1, 2, 3], 2)
-    assert_page(answer, 2, [0, 1, 2, 3], 3)
+    answer, _ = asked(sides, "again", [0, 1, 2, 3])
+    assert answer.count == len(LEAD) + 4 * SIZE
+    assert not answer.orders.saves, "all of it is stored"
+    for index in range(4):
+        assert_page(answer, index, [0, 1, 2, 3], index)
+    answer, _ = asked(sides, "approximate", [1, 2, 3], **PATCHED)
+    for index, (pages, place) in enumerate([([1, 5], 0), ([0, 1, 2, 3], 2), ([0, 1, 2, 3], 3)]):
+        assert_page(answer, index, pages, place)
     assert not answer.orders.saves or not answer.orders.saves[0].prefills, "nothing is formed behind approximate chunks"
     tokens = [*PAGES[7], *PAGES[0], *PAGES[1], *QUESTION]
     answer = served(sides, "other lead", {"segments": [5, 10, 15], **PATCHED}, tokens, tuple(range(3, 19)))
     assert answer.count == 0
-
-
-def test_bases_serve_certified_requests_within_their_bounds(sides):
-    for name, pages in (("first", [0, 1, 2]), ("second", [3, 1, 2]), ("lone", [1, 5])):
-        asked(sides, name, pages)
-    _, report = asked(sides, "uncertified", [1, 2], **CERTIFIED, save=False)
-    assert points(report) == ["leading", "restored"]
-    sides.scheduler.certificate = certificate_of([*bounds("near", 0.04), *bounds("mean", 0.01)])
-    _, report = asked(sides, "within", [1, 2], **CERTIFIED, save=False)
-    assert (points(report), report["kl"]) == (["leading", "restored", "mean"], 0.01)
-    sides.scheduler.certificate = certificate_of([*bounds("near", 0.04), *bounds("mean", 0.04)])
-    _, report = asked(sides, "beyond", [1, 2], **CERTIFIED, kl=0.03, save=False)
-    assert points(report) == ["leading", "restored"]
-    assert "is not certified within 0.03 nats" in report["why"]
 
 
 def test_a_damaged_prefill_gives_way_to_the_next_best_and_is_stored_again(tmp_path):
@@ -105,9 +133,6 @@ def test_a_damaged_prefill_gives_way_to_the_next_best_and_is_stored_again(tmp_pa
         assert points(asked(sides, "then", [0, 1, 2])[1]) == ["leading", "restored", "restored", "restored"]
 
 
-# --------------------------------------------------------------------------------------------------- survivors
-
-
 @pytest.mark.parametrize("options", [REMEMBER, {**REMEMBER, "reuse": "exact"}], ids=["certified", "exact"])
 def test_a_sliding_window_prefills_new_chunks_alone(sides, options):
     """Each page keeps the KV that it had when it came, rotated to where it stands now."""
@@ -122,69 +147,6 @@ def test_a_sliding_window_prefills_new_chunks_alone(sides, options):
             assert_page(answer, index, *histories[page])
         histories[turn + 2] = (window, 2)
     assert sides.worker.former.counts["survivors"] == len(sides.scheduler.stores.survivors) == 7
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "ways"),
-    [
-        ([0, 1, 2, 3], [0, 2, 3, 4], ["restored", "survivor", "survivor"]),
-        ([0, 1, 2], [1, 0, 2], ["survivor"]),
-        ([0, 1, 2], [0, 5, 1, 2], ["restored"]),
-        ([0, 1, 0, 2], [1, 0, 2], ["survivor"]),
-        ([5, 3, 4, 3], [3, 4, 3], ["survivor", "survivor", "survivor"]),
-    ],
-    ids=["one has left", "another order", "inserted", "which of two has left", "twice"],
-)
-def test_a_chunk_survives_where_all_in_front_was_there_in_its_order(sides, first, second, ways):
-    asked(sides, "first", first, **REMEMBER)
-    _, report = asked(sides, "second", second, **REMEMBER)
-    assert points(report) == ["leading", *ways]
-
-
-@pytest.mark.parametrize("change", [{"agent": "another"}, {"salt": "another"}, {"promise": "forget"}])
-def test_survivors_serve_no_one_else(sides, change):
-    asked(sides, "first", [0, 1, 2], agent="one", **REMEMBER)
-    _, report = asked(sides, "second", [1, 2], **{**REMEMBER, "agent": "one", **change})
-    assert points(report)[:2] in ([], ["leading"])
-
-
-def test_exact_requests_leave_and_get_no_survivors(sides):
-    asked(sides, "first", [0, 1, 2])
-    assert len(sides.scheduler.stores.survivors) == 0
-    asked(sides, "second", [0, 1, 2], **REMEMBER)
-    assert points(asked(sides, "third", [1, 2])[1]) == ["leading"]
-
-
-def test_survivors_of_forgetting_requests_are_bounded_by_the_certificate(sides):
-    sides.scheduler.certificate = certificate_of(bounds("survivor", 0.02, rank=8))
-    asked(sides, "first", [0, 1, 2], **CERTIFIED)
-    _, report = asked(sides, "second", [1, 2, 3], **CERTIFIED)
-    assert (points(report), report["kl"]) == (["leading", "survivor", "survivor"], 0.02)
-    sides.scheduler.certificate = certificate_of(bounds("survivor", 0.06, rank=8))
-    assert points(asked(sides, "third", [2, 3, 4], **CERTIFIED)[1]) == ["leading"]
-
-
-def test_a_chunk_prefilled_behind_approximate_ones_keeps_their_bound(sides):
-    """A window that remembers promises its survivors, but not what was computed behind other approximate chunks."""
-    for name, pages in (("base", [0, 1, 2]), ("lone", [1, 5])):
-        asked(sides, name, pages)
-    sides.scheduler.certificate = certificate_of([*bounds("near", 0.03), *bounds("near", 0.03, "remember")])
-    _, report = asked(sides, "first", [1, 2, 3], **REMEMBER)
-    assert (points(report), report["kl"]) == (["leading", "restored", "near"], 0.03)
-    _, report = asked(sides, "second", [3, 4], **REMEMBER)
-    assert (points(report), report["kl"]) == (["leading", "survivor"], 0.03), "the bound is inherited"
-
-
-def test_survivors_stay_within_their_bytes(tmp_path):
-    page = SIZE * LAYOUT.bytes_per_token("float32")
-    with sides_of(tmp_path, survivors=2 * page) as sides:
-        asked(sides, "first", [0, 1, 2, 3], **REMEMBER)
-        assert (len(sides.scheduler.stores.survivors), sides.scheduler.stores.survivors.nbytes) == (2, 2 * page)
-    with sides_of(tmp_path / "none", survivors=0) as sides:
-        assert not asked(sides, "first", [0, 1], **REMEMBER)[0].orders.saves[0].survivors
-
-
-# ------------------------------------------------------------------------------------------- salts and admission
 
 
 def test_a_request_that_the_engine_has_keeps_its_salt(sides):
@@ -219,5 +181,17 @@ def test_exact_requests_store_few_histories_of_a_chunk_until_one_comes_again(tmp
     assert stored[-2:] == [10 + 8, 10 + 9], "each neighbour, the page behind eight of them, and where it came again"
 
 
-def test_nothing_is_kept_of_requests_that_ask_for_that(sides):
-    assert asked(sides, "first", [0, 1], save=False, **REMEMBER)[0].orders == StepCommands()
+def test_learning_costs_no_more_than_was_saved_and_the_prompts_in_advance(tmp_path, monkeypatch):
+    """Each request would prefill three pages for a pair that does not come again; the third one is not allowed to."""
+    monkeypatch.setattr(admission, "PROMPTS_IN_ADVANCE", 1)
+    learnt = []
+    with sides_of(tmp_path, **LEARNING["settings"]) as sides:
+        certify(sides, near=0.01)
+        for pages in ([2, 0, 1], [3, 0, 1], [5], [2, 0, 1, 4, 6]):
+            asked(sides, f"met {pages}", pages)
+        for front, last in ((3, 5), (5, 7), (7, 3)):
+            asked(sides, f"behind {front}", [front, 0])
+            asked(sides, f"met {last}", [last])
+            _, report = asked(sides, f"{last}", [front, 0, 1, 4, 6, last], **CERTIFIED)
+            learnt.append("to be stored" in report["why"])
+    assert learnt == [True, True, False]

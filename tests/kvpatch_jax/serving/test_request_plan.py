@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from serving_sides import TOKENS
 
 from kvpatch_jax.cache import identity
-from kvpatch_jax.plan import FORWARD, Certificate, CertifiedLoss, Option, RankChoice
+from kvpatch_jax.plan import FORWARD, Option
 from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, RequestOptions, StoreOptions, plan_request, segments_of
 from kvpatch_jax.serving.vllm.plan import PromptHistory
+from tests.kvpatch_jax.plan.plan_cases import certificate
 
 ENDS = (8, 18, 24)
 SEGMENTS = segments_of("tiny", TOKENS, ends=ENDS)
@@ -49,71 +50,50 @@ LEADING = Option("leading", identity(SEGMENTS[0].id))
 SHELF = Shelf([LEADING], [option("stored", 4), option("stored", 2), option("bare")], [option("bare")])
 
 
-def certificate_of(*rows, **fields):
-    losses = [
-        CertifiedLoss(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, 0.1, 10) for row in rows
-    ]
-    stated = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
-    stated |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
-    stated |= {"spans": (1, 99), "modalities": ("text",)}
-    return Certificate(**stated | fields, rows=tuple(losses), recommended=RankChoice(4, "r"))
+SIGNED = certificate({("stored", 4): [0.01, 0.02, 0.03], ("bare", 0): [5.0] * 3}, chunks=3, tokens=99)
 
 
-ROWS = [("stored", 4, behind, 0.01 * (behind + 1)) for behind in (0, 1, 2)]
-ROWS += [("bare", 0, behind, 5.0) for behind in (0, 1, 2)]
-SIGNED = certificate_of(*ROWS)
-
-
-def planned(shelf=SHELF, certificate=SIGNED, config=EVERYTHING, history=HISTORY, **options):
-    return plan_request(history, shelf, config, RequestOptions(**options), certificate)
+def planned(shelf=SHELF, signed=SIGNED, config=EVERYTHING, history=HISTORY, **options):
+    return plan_request(history, shelf, config, RequestOptions(**options), signed)
 
 
 def test_exact_requests_get_exact_chunks_and_no_salt():
     plan = planned()
     assert plan.steps == (ChunkStep(SEGMENTS[0], "leading", LEADING.made),)
-    assert (plan.matched, plan.exact, plan.kl) == (8, True, 0.0)
-    assert plan.why == "chunk 2 of 3 is not stored behind those in front of it"
     assert (plan.salt("tiny", None), plan.salt("tiny", "own")) == (None, "own")
-    empty = planned(Shelf([], [option("bare")], []))
-    assert (empty.matched, empty.why) == (0, "chunk 1 of 3 is not stored")
 
 
-def test_a_prompt_beyond_the_certificate_is_served_exactly():
-    within = planned(reuse="certified", kl=0.1)
-    assert (within.matched, within.kl) == (18, 0.02)
-    for smaller, reason in (
-        ({"tokens": 23}, "window of 24 tokens; certified up to 23"),
-        ({"chunks": 1}, "window of 2 chunks; certified up to 1"),
-        ({"spans": (1, 9)}, "chunk that spans 10 positions; certified from 1 to 9"),
-        ({"modalities": ("image",)}, "chunk of text; certified of image"),
-    ):
-        beyond = planned(certificate=dataclasses.replace(SIGNED, **smaller), reuse="certified", kl=0.1)
-        assert (beyond.matched, beyond.kl, beyond.exact) == (8, 0.0, True)
-        assert reason in beyond.why
+APPROXIMATE = Shelf([], [option("bare")], [])
+LIMITED, SHORT = dataclasses.replace(EVERYTHING, kl=0.1), dataclasses.replace(SIGNED, tokens=23)
+UNCERTIFIED = "chunk {} of 3 is not certified within {} nats"
+NO_CERTIFICATE = f"{UNCERTIFIED.format(2, 10)}: there is no certificate"
+BEYOND = f"{UNCERTIFIED.format(2, 0.1)}: window of 24 tokens; certified up to 23"
+BEHIND = "chunk 2 of 3 is not stored behind those in front of it"
 
 
-def test_a_certified_prompt_is_matched_as_far_as_the_certificate_bounds_it():
-    everything = planned(reuse="certified")
-    assert [(step.point, step.rank) for step in everything.steps] == [("leading", 0), ("stored", 4), ("bare", 0)]
-    assert (everything.matched, everything.kl) == (24, 5.0)
-    within = planned(reuse="certified", kl=0.1)
-    # The third chunk is prefilled behind an approximate one, and so counts among the others.
-    assert (within.matched, within.kl) == (18, 0.02)
-    assert "chunk 3 of 3 is not certified within 0.1 nats" in within.why
-    assert planned(reuse="certified", kl=0.015).matched == 8
-    assert planned(config=dataclasses.replace(EVERYTHING, kl=0.1), reuse="certified").matched == 18
-    without = planned(certificate=None, reuse="certified")
-    assert (without.matched, without.exact) == (8, True)
-    assert "there is no certificate" in without.why
-
-
-def test_goals_without_bounds_take_the_most_faithful_option_they_allow():
-    """They state a bound where there is one."""
-    patched, blind = planned(reuse="patched"), planned(reuse="blind")
-    assert [(step.point, step.rank) for step in patched.steps] == [("leading", 0), ("stored", 4)]
-    assert [(step.point, step.rank) for step in blind.steps] == [("leading", 0), ("bare", 0), ("bare", 0)]
-    assert (patched.kl, blind.kl) == (0.02, 5.0)
-    assert planned(certificate=None, reuse="blind").kl is None
+@pytest.mark.parametrize(
+    ("options", "points", "kl", "why"),
+    [
+        ({}, "leading", 0.0, BEHIND),
+        ({"shelf": APPROXIMATE}, "", 0.0, "chunk 1 of 3 is not stored"),
+        ({"reuse": "certified"}, "leading stored bare", 5.0, ""),
+        # The third chunk is prefilled behind an approximate one, and so counts among the others.
+        ({"reuse": "certified", "kl": 0.1}, "leading stored", 0.02, UNCERTIFIED.format(3, 0.1)),
+        ({"reuse": "certified", "kl": 0.015}, "leading", 0.0, UNCERTIFIED.format(2, 0.015)),
+        ({"reuse": "certified", "config": LIMITED}, "leading stored", 0.02, UNCERTIFIED.format(3, 0.1)),
+        ({"reuse": "certified", "kl": 0.1, "signed": SHORT}, "leading", 0.0, BEYOND),
+        ({"reuse": "certified", "signed": None}, "leading", 0.0, NO_CERTIFICATE),
+        # Goals without bounds state one where there is one.
+        ({"reuse": "patched"}, "leading stored", 0.02, "chunk 3 of 3 is not stored"),
+        ({"reuse": "blind"}, "leading bare bare", 5.0, ""),
+        ({"reuse": "blind", "signed": None}, "leading bare bare", None, ""),
+    ],
+)
+def test_a_prompt_is_served_as_far_as_its_goal_and_the_certificate_allow(options, points, kl, why):
+    plan = planned(**options)
+    assert [step.point for step in plan.steps] == points.split()
+    assert plan.matched == dict(enumerate(ENDS, 1)).get(len(plan.steps), 0)
+    assert (plan.kl, plan.exact, plan.why) == (kl, points in ("", "leading"), why)
 
 
 def test_what_cannot_be_read_gives_way_to_the_next_best():
@@ -130,11 +110,8 @@ def test_no_allowed_prefix_is_longer(data):
     count = data.draw(st.integers(1, 5))
     history = PromptHistory(segments_of("tiny", range(100), ends=[9 * (index + 1) for index in range(count)]))
     ways = [("stored", 4), ("near", 0), ("bare", 0)]
-    rows = []
-    for way in data.draw(st.lists(st.sampled_from(ways), unique=True)):
-        bounds = sorted(data.draw(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=5)))
-        rows += [(*way, behind, bound) for behind, bound in enumerate(bounds)]
-    certificate = certificate_of(*rows or [("orbit", 1, 0, 0.1)], chunks=9, tokens=999)
+    bounds = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=5).map(sorted)
+    signed = certificate(data.draw(st.dictionaries(st.sampled_from(ways), bounds)) or {("orbit", 1): [0.1]})
     listed = [data.draw(st.lists(st.sampled_from(ways), unique=True)) for _ in range(count)]
     exact = [data.draw(st.booleans()) for _ in range(count)]
     kl = data.draw(st.floats(0.0, 1.0))
@@ -146,17 +123,16 @@ def test_no_allowed_prefix_is_longer(data):
                 # What is exact inherits nothing; what the engine prefills does.
                 approximate = [way for way in served if way[0] != "leading"]
                 others = len(approximate) + (count - length if approximate else 0) - 1
-                bounds = [certificate.bound(*way, behind=others) for way in approximate]
+                bounds = [signed.bound(*way, behind=others) for way in approximate]
                 if all(bound is not None and bound <= kl for bound in bounds):
                     return length
         return 0
 
-    options = [
-        [Option("leading", "made")] * own + [option(*way) for way in ways]
-        for own, ways in zip(exact, listed, strict=True)
-    ]
+    options = []
+    for is_exact, ways in zip(exact, listed, strict=True):
+        options.append([Option("leading", "made")] * is_exact + [option(*way) for way in ways])
     shelf = Shelf(*options, segments=history.segments)
-    plan = planned(shelf, certificate, history=history, reuse="certified", kl=kl)
+    plan = planned(shelf, signed, history=history, reuse="certified", kl=kl)
     assert plan.kl is not None
     assert plan.kl <= kl
     assert len(plan.steps) <= longest()
@@ -166,18 +142,15 @@ def test_no_allowed_prefix_is_longer(data):
 
 
 def test_different_approximate_plans_have_different_salts():
-    plans = [
-        planned(reuse="blind"),
-        planned(Shelf([LEADING], [option("bare")], []), reuse="blind"),
-        planned(Shelf([LEADING], [option("stored", 4)], []), reuse="patched"),
-        planned(Shelf([LEADING], [option("stored", 4, "of another time")], []), reuse="patched"),
-    ]
-    assert not any(own.exact for own in plans)
-    salts = [own.salt("tiny", None) for own in plans]
-    salts += [plans[0].salt("tiny", "own"), plans[0].salt("other", None)]
+    stored = (Shelf([LEADING], [option("stored", 4, made)], []) for made in ("", "of another time"))
+    plans = [planned(shelf, reuse="patched") for shelf in stored]
+    plans += [planned(shelf, reuse="blind") for shelf in (SHELF, Shelf([LEADING], [option("bare")], []))]
+    assert not any(plan.exact for plan in plans)
+    salts = [plan.salt("tiny", None) for plan in plans]
+    salts += [plans[0].salt("tiny", "another"), plans[0].salt("other", None)]
     assert len(set(salts)) == len(salts)
     assert all(salt.startswith("kvpatch-") for salt in salts)
-    assert planned(reuse="blind").salt("tiny", None) == salts[0]
+    assert planned(reuse="blind").salt("tiny", None) in salts
 
 
 @pytest.mark.parametrize(("end", "matched", "kl"), [(24, 24, 5.0), (20, 20, 5.0), (12, 12, 5.0), (8, 8, 0.0)])

@@ -1,11 +1,15 @@
 """Chunks are read in the background: the engine's thread waits for no store, whatever that does."""
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
+import errno
+import os
+import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
-from serving_sides import TOKENS, matched_of, output_of, report_of, request_of, served, sides_of
+from serving_sides import TOKENS, matched_of, output_of, report_of, request_of, served, true_kv
 
 from kvpatch_jax.errors import StoreIOError
 from kvpatch_jax.plan import choose
@@ -23,58 +27,36 @@ BLOCKS = tuple(range(8))
 
 
 @pytest.fixture
-def sides(tmp_path):
-    """Both sides, with the canonicals of two chunks and a patch of the second stored."""
-    with sides_of(tmp_path) as sides:
-        served(sides, "first", {"segments": [8]})
-        served(sides, "second", {"segments": [10]}, TOKENS[8:])
-        served(sides, "patch", {"segments": [8, 18]})
-        yield sides
+def scheduler(sides):
+    """The scheduler's side, with the canonicals of two chunks and a patch of the second stored."""
+    served(sides, "first", {"segments": [8]})
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    served(sides, "patch", {"segments": [8, 18]})
+    return sides.scheduler
 
 
 @pytest.fixture
-def gate(sides, monkeypatch):
-    """An event that reads of chunks wait for; `gate.threads` are those that have come to it."""
-    event, get = threading.Event(), ChunkStore.get
-    event.threads = set()
-
-    def waiting(*args, **options):
-        event.threads.add(threading.get_ident())
-        assert event.wait(60)
-        return get(*args, **options)
-
-    monkeypatch.setattr(ChunkStore, "get", waiting)
-    yield event
-    event.set()
+def gate(scheduler, hang):
+    return hang(ChunkStore, "get")
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The time that requests wait by: it stands still, and `clock[0]` moves it."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
-def placed(scheduler, name, params=PATCHED, **changes):
-    """Returns a request whose load was commanded."""
+def added(scheduler, name, params=LEADING, **changes):
     request = request_of(name, params, **changes)
     scheduler.add_request(request)
+    return request
+
+
+def placed(scheduler, name, params=PATCHED):
+    """Returns a request whose load was commanded."""
+    request = added(scheduler, name, params)
     scheduler.order_load(request, BLOCKS, matched_of(scheduler, request))
     assert len(scheduler.build_commands(output_of({}, {}, {})).loads) == 1
     return request
 
 
-def delete_all(sides):
-    for segment in segments_of("tiny", TOKENS, ends=[8, 18]):
-        sides.worker.stores.of("default").delete(segment.id, "tiny")
-
-
-def test_other_requests_are_served_while_chunks_are_read(sides, gate):
+def test_other_requests_are_served_while_chunks_are_read(scheduler, gate):
     """The engine is told to ask again, and goes on. Then the request is salted before it is matched."""
-    scheduler, slow, plain = sides.scheduler, request_of("slow", PATCHED), request_of("plain", None)
-    scheduler.add_request(slow)
-    scheduler.add_request(plain)
+    slow, plain = added(scheduler, "slow", PATCHED), added(scheduler, "plain", None)
     assert (scheduler.match(slow, 0), scheduler.match(plain, 0)) == (None, 0)
     assert scheduler.build_commands(output_of({"plain": 30}, {"plain": 0}, {})) == StepCommands()
     assert slow.cache_salt is None
@@ -85,40 +67,28 @@ def test_other_requests_are_served_while_chunks_are_read(sides, gate):
     assert scheduler.match(slow, 4) == 14
 
 
-def test_a_store_that_hangs_costs_only_a_prefill(sides, gate, clock):
+def test_a_store_that_hangs_costs_only_a_prefill(scheduler, gate, wait_until, monkeypatch):
     """The first requests wait for the patience, later ones not at all; until the store answers again."""
-    scheduler = sides.scheduler
-    hanging = [request_of(str(number), LEADING) for number in range(READERS)]
-    for request in hanging:
-        scheduler.add_request(request)
-    while len(gate.threads) < READERS:
-        time.sleep(0.001)
-    clock[0] += PATIENCE
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    hanging = [added(scheduler, str(number)) for number in range(READERS)]
+    wait_until(lambda: len(gate.threads) == READERS)
+    now[0] += PATIENCE
     assert [matched_of(scheduler, request) for request in hanging] == [0] * READERS
-    later = [request_of(f"later {number}", LEADING) for number in range(3 * AHEAD)]
-    for request in later:
-        scheduler.add_request(request)
+    later = [added(scheduler, f"later {number}") for number in range(3 * AHEAD)]
     assert [scheduler.match(request, 0) for request in later] == [0] * len(later), "asked once, and not again"
     assert later[0].block_hashes == ["early"]
     output = output_of({"0": 30}, {"0": 0}, {"0": BLOCKS})
     assert scheduler.build_commands(output) == StepCommands(), "nothing is formed for that store either"
     assert scheduler.finish(hanging[0])["kvpatch"]["why"] == "its chunks could not be read"
     gate.set()
-    for number in range(1000):  # until a thread has ended its read
-        request = request_of(f"after {number}", LEADING)
-        scheduler.add_request(request)
-        if matched_of(scheduler, request) == 8:
-            return
-        time.sleep(0.001)
-    pytest.fail("no request is read again")
+    names = map(str, range(1000, 2000))  # until a thread has ended its read
+    wait_until(lambda: matched_of(scheduler, added(scheduler, next(names))) == 8)
 
 
-def test_the_number_of_requests_with_chunks_in_memory_is_limited(sides):
+def test_the_number_of_requests_with_chunks_in_memory_is_limited(scheduler):
     """The next one is read when one was placed or is gone."""
-    scheduler = sides.scheduler
-    requests = [request_of(str(number), LEADING) for number in range(AHEAD + 2)]
-    for request in requests:
-        scheduler.add_request(request)
+    requests = [added(scheduler, str(number)) for number in range(AHEAD + 2)]
     assert [matched_of(scheduler, request) for request in requests[:AHEAD]] == [8] * AHEAD
     assert [scheduler.match(request, 0) for request in requests[AHEAD:]] == [None, None]
     scheduler.order_load(requests[0], BLOCKS, 8)
@@ -129,43 +99,38 @@ def test_the_number_of_requests_with_chunks_in_memory_is_limited(sides):
     assert matched_of(scheduler, requests[AHEAD + 1]) == 8
 
 
-def test_whatever_reading_raises_costs_only_a_prefill(sides, monkeypatch):
-    monkeypatch.setattr(Stores, "canonical", lambda *_: 1 / 0)
-    assert served(sides, "request", {"segments": [8]}).count == 0
-    assert sides.scheduler.counts["unread"] == 1
-
-
-def test_a_prompt_of_damaged_chunks_is_planned_twice_not_once_for_each(tmp_path, monkeypatch):
-    """Choosing anew after each one would take a time that grows with the cube of their number."""
-    ends, choices = list(range(4, 29, 4)), []
-    with sides_of(tmp_path) as sides:
-        served(sides, "prompt", {"segments": ends})
-        for begin in ends[:-1]:
-            served(sides, f"from {begin}", {"segments": [4]}, TOKENS[begin:])
-
-        def counted(*arguments, **options):
-            choices.append(choose(*arguments, **options))
-            return choices[-1]
-
-        monkeypatch.setattr(StoredPrefills, "get", lambda *_: None)
-        monkeypatch.setattr(plan, "choose", counted)
-        answer = served(sides, "damaged", {"segments": ends, "reuse": "blind"})
-        points = [point for point, _ in report_of(sides, answer)["served"]]
-    assert [option.point for option in choices[0].options] == ["leading"] + ["restored"] * 6
-    assert points == ["leading"] + ["bare"] * 6
-    assert len(choices) == 2
-
-
-def test_a_request_is_served_if_it_is_unknown_what_to_form(sides, monkeypatch):
-    def fail(*_):
+@pytest.mark.parametrize(("read", "count", "counted"), [("canonical", 0, "unread"), ("has_patch", 8, "unsaved")])
+def test_whatever_reading_raises_costs_only_a_prefill_or_what_would_be_formed(
+    sides, scheduler, monkeypatch, read, count, counted
+):
+    def fails(*_):
         raise StoreIOError("on purpose")
 
-    monkeypatch.setattr(Stores, "has_patch", fail)
-    assert served(sides, "request", {"segments": [8, 18]}).count == 8
-    assert (sides.scheduler.counts["unsaved"], sides.scheduler.counts["unread"]) == (1, 0)
+    monkeypatch.setattr(Stores, read, fails)
+    assert served(sides, "request", {"segments": [8, 18]}).count == count
+    assert {kind: scheduler.counts[kind] for kind in ("unread", "unsaved")} == {"unread": 0, "unsaved": 0, counted: 1}
 
 
-def test_the_engines_thread_accesses_no_store(sides, monkeypatch):
+@pytest.mark.parametrize("fault", ["the disk is full", "the directory is gone"])
+def test_a_store_that_fails_costs_no_answer(sides, scheduler, tmp_path, monkeypatch, fault):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "on purpose")
+
+    if fault == "the disk is full":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        shutil.rmtree(tmp_path / "store")
+    expected = np.concatenate([true_kv(TOKENS[4:])[name][:, :, 0] for name in "kv"], axis=-1)
+    for turn in range(3):
+        answer = served(sides, f"turn {turn}", {"segments": [8, 18]}, TOKENS[4:])
+        assert not answer.failed
+        np.testing.assert_allclose(answer.loaded[:, : answer.count], expected[:, : answer.count], rtol=1e-5, atol=1e-5)
+    sides.worker.former.flush()
+    assert sides.worker.former.counts["failed"] > 0
+    assert scheduler.reading == (0, 0)
+
+
+def test_the_engines_thread_accesses_no_store(sides, scheduler, monkeypatch):
     engine, calls = threading.current_thread(), []
     for name in ("of", "has_canonical", "canonical", "has_patch", "prefills"):
         method = getattr(Stores, name)
@@ -177,50 +142,45 @@ def test_the_engines_thread_accesses_no_store(sides, monkeypatch):
         monkeypatch.setattr(Stores, name, noting)
     for name, options in (("exact", {}), ("patched", {"reuse": "patched"}), ("unsaved", {"save": False})):
         report_of(sides, served(sides, name, {"segments": [8, 18], **options}))
-    request = placed(sides.scheduler, "preempted")
-    assert matched_of(sides.scheduler, request) == 18
-    sides.scheduler.order_load(request, BLOCKS, 18)
-    sides.scheduler.take_promised()
-    sides.scheduler.mark_failed({0})
-    sides.scheduler.finish(request)
+    request = placed(scheduler, "preempted")
+    assert matched_of(scheduler, request) == 18
+    scheduler.order_load(request, BLOCKS, 18)
+    scheduler.take_promised()
+    scheduler.mark_failed({0})
+    scheduler.finish(request)
     assert calls
     assert not [name for name, is_engine in calls if is_engine]
 
 
-def test_chunks_of_two_concurrent_requests_are_formed_once(tmp_path):
-    with sides_of(tmp_path) as sides:
-        requests = [request_of(str(number), LEADING) for number in range(2)]
-        blocks = {"0": BLOCKS, "1": tuple(range(8, 16))}
-        for request in requests:
-            sides.scheduler.add_request(request)
-        for request in requests:
-            assert matched_of(sides.scheduler, request) == 0
-            sides.scheduler.order_load(request, blocks[request.request_id], 0)
-            sides.pool.prefill(request.request_id, TOKENS, blocks[request.request_id])
-        sides.worker.save(sides.scheduler.build_commands(output_of({"0": 30, "1": 30}, {"0": 0, "1": 0}, blocks)))
-        sides.worker.former.flush()
-        assert sides.worker.former.counts == {"canonicals": 1, "known": 1}
+def test_chunks_of_two_concurrent_requests_are_formed_once(sides):
+    requests = [added(sides.scheduler, name) for name in "ab"]
+    blocks = {"a": BLOCKS, "b": tuple(range(8, 16))}
+    for request in requests:
+        assert matched_of(sides.scheduler, request) == 0
+        sides.scheduler.order_load(request, blocks[request.request_id], 0)
+        sides.pool.prefill(request.request_id, TOKENS, blocks[request.request_id])
+    sides.worker.save(sides.scheduler.build_commands(output_of({"a": 30, "b": 30}, {"a": 0, "b": 0}, blocks)))
+    sides.worker.former.flush()
+    assert sides.worker.former.counts == {"canonicals": 1, "known": 1}
 
 
-def test_a_request_that_reads_no_cache_is_formed_and_not_served(sides):
+def test_a_request_that_reads_no_cache_is_formed_and_not_served(scheduler):
     """Its prompt's log-probabilities are asked for, so that all of it is computed."""
-    request = request_of("name", {"kvpatch": {"segments": [9]}}, skip_reading_prefix_cache=True)
-    sides.scheduler.add_request(request)
-    assert sides.scheduler.match(request, 0) == 0
-    sides.scheduler.order_load(request, BLOCKS, 0)
+    request = added(scheduler, "name", {"kvpatch": {"segments": [9]}}, skip_reading_prefix_cache=True)
+    assert scheduler.match(request, 0) == 0
+    scheduler.order_load(request, BLOCKS, 0)
     for _ in range(100):
-        assert sides.scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
-    (save,) = sides.scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {"name": BLOCKS})).saves
-    report = sides.scheduler.finish(request)["kvpatch"]
+        assert scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
+    (save,) = scheduler.build_commands(output_of({"name": 30}, {"name": 0}, {"name": BLOCKS})).saves
+    report = scheduler.finish(request)["kvpatch"]
     assert (save.wanted, report["served"], report["why"]) == ((0,), [], "the request reads no cache")
 
 
 # ------------------------------------------------------------------------------------- preempted and finished early
 
 
-def test_a_preempted_request_is_read_and_salted_again(sides):
+def test_a_preempted_request_is_read_and_salted_again(sides, scheduler):
     """What the store has lost since is computed, without the salt; earlier tokens stay in the answer."""
-    scheduler = sides.scheduler
     request = placed(scheduler, "name")
     salt = request.cache_salt
     assert scheduler.match(request, 18) == 0, "all of it is in the engine's cache"
@@ -228,7 +188,8 @@ def test_a_preempted_request_is_read_and_salted_again(sides):
     assert (matched_of(scheduler, request), request.cache_salt) == (18, salt)
     scheduler.order_load(request, BLOCKS, 10)
     assert scheduler.build_commands(output_of({}, {}, {})).loads[0].first == 8
-    delete_all(sides)
+    for segment in segments_of("tiny", TOKENS, ends=[8, 18]):
+        sides.worker.stores.of("default").delete(segment.id, "tiny")
     assert (matched_of(scheduler, request), request.cache_salt) == (0, None)
     scheduler.order_load(request, BLOCKS, 0)
     report = scheduler.finish(request)["kvpatch"]
@@ -236,17 +197,16 @@ def test_a_preempted_request_is_read_and_salted_again(sides):
     assert report["why"] == "chunk 1 of 2 is not stored"
 
 
-def test_failed_blocks_of_an_earlier_allocation_do_not_fail_a_request(sides):
-    request = placed(sides.scheduler, "name", LEADING)
-    assert sides.scheduler.match(request, 8) == 0
-    sides.scheduler.order_load(request, (7, 8), 0)
-    sides.scheduler.mark_failed({0, 1})
-    assert not sides.scheduler.finish(request)["kvpatch"]["failed"]
+def test_failed_blocks_of_an_earlier_allocation_do_not_fail_a_request(scheduler):
+    request = placed(scheduler, "name", LEADING)
+    assert scheduler.match(request, 8) == 0
+    scheduler.order_load(request, (7, 8), 0)
+    scheduler.mark_failed({0, 1})
+    assert not scheduler.finish(request)["kvpatch"]["failed"]
 
 
-def test_a_request_that_ends_before_it_is_placed_is_served_nothing(sides, gate):
-    scheduler, early, planned = sides.scheduler, request_of("early", PATCHED), request_of("planned", PATCHED)
-    scheduler.add_request(early)
+def test_a_request_that_ends_before_it_is_placed_is_served_nothing(scheduler, gate):
+    early, planned = added(scheduler, "early", PATCHED), request_of("planned", PATCHED)
     assert scheduler.finish(early)["kvpatch"]["matched"] == 0
     gate.set()
     scheduler.add_request(planned)
@@ -255,3 +215,23 @@ def test_a_request_that_ends_before_it_is_placed_is_served_nothing(sides, gate):
     assert (report["matched"], report["served"], report["exact"], report["kl"]) == (0, [], True, 0.0)
     assert scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
     assert (early.cache_salt, scheduler.finish(early)) == (None, None)
+
+
+def test_a_prompt_of_damaged_chunks_is_planned_twice_not_once_for_each(sides, monkeypatch):
+    """Choosing anew after each one would take a time that grows with the cube of their number."""
+    ends, choices = list(range(4, 29, 4)), []
+    served(sides, "prompt", {"segments": ends})
+    for begin in ends[:-1]:
+        served(sides, f"from {begin}", {"segments": [4]}, TOKENS[begin:])
+
+    def counted(*arguments, **options):
+        choices.append(choose(*arguments, **options))
+        return choices[-1]
+
+    monkeypatch.setattr(StoredPrefills, "get", lambda *_: None)
+    monkeypatch.setattr(plan, "choose", counted)
+    answer = served(sides, "damaged", {"segments": ends, "reuse": "blind"})
+    points = [point for point, _ in report_of(sides, answer)["served"]]
+    assert [option.point for option in choices[0].options] == ["leading"] + ["restored"] * 6
+    assert points == ["leading"] + ["bare"] * 6
+    assert len(choices) == 2

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import (
-    ConfigError,
-    StoreClosedError,
-    StoreIOError,
-    StoreKeyError,
-    WeightsError,
-)
+from kvpatch_jax.errors import ConfigError, StoreClosedError, StoreIOError, StoreKeyError, WeightsError
 from kvpatch_jax.serving.vllm import ConnectorConfig, stores
 from kvpatch_jax.serving.vllm.plan import Survivor, SurvivorKey
 from kvpatch_jax.serving.vllm.stores import MIN_KEY_BYTES, WEIGHTS_RECORD, Stores, Survivors, expect_weights
@@ -27,23 +21,20 @@ KEY = SECRET.encode()
 DIGEST, OTHER = "11" * 32, "22" * 32
 
 
-def config_of(folder, **options) -> ConnectorConfig:
-    return ConnectorConfig.read({"store": {"root": str(folder / "store"), **options}, "backbone": "tiny"})
-
-
-def chunk_of(id="chunk", backbone="tiny", tokens=4) -> kvp.Chunk:
+def chunk_of(tokens=4) -> kvp.Chunk:
     layout = kvp.KVLayout.gqa(1, 1, 8, kvp.Rope(1e4, 8))
     kv = {name: np.zeros((1, tokens, 1, 8), np.float32) for name in "kv"}
-    return kvp.Chunk(kv, np.arange(tokens), tokens, tokens, id, layout, backbone)
+    return kvp.Chunk(kv, np.arange(tokens), tokens, tokens, "chunk", layout, "tiny")
 
 
 @pytest.fixture
-def opened():
-    """Opens stores, and closes them after the test."""
+def opened(tmp_path):
+    """Opens one side's stores in a folder, and closes them after the test."""
     sides = []
 
-    def opens(*arguments) -> Stores:
-        sides.append(Stores(*arguments))
+    def opens(weights=None, folder="store", **options) -> Stores:
+        store = {"root": str(tmp_path / folder), **options}
+        sides.append(Stores(ConnectorConfig.read({"store": store, "backbone": "tiny"}), weights))
         return sides[-1]
 
     yield opens
@@ -54,8 +45,8 @@ def opened():
 # ------------------------------------------------------------------------------------------------------ shared, closed
 
 
-def test_both_sides_share_stores_until_the_last_one_closes(tmp_path, opened):
-    first, second = opened(config_of(tmp_path)), opened(config_of(tmp_path))
+def test_both_sides_share_stores_until_the_last_one_closes(opened):
+    first, second = opened(), opened()
     store = first.of("acme")
     assert second.of("acme") is store
     assert first.survivors is second.survivors
@@ -66,11 +57,11 @@ def test_both_sides_share_stores_until_the_last_one_closes(tmp_path, opened):
     assert second.of("acme") is store
     assert second.close()
     assert store.objects.closed
-    assert opened(config_of(tmp_path)).of("acme") is not store
+    assert opened().of("acme") is not store
 
 
-def test_a_store_that_hangs_closes_in_time(tmp_path, opened, monkeypatch):
-    side, hangs = opened(config_of(tmp_path)), threading.Event()
+def test_a_store_that_hangs_closes_in_time(opened, monkeypatch):
+    side, hangs = opened(), threading.Event()
     stuck, other = side.of("stuck"), side.of("other")
     monkeypatch.setattr(stuck, "close", lambda: hangs.wait(60))
     assert side.close(0.2) is False
@@ -78,10 +69,10 @@ def test_a_store_that_hangs_closes_in_time(tmp_path, opened, monkeypatch):
     hangs.set()
 
 
-def test_no_more_stores_stay_open_than_the_limit_however_many_tenants_there_are(tmp_path, opened, monkeypatch):
+def test_no_more_stores_stay_open_than_the_limit_however_many_tenants_there_are(opened, monkeypatch):
     """Tenants are salts, which any client may send: the files of their stores are not left open."""
     monkeypatch.setattr(stores, "MAX_TENANTS", 2)
-    side = opened(config_of(tmp_path))
+    side = opened()
     first, *_, last = [side.of(f"tenant {number}") for number in range(4)]
     deadline = time.monotonic() + 30
     while not first.objects.closed:
@@ -91,8 +82,8 @@ def test_no_more_stores_stay_open_than_the_limit_however_many_tenants_there_are(
     assert not side.of("tenant 0").objects.closed, "it is opened again"
 
 
-def test_a_reset_leaves_nothing_to_serve_and_deletes_nothing(tmp_path, opened):
-    side, other = opened(config_of(tmp_path)), opened(config_of(tmp_path))
+def test_a_reset_leaves_nothing_to_serve_and_deletes_nothing(opened):
+    side, other = opened(), opened()
     side.of("default").put(chunk_of())
     assert side.canonical("default", "chunk") is not None
     names = [side.backbone]
@@ -122,22 +113,21 @@ def test_survivors_are_kept_within_their_budget_the_latest_used_ones():
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def test_weights_of_another_checkpoint_are_never_served(tmp_path, opened):
+def test_weights_of_another_checkpoint_are_never_served(opened):
     """The first engine's count; a deleted record is written again by whoever uses the store next."""
-    own, other = opened(config_of(tmp_path), DIGEST), opened(config_of(tmp_path), OTHER)
-    own.of("default").put(chunk_of())
+    first, other = opened(DIGEST), opened(OTHER)
+    first.of("default").put(chunk_of())
     for call in (other.of, lambda tenant: other.canonical(tenant, "chunk")):
         with pytest.raises(WeightsError, match="111111111111…; expected the engine's, 222222222222…: give each"):
             call("default")
-    other.of("its own")
+    other.of("another")
     with pytest.raises(WeightsError):
-        own.of("its own")
-    own.of("default").delete_tenant()
-    own.of("default")
+        first.of("another")
+    first.of("default").delete_tenant()
+    first.of("default")
     with pytest.raises(WeightsError):
         other.of("default")
-    unknown = opened(config_of(tmp_path))
-    assert unknown.of("default").get_encoder(WEIGHTS_RECORD, "tiny").tobytes().hex() == DIGEST
+    assert opened().of("default").get_encoder(WEIGHTS_RECORD, "tiny").tobytes().hex() == DIGEST
 
 
 def test_only_one_of_several_concurrent_engines_claims_a_store(tmp_path):
@@ -165,71 +155,68 @@ def key_file(folder, content=KEY, mode=0o600) -> str:
 
 def test_chunks_are_encrypted_with_the_key_of_a_private_file_or_a_variable(tmp_path, opened, monkeypatch):
     monkeypatch.setenv("KVPATCH_KEY", SECRET)
-    opened(config_of(tmp_path, key=key_file(tmp_path))).of("default").put(chunk_of())
-    opened(config_of(tmp_path, key=key_file(tmp_path))).of("default").flush()
-    assert opened(config_of(tmp_path, key="env:KVPATCH_KEY", memory=0)).canonical("default", "chunk") is not None
+    first = opened(key=key_file(tmp_path)).of("default")
+    first.put(chunk_of())
+    first.flush()
+    assert opened(key="env:KVPATCH_KEY", memory=0).canonical("default", "chunk") is not None
     monkeypatch.setenv("KVPATCH_KEY", SECRET[::-1])
     with pytest.raises(StoreKeyError, match="another key"):
-        opened(config_of(tmp_path, key="env:KVPATCH_KEY", memory=1)).canonical("default", "chunk")
+        opened(key="env:KVPATCH_KEY", memory=1).canonical("default", "chunk")
 
 
-def test_a_key_that_is_missing_short_or_open_to_others_is_refused_and_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.delenv("KVPATCH_KEY", raising=False)
+@pytest.mark.parametrize("setting", ["key", "secret"])
+def test_a_key_that_is_missing_short_or_open_to_others_is_refused_and_not_repeated(tmp_path, opened, setting):
     os.mkfifo(tmp_path / "pipe", 0o600)
-    cases = [
+    for place, why in (
         (f"file:{tmp_path}/missing", "No such file"),
         (f"file:{tmp_path}", "no regular file|directory"),
         (f"file:{tmp_path}/pipe", "no regular file"),
-        ("env:KVPATCH_KEY", "no environment variable KVPATCH_KEY"),
+        ("env:KVPATCH_ABSENT", "no environment variable KVPATCH_ABSENT"),
         ((KEY, 0o640), "mode 640"),
         ((KEY, 0o604), "mode 604"),
         ((KEY[: MIN_KEY_BYTES - 1], 0o600), f"{MIN_KEY_BYTES - 1} bytes"),
         ((KEY * 2000, 0o600), "more than"),
-    ]
-    for setting in ("key", "secret"):
-        for place, why in cases:
-            place = place if isinstance(place, str) else key_file(tmp_path, *place)
-            with pytest.raises(ConfigError, match=rf"^connector\.store\.{setting}: got .*({why})") as raised:
-                Stores(config_of(tmp_path, **{setting: place}))
-            assert SECRET[:16] not in f"{raised.value} {raised.value.__cause__!r}"
+    ):
+        place = place if isinstance(place, str) else key_file(tmp_path, *place)
+        with pytest.raises(ConfigError, match=rf"^connector\.store\.{setting}: got .*({why})") as raised:
+            opened(**{setting: place})
+        assert SECRET[:16] not in f"{raised.value} {raised.value.__cause__!r}"
 
 
 def test_engines_of_one_secret_share_a_remote_store(tmp_path, opened, monkeypatch):
     monkeypatch.setenv("KVPATCH_SECRET", "another secret of the names, of 32 bytes")
-    remote, secret = f"file://{tmp_path}/remote", key_file(tmp_path)
-    first = opened(config_of(tmp_path / "one", remote=remote, secret=secret))
-    first.of("default").put(chunk_of())
-    first.of("default").flush()
-    assert opened(config_of(tmp_path / "two", remote=remote, secret=secret)).canonical("default", "chunk") is not None
-    third = opened(config_of(tmp_path / "three", remote=remote, secret="env:KVPATCH_SECRET"))
+    shared = {"remote": f"file://{tmp_path}/remote", "secret": key_file(tmp_path)}
+    first = opened(folder="one", **shared).of("default")
+    first.put(chunk_of())
+    first.flush()
+    assert opened(folder="two", **shared).canonical("default", "chunk") is not None
+    third = opened(folder="three", **shared | {"secret": "env:KVPATCH_SECRET"})
     assert third.canonical("default", "chunk") is None
 
 
-def test_an_unreachable_remote_store_is_a_miss(tmp_path, opened, monkeypatch):
+def test_an_unreachable_remote_store_is_a_miss(opened, monkeypatch):
     monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@127.0.0.1:1/0")
-    side = opened(config_of(tmp_path, remote="env:KVPATCH_REMOTE"))
+    side = opened(remote="env:KVPATCH_REMOTE")
     assert side.canonical("default", "absent") is None
     side.of("default").put(chunk_of())
     assert side.canonical("default", "chunk") is not None, "from its own disk"
 
 
-def test_a_remote_store_that_cannot_be_opened_is_refused_at_the_start(tmp_path, monkeypatch):
+def test_a_remote_store_that_cannot_be_opened_is_refused_and_its_url_not_repeated(tmp_path, opened, monkeypatch):
     (tmp_path / "file").write_text("")
-    for url in ("nothing://host/0", f"file://{tmp_path}/file/below", "file://elsewhere/path"):
-        with pytest.raises(ConfigError, match=r"^connector\.store\.remote: got .*; expected a URL that can be opened"):
-            Stores(config_of(tmp_path, remote=url))
-    monkeypatch.delenv("KVPATCH_REMOTE", raising=False)
-    with pytest.raises(ConfigError, match=r"^connector\.store\.remote: got no environment variable KVPATCH_REMOTE"):
-        Stores(config_of(tmp_path, remote="env:KVPATCH_REMOTE"))
+    for url, expected in (
+        *((url, "a URL") for url in ("nothing://host/0", f"file://{tmp_path}/file/below", "file://elsewhere/path")),
+        ("env:KVPATCH_ABSENT", "one that is set"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^connector\.store\.remote: got .*; expected {expected}"):
+            opened(remote=url)
 
-
-def test_no_message_holds_a_url_that_is_in_a_variable(tmp_path, monkeypatch):
     def fails(url, **_):
         raise StoreIOError("hunter2")
 
     monkeypatch.setattr(stores, "open_remote", fails)
     monkeypatch.setenv("KVPATCH_REMOTE", "valkey://:hunter2@host/0")
     with pytest.raises(ConfigError, match="StoreIOError") as raised:
-        Stores(config_of(tmp_path, remote="env:KVPATCH_REMOTE"))
+        opened(remote="env:KVPATCH_REMOTE")
     assert "hunter2" not in str(raised.value)
     assert raised.value.__cause__ is None

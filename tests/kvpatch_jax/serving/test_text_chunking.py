@@ -39,20 +39,16 @@ def chunks_inside(tokens, begin, end, **more):
 
 @given(st.integers(64, 3000), seeds, st.integers(32, 1500), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_a_document_has_the_same_chunks_behind_any_text(length, seed, before, opened):
+def test_a_document_has_the_same_chunks_behind_any_text_or_image(length, seed, before, opened):
     document = [*(OPENER if opened else []), *text(length, seed), *SEPARATOR]
     alone = chunks_inside([*document, *QUESTION], 0, len(document))
     assert alone[-1][1] == len(document), "its chunks are all of it"
 
     prefix = [*text(before, seed + 1), *([] if opened else SEPARATOR)]
-    begin = len(prefix)
-    assert chunks_inside([*prefix, *document, *QUESTION], begin, begin + len(document)) == alone
-
-    picture = [FRAME[0], *[PIXEL] * 20, FRAME[1]]
-    features = [PromptFeature("cat", len(prefix) + 1, 20)]
-    begin = len(prefix) + len(picture)
-    tokens = [*prefix, *picture, *document, *QUESTION]
-    assert chunks_inside(tokens, begin, begin + len(document), features=features) == alone
+    picture, features = [FRAME[0], *[PIXEL] * 20, FRAME[1]], [PromptFeature("cat", len(prefix) + 1, 20)]
+    for front, images in ((prefix, []), ([*prefix, *picture], features)):
+        begin, tokens = len(front), [*front, *document, *QUESTION]
+        assert chunks_inside(tokens, begin, begin + len(document), features=images) == alone
 
 
 PARTS = st.one_of(
@@ -96,20 +92,27 @@ def test_chunks_cover_a_prompt_in_order_and_cut_no_image(parts):
             assert length >= OPTIONS.least or {segment.begin, segment.end} <= walls, "a short text between images"
 
 
-def test_what_closes_opens_and_joins():
+FIRST, SECOND = [*text(50), *SEPARATOR], [*OPENER, *text(60, 1)]
+SHORT = [*OPENER, *text(5)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        ([*FIRST, *SECOND, *SEPARATOR, 3], [52, 116]),
+        ([*FIRST, *SHORT, *SECOND, *text(40, 2)], [59]),  # the short message is in the first chunk
+        ([*SHORT, *SECOND, *SEPARATOR, 3], [71]),  # nothing is in front of it
+        ([*FIRST, *[*SHORT, *text(5)] * 7, *OPENER, *text(40)], [52, 88, 136]),  # in threes; the seventh joins
+        ([*FIRST, 3], [52]),  # a question may be short
+        ([*FIRST, *SECOND, *OPENER, 3], [52]),  # the opening of the answer is part of the question
+        (FIRST, []),  # no question would be left
+        *((tokens, []) for tokens in ([], [7, 8], [7, 8] * 9, [1] * 31)),
+        (FIRST * (MAX_SEGMENTS + 10), list(range(52, 52 * MAX_SEGMENTS + 1, 52))),
+    ],
+)
+def test_what_closes_opens_and_joins(tokens, ends):
     """A separator belongs to the chunk in front, an opening to the one behind; short documents join."""
-    first, second = [*text(50), *SEPARATOR], [*OPENER, *text(60, 1)]
-    assert ends_of([*first, *second, *SEPARATOR, 3]) == [52, 116]
-
-    chat = [*first, *OPENER, *text(5), *second, *text(40, 2)]
-    assert ends_of(chat) == [59], "the short message is in the first chunk"
-    assert ends_of([*OPENER, *text(5), *second, *SEPARATOR, 3]) == [71], "nothing is in front of it"
-    short = [*OPENER, *text(10)]
-    assert ends_of([*first, *short * 7, *OPENER, *text(40)]) == [52, 88, 136], "in threes; the seventh joins"
-
-    assert ends_of([*first, 3]) == [52], "a question may be short"
-    assert ends_of([*first, *second, *OPENER, 3]) == [52], "the opening of the answer is part of the question"
-    assert ends_of([*text(50), *SEPARATOR]) == [], "no question would be left"
+    assert ends_of(tokens) == ends
 
 
 def test_images_come_before_texts_and_declared_ends_before_both():
@@ -128,31 +131,20 @@ def test_images_come_before_texts_and_declared_ends_before_both():
 def test_an_id_is_of_tokens_and_images_wherever_they_stand():
     """So nobody claims another chunk's content, and a client's uuid names an image as any identifier does."""
 
-    def chunk(identifier, offset=2, begin=0, backbone="tiny", pixel=PIXEL):
+    def chunk(identifier="uuid of a cat", offset=2, begin=0, backbone="tiny", pixel=PIXEL):
         tokens, features = [3] * begin + [pixel] * 8 + [3], [PromptFeature(identifier, begin + offset, 4)]
-        ends = [begin, begin + 8] if begin else [8]
-        return segments_of(backbone, tokens, features, ends)[-1].id
+        return segments_of(backbone, tokens, features, [begin, begin + 8] if begin else [8])[-1].id
 
-    own = chunk("uuid of a cat")
-    assert chunk("uuid of a cat", begin=5) == own
-    others = [chunk("uuid of a dog"), chunk("uuid of a cat", 3), chunk("uuid of a cat", backbone="b")]
-    others += [chunk("uuid of a cat", pixel=4)]
-    assert len({own, *others}) == 5
-
-
-def test_a_prompt_of_next_to_nothing_has_no_chunk_and_none_has_more_than_the_most():
-    assert [divided(tokens) for tokens in ([], [7, 8], [7, 8] * 9, [1] * 31)] == [()] * 4
-    assert len(divided([*text(40), *SEPARATOR] * (MAX_SEGMENTS + 10))) == MAX_SEGMENTS
+    assert chunk(begin=5) == chunk()
+    assert len({chunk(), chunk("uuid of a dog"), chunk(offset=3), chunk(backbone="b"), chunk(pixel=4)}) == 5
 
 
 def test_ends_outside_of_a_prompt_or_inside_an_image_are_refused():
     features = [PromptFeature("a", 40, 20), PromptFeature("b", 50, 20)]
-    for ends, why in (
-        ([100], "got end 100 in a prompt of 100 tokens"),
-        ([45], "got end 45 inside an image at 40 to 60"),
+    for options, why in (
+        ({"ends": [100]}, "got end 100 in a prompt of 100 tokens"),
+        ({"ends": [45]}, "got end 45 inside an image at 40 to 60"),
+        *(({"options": chunking}, "got end 60 inside an image at 50 to 70") for chunking in (None, OPTIONS)),
     ):
         with pytest.raises(InputError, match=why):
-            divided(text(100), features=features, ends=ends)
-    for chunking in (None, OPTIONS):  # images that overlap
-        with pytest.raises(InputError, match="got end 60 inside an image at 50 to 70"):
-            divided(text(100), chunking, features)
+            divided(text(100), features=features, **options)
