@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Num
 
 from ..core import (
     PARTS,
+    WHOLE,
     AnyArray,
     KVEncoding,
     KVLayout,
@@ -28,9 +29,9 @@ from ..core import (
     expect_frame,
     extent,
     is_packed,
+    resize,
     zero_padded,
 )
-from ..core.encoding import resize
 from ..errors import InputError, NotFiniteError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .checksum import examine
@@ -294,6 +295,8 @@ def encode_chunk(chunk: Chunk, encoding: KVEncoding | str) -> Chunk:
     encoding = KVEncoding.of(encoding)
     if chunk.encoding is not None:
         raise InputError(f"encode_chunk: got chunk {chunk.id!r} encoded as {chunk.encoding}; expected one as prefilled")
+    if WHOLE in (encoding.keys, encoding.values):
+        raise InputError(f"encode_chunk: got encoding {encoding}; expected 1 to 8 bits")
     kv = encode_kv(chunk.layout, arrays_of(chunk.kv), encoding, chunk.length)
     return trusted(chunk, kv=PhaseFreeKV(kv), encoding=str(encoding), content=content_of(chunk))
 

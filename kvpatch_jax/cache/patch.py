@@ -14,9 +14,7 @@ from ..core import (
     ChannelFactors,
     KVLayout,
     Leaf,
-    PackedArray,
     PatchFrame,
-    Quantised,
     RaggedFactors,
     is_low_rank,
 )
@@ -219,16 +217,12 @@ class Patch:
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
-    return (leaf.values if isinstance(leaf, Quantised) else leaf).shape
+    return tuple(leaf.shape)
 
 
 def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
     """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
-    if isinstance(leaf, PackedArray):
-        return pad(leaf, axis, more)
-    if not isinstance(leaf, Quantised):
-        return pad(leaf, axis, more)
-    return Quantised(pad(leaf.values, axis, more), pad(leaf.scale, axis, more if leaf.scale.shape[axis] != 1 else 0))
+    return pad(leaf, axis, more)
 
 
 def check_factors(
@@ -282,16 +276,6 @@ def check_factors(
             count = dense[-3]
         if channel.rows is None:
             tokens.add(count)
-
-        for leaf in own if low_rank else (own,):
-            if not isinstance(leaf, Quantised):
-                continue
-            # A scale is shared along an axis, or there is one for each of its places.
-            values, scale = leaf.values.shape, leaf.scale.shape
-            if len(scale) != len(values) or any(one not in (1, size) for one, size in zip(scale, values, strict=True)):
-                raise ShapeError(
-                    f"patch: got scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each"
-                )
 
     if len(tokens) > 1:
         raise ShapeError(

@@ -3,15 +3,14 @@
 Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens; the parts of a transition
 have their own rows in place of T, in kv and in factors alike, and no padding. Factors of a channel are u [L, ..., T, M]
 and v [L, ..., M, F], or one dense array [L, ..., T, K, H], or `RaggedFactors`, with a rank for each layer. Every leaf
-may be `Quantised` or a `PackedArray`, and so may kv. Static: layouts, ranks, layer sets, padded lengths.
+may be a `PackedArray`, and so may kv. Static: layouts, ranks, layer sets, padded lengths.
 Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here: callers check their arguments first.
 """
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 from pallas_kernels import factorise, rotate_patch
 from pallas_kernels.factorise import merge as merge_factors
 
-from .encoding import GROUP, PackedArray, pack, unpack
+from .few_bits import PackedArray, quantised, unpack
 from .layout import PARTS, KVLayout
 from .rope import rope_tables
 from .rope import rotate as rotate
@@ -31,14 +30,7 @@ from .rotation import to_engine
 PatchFrame = Literal["phase_free", "engine"]
 
 
-class Quantised(NamedTuple):
-    """Values in int8 or float8, and the float32 scale that they are multiplied by."""
-
-    values: Array
-    scale: Array
-
-
-Leaf = Array | Quantised | PackedArray
+Leaf = Array | PackedArray
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("u", "v", "rows"), meta_fields=())
@@ -60,8 +52,7 @@ class RaggedFactors:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each layer."""
-        count = self.v.values.shape[0] if isinstance(self.v, Quantised) else self.v.shape[0]
-        return tuple(int(number) for number in (np.asarray(self.rows) < count).sum(axis=1))
+        return tuple(int(number) for number in (np.asarray(self.rows) < self.v.shape[0]).sum(axis=1))
 
     def by_layer(self) -> tuple[Array, Array]:
         """Returns u [L, T, M] and v [L, M, F] in float32, zero where a layer has fewer directions than M."""
@@ -105,7 +96,7 @@ def _zeros_behind(leaf: Array | np.ndarray, axis: int, multiple: int) -> Array:
     return jax.device_put(np.pad(np.asarray(leaf), widths) if widths[axis][1] else leaf)
 
 
-ChannelFactors = tuple[Leaf, Leaf] | Array | Quantised | PackedArray | RaggedFactors
+ChannelFactors = tuple[Leaf, Leaf] | Array | PackedArray | RaggedFactors
 Factors = dict[str, ChannelFactors]
 
 
@@ -118,7 +109,7 @@ class FormPlan:
       method: "randomised" or "exact".
       layers: the layers to keep, or None for all.
       frame: frame of the deficit: "phase_free", or "engine" (the paper's order, as a control).
-      dtype: of the factors; an 8-bit dtype gets one scale per direction, int2 to int7 one per group (`stored`).
+      dtype: of the factors; an 8-bit dtype gets one scale per direction, int2 to int7 one per group (`quantised`).
     """
 
     ranks: tuple[tuple[str, int | None], ...]
@@ -129,15 +120,13 @@ class FormPlan:
 
 
 def value_of(leaf: Leaf) -> Num[Array, "..."]:
-    """Returns the values of a factor, dequantised."""
-    if isinstance(leaf, Quantised):
-        return leaf.values.astype(jnp.float32) * leaf.scale
+    """Returns the values of a factor, decoded."""
     return unpack(leaf, jnp.float32) if isinstance(leaf, PackedArray) else leaf
 
 
 def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> TypeGuard[tuple[Leaf, Leaf]]:
     """Whether a channel holds (u, v) rather than a dense correction."""
-    return isinstance(factors, tuple) and not isinstance(factors, Quantised)
+    return isinstance(factors, tuple)
 
 
 def token_mask(x: Array, length: Array | int, axis: int) -> Array:
@@ -206,7 +195,7 @@ def factorise_deficit(
     plan: FormPlan,
 ) -> Factors:
     """Factorises a deficit {channel: float32 [L, ..., T, K, H]} that is zero on padding, every layer of it."""
-    factors: Factors = {name: stored(delta[name], plan.dtype, -1) for name, rank in plan.ranks if rank is None}
+    factors: Factors = {name: quantised(delta[name], plan.dtype, -1) for name, rank in plan.ranks if rank is None}
     low_rank = [(name, rank) for name, rank in plan.ranks if rank is not None]
 
     # Each channel draws its own random matrix.
@@ -215,7 +204,7 @@ def factorise_deficit(
         own = None if name in PARTS else length
         u, v = _factorise_masked(flatten_heads(delta[name]), rank, plan, channel_key, own)
         # One scale per direction where the dtype has 8 bits: along tokens in u, along features in v.
-        factors[name] = stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
+        factors[name] = quantised(u, plan.dtype, -2), quantised(v, plan.dtype, -1)
     return factors
 
 
@@ -259,11 +248,11 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
     if is_low_rank(factors):
         arguments: dict = {}
         for name, leaf in zip("uv", factors, strict=True):
-            # Packed factors are decoded for all layers at once: they are small.
-            values, scale = leaf if isinstance(leaf, Quantised) else (value_of(leaf), None)
-            arguments[name] = _spread(values, layers, total)
-            if scale is not None:
-                arguments[f"{name}_scale"] = _spread(scale, layers, total)
+            # Kernels multiply by scales themselves. Others are decoded for all layers at once: they are small.
+            if isinstance(leaf, PackedArray) and leaf.scaled:
+                arguments[f"{name}_scale"] = _spread(leaf.scale, layers, total)
+                leaf = leaf.planes[0]
+            arguments[name] = _spread(value_of(leaf), layers, total)
         return arguments
 
     return {"dense": _spread(value_of(factors), layers, total)}  # pyright: ignore[reportArgumentType]
@@ -395,51 +384,6 @@ def accumulate(
     """Adds conditioned − base to a running float32 sum, from which an orbit patch is formed; one program per shape."""
     delta = deficit(conditioned, base, length)
     return {name: total[name] + delta[name] for name in delta}
-
-
-# Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
-@functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
-def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
-    """Converts values to an 8-bit dtype; returns them and their scale."""
-    largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
-    value = value.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
-    # A slice of zeros stays zeros.
-    scale = jnp.where(scale > 0, scale, 1.0)
-
-    # The quotient may exceed the largest value by a rounding error.
-    scaled = jnp.clip(value / scale, -largest, largest)
-    return (jnp.round(scaled) if target == jnp.int8 else scaled).astype(target), scale
-
-
-_FACTOR_WORD = re.compile(r"int([2-7])(?:g([1-9][0-9]{0,4}|all))?")
-
-
-def factor_bits(dtype: Any) -> tuple[int, int | None] | None:
-    """Returns the bits and the group that a factor's dtype stands for; None for dtypes that are not packed.
-
-    "int4" is 4 bits in groups of 32; "int4g64" in groups of 64, "int4gall" with one scale per direction.
-    """
-    word = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or getattr(dtype, "name", "")
-    found = _FACTOR_WORD.fullmatch(word)
-    if found is None:
-        return None
-    group = found.group(2)
-    return int(found.group(1)), GROUP if group is None else None if group == "all" else int(group)
-
-
-def stored(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Leaf:
-    """Converts a factor to its stored dtype: int8 or a float8 with scales, int2 to int7 in groups, others by rounding.
-
-    8-bit dtypes get one float32 scale per slice along `axis`, an axis of length 1 in the scale. It maps the largest
-    magnitude of the slice to the largest of the dtype, so nothing overflows. int2 to int7 are packed, symmetric about
-    zero, in groups along `axis`; see `factor_bits`.
-    """
-    few = factor_bits(dtype)
-    if few is not None:
-        return pack(value, *few, axis, symmetric=True)
-    target = jnp.dtype(dtype)
-    return Quantised(*_scaled(value, target, axis)) if target.itemsize == 1 else value.astype(target)
 
 
 jitted_form = jax.jit(form, static_argnames=("layout", "plan"))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
-from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, value_of
+from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, quantised, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
 from .compress import Rank, finite_factors, rank_by_channel
 from .factors import KVArrays, check_conditioned, check_layers, deficit_of, factor_dtype, metadata_of
@@ -210,7 +210,7 @@ def form_in_basis(
         u = jnp.einsum("l...tf,lmf->l...tm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         if chunk.batch is not None:
             v = jnp.broadcast_to(v[:, None], (len(v), chunk.batch, *v.shape[1:]))
-        factors[name] = (ops.stored(u, factor_dtype(chunk, dtype), -2), v)
+        factors[name] = (quantised(u, factor_dtype(chunk, dtype), -2), v)
 
     metadata = metadata_of(chunk, "canonical", behind, layers=kept, basis=basis.digest)
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
@@ -246,7 +246,7 @@ def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) ->
     # A patch may use the first few directions only; then it has as many columns.
     factors: dict[str, Any] = {}
     for name, u in own.items():
-        rank = (u.values if isinstance(u, ops.Quantised) else u).shape[-1]
+        rank = u.shape[-1]
         if rank > basis.ranks.get(name, 0):
             raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
         factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(basis.rows(name, metadata.layers, rank)))

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..cache import Chunk, check_finite
-from ..core import PARTS, AnyArray, RaggedFactors, ops, packed_bytes
+from ..core import PARTS, AnyArray, RaggedFactors, factor_bits, ops, packed_bytes, quantised
 from ..errors import InputError, RankError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -86,7 +86,7 @@ def direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> 
     Args:
       tokens: padded, as factors have them. dtype: of factors, as `form_patch` takes it.
     """
-    few = ops.factor_bits(dtype)
+    few = factor_bits(dtype)
     if few is not None:
         return sum(packed_bytes(1, size, *few, -1, symmetric=True) for size in (tokens, features))
     size = jnp.dtype(dtype).itemsize
@@ -251,4 +251,4 @@ def _jitted_selection(
     own = v[layer, rank]
     # Directions were found of weighted features; the product u v is of the features themselves.
     own = own if weights is None else own / weights[layer]
-    return ops.stored(u[layer, :, rank], dtype, -1), ops.stored(own, dtype, -1)
+    return quantised(u[layer, :, rank], dtype, -1), quantised(own, dtype, -1)

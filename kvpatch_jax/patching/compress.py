@@ -10,8 +10,19 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..cache import Patch, check_finite
-from ..core import ChannelFactors, KVLayout, PackedArray, RaggedFactors, is_low_rank, is_packed, ops, value_of
-from ..core.encoding import resize
+from ..core import (
+    ChannelFactors,
+    KVLayout,
+    PackedArray,
+    RaggedFactors,
+    factor_bits,
+    is_low_rank,
+    is_packed,
+    ops,
+    quantised,
+    resize,
+    value_of,
+)
 from ..errors import InputError, LayoutError, RankError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -90,7 +101,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
 
 def _with_rows(factors: RaggedFactors, rows: Int[np.ndarray, "L M"]) -> RaggedFactors:
     """Returns ragged factors with some of their directions: those of `rows`, in the order in which layers have them."""
-    total = factors.v.values.shape[0] if isinstance(factors.v, ops.Quantised) else factors.v.shape[0]
+    total = factors.v.shape[0]
     kept = rows[rows < total]
     place = np.full(total + 1, len(kept), np.int32)
     place[kept] = np.arange(len(kept))
@@ -139,7 +150,7 @@ def storable_dtype(dtype: jax.typing.DTypeLike, what: str) -> Any:
     Raises:
       InputError: another one, such as int32, to which factors would be rounded.
     """
-    if ops.factor_bits(dtype) is not None:
+    if factor_bits(dtype) is not None:
         return dtype
     # None is float64 to NumPy.
     try:
@@ -168,16 +179,16 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
         if isinstance(own, RaggedFactors):
-            u, v = (ops.stored(value_of(leaf), target, -1) for leaf in (own.u, own.v))
+            u, v = (quantised(value_of(leaf), target, -1) for leaf in (own.u, own.v))
             factors[name] = RaggedFactors(u, v, own.rows)
         elif is_low_rank(own):
             u, v = own[0], own[1]  # pyright: ignore
             # A shared basis stays as it is: other patches hold it too.
             if patch.metadata.basis is None:
-                v = ops.stored(value_of(v), target, -1)
-            factors[name] = (ops.stored(value_of(u), target, -2), v)
+                v = quantised(value_of(v), target, -1)
+            factors[name] = (quantised(value_of(u), target, -2), v)
         else:
-            factors[name] = ops.stored(value_of(own), target, -1)  # pyright: ignore
+            factors[name] = quantised(value_of(own), target, -1)  # pyright: ignore
 
     return Patch(finite_factors(factors, f"patch of chunk {patch.metadata.chunk!r} in {target}"), patch.metadata)
 
@@ -187,13 +198,14 @@ def dtype_of(patch: Patch) -> str | None:
     leaves: list[Any] = []
     for own in patch.factors.values():
         leaves += [own.u, own.v] if isinstance(own, RaggedFactors) else own if is_low_rank(own) else [own]
-    few = [leaf for leaf in leaves if is_packed(leaf)]
-    if few:
+    packed = [leaf for leaf in leaves if is_packed(leaf)]
+    if packed and packed[0].scaled:
+        return packed[0].planes[0].dtype.name
+    if packed:
         # An array of one group does not say what size its groups may have; every other one does.
-        groups = {leaf.group for leaf in few if leaf.scale.shape[leaf.axis] > 1}
-        return f"int{few[0].bits}g{groups.pop() if groups else 'all'}"
-    values = [leaf.values if isinstance(leaf, ops.Quantised) else leaf for leaf in leaves]
-    return values[0].dtype.name if values else None
+        groups = {leaf.group for leaf in packed if leaf.scale.shape[leaf.axis] > 1}
+        return f"int{packed[0].bits}g{groups.pop() if groups else 'all'}"
+    return leaves[0].dtype.name if leaves else None
 
 
 def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Int16
 
 from ..backbone import Backbone
 from ..core import PackedArray, unpack
-from ..core.encoding import GROUP
+from ..core.few_bits import GROUP
 from ..errors import InputError
 from .repair_budget import RepairBudget
 from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, recorded_of, with_flops

@@ -15,7 +15,6 @@ from jaxtyping import Array
 from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
 from ..core import KVEncoding, KVLayout, PackedArray, PatchFrame
-from ..core.ops import Quantised
 from ..errors import InputError, LayoutError, RankError
 from ..patching import (
     Basis,
@@ -184,11 +183,9 @@ def patch_bytes(patch: Patch) -> int:
 
 def _leaf_bytes(factors: Any) -> int:
     total = 0
-    for leaf in jax.tree.leaves(factors, is_leaf=lambda leaf: isinstance(leaf, Quantised | PackedArray)):
+    for leaf in jax.tree.leaves(factors, is_leaf=lambda leaf: isinstance(leaf, PackedArray)):
         if isinstance(leaf, PackedArray):
             total += leaf.nbytes
-        elif isinstance(leaf, Quantised):
-            total += leaf.values.size + 4 * leaf.scale.size
         else:
             # Indices of ragged factors are whole numbers, which are kept as they are.
             number = NUMBER_BYTES if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype.itemsize

@@ -10,7 +10,7 @@ from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import flatten_heads
-from ..core.encoding import BITS, GROUP
+from ..core.few_bits import BITS, GROUP
 from ..errors import InputError, RankError
 from .repair_budget import RepairBudget
 from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, recorded_of, with_flops

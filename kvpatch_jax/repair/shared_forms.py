@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from ..backbone import KV, Backbone
 from ..core import to_engine, to_phase_free
-from ..core.encoding import BITS
+from ..core.few_bits import BITS
 from ..errors import InputError
 from .repair_budget import RepairBudget
 from .spliced_cache import (

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from ..backbone import Backbone
 from ..core import KVLayout
-from ..core.encoding import GROUP
+from ..core.few_bits import GROUP
 from ..errors import InputError
 from .repair_budget import RepairBudget
 from .spliced_cache import Repaired, SplicedCache, live_tokens, recorded_of, with_flops

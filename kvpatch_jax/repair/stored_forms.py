@@ -16,7 +16,7 @@ from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import flatten_heads, to_engine
-from ..core.encoding import GROUP
+from ..core.few_bits import GROUP
 from ..errors import RankError
 from .repair_budget import NUMBER_BYTES, RepairBudget
 from .spliced_cache import (

@@ -25,7 +25,7 @@ from ..core import (
     to_engine,
     unpack,
 )
-from ..core.encoding import BITS, GROUP
+from ..core.few_bits import BITS, GROUP
 from ..errors import InputError
 from .repair_budget import RepairBudget, kv_bytes
 from .spliced_cache import (

@@ -12,11 +12,16 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
-from ..core import Quantised
-
 Storage = Literal["float32", "bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("float32", "bfloat16", "int8")
 HostArray = np.ndarray
+
+
+class Quantised(NamedTuple):
+    """Values in int8, and the float32 scale that they are multiplied by."""
+
+    values: HostArray
+    scale: HostArray
 
 
 class StoredKV(NamedTuple):

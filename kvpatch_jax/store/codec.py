@@ -23,22 +23,23 @@ import numpy as np
 
 from ..cache import Chunk, Member, Patch, PatchMetadata, check_factors, encode_chunk
 from ..core import (
+    BITS,
     AnyArray,
     KVEncoding,
     KVLayout,
     PackedArray,
     PhaseFreeKV,
-    Quantised,
     RaggedFactors,
     is_low_rank,
     is_packed,
+    plane_widths,
 )
-from ..core.encoding import BITS, plane_widths
 from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
 from .files import DTYPES, Encoded, Stored
 from .names import Encoding, Names, encoding_word
 
 _FLOATS = {str(dtype): dtype for dtype in DTYPES.values() if jnp.issubdtype(dtype, jnp.floating)}
+_SCALED = [dtype for dtype in DTYPES.values() if dtype.itemsize == 1 and dtype not in (np.uint8, np.bool_)]
 _WORD = (str, type(None))
 _CHUNK_FIELDS: Mapping[str, tuple[type, ...]] = {
     **{"id": (str,), "backbone": (str,), "span": (int,), "length": (int,)},
@@ -274,9 +275,14 @@ def _take_array(leaves: dict[str, np.ndarray], packed: Mapping[str, Any], name: 
     groups = -(-along // form.group)
     shapes = [(*leading, rows, -(-form.columns * width // 8)) for width in widths]
     expected = (*leading, groups, form.columns) if form.axis == -2 else (*leading, rows, groups)
-    is_fit = [plane.shape for plane in planes] == shapes and all(plane.dtype == np.uint8 for plane in planes)
+    # Codes of 8 bits may be numbers with a float32 scale for each slice (`PackedArray.scaled`).
+    codes, kind = planes[0].dtype, jnp.bfloat16
+    if form.bits == 8 and form.group == along and least is None and codes in _SCALED:
+        kind = np.float32
+    is_fit = [plane.shape for plane in planes] == shapes
+    is_fit = is_fit and all(plane.dtype == (np.uint8 if kind == jnp.bfloat16 else codes) for plane in planes)
     for value in (scale,) if least is None else (scale, least):
-        is_fit = is_fit and value.shape == expected and value.dtype == jnp.bfloat16
+        is_fit = is_fit and value.shape == expected and value.dtype == kind
     if not is_fit or form.group > along:
         raise StoreCorruptError("object: got a packed array whose leaves do not fit its form; expected them to")
     options = (form.bits, form.group, form.axis, form.columns, form.heads, _FLOATS[form.dtype])
@@ -307,9 +313,6 @@ def encode_patch_object(patch: Patch) -> Encoded:
             parts = {"dense": factors}
         forms[name] = list(parts)
         for part, value in parts.items():
-            if isinstance(value, Quantised):
-                arrays[f"{name}.{part}.scale"] = np.asarray(value.scale)
-                value = value.values
             _add_array(arrays, packed, f"{name}.{part}", value)
 
     fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
@@ -339,9 +342,7 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
             _expect_known(parts, ("u", "v", "rows", "dense"))
             values = {}
             for part in parts:
-                value = _take_array(leaves, packed, f"{name}.{part}")
-                scale = None if is_packed(value) else leaves.pop(f"{name}.{part}.scale", None)
-                values[part] = value if scale is None else Quantised(value, scale)  # pyright: ignore
+                values[part] = _take_array(leaves, packed, f"{name}.{part}")
             factors[name] = _factors_of(name, values, metadata)
         _expect_known([*body, *leaves])
         check_factors(factors, metadata, batched=False)
@@ -358,7 +359,7 @@ def _factors_of(name: str, parts: dict[str, Any], metadata: PatchMetadata) -> An
     """Makes a channel's factors of their parts."""
     if set(parts) == {"u", "v", "rows"}:
         u, v, rows = parts["u"], parts["v"], parts["rows"]
-        count = (v.values if isinstance(v, Quantised) else v).shape[0]
+        count = v.shape[0]
         # More directions of a layer than there are would take far more memory than the file.
         is_fit = rows.dtype == np.int32 and rows.ndim == 2 and rows.shape[1] <= max(count, 1)
         if not is_fit or (rows.size and not 0 <= rows.min() <= rows.max() <= count):
@@ -370,8 +371,7 @@ def _factors_of(name: str, parts: dict[str, Any], metadata: PatchMetadata) -> An
         return parts["dense"]
     if set(parts) != {"u"} or metadata.basis is None:
         raise StoreCorruptError(f"object: got factors {sorted(parts)[:4]}; expected u and v, with rows, or dense")
-    u = parts["u"].values if isinstance(parts["u"], Quantised) else parts["u"]
-    form = (len(metadata.layers), u.shape[-1], metadata.layout.channel(name).features)
+    form = (len(metadata.layers), parts["u"].shape[-1], metadata.layout.channel(name).features)
     return parts["u"], np.broadcast_to(np.float32(np.nan), form)
 
 

@@ -23,7 +23,7 @@ import xxhash
 from ..errors import DtypeError, StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
 from ..utils.optional_packages import require
 
-FORMAT = 2
+FORMAT = 3
 """Number of the format of files and index. Another number is a miss."""
 ALIGN = 64
 MAPPED_BYTES = 1 << 18

@@ -23,7 +23,7 @@ from ..cache import (
     encoded,
     fingerprint_of,
 )
-from ..core import KVEncoding, PatchFrame, Quantised, RaggedFactors, is_low_rank, is_packed
+from ..core import KVEncoding, PatchFrame, RaggedFactors, is_low_rank, is_packed
 from ..errors import InputError
 
 Encoding = str | KVEncoding
@@ -197,10 +197,10 @@ def _form(patch: Patch) -> list:
         is_shared = metadata.basis is not None and is_low_rank(factors)
         words = []
         for leaf in jax.tree.leaves(factors[0] if is_shared else factors, is_leaf=is_packed):  # pyright: ignore
-            words.append(f"int{leaf.bits}g{leaf.group}" if is_packed(leaf) else str(leaf.dtype))
+            words.append(_dtype_word(leaf))
         if isinstance(factors, RaggedFactors):
             # How many directions all layers have together; a checkpoint knows shapes alone.
-            words.append(f"{factors.v.values.shape[0] if isinstance(factors.v, Quantised) else factors.v.shape[0]}")
+            words.append(f"{factors.v.shape[0]}")
         dtypes.append((name, words))
     form = [sorted(patch.ranks.items()), metadata.layers, sorted(dtypes)]
 
@@ -212,6 +212,12 @@ def _form(patch: Patch) -> list:
     if metadata.basis is not None:
         form.append({"basis": metadata.basis})
     return form
+
+
+def _dtype_word(leaf: Any) -> str:
+    if not is_packed(leaf):
+        return str(leaf.dtype)
+    return str(leaf.planes[0].dtype) if leaf.scaled else f"int{leaf.bits}g{leaf.group}"
 
 
 def _served(antecedent: Antecedent, orbit: bool = False) -> list[tuple[str, str]]:

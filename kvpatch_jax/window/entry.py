@@ -10,7 +10,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..cache import Antecedent, Chunk, Patch, brief, content_of, encoded, patch_digest
-from ..core import PackedArray, Quantised, RaggedFactors, end_position
+from ..core import PackedArray, RaggedFactors, end_position
 from ..errors import WindowError
 from ..patching.patch_flops import adding_flops, transition_adding_flops
 
@@ -187,7 +187,7 @@ def certified_rank(patch: Patch) -> int:
     """Returns the rank by which a certificate bounds a patch; 0 of patches that none was measured on."""
     # Bounds were measured on whole patches with factors of their own, not rounded. They are looked up by the smallest
     # rank of any channel, and a dense channel has every direction.
-    unmeasured = (Quantised, PackedArray, RaggedFactors)
+    unmeasured = (PackedArray, RaggedFactors)
     leaves = jax.tree.leaves(dict(patch.factors), is_leaf=lambda leaf: isinstance(leaf, unmeasured))
     metadata, layout = patch.metadata, patch.metadata.layout
     whole = metadata.basis is None and metadata.encoding is None and len(metadata.layers) >= layout.layers

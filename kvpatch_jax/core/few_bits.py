@@ -1,4 +1,4 @@
-"""Arrays in few bits: group-wise quantisation of KV and of factors, packed, and unpacked inside jitted programs.
+"""Arrays in few bits: the quantiser of KV and of factors, packed, and unpacked inside jitted programs.
 
 A matrix [..., rows, columns] is cut into groups of numbers along one axis. Each group has a scale and, unless it is
 symmetric about zero, a least value; both bfloat16, rounded outwards, so that no number is clipped and every decoded
@@ -9,7 +9,8 @@ features (measured: docs/experiments/bytes.md).
 
 Codes of b bits are cut into planes of 1, 2, 4 and 8 bits (6 = 4 + 2), and a plane of w bits holds 8/w codes in a byte:
 byte j has those of columns j, j + n, j + 2n, … of n = columns·w/8. So unpacking is a shift, without a transpose, and
-there is no byte order.
+there is no byte order. Factors in int8 or float8 have these numbers themselves as codes, and float32 scales, which
+kernels multiply by (`scaled`).
 """
 
 import dataclasses
@@ -18,83 +19,108 @@ import operator
 import re
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Num, UInt8
 
 from ..errors import InputError, ShapeError
 from ..utils.kinds import is_whole
 from .layout import AnyArray, Channel, KVLayout
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""Bits that a number can be encoded in."""
+"""Bits that a number can be packed in."""
+WHOLE = 16
+"""Bits of bfloat16, in which numbers are not packed."""
 GROUP = 32
 """Numbers in a group by default, as in KIVI, section 4."""
-PART_DTYPE = np.dtype(jnp.bfloat16)
-"""What the parts of a transition are kept in where the rows are kept in fewer bits."""
+Axes = Literal["kivi", "token", "feature"]
+"""What shares a scale: keys by feature and all else by token, all by token, or all by feature."""
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
-_WORD = re.compile(r"k([1-8])v([1-8])(?:g([1-9][0-9]{0,4}|all))?")
+_WORD = re.compile(r"k([1-8]|16)v([1-8]|16)(?:g([1-9][0-9]{0,4}|all))?(token|feature)?(s)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class KVEncoding:
-    """How many bits a chunk's KV is kept in. Hashable; `str` gives its word, such as "k4v4g32".
+    """How many bits KV is kept in, and which numbers share a scale. Hashable; `str` gives its word, such as "k4v4g32".
 
     The transition of a hybrid model is kept in bfloat16 beside it: each number within 2⁻⁸ of its magnitude.
 
     Attributes:
-      keys: bits of keys: the channels that rotate, and one named k. 1 to 8.
-      values: bits of the other channels.
-      group: numbers that share a scale and a least value; None: one group over all tokens (of keys) or all features.
+      keys: bits of keys: the channels that rotate, and one named k. 1 to 8, or 16: bfloat16.
+      values: bits of the other channels, likewise.
+      group: numbers that share a scale and a least value; None: one group over all tokens or all features.
+      axes: "kivi": keys by feature in groups of tokens, the others by token in groups of features (arXiv 2402.02750);
+        "token" or "feature": all channels so.
+      symmetric: about zero, without a least value. At least 2 bits.
 
     Raises:
-      InputError: other bits, or a group below 1.
+      InputError: other bits, a group below 1, or other axes.
     """
 
     keys: int = 4
     values: int = 4
     group: int | None = GROUP
+    axes: Axes = "kivi"
+    symmetric: bool = False
 
     def __post_init__(self) -> None:
+        allowed = (*BITS[1 if self.symmetric else 0 :], WHOLE)
         for word, bits in (("keys", self.keys), ("values", self.values)):
-            if not is_whole(bits, 1) or bits not in BITS:
-                raise InputError(f"encoding.{word}: got {bits!r:.80} bits; expected one of {BITS}")
+            if not is_whole(bits, 1) or bits not in allowed:
+                raise InputError(f"encoding.{word}: got {bits!r:.80} bits; expected one of {allowed}")
         if self.group is not None and (not is_whole(self.group, 1) or self.group > 99_999):
             raise InputError(f"encoding.group: got {self.group!r:.80}; expected 1 to 99999 numbers, or None")
+        if self.axes not in get_args(Axes):
+            raise InputError(f"encoding.axes: got {self.axes!r:.80}; expected one of {get_args(Axes)}")
 
     def __str__(self) -> str:
-        return f"k{self.keys}v{self.values}g{'all' if self.group is None else self.group}"
+        group = "all" if self.group is None else self.group
+        axes = "" if self.axes == "kivi" else self.axes
+        return f"k{self.keys}v{self.values}g{group}{axes}{'s' if self.symmetric else ''}"
 
     @classmethod
-    def of(cls, word: "str | KVEncoding") -> "KVEncoding":
-        """Parses the word of an encoding; "k4v4" has the default group.
+    def of(cls, encoding: "str | int | KVEncoding") -> "KVEncoding":
+        """Parses an encoding: its word ("k4v4" has the default group), or bits for all channels.
+
+        Bits alone have the fewest scales that keys allow: one for each feature over all tokens.
 
         Raises:
-          InputError: not such a word.
+          InputError: neither such a word nor such bits.
         """
-        if isinstance(word, cls):
-            return word
-        found = _WORD.fullmatch(word) if isinstance(word, str) else None
-        if found is None:
-            raise InputError(f"encoding: got {word!r:.80}; expected a word such as 'k4v4' or 'k6v4g64'")
-        keys, values, group = found.groups()
-        return cls(int(keys), int(values), None if group == "all" else int(group or GROUP))
+        if isinstance(encoding, cls):
+            return encoding
+        if is_whole(encoding, 1):
+            return cls(int(encoding), int(encoding), None, "feature")  # pyright: ignore[reportArgumentType]
+        match = _WORD.fullmatch(encoding) if isinstance(encoding, str) else None
+        if match is None:
+            raise InputError(f"encoding: got {encoding!r:.80}; expected a word such as 'k4v4' or 'k6v4g64'")
+        keys, values, group, axes, symmetric = match.groups()
+        size = None if group == "all" else int(group or GROUP)
+        return cls(int(keys), int(values), size, axes or "kivi", symmetric is not None)
 
     def of_channel(self, channel: Channel) -> tuple[int, int]:
         """Returns the bits of a channel, and the axis of its groups: −2 over tokens, −1 over features."""
-        return (self.keys, -2) if channel.rotates or channel.name == "k" else (self.values, -1)
+        is_key = channel.rotates or channel.name == "k"
+        by_feature = is_key if self.axes == "kivi" else self.axes == "feature"
+        return self.keys if is_key else self.values, -2 if by_feature else -1
 
     def nbytes(self, layout: KVLayout, tokens: int) -> int:
         """Counts the bytes of a chunk's KV in this encoding, scales and least values included."""
         total = 0
         for channel in layout.token_channels:
             bits, axis = self.of_channel(channel)
-            total += packed_bytes(tokens, channel.features, bits, self.group, axis) * layout.depth(channel.name)
-        return total + layout.transition_bytes(PART_DTYPE)
+            size = packed_bytes(tokens, channel.features, bits, self.group, axis, symmetric=self.symmetric)
+            total += size * layout.depth(channel.name)
+        return total + layout.transition_bytes(jnp.bfloat16)
+
+    @property
+    def decoding(self) -> int:
+        """FLOPs of decoding one number: its product with the scale, and the least value added; none in 16 bits."""
+        return 0 if self.keys == self.values == WHOLE else 2
 
 
 @functools.partial(
@@ -110,9 +136,11 @@ class PackedArray:
     `jnp.asarray` decode it.
 
     Attributes:
-      planes: codes, uint8 [..., rows, columns·w/8] for each plane of w bits, the highest bits first.
-      scale: bfloat16, a step for each group: [..., groups, columns] of groups over rows, else [..., rows, groups].
-      least: likewise what code 0 stands for; None: zero is the middle code, 2^(bits−1).
+      planes: codes, uint8 [..., rows, columns·w/8] for each plane of w bits, the highest bits first; or one array
+        [..., rows, columns] in int8 or float8 (`scaled`).
+      scale: a step for each group: [..., groups, columns] of groups over rows, else [..., rows, groups]; bfloat16, or
+        float32 of `scaled` arrays.
+      least: likewise what code 0 stands for; None: zero is the middle code, 2^(bits−1), or the number 0.
       bits: of a code. group: numbers of a group; the last may be shorter. axis: −2 for groups over rows, else −1.
       columns: of the matrix. heads: K, or None. dtype: what is decoded to.
     """
@@ -144,6 +172,11 @@ class PackedArray:
         return int(np.prod(self.shape))
 
     @property
+    def scaled(self) -> bool:
+        """Whether codes are int8 or float8 numbers, to be multiplied by a float32 scale."""
+        return self.planes[0].dtype != np.uint8
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are kept: codes, scales and least values."""
         return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self))
@@ -163,11 +196,17 @@ class PackedArray:
         return _jitted_unpack(self).astype(dtype)
 
     def __repr__(self) -> str:
-        return f"PackedArray({self.dtype}{list(self.shape)} in {self.bits} bits, groups of {self.group})"
+        kept = f"{self.planes[0].dtype}" if self.scaled else f"{self.bits} bits"
+        return f"PackedArray({self.dtype}{list(self.shape)} in {kept}, groups of {self.group})"
 
 
 def packed_bytes(rows: int, columns: int, bits: int, group: int | None, axis: int, *, symmetric: bool = False) -> int:
-    """Counts the bytes of a packed matrix: codes, bfloat16 scales and, unless `symmetric`, bfloat16 least values."""
+    """Counts the bytes of a packed matrix: codes, bfloat16 scales and, unless `symmetric`, bfloat16 least values.
+
+    In 16 bits those of the matrix in bfloat16.
+    """
+    if bits == WHOLE:
+        return 2 * rows * columns
     along, across = (rows, columns) if axis == -2 else (columns, rows)
     groups = 1 if group is None else -(-along // group)
     codes = sum(rows * -(-columns * width // 8) for width in _PLANES[bits])
@@ -309,19 +348,16 @@ def _planes_of(codes: UInt8[AnyArray, "*rest rows columns"], bits: int, xp: Modu
     return tuple(planes)
 
 
-def steps_of(packed: PackedArray) -> Float[Array, "..."]:
-    """Returns the step between codes of each number, float32, in the shape of the decoded array."""
-    return _of_numbers(packed, packed.scale).reshape(packed.shape)
-
-
 def _of_numbers(packed: PackedArray, value: Any) -> Float[Array, "*rest rows columns"]:
     """Repeats what each group of an array has, its scale or least value, for each of its numbers."""
     along = packed.planes[0].shape[-2] if packed.axis == -2 else packed.columns
     return _spread(jnp.asarray(value), packed.group, packed.axis, along)
 
 
-def _codes_of(packed: PackedArray, xp: ModuleType = jnp) -> UInt8[AnyArray, "*rest rows columns"]:
-    """Unpacks codes."""
+def _codes_of(packed: PackedArray, xp: ModuleType = jnp) -> Num[AnyArray, "*rest rows columns"]:
+    """Unpacks codes; those of `scaled` arrays are int8 or float8."""
+    if packed.scaled:
+        return xp.asarray(packed.planes[0])
     parts, above = [], packed.bits
     for width, plane in zip(_PLANES[packed.bits], packed.planes, strict=True):
         above -= width
@@ -341,7 +377,11 @@ def unpack(packed: PackedArray, dtype: jax.typing.DTypeLike | None = None) -> Fl
     Args:
       dtype: of the result in place of the array's own.
     """
-    value, step = jnp.asarray(_codes_of(packed)).astype(jnp.float32), _of_numbers(packed, packed.scale)
+    value = jnp.asarray(_codes_of(packed)).astype(jnp.float32)
+    if packed.scaled:
+        # Each scale is of a whole slice, so it broadcasts.
+        return (value * packed.scale).astype(packed.dtype if dtype is None else dtype)
+    step = _of_numbers(packed, packed.scale)
     if packed.least is None:
         value = (value - 2.0 ** (packed.bits - 1)) * step
     else:
@@ -354,17 +394,6 @@ def unpack(packed: PackedArray, dtype: jax.typing.DTypeLike | None = None) -> Fl
 
 
 _jitted_unpack = jax.jit(unpack)
-
-
-def round_trip(
-    value: Float[Array, "..."], bits: int, group: int | None = GROUP, axis: int = -1, **options: Any
-) -> Array:
-    """Returns what `pack` and `unpack` make of numbers; the gradient is that of the identity.
-
-    A straight-through estimate, because rounding has no gradient of its own. Arguments as `pack`.
-    """
-    rounded = unpack(pack(jax.lax.stop_gradient(value), bits, group, axis, **options))
-    return value + jax.lax.stop_gradient(rounded - value)
 
 
 def _rounded_down(value: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -391,17 +420,65 @@ def encode_kv(
     """Encodes phase-free KV {channel: [L, ..., T, K, H]}; tokens from `length` on are padding.
 
     Returns:
-      {channel: `PackedArray`}; the parts of a transition as arrays in `PART_DTYPE`.
+      {channel: `PackedArray`}; the parts of a transition, and channels of 16 bits, as arrays in bfloat16.
     """
-    encoded: dict[str, Any] = {
-        channel.name: jnp.asarray(kv[channel.name]).astype(PART_DTYPE) for channel in layout.parts
-    }
-    for channel in layout.token_channels:
-        bits, axis = encoding.of_channel(channel)
-        encoded[channel.name] = pack(
-            jnp.asarray(kv[channel.name]), bits, encoding.group, axis, heads=True, length=length
-        )
+    encoded: dict[str, Any] = {}
+    for channel in layout.channels:
+        value, (bits, axis) = jnp.asarray(kv[channel.name]), encoding.of_channel(channel)
+        if channel.rows is not None or bits == WHOLE:
+            encoded[channel.name] = value.astype(jnp.bfloat16)
+        else:
+            options: dict[str, Any] = {"symmetric": encoding.symmetric, "heads": True, "length": length}
+            encoded[channel.name] = pack(value, bits, encoding.group, axis, **options)
     return encoded
+
+
+_FACTOR_WORD = re.compile(r"int([2-7])(?:g([1-9][0-9]{0,4}|all))?")
+
+
+def factor_bits(dtype: Any) -> tuple[int, int | None] | None:
+    """Returns the bits and the group that a factor's dtype stands for; None for dtypes that are not packed.
+
+    "int4" is 4 bits in groups of 32; "int4g64" in groups of 64, "int4gall" with one scale per direction.
+    """
+    word = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or getattr(dtype, "name", "")
+    match = _FACTOR_WORD.fullmatch(word)
+    if match is None:
+        return None
+    group = match.group(2)
+    return int(match.group(1)), GROUP if group is None else None if group == "all" else int(group)
+
+
+def quantised(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Array | PackedArray:
+    """Converts a factor to its stored dtype: int8 or a float8 with scales, int2 to int7 in groups, others by rounding.
+
+    8-bit dtypes get one float32 scale per slice along `axis`, an axis of length 1 in the scale. It maps the largest
+    magnitude of the slice to the largest of the dtype, so nothing overflows. int2 to int7 are packed, symmetric about
+    zero, in groups along `axis`; see `factor_bits`.
+    """
+    few = factor_bits(dtype)
+    if few is not None:
+        return pack(value, *few, axis, symmetric=True)
+    target = jnp.dtype(dtype)
+    if target.itemsize > 1:
+        return value.astype(target)
+    codes, scale = _scaled(value, target, axis)
+    return PackedArray((codes,), scale, None, 8, value.shape[axis], axis, value.shape[-1], None, np.dtype(np.float32))
+
+
+# Inlined in a traced caller. Called eagerly, it is one program in place of one per operation.
+@functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
+def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
+    """Converts values to an 8-bit dtype; returns them and their scale."""
+    largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
+    value = value.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
+    # A slice of zeros stays zeros.
+    scale = jnp.where(scale > 0, scale, 1.0)
+
+    # The quotient may exceed the largest value by a rounding error.
+    scaled = jnp.clip(value / scale, -largest, largest)
+    return (jnp.round(scaled) if target == jnp.int8 else scaled).astype(target), scale
 
 
 def is_packed(value: Any) -> TypeGuard[PackedArray]:
@@ -423,7 +500,9 @@ def resize(packed: PackedArray, axis: int, size: int, *, host: bool = False) -> 
 
 
 def _resized(packed: PackedArray, axis: int, size: int, xp: ModuleType) -> PackedArray:
-    codes, middle = _codes_of(packed, xp), 0 if packed.least is not None else 2 ** (packed.bits - 1)
+    codes, middle = _codes_of(packed, xp), 0
+    if packed.least is None and not packed.scaled:
+        middle = 2 ** (packed.bits - 1)
     along, have = axis == packed.axis, codes.shape[axis]
     # Arrays of many lengths then have groups of few sizes: those of the padded lengths.
     single = along and packed.scale.shape[axis] == 1
@@ -439,7 +518,7 @@ def _resized(packed: PackedArray, axis: int, size: int, xp: ModuleType) -> Packe
 
     return dataclasses.replace(
         packed,
-        planes=_planes_of(fitted(codes, size, middle), packed.bits, xp),
+        planes=(fitted(codes, size, 0),) if packed.scaled else _planes_of(fitted(codes, size, middle), packed.bits, xp),
         scale=fitted(packed.scale, groups, 0),
         least=None if packed.least is None else fitted(packed.least, groups, 0),
         columns=packed.columns + (size - have if axis == -1 else 0),
