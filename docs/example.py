@@ -22,10 +22,10 @@ print(f"the bill: {bill.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
 # Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the bill.
 start = 30
-list_kv = kvp.apply_patch(kvp.Placed(prices, None, start))
+list_kv = kvp.apply_patch(prices, None, start)
 bill_start = start + prices.span
-blind = kvp.apply_patch(kvp.Placed(bill, None, bill_start))
-patched = kvp.apply_patch(kvp.Placed(bill, patch, bill_start, antecedent=[prices.id]))
+blind = kvp.apply_patch(bill, None, bill_start)
+patched = kvp.apply_patch(bill, patch, bill_start, antecedent=[prices.id])
 
 
 def answer(question: str, bill_kv: dict) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import PatchMetadata
+from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
 from models import ModelBackbone
 from models.random_weights import random_backbone
 
@@ -42,7 +42,7 @@ class PlacingCase:
         local = jnp.arange(tokens, dtype=jnp.float32)
         self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", self.layout, "none")
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
-        metadata = PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, tuple(range(layers)))
+        metadata = PatchMetadata(ChunkKey.of(self.chunk), Antecedent.of("other"), tuple(range(layers)))
         self.patch = kvp.Patch(factors, metadata)
         pages = -(-tokens // PAGE_SIZE) + 1
         self.pool = kvp.pool.make_pool(self.layout, pages, PAGE_SIZE)
@@ -55,7 +55,7 @@ class PlacingCase:
 
     def apply(self, patched: bool = True) -> Mapping[str, jax.Array]:
         """Applies the operator."""
-        return kvp.apply_patch(self.placed(patched))
+        return self.placed(patched).apply()
 
     def splice(self) -> Any:
         """Writes the patched chunk into the pool."""
@@ -126,16 +126,15 @@ def _patching(raw: dict[str, Any], tokens: int, front: int, rank: int, seed: int
 
     def check() -> dict[str, float]:
         exact = kvp.to_engine(backbone.layout, conditioned, local, front)
-        blind = kvp.apply_patch(kvp.Placed(chunk, None, front, ()))
+        blind = kvp.apply_patch(chunk, None, front, ())
         patched, lost = (
-            sum(float(jnp.square(kv[name] - exact[name]).sum()) for name in exact)
-            for kv in (kvp.apply_patch(placed), blind)
+            sum(float(jnp.square(kv[name] - exact[name]).sum()) for name in exact) for kv in (placed.apply(), blind)
         )
         # Drawn weights say nothing of quality: a patch has to be nearer than blind reuse, no more.
         return {"place by the patch": patched / lost}
 
     calls = {
-        "place by the patch": timed(lambda: kvp.apply_patch(placed)),
+        "place by the patch": timed(lambda: placed.apply()),
         "prefill behind the front": timed(lambda: backbone.prefill(behind, context=context).kv),
         "prefill alone": timed(lambda: backbone.prefill(embedded[1]).kv),
         "form the patch": timed(lambda: kvp.form_patch(chunk, conditioned, rank, ("front",)).factors),

@@ -567,8 +567,8 @@ def executor_answers(contexts: FourImages) -> dict[str, np.ndarray]:
             front = ids[:place]
             patch = kvp.form_patch(chunk, kv, 16, front) if place else None
             exact.append(kvp.to_engine(backbone.layout, kv, chunk.local, start))
-            bare.append(kvp.apply_patch(kvp.Placed(chunk, None, start, front)))
-            patched.append(kvp.apply_patch(kvp.Placed(chunk, patch, start, front)))
+            bare.append(kvp.apply_patch(chunk, None, start, front))
+            patched.append(kvp.apply_patch(chunk, patch, start, front))
         positions = np.broadcast_to(np.arange(tokens.shape[1])[:, None], (*tokens.shape, 3))
         questions = backbone.embed(tokens, positions).shift(starts[-1])
         for way, pieces in {REPREFILL: exact, "leading": exact, "blind": bare, "patched": patched}.items():

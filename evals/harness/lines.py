@@ -245,7 +245,7 @@ class Line:
           base: `base` and `base_antecedent` of `kvp.Placed`, in place of the canonical.
         """
         chunk, start = self.pieces[place].chunk, self.starts[place]
-        return kvp.apply_patch(kvp.Placed(chunk, patch, start, self.antecedent(place), allow_stale=True, **base))
+        return kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **base)
 
     def serve(self, place: int, patch: kvp.Patch | None = None) -> KV:
         """Serves a piece's canonical at its place, patched or bare, and brings it to the host without padding."""

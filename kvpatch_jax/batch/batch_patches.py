@@ -17,7 +17,8 @@ from ..backbone import Backbone, Output, Tokens, ahead_of, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
 from ..core import PARTS, EngineKV, bucket, end_position, jitted_fold, to_engine, token_rows
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
-from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
+from ..patching import Rank, apply_patch, form_patch
+from ..patching.form import choose_ranks, factor_dtype
 from ..window import PatchStore, stored, stored_patches
 
 Path = tuple[str, ...]
@@ -142,7 +143,7 @@ class BatchPatchCache:
         for depth, id in enumerate(ids, 1):
             chunk = self._padded_chunk(id)
             patch = self._patches.get(ids[:depth])
-            placed = apply_patch(Placed(chunk, patch, start, antecedent=_antecedent(ids[: depth - 1])))
+            placed = apply_patch(chunk, patch, start, antecedent=_antecedent(ids[: depth - 1]))
             kv.append(_first_tokens(placed, chunk.length))
             start, tokens = start + chunk.span, tokens + chunk.length
 
@@ -278,13 +279,13 @@ class BatchPatchCache:
 
         backbone, chunk = self._backbone, self._padded_chunk(path[-1])
         antecedent = _antecedent(path[:-1])
-        ranks, asked = choose_ranks(chunk, self._rank)
-        expected = antecedent.ids, tuple(range(backbone.layout.layers)), "phase_free", False, asked
+        ranks = choose_ranks(chunk, self._rank)
+        expected = antecedent.ids, tuple(range(backbone.layout.layers)), False
 
         # Only a patch that equals the one formed here: otherwise answers would depend on the store.
         for patch in stored_patches(self._store, chunk, antecedent, backbone.layout, backbone.fingerprint):
             of = patch.metadata
-            found = of.antecedent, of.layers, of.frame, of.orbit, of.asked
+            found = of.antecedent.ids, of.layers, of.orbit
             if found != expected or dict(patch.ranks) != dict(ranks):
                 continue
             if patch.tokens is not None and patch.tokens > chunk.tokens:

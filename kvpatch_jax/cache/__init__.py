@@ -35,6 +35,7 @@ from .message_parts import part_item as part_item
 from .message_parts import part_name as part_name
 from .message_parts import unit_items as unit_items
 from .patch import Base as Base
+from .patch import ChunkKey as ChunkKey
 from .patch import Patch as Patch
 from .patch import PatchMetadata as PatchMetadata
 from .patch import check_applies as check_applies

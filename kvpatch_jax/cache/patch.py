@@ -9,22 +9,42 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..core import (
-    PARTS,
-    ChannelFactors,
-    KVLayout,
-    Leaf,
-    PatchFrame,
-    RaggedFactors,
-    is_low_rank,
-)
+from ..core import PARTS, ChannelFactors, KVLayout, RaggedFactors, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
-from ..utils.kinds import all_of, expect_kind
+from ..utils.kinds import expect_kind
 from .checksum import examine
-from .chunk import Chunk, brief, pad
-from .provenance import Antecedent, Member, antecedent_of, contents_differ
+from .chunk import Chunk, brief, content_of, pad
+from .provenance import Antecedent
 
 Base = Literal["canonical", "conditioned", "patched"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkKey:
+    """What a patch may be added to: a chunk's name, what computed it, and what tells chunks of one name apart.
+
+    Attributes:
+      id, backbone, layout: of the chunk.
+      content: of the chunk; None is unknown, and matches any.
+      places: digest of the chunk's local positions (`Chunk.places`); None likewise.
+      lead: digest of what its canonical was prefilled after (`Chunk.lead`), or None.
+      encoding: word of the encoding of the base that the deficit was taken against (`Chunk.encoding`); None: the KV as
+        it was prefilled. Another encoding of the same chunk is another base.
+    """
+
+    id: str
+    backbone: str
+    layout: KVLayout
+    content: str | None = None
+    places: str | None = None
+    lead: str | None = None
+    encoding: str | None = None
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> "ChunkKey":
+        """Returns the key of a chunk."""
+        content = content_of(chunk)
+        return cls(chunk.id, chunk.backbone, chunk.layout, content, chunk.places, chunk.lead, chunk.encoding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,77 +52,25 @@ class PatchMetadata:
     """Provenance of a patch: what it was formed from, and so what it may be applied to.
 
     Attributes:
-      chunk: id of the chunk.
+      chunk: what it was formed of.
+      antecedent: the chunks that precede it, in order; sorted if `orbit`.
+      layers: layers that the factors cover, ascending; the others get no correction.
       base: what the factors are added to: the "canonical"; the "conditioned" KV (removal patch); or, for a correction
         that only `update_patch` takes, the "patched" KV.
-      antecedent: ids of the chunks that precede it, in order; sorted if `orbit`. `behind` has all that is known.
-      orbit: whether the patch serves every ordering of the antecedent.
-      layers: layers that the factors cover, ascending; the others get no correction.
-      frame, start: "phase_free" (any start), or "engine" at exactly `start`.
       base_antecedent: what the base itself was conditioned on; None for the canonical.
-      backbone, layout: of the chunk.
-      content: of the chunk, which distinguishes chunks of one id.
-      local: digest of the chunk's local positions.
+      orbit: whether the patch serves every ordering of the antecedent.
       corrects: for a correction, the digest of the patch that it corrects (`patch_digest`); else None.
-      asked: (channel, rank) where a larger rank was requested than the chunk's tokens or features allow; the patch has
-        the largest possible rank then, or is dense where that is smaller. None where no rank was reduced.
-      members: the antecedent with contents and identities; None where the ids say all that is known.
-      base_members: likewise for `base_antecedent`.
-      lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled after, or None.
-      basis: the digest of the shared basis that v is taken from (`basis.Basis`); None where v is the patch's own.
-      encoding: word of the encoding of the base that the deficit was taken against (`Chunk.encoding`); None: the KV as
-        it was prefilled. Another encoding of the same chunk is another base.
-
-    Raises:
-      InputError: a str in place of a sequence of ids, or members of other ids.
+      basis: the digest of the shared basis that v is taken from (`patching.Basis`); None where v is the patch's own.
     """
 
-    chunk: str
-    base: Base
-    antecedent: tuple[str, ...]
-    backbone: str
-    layout: KVLayout
+    chunk: ChunkKey
+    antecedent: Antecedent
     layers: tuple[int, ...]
+    base: Base = "canonical"
+    base_antecedent: Antecedent | None = None
     orbit: bool = False
-    frame: PatchFrame = "phase_free"
-    start: tuple[int, ...] | None = None
-    base_antecedent: tuple[str, ...] | None = None
-    content: str | None = None
-    local: str | None = None
     corrects: str | None = None
-    asked: tuple[tuple[str, int], ...] | None = None
-    members: tuple[Member, ...] | None = None
-    base_members: tuple[Member, ...] | None = None
-    lead: str | None = None
     basis: str | None = None
-    encoding: str | None = None
-
-    def __post_init__(self) -> None:
-        for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
-            ids, members = tuple(all_of(str, ids, word.replace("members", "antecedent"))), getattr(self, word)
-            if members is None:
-                continue
-
-            # The ids are kept beside the members: metadata of earlier versions has only them.
-            expect_kind(members, tuple | list, f"patch: {word}", "a tuple, each a Member")
-            known = Antecedent(tuple(members))
-            if known.ids != ids:
-                raise InputError(f"patch: got {word} of the ids {known.ids}; expected {ids}")
-
-            # Members that say no more than the ids are dropped, so that equal provenance has one form.
-            object.__setattr__(self, word, None if known.plain else known.members)
-
-    @functools.cached_property
-    def behind(self) -> Antecedent:
-        """The antecedent with all that is known of it."""
-        return antecedent_of(self.antecedent if self.members is None else self.members)
-
-    @functools.cached_property
-    def base_behind(self) -> Antecedent | None:
-        """The base's antecedent with all that is known of it; None for the canonical."""
-        if self.base_antecedent is None:
-            return None
-        return antecedent_of(self.base_antecedent if self.base_members is None else self.base_members)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -110,45 +78,45 @@ class Patch:
     """Low-rank (or dense) factors per channel, with their metadata.
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
-    v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}, or with a rank for each
-    layer {channel: `RaggedFactors`}; L' counts those of the metadata's layers that keep the channel. The parts of a
-    transition have R rows of their own in place of T. Patches of a batch of chunks have the axis B after L' in every
-    factor; stores do not take them.
+    v [L', M, F], or {channel: dense [L', T, K, H]}, or with a rank for each layer {channel: `RaggedFactors`}; L' counts
+    those of the metadata's layers that keep the channel. The parts of a transition have R rows of their own in place of
+    T. Patches of a batch of chunks have the axis B after L' in every factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel without factors gets no
     correction.
-
-    Attributes:
-      tokens: padded number of tokens; None of a patch without factors for the channels that have any.
-      batch: number of chunks B that the patch is of; None without a batch axis, and of a patch without factors.
-
-    Raises:
-      ShapeError: factors of other layers, heads or features than the metadata says, or that do not fit each other.
-      LayoutError: a channel that the layout does not have. InputError: layers that the layout does not have.
     """
 
     factors: Mapping[str, ChannelFactors]
     metadata: PatchMetadata
-    tokens: int | None = dataclasses.field(init=False)
-    batch: int | None = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        tokens, batch = check_factors(self.factors, self.metadata)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "batch", batch)
 
     def __repr__(self) -> str:
-        metadata, asked = self.metadata, dict(self.metadata.asked or ())
-        ranks = []
-        for name, rank in self.ranks.items():
-            reduced = f" ({asked[name]} asked)" if name in asked else ""
-            ranks.append(f"{name} {'dense' if rank is None else f'rank {rank}'}{reduced}")
-
-        kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
+        metadata, chunk = self.metadata, self.metadata.chunk
+        ranks = [f"{name} {'dense' if rank is None else f'rank {rank}'}" for name, rank in self.ranks.items()]
         batch = "" if self.batch is None else f"batch of {self.batch}, "
-        layers = f"{batch}{len(metadata.layers)} of {metadata.layout.layers} layers"
-        exactness = "" if metadata.behind.exact else ", not exact"
-        formed = f"{brief(metadata.chunk)!r} after {tuple(map(brief, metadata.antecedent))}{exactness}"
+        layers = f"{batch}{len(metadata.layers)} of {chunk.layout.layers} layers"
+        exactness = "" if metadata.antecedent.exact else ", not exact"
+        formed = f"{brief(chunk.id)!r} after {tuple(map(brief, metadata.antecedent.ids))}{exactness}"
+        kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}"
         return f"Patch({formed}: {', '.join(ranks)}, {layers}, {kind}, {self.nbytes} bytes)"
+
+    @functools.cached_property
+    def tokens(self) -> int | None:
+        """Padded number of tokens; None of a patch without factors for the channels that have any."""
+        for channel in self.metadata.chunk.layout.token_channels:
+            factors = self.factors.get(channel.name)
+            if isinstance(factors, RaggedFactors):
+                return factors.u.shape[-1]
+            if factors is not None:
+                return factors[0].shape[-2] if is_low_rank(factors) else factors.shape[-3]  # pyright: ignore
+        return None
+
+    @functools.cached_property
+    def batch(self) -> int | None:
+        """Number of chunks B that the patch is of; None without a batch axis, and of a patch without factors."""
+        for factors in self.factors.values():
+            if not isinstance(factors, RaggedFactors):
+                shape = factors[0].shape[:-2] if is_low_rank(factors) else factors.shape[:-3]  # pyright: ignore
+                return shape[1] if len(shape) > 1 else None
+        return None
 
     def pad(self, tokens: int) -> "Patch":
         """Pads the patch for its chunk padded to `tokens`, as `Chunk.pad` does: padding gets no correction.
@@ -159,7 +127,7 @@ class Patch:
         more = tokens - (tokens if self.tokens is None else self.tokens)
         if more < 0:
             raise ShapeError(
-                f"patch of chunk {self.metadata.chunk!r}: got tokens={tokens}; expected at least {self.tokens}"
+                f"patch of chunk {self.metadata.chunk.id!r}: got tokens={tokens}; expected at least {self.tokens}"
             )
 
         factors: dict[str, Any] = {}
@@ -167,11 +135,11 @@ class Patch:
             if name in PARTS:
                 factors[name] = own
             elif isinstance(own, RaggedFactors):
-                factors[name] = dataclasses.replace(own, u=_padded(own.u, -1, more))
+                factors[name] = dataclasses.replace(own, u=pad(own.u, -1, more))
             elif is_low_rank(own):
-                factors[name] = (_padded(own[0], -2, more), own[1])  # pyright: ignore
+                factors[name] = (pad(own[0], -2, more), own[1])  # pyright: ignore
             else:
-                factors[name] = _padded(own, -3, more)  # pyright: ignore[reportArgumentType]
+                factors[name] = pad(own, -3, more)  # pyright: ignore[reportArgumentType]
 
         return Patch(factors, self.metadata)
 
@@ -181,12 +149,12 @@ class Patch:
 
         Of a channel with a rank for each layer, the highest.
         """
-        ranks: dict[str, int | None] = dict.fromkeys(self.metadata.layout.names, 0)
+        ranks: dict[str, int | None] = dict.fromkeys(self.metadata.chunk.layout.names, 0)
         for name, factors in self.factors.items():
             if isinstance(factors, RaggedFactors):
                 ranks[name] = factors.rows.shape[-1]
                 continue
-            ranks[name] = _shape(factors[0])[-1] if is_low_rank(factors) else None  # pyright: ignore[reportIndexIssue]
+            ranks[name] = factors[0].shape[-1] if is_low_rank(factors) else None  # pyright: ignore[reportIndexIssue]
         return ranks
 
     @functools.cached_property
@@ -216,92 +184,44 @@ class Patch:
         return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(counted))
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(leaf.shape)
-
-
-def _padded(leaf: Leaf, axis: int, more: int) -> Leaf:
-    """Appends `more` zeros along a token axis. A scale is shared by whole directions, or belongs to one token."""
-    return pad(leaf, axis, more)
-
-
-def check_factors(
-    factors: Mapping[str, Any], metadata: PatchMetadata, *, batched: bool = True
-) -> tuple[int | None, int | None]:
-    """Refuses factors, on the host or on devices, that do not fit their metadata, by their shapes alone.
-
-    Args:
-      batched: whether they may have a batch axis.
-
-    Returns:
-      Their padded number of tokens and their batch, None each of no factors; and None for the batch without its axis.
+def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata) -> None:
+    """Refuses factors of one chunk that do not fit their metadata, by their shapes alone: those of a store's files.
 
     Raises:
-      As `Patch`.
+      ShapeError: factors of other layers, heads or features than the metadata says, or that do not fit each other.
+      LayoutError: a channel that the layout does not have. InputError: layers that the layout does not have.
     """
-    expect_kind(metadata, PatchMetadata, "patch: metadata", "a PatchMetadata")
-    expect_kind(factors, Mapping, "patch: factors", "{channel: factors}")
-    layout, layers = metadata.layout, metadata.layers
+    layout, layers = metadata.chunk.layout, metadata.layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: got layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
 
-    batch: tuple[int, ...] | None = None
     tokens: set[int] = set()
-
     for name, own in factors.items():
-        channel, low_rank = layout.channel(name), is_low_rank(own)
+        channel = layout.channel(name)
         # Of the patch's layers those that keep this channel.
-        kept = len(layout.rows_of(name, layers))
+        kept, rows, features = len(layout.rows_of(name, layers)), channel.rows, channel.features
         if isinstance(own, RaggedFactors):
-            count = _check_ragged(own, name, channel.features, kept, channel.rows)
-            if channel.rows is None:
-                tokens.add(count)
-            continue
-
-        # The first channel's batch counts. More axes than are allowed are left out, so that its shape is refused below.
-        if batch is None:
-            axes = _shape(own[0])[1:-2] if low_rank else _shape(own)[1:-3]
-            batch = axes if len(axes) <= batched else ()
-
-        leading = (kept, *batch)
-        if low_rank:
-            u, v = map(_shape, own)
-            _check_shape(u, (*leading, channel.rows, None), f"u of {name!r}", "layers, tokens, rank")
-            _check_shape(v, (*leading, u[-1], channel.features), f"v of {name!r}", "rank")
-            count = u[-2]
+            directions = own.v.shape[0]
+            expected = {"v": (own.v, (None, features)), "u": (own.u, (directions, rows))}
+            expected["rows"] = (own.rows, (kept, None))
+            count = own.u.shape[-1]
+        elif is_low_rank(own):
+            rank = own[0].shape[-1]
+            expected = {"u": (own[0], (kept, rows, None)), "v": (own[1], (kept, rank, features))}
+            count = own[0].shape[-2]
         else:
-            dense = _shape(own)
-            expected = (kept, *batch, channel.rows, channel.heads, channel.width)
-            _check_shape(dense, expected, f"{name!r}", "layers, tokens, heads")
-            count = dense[-3]
-        if channel.rows is None:
+            expected = {"dense": (own, (kept, rows, channel.heads, channel.width))}
+            count = own.shape[-3]
+        for word, (leaf, sizes) in expected.items():
+            fits = [size in (None, actual) for size, actual in zip(sizes, leaf.shape, strict=False)]
+            if len(leaf.shape) != len(sizes) or not all(fits):
+                shown = ", ".join("any" if size is None else str(size) for size in sizes)
+                raise ShapeError(f"patch: got {word} of {name!r} of shape {leaf.shape}; expected [{shown}]")
+        if rows is None:
             tokens.add(count)
 
     if len(tokens) > 1:
-        raise ShapeError(
-            f"patch of chunk {metadata.chunk!r}: got {sorted(tokens)} tokens; expected as many in every channel"
-        )
-    return next(iter(tokens), None), batch[0] if batch else None
-
-
-def _check_ragged(factors: RaggedFactors, name: str, features: int, layers: int, size: int | None) -> int:
-    """Checks the shapes of factors with a rank for each layer; returns their padded number of tokens.
-
-    Args:
-      size: rows of a transition's part; None: any number of tokens.
-    """
-    u, v, rows = _shape(factors.u), _shape(factors.v), tuple(factors.rows.shape)
-    _check_shape(v, (None, features), f"v of {name!r}", "directions of all layers, features")
-    _check_shape(u, (v[0], size), f"u of {name!r}", "directions of all layers, tokens")
-    _check_shape(rows, (layers, None), f"rows of {name!r}", "layers, directions of one")
-    return u[1]
-
-
-def _check_shape(found: tuple[int, ...], expected: tuple[int | None, ...], what: str, axes: str) -> None:
-    """Raises ShapeError where sizes differ; None in `expected` is any size."""
-    if len(found) != len(expected) or any(size not in (None, own) for own, size in zip(found, expected, strict=True)):
-        sizes = ", ".join("any" if size is None else str(size) for size in expected)
-        raise ShapeError(f"patch: got {what} of shape {found}; expected [{sizes}] ({axes}, …)")
+        raise ShapeError(f"patch: got {sorted(tokens)} tokens; expected as many in every channel")
 
 
 def same_storage(first: KVLayout, second: KVLayout) -> bool:
@@ -316,10 +236,11 @@ def patch_digest(patch: Patch) -> str:
     One pass on the device over the factors. A patch has the same digest after storing, and another one after it was
     truncated, quantised or padded.
     """
-    metadata = patch.metadata
-    fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
-    for word in ("layout", "asked"):
-        del fields[word]
+    # How angles are computed changes no phase-free number.
+    metadata, chunk = patch.metadata, patch.metadata.chunk
+    fields = [chunk.id, chunk.backbone, chunk.content, chunk.places, chunk.lead, chunk.encoding]
+    fields += [metadata.antecedent, metadata.layers, metadata.base, metadata.base_antecedent, metadata.orbit]
+    fields += [metadata.corrects, metadata.basis]
 
     # `examine` takes tokens on the second axis of every array; the longest one bounds them all.
     leaves = {}
@@ -329,8 +250,8 @@ def patch_digest(patch: Patch) -> str:
             factors = dataclasses.replace(factors, rows=np.asarray(factors.rows, np.int32))
         leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
     tokens = max((leaf.shape[1] for leaf in leaves.values()), default=0)
-    found = examine(leaves, tokens)[0]
-    return hashlib.blake2b(f"{found}\0{sorted(fields.items())}".encode(), digest_size=16).hexdigest()
+    bits = examine(leaves, tokens)[0]
+    return hashlib.blake2b(f"{bits}\0{fields}".encode(), digest_size=16).hexdigest()
 
 
 def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
@@ -343,29 +264,19 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
       than the chunk. InputError: not a patch.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
-    # Cheap comparisons first; the digest of positions last.
-    metadata = patch.metadata
-    for word, found, expected in (
-        ("chunk", metadata.chunk, chunk.id),
-        ("base", metadata.base, base),
-        ("backbone", metadata.backbone, chunk.backbone),
-        ("lead", metadata.lead, chunk.lead),
-        ("encoding", metadata.encoding, chunk.encoding),
-    ):
-        if found != expected:
-            raise PatchMismatchError(f"patch: got {word} {found!r}; expected {expected!r}")
-
-    if metadata.layout is not chunk.layout and not same_storage(metadata.layout, chunk.layout):
-        raise PatchMismatchError(f"patch: got layout {metadata.layout}; expected {chunk.layout}")
-
-    # What one of the two does not know differs from nothing; the digest of positions is computed once for a chunk.
-    contents = ("content", metadata.content, chunk.content)
-    places = ("local positions", metadata.local, None if metadata.local is None else chunk.places)
-    for word, found, expected in (contents, places):
-        if contents_differ(found, expected):
+    key = patch.metadata.chunk
+    if patch.metadata.base != base:
+        raise PatchMismatchError(f"patch: got base {patch.metadata.base!r}; expected {base!r}")
+    if key.layout is not chunk.layout and not same_storage(key.layout, chunk.layout):
+        raise PatchMismatchError(f"patch: got layout {key.layout}; expected {chunk.layout}")
+    for word in ("id", "backbone", "lead", "encoding", "content", "places"):
+        formed, actual = getattr(key, word), getattr(chunk, word)
+        # What one of the two does not know differs from nothing; of lead and encoding None is known.
+        unknown = word in ("content", "places") and None in (formed, actual)
+        if formed != actual and not unknown:
             raise PatchMismatchError(
-                f"patch: got one formed of chunk {chunk.id!r} with {word} {found!r}; expected {expected!r}, which this "
-                "chunk of the same id has"
+                f"patch: got one formed of chunk {key.id!r} with {_WORDS.get(word, word)} {formed!r}; expected "
+                f"{actual!r}, which chunk {chunk.id!r} has"
             )
 
     if patch.tokens not in (None, chunk.tokens):
@@ -377,16 +288,18 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
         raise ShapeError(f"patch of chunk {chunk.id!r}: got batch {patch.batch}; expected the chunk's {chunk.batch}")
 
 
+_WORDS = {"places": "local positions"}
+
+
 def check_applies(
     patch: Patch,
     chunk: Chunk,
-    start: np.ndarray | jax.Array,
     antecedent: Antecedent,
     base_antecedent: Antecedent | None = None,
     *,
     allow_stale: bool = False,
 ) -> None:
-    """Checks that a patch may be applied to a chunk, at a start and after an antecedent.
+    """Checks that a patch may be applied to a chunk after an antecedent.
 
     Args:
       base_antecedent: what the base is conditioned on; None where the patch is added to the canonical.
@@ -394,30 +307,26 @@ def check_applies(
 
     Raises:
       StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the
-      chunk, or an engine-frame patch does not belong at the start. ShapeError: as `check_chunk`.
+      chunk. ShapeError: as `check_chunk`.
     """
     check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
-    metadata = patch.metadata
-    if metadata.frame == "engine":
-        found = tuple(int(number) for number in np.asarray(start).ravel())
-        if found != metadata.start:
-            raise PatchMismatchError(f"patch: got one formed in the engine frame at {metadata.start}; expected {found}")
+    formed, base = patch.metadata.antecedent, patch.metadata.base_antecedent
 
     # A removal patch is added to conditioned KV, so what that was conditioned on counts as well.
     if base_antecedent is not None:
-        formed = metadata.base_behind
-        difference = f"None; expected {base_antecedent.ids}" if formed is None else formed.difference(base_antecedent)
+        difference = f"None; expected {base_antecedent.ids}" if base is None else base.difference(base_antecedent)
         if difference is not None:
             raise StalePatchError(f"patch of chunk {chunk.id!r}: got a base conditioned on {difference}")
 
     # Equal members are compared here, so that the usual case stops at once; members of unknown content match others.
-    difference = None
-    if not allow_stale and metadata.behind != antecedent:
-        difference = metadata.behind.difference(antecedent, metadata.orbit)
-    if difference is not None:
-        kind = "any ordering of " if metadata.orbit else ""
-        # Likely forgotten, since the argument has a default for chunks without an antecedent.
-        if not antecedent.ids:
-            shown = metadata.behind.shown
-            difference = f"{shown}; got no antecedent; expected antecedent={shown}, the chunks that precede this one"
-        raise StalePatchError(f"patch of chunk {chunk.id!r}: got one formed behind {kind}{difference}")
+    if allow_stale or formed == antecedent:
+        return
+    difference = formed.difference(antecedent, patch.metadata.orbit)
+    if difference is None:
+        return
+    # Likely forgotten, since the argument has a default for chunks without an antecedent.
+    if not antecedent.ids:
+        shown = formed.shown
+        difference = f"{shown}; got no antecedent; expected antecedent={shown}, the chunks that precede this one"
+    kind = "any ordering of " if patch.metadata.orbit else ""
+    raise StalePatchError(f"patch of chunk {chunk.id!r}: got one formed behind {kind}{difference}")

@@ -37,7 +37,6 @@ from .ops import ChannelFactors as ChannelFactors
 from .ops import Factors as Factors
 from .ops import FormPlan as FormPlan
 from .ops import Leaf as Leaf
-from .ops import PatchFrame as PatchFrame
 from .ops import RaggedFactors as RaggedFactors
 from .ops import flatten_heads as flatten_heads
 from .ops import is_low_rank as is_low_rank

@@ -100,7 +100,8 @@ class KVEncoding:
             raise InputError(f"encoding: got {encoding!r:.80}; expected a word such as 'k4v4' or 'k6v4g64'")
         keys, values, group, axes, symmetric = match.groups()
         size = None if group == "all" else int(group or GROUP)
-        return cls(int(keys), int(values), size, axes or "kivi", symmetric is not None)
+        options: dict[str, Any] = {"axes": axes or "kivi", "symmetric": symmetric is not None}
+        return cls(int(keys), int(values), size, **options)
 
     def of_channel(self, channel: Channel) -> tuple[int, int]:
         """Returns the bits of a channel, and the axis of its groups: −2 over tokens, −1 over features."""

@@ -25,10 +25,6 @@ from .few_bits import PackedArray, quantised, unpack
 from .layout import PARTS, KVLayout
 from .rope import rope_tables
 from .rope import rotate as rotate
-from .rotation import to_engine
-
-PatchFrame = Literal["phase_free", "engine"]
-
 
 Leaf = Array | PackedArray
 
@@ -107,15 +103,11 @@ class FormPlan:
     Attributes:
       ranks: (channel, rank) pairs; rank None stores the deficit dense; omitted channels get no patch.
       method: "randomised" or "exact".
-      layers: the layers to keep, or None for all.
-      frame: frame of the deficit: "phase_free", or "engine" (the paper's order, as a control).
       dtype: of the factors; an 8-bit dtype gets one scale per direction, int2 to int7 one per group (`quantised`).
     """
 
     ranks: tuple[tuple[str, int | None], ...]
     method: Literal["randomised", "exact"] = "randomised"
-    layers: tuple[int, ...] | None = None
-    frame: PatchFrame = "phase_free"
     dtype: str = "float32"
 
 
@@ -209,25 +201,15 @@ def factorise_deficit(
 
 
 def form(
-    layout: KVLayout,
     conditioned: dict[str, Float[Array, "L *B T _ _"]],
     base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int,
     key: Key[Array, ""],
-    local: Num[Array | np.ndarray, "..."],
-    start: Int[Array, "..."],
     *,
     plan: FormPlan,
 ) -> Factors:
-    """Factorises KV(B|A) − base: Kamera App. A `form_patch`, phase-free unless `plan.frame` is "engine".
-
-    `local` and `start` are used only in the engine frame.
-    """
-    delta = deficit(conditioned, base, length)
-    if plan.frame == "engine":
-        delta = to_engine(layout, delta, local, start)
-    delta = delta if plan.layers is None else layout.of_layers(delta, plan.layers)
-    return factorise_deficit(delta, key, length, plan=plan)
+    """Factorises KV(B|A) − base, phase-free: Kamera App. A `form_patch`."""
+    return factorise_deficit(deficit(conditioned, base, length), key, length, plan=plan)
 
 
 def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
@@ -286,21 +268,12 @@ def apply(
     start: Int[Array, "..."],
     *,
     layers: tuple[int, ...] | None = None,
-    frame: PatchFrame = "phase_free",
 ) -> dict[str, Float[Array, "L *B T _ _"]]:
     """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
 
     Packed channels are decoded one layer at a time, to the numbers that their decoded twins have. Without factors the
-    result is exactly the rotation. In the engine frame (control) the correction is added after the rotation, as the
-    paper does. For shapes see the module's docstring; the result has kv's shapes and dtypes.
+    result is exactly the rotation. For shapes see the module's docstring; the result has kv's shapes and dtypes.
     """
-    # Rounded once here too, so that the control differs from the operator in the order alone.
-    if frame == "engine":
-        float32 = {name: value.astype(jnp.float32) for name, value in kv.items()}
-        rotated = to_engine(layout, float32, local, start)
-        added = correction(layout, factors, layers=layers)
-        return {name: (rotated[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in rotated}
-
     arguments = operator_arguments(layout, factors, local, start, layers)
     result: dict[str, Any] = {}
     # Channels of as many layers and one order of pairs go through one loop.
@@ -386,13 +359,13 @@ def accumulate(
     return {name: total[name] + delta[name] for name in delta}
 
 
-jitted_form = jax.jit(form, static_argnames=("layout", "plan"))
-"""`form`, compiled once per layout, plan and padded shape; `jitted_form._cache_size()` counts the programs."""
+jitted_deficit = jax.jit(deficit)
+"""`deficit`, compiled once per padded shape."""
 
 jitted_factorise = jax.jit(factorise_deficit, static_argnames=("plan",))
 """`factorise_deficit`, compiled once per plan and padded shape."""
 
-jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "frame"))
+jitted_apply = jax.jit(apply, static_argnames=("layout", "layers"))
 """`apply`, compiled once per layout, layer set and padded shape; another chunk or start does not compile again."""
 
 jitted_merge = jax.jit(merge_factors, static_argnames=("rank",))

@@ -1,33 +1,27 @@
-"""Forms, applies, updates and compresses the patches of chunks."""
+"""Forms, applies, changes and compresses the patches of chunks."""
 
-from .bases import MeanBase as MeanBase
 from .bases import mean_base as mean_base
 from .basis import Basis as Basis
-from .basis import DeficitSum as DeficitSum
 from .basis import check_in_basis as check_in_basis
-from .basis import coefficients as coefficients
 from .basis import fit_basis as fit_basis
+from .basis import form_in_basis as form_in_basis
 from .basis import with_basis as with_basis
 from .byte_budget import ByteBudget as ByteBudget
 from .byte_budget import choose_directions as choose_directions
-from .byte_budget import direction_bytes as direction_bytes
 from .canonical import conditioned as conditioned
-from .canonical import lead_digest as lead_digest
-from .canonical import lead_tokens as lead_tokens
 from .canonical import make_chunk as make_chunk
-from .canonical import one_behind_the_other as one_behind_the_other
-from .compress import GROUPS as GROUPS
-from .compress import Rank as Rank
-from .compress import keep_layers as keep_layers
-from .compress import quantise as quantise
-from .compress import rank_by_channel as rank_by_channel
-from .compress import truncate as truncate
-from .factors import Method as Method
-from .factors import choose_ranks as choose_ranks
-from .factors import factor_dtype as factor_dtype
-from .form import FormOptions as FormOptions
+from .change import correction_patch as correction_patch
+from .change import keep_layers as keep_layers
+from .change import quantise as quantise
+from .change import removal_patch as removal_patch
+from .change import truncate as truncate
+from .change import update_patch as update_patch
+from .form import GROUPS as GROUPS
+from .form import KVArrays as KVArrays
+from .form import Method as Method
+from .form import Rank as Rank
 from .form import form_patch as form_patch
-from .form import removal_patch as removal_patch
+from .form import rank_by_channel as rank_by_channel
 from .information_weights import InformationWeights as InformationWeights
 from .information_weights import calibrate_sensitivity as calibrate_sensitivity
 from .orbit import Accumulated as Accumulated
@@ -36,5 +30,3 @@ from .orbit import orbit_patch as orbit_patch
 from .orbit import orders_of as orders_of
 from .placed import Placed as Placed
 from .placed import apply_patch as apply_patch
-from .update import correction_patch as correction_patch
-from .update import update_patch as update_patch

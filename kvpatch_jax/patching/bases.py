@@ -6,119 +6,62 @@ encoded then: `encode_chunk(mean_base(...), "k6v6")`, and then patches are forme
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from ..cache import Antecedent, AntecedentLike, Chunk, antecedent_of, digest_of, encoded, examine
-from ..core import PARTS, AnyArray, arrays_of, ops
+from ..core import PARTS, arrays_of, ops
 from ..errors import InputError
 from ..utils.kinds import expect_kind
-from .factors import KVArrays, check_conditioned
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MeanBase:
-    """Running mean of a chunk's KV over the antecedents that it was met behind, from which `base` makes a chunk.
-
-    Attributes:
-      chunk: the canonical.
-      total: {channel: float32 [L, T, K, H]}, or [L, B, T, K, H] of a batch of chunks: the sum so far; None of none.
-      inputs: digests of the antecedents so far, sorted: the order in which they were met is no part of the base.
-
-    Raises:
-      InputError: not a chunk, or an encoded one: bases are made before they are encoded.
-    """
-
-    chunk: Chunk
-    total: Mapping[str, Float[AnyArray, "L *B T _ _"]] | None = None
-    inputs: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_plain(self.chunk, "MeanBase")
-
-    def __repr__(self) -> str:
-        return f"MeanBase({len(self.inputs)} antecedents of {self.chunk!r})"
-
-    def add(self, conditioned: KVArrays, antecedent: AntecedentLike) -> "MeanBase":
-        """Adds the KV behind one more antecedent. Adding one twice counts it twice.
-
-        Args:
-          conditioned: KV(B|A), phase-free, of the chunk's shapes.
-          antecedent: A, as `form_patch` takes it.
-
-        Raises:
-          As `form_patch` of `conditioned` and `antecedent`.
-        """
-        check_conditioned(self.chunk, conditioned)
-        inputs = tuple(sorted([*self.inputs, _input_digest(self.chunk, conditioned, antecedent_of(antecedent))]))
-        arrays, length = arrays_of(conditioned), jnp.int32(self.chunk.length)
-        if self.total is None:
-            total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in arrays.items()}
-        else:
-            total = dict(self.total)
-        return MeanBase(self.chunk, _jitted_sum(total, arrays, length), inputs)
-
-    def base(self) -> Chunk:
-        """Returns the mean as a base, in the chunk's dtypes.
-
-        Raises:
-          InputError: no antecedent was added.
-        """
-        if self.total is None:
-            raise InputError(f"MeanBase: got no antecedents of chunk {self.chunk.id!r}; expected at least one")
-        kv = _jitted_mean(dict(self.total), arrays_of(self.chunk.kv), jnp.float32(len(self.inputs)))
-        return _based(self.chunk, kv, *map(encoded, self.inputs))
-
-
-@jax.jit
-def _jitted_sum(total: dict[str, Array], conditioned: dict[str, Array], length: Int[Array, ""]) -> dict[str, Array]:
-    result = {}
-    for name, value in conditioned.items():
-        wide = value.astype(jnp.float32)
-        # Parts of a transition have no padding.
-        kept = wide if name in PARTS else jnp.where(ops.token_mask(wide, length, -3), wide, 0.0)
-        result[name] = total[name] + kept
-    return result
-
-
-@jax.jit
-def _jitted_mean(total: dict[str, Array], like: dict[str, Array], count: Array) -> dict[str, Array]:
-    return {name: (value / count).astype(like[name].dtype) for name, value in total.items()}
+from .form import KVArrays, check_conditioned
 
 
 def mean_base(chunk: Chunk, conditioned: Iterable[KVArrays], antecedents: Iterable[AntecedentLike]) -> Chunk:
     """Computes the mean of KV(B|A) over antecedents as a base, zero on padding; in any order the same base.
 
-    `MeanBase` adds antecedents as they come.
-
     Args:
       chunk: the canonical, one or a batch, not encoded.
-      conditioned: KV behind each antecedent, phase-free. antecedents: as many.
+      conditioned: KV behind each antecedent, phase-free, which may be made as it is asked for. A KV that comes twice
+        counts twice.
+      antecedents: as many.
+
+    Returns:
+      The mean in the chunk's dtypes, under the digest of what it was made from.
 
     Raises:
-      InputError: none, or unequal numbers; else as `MeanBase`.
+      InputError: none, unequal numbers, or an encoded chunk. Else as `form_patch` of `conditioned` and `antecedent`.
     """
-    running = MeanBase(chunk)
-    listed, behind = list(conditioned), list(antecedents)
-    if not listed or len(listed) != len(behind):
-        raise InputError(
-            f"mean_base: got {len(listed)} KV of {len(behind)} antecedents; expected as many, at least one"
-        )
-    for kv, antecedent in zip(listed, behind, strict=True):
-        running = running.add(kv, antecedent)
-    return running.base()
-
-
-def _check_plain(chunk: Chunk, what: str) -> None:
-    expect_kind(chunk, Chunk, what, "a Chunk")
+    expect_kind(chunk, Chunk, "mean_base", "a Chunk")
     if chunk.encoding is not None:
         raise InputError(
-            f"{what}: got chunk {chunk.id!r} encoded as {chunk.encoding}; expected one as prefilled: the base is "
+            f"mean_base: got chunk {chunk.id!r} encoded as {chunk.encoding}; expected one as prefilled: the base is "
             "encoded after it was made"
         )
+    total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
+    digests: list[str] = []
+    behind = [antecedent_of(antecedent) for antecedent in antecedents]
+    for number, kv in enumerate(conditioned):
+        if number < len(behind):
+            check_conditioned(chunk, kv)
+            digests.append(_input_digest(chunk, kv, behind[number]))
+            total = _jitted_sum(total, arrays_of(kv), jnp.int32(chunk.length))
+        else:
+            digests.append("")
+    if not behind or len(digests) != len(behind):
+        raise InputError(
+            f"mean_base: got {len(digests)} KV of {len(behind)} antecedents; expected as many, at least one"
+        )
+
+    mean = _jitted_mean(total, arrays_of(chunk.kv), jnp.float32(len(digests)))
+    lead = [] if chunk.lead is None else [encoded(chunk.lead)]
+    # The order in which antecedents were met is no part of the base.
+    inputs = [encoded(digest) for digest in sorted(digests)]
+    fields = [b"base", encoded("mean"), encoded(chunk.backbone), b"lead", *lead, b"inputs", *inputs]
+    # Residuals are those of the canonical's own forward.
+    return dataclasses.replace(chunk, kv=mean, lead=digest_of(fields, size=16), hidden=None)
 
 
 def _input_digest(chunk: Chunk, conditioned: KVArrays, antecedent: Antecedent) -> str:
@@ -133,9 +76,17 @@ def _input_digest(chunk: Chunk, conditioned: KVArrays, antecedent: Antecedent) -
     return digest_of([encoded(antecedent.digest), encoded(examine(kv, chunk.length)[0])], size=16)
 
 
-def _based(chunk: Chunk, kv: Mapping[str, Array], *inputs: bytes) -> Chunk:
-    """Returns a chunk's mean of some KV under the digest of what it was made from."""
-    own = [] if chunk.lead is None else [encoded(chunk.lead)]
-    fields = [b"base", encoded("mean"), encoded(chunk.backbone), b"lead", *own, b"inputs", *inputs]
-    # Residuals are those of the canonical's own forward.
-    return dataclasses.replace(chunk, kv=kv, lead=digest_of(fields, size=16), hidden=None)
+@jax.jit
+def _jitted_sum(total: dict[str, Array], conditioned: dict[str, Array], length: Int[Array, ""]) -> dict[str, Array]:
+    result = {}
+    for name, value in conditioned.items():
+        wide = value.astype(jnp.float32)
+        # Parts of a transition have no padding.
+        live = wide if name in PARTS else jnp.where(ops.token_mask(wide, length, -3), wide, 0.0)
+        result[name] = total[name] + live
+    return result
+
+
+@jax.jit
+def _jitted_mean(total: dict[str, Array], like: dict[str, Array], count: Array) -> dict[str, Array]:
+    return {name: (value / count).astype(like[name].dtype) for name, value in total.items()}

@@ -15,16 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..cache import AntecedentLike, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
+from ..cache import AntecedentLike, Chunk, ChunkKey, Patch, PatchMetadata, antecedent_of, examine, same_storage
 from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, quantised, value_of
 from ..errors import InputError, PatchMismatchError, RankError, ShapeError
-from .compress import Rank, finite_factors, rank_by_channel
-from .factors import KVArrays, check_conditioned, check_layers, deficit_of, factor_dtype, metadata_of
+from .form import KVArrays, Rank, check_conditioned, deficit_of, factor_dtype, finite_factors, rank_by_channel
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Basis:
-    """Directions of deficits, by channel, that the patches of one backbone share.
+    """Directions of deficits, by channel, that the patches of one backbone share (`fit_basis`).
 
     Attributes:
       directions: {channel: [L, M, F]}, phase-free; each layer's rows orthonormal, the strongest first.
@@ -38,16 +37,13 @@ class Basis:
     layout: KVLayout
     backbone: str
 
+    # A store makes bases of files.
     def __post_init__(self) -> None:
-        fingerprint_of(self.backbone, "basis")
         check_uniform(self.layout, "basis")
         for name, value in self.directions.items():
-            wanted, shape = self.layout.channel(name).features, value.shape
-            if len(shape) != 3 or (shape[0], shape[2]) != (self.layout.layers, wanted) or not 1 <= shape[1] <= wanted:
-                raise ShapeError(f"basis: got {name!r} of shape {shape}; expected [{self.layout.layers}, M, {wanted}]")
-
-    def __repr__(self) -> str:
-        return f"Basis({self.ranks}, backbone {self.backbone[:16]!r}, {self.digest})"
+            layers, features = self.layout.layers, self.layout.channel(name).features
+            if value.ndim != 3 or value.shape[::2] != (layers, features) or not 1 <= value.shape[1] <= features:
+                raise ShapeError(f"basis: got {name!r} of shape {value.shape}; expected [{layers}, M, {features}]")
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -68,73 +64,11 @@ class Basis:
             fields.append(f"{name}\0{examine({name: value}, value.shape[1])[0]}")
         return hashlib.blake2b("\0".join(fields).encode(), digest_size=16).hexdigest()
 
-    def rows(self, name: str, layers: tuple[int, ...], rank: int) -> AnyArray:
-        """Returns the first `rank` directions of some layers, [L', M, F]; without a copy where that is all of them."""
-        value = self.directions[name]
-        if len(layers) < self.layout.layers:
-            value = value[np.asarray(layers)]
-        return value if rank == value.shape[1] else value[:, :rank]
 
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DeficitSum:
-    """Running sum ΣΔᵀΔ of deficits in each layer and channel, from which `basis` gives the directions that they share.
-
-    A deficit that comes later is added without the earlier ones. Of one chunk's antecedents it gives the basis of that
-    chunk, of many chunks' that of a backbone.
-
-    Attributes:
-      layout, backbone: of the deficits.
-      sums: {channel: float32 [L, F, F]}; empty of no deficits.
-      count: how many deficits.
-    """
-
-    layout: KVLayout
-    backbone: str
-    sums: Mapping[str, Float[AnyArray, "L F F"]] = dataclasses.field(default_factory=dict)
-    count: int = 0
-
-    def __repr__(self) -> str:
-        return f"DeficitSum({self.count} deficits, backbone {self.backbone[:16]!r})"
-
-    def add(self, chunk: Chunk, conditioned: KVArrays) -> "DeficitSum":
-        """Adds KV(B|A) − KV(B|∅) of one more chunk or antecedent.
-
-        Raises:
-          PatchMismatchError: a chunk of another backbone or layout. Else as `form_patch` of `conditioned`.
-        """
-        check_conditioned(chunk, conditioned)
-        _check_same_model(self.backbone, self.layout, chunk)
-        sums = {}
-        for name, value in deficit_of(conditioned, chunk.kv, chunk).items():
-            sums[name] = self.sums.get(name, 0.0) + _jitted_gram(value)
-        return dataclasses.replace(self, sums=sums, count=self.count + 1)
-
-    def basis(self, rank: Rank, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Basis:
-        """Computes the directions of largest energy: the eigenvectors of the sums.
-
-        Args:
-          rank: directions for every channel, or per channel (0, or leaving one out: none).
-
-        Raises:
-          InputError: no deficits. RankError: a rank below 1, or beyond a channel's features. LayoutError: an unknown
-          channel.
-        """
-        if not self.count:
-            raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
-
-        directions = {}
-        for name, size in rank_by_channel(self.layout, rank, "basis").items():
-            features = self.layout.channel(name).features
-            if size == 0 and isinstance(rank, Mapping):
-                continue
-            if not 1 <= size <= features:
-                raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
-            # Columns, the weakest first.
-            vectors = jnp.linalg.eigh(jnp.asarray(self.sums[name]))[1]
-            directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
-
-        return Basis(directions, self.layout, self.backbone)
+def _first_rows(value: Any, layers: tuple[int, ...], total: int, rank: int | None) -> Any:
+    """Returns the first directions of some layers, [L', M, F]; without a copy where that is all of them."""
+    value = value if len(layers) == total else value[np.asarray(layers)]
+    return value if rank is None or rank >= value.shape[1] else value[:, :rank]
 
 
 def fit_basis(
@@ -152,15 +86,28 @@ def fit_basis(
       InputError: no pairs. PatchMismatchError: chunks of several backbones. RankError: a rank below 1, or beyond a
       channel's features. LayoutError: an unknown channel. Else as `form_patch` of `conditioned`.
     """
-    total: DeficitSum | None = None
+    first: Chunk | None = None
+    sums: dict[str, Any] = {}
     for chunk, conditioned in pairs:
         check_conditioned(chunk, conditioned)
-        # Summed as they come, so that one deficit is held at a time.
-        total = (total or DeficitSum(chunk.layout, chunk.backbone)).add(chunk, conditioned)
-
-    if total is None:
+        first = first or chunk
+        _check_same_model(first.backbone, first.layout, chunk)
+        for name, value in deficit_of(conditioned, chunk.kv, chunk).items():
+            sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
+    if first is None:
         raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
-    return total.basis(rank, dtype=dtype)
+
+    directions = {}
+    for name, size in rank_by_channel(first.layout, rank, "basis").items():
+        features = first.layout.channel(name).features
+        if size == 0 and isinstance(rank, Mapping):
+            continue
+        if not 1 <= size <= features:
+            raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
+        # Columns, the weakest first.
+        vectors = jnp.linalg.eigh(sums[name])[1]
+        directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
+    return Basis(directions, first.layout, first.backbone)
 
 
 @jax.jit
@@ -178,7 +125,6 @@ def form_in_basis(
     antecedent: AntecedentLike,
     rank: int | None = None,
     *,
-    layers: Iterable[int] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Patch:
     """Forms the patch of a chunk in a shared basis: coefficients of KV(B|A) − KV(B|∅), without directions of its own.
@@ -187,32 +133,29 @@ def form_in_basis(
     batch of chunks has the basis once for each of them.
 
     Args:
-      chunk, conditioned, antecedent, layers, dtype: as in `form_patch`; dtype is that of the coefficients.
+      chunk, conditioned, antecedent, dtype: as in `form_patch`; dtype is that of the coefficients.
       rank: how many of the directions, the strongest first; None for all.
 
     Raises:
       PatchMismatchError: a basis of another backbone or layout. RankError: a rank below 1. Else as `form_patch`.
     """
     check_conditioned(chunk, conditioned)
-    behind = antecedent_of(antecedent)
     _check_same_model(basis.backbone, basis.layout, chunk)
     if rank is not None and rank < 1:
         raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
 
-    kept = check_layers(layers, chunk.layout.layers)
-    delta = deficit_of(conditioned, chunk.kv, chunk)
-
+    delta, layers = deficit_of(conditioned, chunk.kv, chunk), tuple(range(chunk.layout.layers))
     factors: Factors = {}
-    for name, have in basis.ranks.items():
+    for name, directions in basis.directions.items():
         # Directions are orthonormal, so the best coefficients are products with them: no factorisation.
-        v = jnp.asarray(basis.rows(name, kept, have if rank is None else min(rank, have)))
-        flat = ops.flatten_heads(delta[name])[np.asarray(kept)]
+        v = jnp.asarray(_first_rows(directions, layers, len(layers), rank))
+        flat = ops.flatten_heads(delta[name])
         u = jnp.einsum("l...tf,lmf->l...tm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         if chunk.batch is not None:
             v = jnp.broadcast_to(v[:, None], (len(v), chunk.batch, *v.shape[1:]))
         factors[name] = (quantised(u, factor_dtype(chunk, dtype), -2), v)
 
-    metadata = metadata_of(chunk, "canonical", behind, layers=kept, basis=basis.digest)
+    metadata = PatchMetadata(ChunkKey.of(chunk), antecedent_of(antecedent), layers, basis=basis.digest)
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
 
 
@@ -223,48 +166,35 @@ def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:
         raise PatchMismatchError(f"basis: got layout {layout}; expected {chunk.layout}")
 
 
-def coefficients(patch: Patch) -> dict[str, Any]:
-    """Returns the coefficients of a patch in a basis: u by channel."""
-    return {name: factors[0] for name, factors in patch.factors.items() if is_low_rank(factors)}  # pyright: ignore
-
-
-def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) -> Patch:
-    """Returns the patch of coefficients that were kept without their basis.
-
-    Args:
-      own: u by channel, as `coefficients` returns them.
-      metadata: of the patch.
+def with_basis(patch: Patch, basis: Basis) -> Patch:
+    """Returns a patch with the directions of its basis in place of its own, which a store does not keep.
 
     Raises:
       PatchMismatchError: another basis than the metadata names. ShapeError: coefficients of more directions.
     """
+    metadata = patch.metadata
     if metadata.basis != basis.digest:
         raise PatchMismatchError(
-            f"patch of chunk {metadata.chunk!r}: got one formed in basis {metadata.basis}; expected {basis.digest}"
+            f"patch of chunk {metadata.chunk.id!r}: got one formed in basis {metadata.basis}; expected {basis.digest}"
         )
-
-    # A patch may use the first few directions only; then it has as many columns.
     factors: dict[str, Any] = {}
-    for name, u in own.items():
-        rank = u.shape[-1]
-        if rank > basis.ranks.get(name, 0):
-            raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
-        factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(basis.rows(name, metadata.layers, rank)))
-
+    for name, (u, _) in patch.factors.items():  # pyright: ignore[reportGeneralTypeIssues]
+        # A patch may use the first few directions only, of some layers; then it has as many columns.
+        rank, most = u.shape[-1], basis.ranks.get(name, 0)
+        if rank > most:
+            raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {most}")
+        v = _first_rows(basis.directions[name], metadata.layers, basis.layout.layers, rank)
+        factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(v))
     return Patch(factors, metadata)
 
 
 def check_in_basis(patch: Patch, basis: Basis) -> None:
-    """Checks that a patch's directions are those of a basis, unchanged.
-
-    Raises:
-      PatchMismatchError.
-    """
-    wanted = with_basis(coefficients(patch), patch.metadata, basis)
+    """Raises PatchMismatchError unless a patch's directions are those of a basis, unchanged."""
+    expected = with_basis(patch, basis).factors
     for name, factors in patch.factors.items():
-        own, other = (value_of(pair[1]) for pair in (factors, wanted.factors[name]))  # pyright: ignore
-        if own is not other and not np.array_equal(np.asarray(own), np.asarray(other)):
+        first, second = (value_of(pair[1]) if is_low_rank(pair) else pair for pair in (factors, expected[name]))
+        if first is not second and not np.array_equal(np.asarray(first), np.asarray(second)):
             raise PatchMismatchError(
-                f"patch of chunk {patch.metadata.chunk!r}: got directions of {name!r} that are not those of basis "
+                f"patch of chunk {patch.metadata.chunk.id!r}: got directions of {name!r} that are not those of basis "
                 f"{basis.digest}; expected them as they were formed"
             )

@@ -165,7 +165,7 @@ def form_ragged(
 
     Args:
       delta: float32, zero on padding. length: tokens that are not padding.
-      dtype: of the factors, as `factor_dtype` names it. what: begins messages.
+      dtype: of the factors, as `storable_dtype` names it. what: begins messages.
       weights: for each layer and feature; the error is minimised in the norm that they give.
 
     Returns:

@@ -1,98 +1,56 @@
-"""Forming the patch of a chunk after an antecedent, or of a chunk that stays when its antecedent loses one.
+"""Forming the patch of a chunk after an antecedent: the deficit, its rank, its factors and their metadata.
 
 Kamera §3 and App. A, with one change: the deficit is taken and added before the rotation, in the phase-free frame, so
-that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
+that one patch serves every position at a lower rank.
 """
 
-import dataclasses
-from collections.abc import Iterable
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
-from ..cache import Antecedent, AntecedentLike, Chunk, Patch, antecedent_of, brief
-from ..core import (
-    Angles,
-    FormPlan,
-    PatchFrame,
-    Start,
-    arrays_of,
-    as_start,
-    is_packed,
-    ops,
+from ..cache import (
+    AntecedentLike,
+    Chunk,
+    ChunkKey,
+    KVArray,
+    Patch,
+    PatchMetadata,
+    antecedent_of,
+    check_finite,
 )
-from ..errors import InputError
-from .basis import Basis, form_in_basis
+from ..core import Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops
+from ..errors import InputError, LayoutError, RankError, ShapeError
+from ..utils.kinds import expect_kind, is_whole
+from ..utils.sizes import size_of
 from .byte_budget import ByteBudget, form_ragged
-from .compress import Rank, finite_factors
-from .factors import (
-    KVArrays,
-    Method,
-    check_conditioned,
-    check_layers,
-    choose_ranks,
-    deficit_of,
-    factor_dtype,
-    from_deficit,
-    metadata_of,
-)
 from .information_weights import InformationWeights, check_weights
 
-
-@dataclasses.dataclass(frozen=True)
-class FormOptions:
-    """Options of `form_patch`, which takes them as keywords.
-
-    Attributes:
-      method: "randomised" (deterministic by `key`) or "exact".
-      key: a typed PRNG key; None is `jax.random.key(0)`.
-      layers: layers to patch; None for all.
-      dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F. False keeps
-        factors, of which `truncate` makes smaller ranks.
-      frame: "phase_free", or "engine" for the paper's order, which holds only at `start`.
-      start: where the engine-frame patch is to be applied.
-      angles: "exact" or "float32" in place of the layout's, for the engine frame.
-      dtype: of the factors; None is the chunk's, of a `ByteBudget` int4.
-      basis: directions that patches of this backbone share (`fit_basis`): the patch has coefficients alone, of the
-        first `rank` of them. In the phase-free frame; `method`, `key` and `dense` have no effect then.
-      weights: of a `ByteBudget`, how much an error in each feature counts (`calibrate_sensitivity`).
-
-    Raises:
-      InputError: an unknown frame, an engine frame without a start, a start without it, a basis with another frame,
-      or weights without a `ByteBudget`.
-    """
-
-    method: Method = "randomised"
-    key: Key[Array, ""] | None = None
-    layers: Iterable[int] | None = None
-    dense: bool = True
-    frame: PatchFrame = "phase_free"
-    start: Start | None = None
-    angles: Angles | None = None
-    dtype: jax.typing.DTypeLike | None = None
-    basis: Basis | None = None
-    weights: InformationWeights | None = None
-
-    def __post_init__(self) -> None:
-        if self.weights is not None:
-            check_weights(self.weights)
-        if self.frame not in get_args(PatchFrame):
-            raise InputError(f"patch: got frame {self.frame!r:.80}; expected one of {get_args(PatchFrame)}")
-        if self.basis is not None and self.frame != "phase_free":
-            raise InputError(f"patch: got frame {self.frame!r} with a basis; expected 'phase_free'")
-        if (self.frame == "engine") != (self.start is not None):
-            raise InputError(
-                f"patch: got frame {self.frame!r}, start {self.start}; expected a start with the engine frame, and "
-                "only with it"
-            )
+Method = Literal["randomised", "exact"]
+KVArrays = Mapping[str, KVArray]
+Rank = int | Mapping[str, int]
+"""M of every channel, or of some: by channel, or by the words of `GROUPS`."""
+Size = Rank | ByteBudget | str
+"""How large a patch may be: a rank, or bytes: a `ByteBudget`, or text such as "12 kB"."""
+GROUPS = ("rows", "transition")
+"""Words for all channels with a row per token, and for all parts of a transition, where ranks are named."""
 
 
 def form_patch(
-    chunk: Chunk, conditioned: KVArrays, rank: Rank | ByteBudget, antecedent: AntecedentLike, **options: Any
+    chunk: Chunk,
+    conditioned: KVArrays,
+    rank: Size,
+    antecedent: AntecedentLike,
+    *,
+    layers: Iterable[int] | None = None,
+    dense: bool = True,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    weights: InformationWeights | None = None,
 ) -> Patch:
     """Forms the patch of a chunk after an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
 
@@ -100,147 +58,210 @@ def form_patch(
       chunk: the canonical. The patch of a batch of chunks is a batch too: every factor has the axis B after L.
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
       rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). Of a hybrid model
-        {"rows": M, "transition": N} names all channels of a kind, either or both. At most min(T, F), of a transition's
-        part min(R, F): a larger rank is reduced to that and recorded in `metadata.asked`. Or a `ByteBudget`: a rank for
-        each layer and channel, so that the patch holds most of the deficit within these bytes; of one chunk, joint
-        heads in the phase-free frame, from exact directions whatever `method` says.
+        {"rows": M, "transition": N} names all channels of a kind, either or both. A larger rank than min(T, F), of a
+        transition's part min(R, F), is reduced to that. Or bytes, as a `ByteBudget` or as text ("12 kB"): a rank for
+        each layer and channel, so that the patch holds most of the deficit within these bytes; of one chunk, from
+        exact directions whatever `method` says.
       antecedent: the chunks that precede this one, in order: chunks, ids, or members with the identities of their KV.
         Ids and chunks mean that each was prefilled there.
-      options: fields of `FormOptions`: method, key, layers, dense, frame, start, angles, dtype,
-        basis, weights.
+      layers: layers to patch; None for all.
+      dense: store a channel's deficit as it is where factors would not be smaller, M·(T + F) ≥ T·F. False keeps
+        factors, of which `truncate` makes smaller ranks.
+      method: "randomised" (deterministic by `key`) or "exact".
+      key: a typed PRNG key; None is `jax.random.key(0)`.
+      dtype: of the factors, as `quantise` takes it; None is the chunk's, of bytes int4.
+      weights: of bytes, how much an error in each feature counts (`calibrate_sensitivity`).
 
     Raises:
-      RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned` or the chunk do not
-      fit. InputError: layers out of range, a dtype that factors cannot have, or as `FormOptions`. PatchMismatchError: a
-      basis or weights of another backbone or layout.
+      RankError: a rank below 1, or bytes that hold no direction. LayoutError, ShapeError, DtypeError, NotFiniteError:
+      `conditioned` or the chunk do not fit. InputError: layers out of range, a dtype that factors cannot have, or
+      weights with a rank. PatchMismatchError: weights of another backbone or layout.
     """
-    chosen = FormOptions(**options)
-    if chosen.weights is not None and not isinstance(rank, ByteBudget):
-        raise InputError(f"patch: got weights with rank {rank!r:.80}; expected a ByteBudget")
-    if chosen.basis is not None:
-        if not isinstance(rank, int | np.integer):
-            raise InputError(f"patch: got rank {rank!r:.80} with a basis; expected one rank")
-        return form_in_basis(
-            chunk, conditioned, chosen.basis, antecedent, int(rank), layers=chosen.layers, dtype=chosen.dtype
-        )
-
     check_conditioned(chunk, conditioned)
-    antecedent = antecedent_of(antecedent)
-    layout = chunk.layout.with_angles(chosen.angles)
-    # In the phase-free frame the start has no effect, but the program takes one.
-    start = as_start(layout.rope, 0 if chosen.start is None else chosen.start, (), "patch")
-    layers = check_layers(chosen.layers, layout.layers)
-    if isinstance(rank, ByteBudget):
-        return _form_within(chunk, conditioned, rank, antecedent, layers, chosen)
-    ranks, asked = choose_ranks(chunk, rank, chosen.dense)
-    # A channel that none of the layers keeps gets no factors.
-    ranks = tuple(pair for pair in ranks if layout.rows_of(pair[0], layers))
-
-    plan = FormPlan(
-        ranks=ranks,
-        method=chosen.method,
-        # None for all layers, so that such plans share one compiled program.
-        layers=None if len(layers) == layout.layers else layers,
-        frame=chosen.frame,
-        dtype=factor_dtype(chunk, chosen.dtype),
-    )
-    key = jax.random.key(0) if chosen.key is None else chosen.key
-    length, local = jnp.int32(chunk.length), jnp.asarray(chunk.local)
-    arrays = (arrays_of(conditioned), arrays_of(chunk.kv), length, key, local, start)
-    factors = ops.jitted_form(layout, *arrays, plan=plan)
-
-    metadata = metadata_of(
-        chunk,
-        "canonical",
-        antecedent,
-        layout=layout,
-        layers=layers,
-        frame=chosen.frame,
-        start=None if chosen.start is None else tuple(int(number) for number in np.asarray(start).ravel()),
-        asked=asked,
-    )
-    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
-
-
-def _delta_of(chunk: Chunk, conditioned: KVArrays, layers: tuple[int, ...]) -> dict[str, Float[Array, "kept *B T _ _"]]:
-    """Computes the deficit of some layers."""
+    covered = check_layers(layers, chunk.layout.layers)
+    metadata = PatchMetadata(ChunkKey.of(chunk), antecedent_of(antecedent), covered)
     delta = deficit_of(conditioned, chunk.kv, chunk)
-    if len(layers) < chunk.layout.layers:
-        delta = chunk.layout.of_layers(delta, layers)
-        delta = {name: value for name, value in delta.items() if len(value)}
-    return delta
+    if layers is not None:
+        delta = {name: value for name, value in chunk.layout.of_layers(delta, covered).items() if len(value)}
+    return from_deficit(chunk, delta, rank, metadata, dense=dense, method=method, key=key, dtype=dtype, weights=weights)
 
 
-def _form_within(
+def from_deficit(
     chunk: Chunk,
-    conditioned: KVArrays,
-    budget: ByteBudget,
-    antecedent: Antecedent,
-    layers: tuple[int, ...],
-    chosen: FormOptions,
+    delta: Mapping[str, Float[Array, "L *B T _ _"]],
+    rank: Size,
+    metadata: PatchMetadata,
+    *,
+    dense: bool = True,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    weights: InformationWeights | None = None,
 ) -> Patch:
-    """Forms a patch with a rank for each layer and channel."""
-    if chosen.frame != "phase_free":
-        raise InputError(f"patch: got frame {chosen.frame!r} with a ByteBudget; expected 'phase_free'")
-    weights = None if chosen.weights is None else chosen.weights.of_layers(chunk, layers)
-    delta, dtype = _delta_of(chunk, conditioned, layers), factor_dtype(chunk, chosen.dtype, budget)
-    what = f"factors of chunk {chunk.id!r} in {dtype}"
-    factors = form_ragged(delta, chunk.length, budget, dtype, what, weights)
-    return Patch(factors, metadata_of(chunk, "canonical", antecedent, layers=layers))
+    """Forms the patch of a deficit over the layers of its metadata; arguments and errors as of `form_patch`."""
+    budget = ByteBudget(size_of(rank, "patch: rank", 1)) if isinstance(rank, str) else rank
+    stored_dtype = factor_dtype(chunk, dtype, budget)
+    what = f"factors of chunk {chunk.id!r} in {stored_dtype}"
+    if weights is not None:
+        check_weights(weights)
+        if not isinstance(budget, ByteBudget):
+            raise InputError(f"patch: got weights with rank {rank!r:.80}; expected bytes")
+    if isinstance(budget, ByteBudget):
+        by_feature = None if weights is None else weights.of_layers(chunk, metadata.layers)
+        return Patch(form_ragged(delta, chunk.length, budget, stored_dtype, what, by_feature), metadata)
+
+    if method not in ("randomised", "exact"):
+        raise InputError(f"patch: got method {method!r:.80}; expected 'randomised' or 'exact'")
+    ranks = tuple(pair for pair in choose_ranks(chunk, budget, dense) if pair[0] in delta)
+    plan = FormPlan(ranks, method, stored_dtype)
+    # No key means a fixed one: the same deficit gives the same patch.
+    key = jax.random.key(0) if key is None else key
+    factors = ops.jitted_factorise(dict(delta), key, np.int32(chunk.length), plan=plan)
+    return Patch(finite_factors(factors, what), metadata)
 
 
-def _is_canonical(chunk: Chunk, kv: KVArrays) -> bool:
-    """Returns whether KV is a chunk's canonical, number for number; of traced arrays, whether it is the same."""
-    for name, value in arrays_of(kv).items():
-        own = chunk.kv[name]
-        own = jnp.asarray(own) if is_packed(own) else own
-        if own is value:
-            continue
-        if isinstance(own, Tracer) or isinstance(value, Tracer):
-            return False
-        if own.shape != value.shape or own.dtype != value.dtype or not np.array_equal(own, value):
-            return False
-    return True
+# ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def removal_patch(
-    chunk: Chunk,
-    target: KVArrays,
-    conditioned: KVArrays,
-    rank: Rank | ByteBudget,
-    antecedent: AntecedentLike,
-    base_antecedent: AntecedentLike,
-    **options: Any,
-) -> Patch:
-    """Forms the patch of a survivor whose antecedent lost A: factors of KV(C|B) − KV(C|A,B), added to conditioned KV.
+def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
+    """Checks that KV has a chunk's frame, layout and shapes; reads no values.
 
-    Kamera §5, for a chunk that stays in a window when a chunk that precedes it leaves.
+    Raises:
+      InputError: not a chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV does not fit it.
+    """
+    expect_kind(chunk, Chunk, "chunk", "a Chunk")
+    what = f"{what} of chunk {chunk.id!r}"
+    expect_frame(kv, what, "phase_free")
+    chunk.layout.check(kv, what)
+    for name, value in kv.items():
+        if value.shape != chunk.kv[name].shape:
+            raise ShapeError(f"{what}[{name!r}]: got shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+
+
+def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
+    """Checks that KV has a chunk's frame, layout and shapes, and is finite.
+
+    Raises:
+      As `check_alike`. NotFiniteError: NaN or infinity.
+    """
+    check_alike(chunk, conditioned, what)
+    check_finite(conditioned, f"{what} of chunk {chunk.id!r}")
+
+
+def deficit_of(conditioned: KVArrays, base: KVArrays, chunk: Chunk) -> dict[str, Float[Array, "L *B T _ _"]]:
+    """Computes conditioned − base in float32, zero on the chunk's padding."""
+    return ops.jitted_deficit(arrays_of(conditioned), arrays_of(base), np.int32(chunk.length))
+
+
+def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
+    """Returns the layers that a patch covers, ascending; all of `total` for None.
+
+    Raises:
+      InputError: no layers, or some out of range.
+    """
+    if layers is None:
+        return tuple(range(total))
+    expect_kind(layers, Iterable, "patch: layers", "numbers of layers, or None for all")
+    listed = list(layers)
+    if not listed or not all(is_whole(layer, 0) and layer < total for layer in listed):
+        raise InputError(f"patch: got layers {listed!r:.80}; expected some of 0 to {total - 1}")
+    return tuple(sorted({int(layer) for layer in listed}))
+
+
+def rank_by_channel(layout: KVLayout, rank: Rank | None, what: str, *, keep: bool = False) -> dict[str, Any]:
+    """Returns the rank of every channel of a layout; its bounds depend on the operation.
 
     Args:
-      chunk: C, one or a batch.
-      target: KV(C|B), phase-free.
-      conditioned: KV(C|A,B), phase-free: the base.
-      rank: as in `form_patch`.
-      antecedent: the chunks that precede C afterwards (B).
-      base_antecedent: what the base was conditioned on (A, B).
-      options: keywords of `from_deficit`: method, key, dtype, weights.
-
-    Returns:
-      A patch of conditioned KV; where that is the canonical, conditioned on nothing, the patch that `form_patch` forms.
+      rank: one for all channels, or one per channel; a channel that a mapping leaves out gets 0. "rows" in a mapping
+        stands for all channels with a row per token, "transition" for all parts of a transition; channels that it
+        names besides have their own.
+      what: begins messages.
+      keep: accept None for a channel that stays as it is, and give it to those that a mapping leaves out.
 
     Raises:
-      As `form_patch`. InputError: the canonical, said to be conditioned on something.
+      RankError: not whole numbers. LayoutError: an unknown channel.
     """
-    # Both are conditioned: the canonical plays no part in the difference.
-    check_conditioned(chunk, target, "target KV")
-    check_conditioned(chunk, conditioned)
-    delta = deficit_of(target, conditioned, chunk)
-    after, before = antecedent_of(antecedent), antecedent_of(base_antecedent, "base_antecedent")
-    alone = _is_canonical(chunk, conditioned)
-    if alone and before.members:
-        raise InputError(
-            f"removal_patch: got the canonical of {brief(chunk.id)!r} as its KV behind {before.shown}; expected that KV"
-        )
-    base, behind = ("canonical", None) if alone else ("conditioned", before)
-    metadata = metadata_of(chunk, base, after, behind)
-    return from_deficit(chunk, delta, rank, metadata, **options)
+    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
+        if not (keep and number is None) and not is_whole(number, -(1 << 62)):
+            raise RankError(f"{what}: got rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+    if not isinstance(rank, Mapping):
+        return dict.fromkeys(layout.names, rank)
+
+    ranks: dict[str, Any] = dict.fromkeys(layout.names, None if keep else 0)
+    for word, channels in zip(GROUPS, (layout.token_channels, layout.parts), strict=True):
+        if word in rank and not channels:
+            raise LayoutError(f"{what}: got a rank for {word!r}; expected a layout that has some, got {layout.names}")
+        if word in rank:
+            ranks |= dict.fromkeys([channel.name for channel in channels], rank[word])
+    for name, number in rank.items():
+        if name not in GROUPS:
+            ranks[layout.channel(name).name] = number
+    return ranks
+
+
+def choose_ranks(chunk: Chunk, rank: Rank, dense: bool = True) -> tuple[tuple[str, int | None], ...]:
+    """Returns the rank of each channel that gets a patch, at most min(T, F); None where it is stored dense.
+
+    Raises:
+      RankError: a rank below 1. LayoutError: an unknown channel.
+    """
+    chosen: list[tuple[str, int | None]] = []
+    for name, size in rank_by_channel(chunk.layout, rank, "patch").items():
+        # A mapping leaves channels out, or gives them rank 0.
+        if size == 0 and isinstance(rank, Mapping):
+            continue
+        if size < 1:
+            raise RankError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
+
+        # Dense where factors would take as many numbers: M·(T + F) ≥ T·F.
+        channel = chunk.layout.channel(name)
+        rows, features = channel.rows_for(chunk.tokens), channel.features
+        size = min(int(size), channel.rows_for(chunk.length), features)
+        chosen.append((name, None if dense and size * (rows + features) >= rows * features else size))
+    return tuple(chosen)
+
+
+def storable_dtype(dtype: jax.typing.DTypeLike, what: str) -> str:
+    """Returns the name of a dtype that factors may have: a word of few bits as it is, any other as NumPy names it.
+
+    Raises:
+      InputError: another one, such as int32, to which factors would be rounded.
+    """
+    if factor_bits(dtype) is not None:
+        return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    # None is float64 to NumPy.
+    try:
+        kind = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or not (jnp.issubdtype(kind, jnp.floating) or kind == jnp.int8):
+        raise InputError(f"{what}: got dtype {dtype!r:.80}; expected a floating dtype, int8, or 'int2' to 'int7'")
+    return kind.name
+
+
+def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None, rank: Any = None) -> str:
+    """Returns the name of the dtype of a patch's factors; int2 to int7 are packed in groups.
+
+    None is that of the chunk's rows, and of a `ByteBudget` int4: of a number of bytes, 4 bits and more directions leave
+    less error.
+
+    Raises:
+      InputError: a dtype that `quantise` does not take either.
+    """
+    if dtype is not None:
+        return storable_dtype(dtype, "patch")
+    return "int4" if isinstance(rank, ByteBudget) else jnp.dtype(chunk.kv[chunk.layout.names[0]].dtype).name
+
+
+def finite_factors(factors: Factors, what: str) -> Factors:
+    """Returns factors after checking that all of them are finite.
+
+    Raises:
+      NotFiniteError: NaN or infinity, such as float16's numbers beyond 65504.
+    """
+    leaves = []
+    for name, own in factors.items():
+        # int8 values are always finite; their scales are looked at.
+        leaves += [(name, leaf) for leaf in jax.tree.leaves(own) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    check_finite(leaves, what)
+    return factors

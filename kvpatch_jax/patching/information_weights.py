@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from ..backbone import Backbone, Tokens, check_is_backbone
-from ..cache import Chunk, fingerprint_of, same_storage
+from ..cache import Chunk, same_storage
 from ..core import AnyArray, Channel, KVLayout, check_uniform, to_engine
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
@@ -27,35 +27,11 @@ class InformationWeights:
     Attributes:
       weights: {channel: float32 [L, F]}, positive; equal for the two features of a rotary pair.
       layout, backbone: of the KV.
-
-    Raises:
-      LayoutError: an unknown channel. ShapeError: weights of another shape, or of fewer channels than the layout.
-      InputError: weights that are not positive and finite, or differ within a rotary pair.
     """
 
     weights: Mapping[str, Float[AnyArray, "L F"]]
     layout: KVLayout
     backbone: str
-
-    def __post_init__(self) -> None:
-        fingerprint_of(self.backbone, "weights")
-        check_uniform(self.layout, "weights")
-        if set(self.weights) != set(self.layout.names):
-            raise ShapeError(f"weights: got channels {sorted(self.weights)}; expected {sorted(self.layout.names)}")
-        kept = {}
-        for channel in self.layout.channels:
-            value = np.asarray(self.weights[channel.name], np.float32)
-            if value.shape != (self.layout.layers, channel.features):
-                raise ShapeError(
-                    f"weights: got {channel.name!r} of shape {value.shape}; expected "
-                    f"[{self.layout.layers}, {channel.features}]"
-                )
-            if not (np.isfinite(value).all() and (value > 0).all()):
-                raise InputError(f"weights: got {channel.name!r} with numbers that are not positive; expected positive")
-            if not np.allclose(value, _over_pairs(value, channel, self.layout), rtol=1e-4):
-                raise InputError(f"weights: got {channel.name!r} with unequal rotary pairs; expected one weight a pair")
-            kept[channel.name] = value
-        object.__setattr__(self, "weights", kept)
 
     def __repr__(self) -> str:
         return f"InformationWeights({list(self.weights)}, backbone {self.backbone[:16]!r})"
@@ -118,6 +94,7 @@ def calibrate_sensitivity(
       InputError: no prompts or samples, or as `prepare`. ShapeError: a prompt of one token.
     """
     check_is_backbone(backbone, "calibrate_sensitivity")
+    check_uniform(backbone.layout, "calibrate_sensitivity")
     if not is_whole(samples, 1):
         raise InputError(f"calibrate_sensitivity: got samples {samples!r:.80}; expected a whole number from 1")
     layout, key = backbone.layout, jax.random.key(0) if key is None else key

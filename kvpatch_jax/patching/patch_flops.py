@@ -20,12 +20,12 @@ def composing_flops(layout: KVLayout) -> int:
 
 def adding_flops(patch: Patch) -> int:
     """Returns FLOPs per token of multiplying a patch's factors and adding them."""
-    return sum(_row_flops(patch, channel.name) for channel in patch.metadata.layout.token_channels)
+    return sum(_row_flops(patch, channel.name) for channel in patch.metadata.chunk.layout.token_channels)
 
 
 def transition_adding_flops(patch: Patch) -> int:
     """Returns FLOPs of multiplying and adding a patch's factors of a transition, whatever the number of tokens."""
-    return sum((channel.rows or 0) * _row_flops(patch, channel.name) for channel in patch.metadata.layout.parts)
+    return sum((channel.rows or 0) * _row_flops(patch, channel.name) for channel in patch.metadata.chunk.layout.parts)
 
 
 def _row_flops(patch: Patch, name: str) -> int:
@@ -33,5 +33,5 @@ def _row_flops(patch: Patch, name: str) -> int:
         return 0
     # Two for each rank and feature (multiply and add), over the patch's own layers; a dense correction is only added.
     metadata, rank = patch.metadata, patch.ranks[name]
-    layers = len(metadata.layout.rows_of(name, metadata.layers))
-    return (1 if rank is None else 2 * rank) * metadata.layout.channel(name).features * layers
+    layers = len(metadata.chunk.layout.rows_of(name, metadata.layers))
+    return (1 if rank is None else 2 * rank) * metadata.chunk.layout.channel(name).features * layers

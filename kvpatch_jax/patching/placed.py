@@ -10,7 +10,6 @@ from jaxtyping import Array
 
 from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite, trusted
 from ..core import (
-    Angles,
     EngineKV,
     Factors,
     KVLayout,
@@ -26,7 +25,7 @@ from ..core import (
 )
 from ..errors import InputError
 from ..utils.kinds import expect_kind
-from .factors import KVArrays, check_alike
+from .form import KVArrays, check_alike
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -48,17 +47,16 @@ class Placed:
       base_antecedent: what `base` was conditioned on.
       allow_stale: accept a patch that was formed behind another antecedent. Chunk, base, the base's antecedent, layout
         and backbone must agree all the same.
-      angles: "exact" or "float32" in place of the layout's; None in `layout`, which has them.
-      layout: the chunk's, with `angles`; static under jit.
       kv: the phase-free arrays that are placed, {channel: [L, T, K, H]} or [L, B, T, K, H] of a batch.
       factors: the patch's; empty for blind reuse.
-      options: the patch's static keywords of `ops.apply` and of splices: layers, heads and frame.
+      layers: that the patch covers, static; None: all.
 
     Raises:
       StalePatchError: the patch was formed behind another antecedent; the message says whether chunks, their order,
       their contents or how they were served differ. PatchMismatchError: the patch does not belong here otherwise.
       ShapeError: the factors have another number of tokens or another batch. LayoutError, InputError: a layout or a
-      start that does not fit. FrameError, DtypeError: likewise of `base`. InputError: no chunk, or no antecedent.
+      start that does not fit. FrameError, DtypeError: likewise of `base`. NotFiniteError: a base with NaN or infinity.
+      InputError: no chunk, or no antecedent.
     """
 
     chunk: Chunk
@@ -69,82 +67,73 @@ class Placed:
     base: KVArrays | None = None
     base_antecedent: AntecedentLike = ()
     allow_stale: bool = False
-    angles: Angles | None = None
-    layout: KVLayout = dataclasses.field(init=False)
     kv: Mapping[str, Array | PackedArray] = dataclasses.field(init=False)
     factors: Factors = dataclasses.field(init=False)
-    options: dict[str, Any] = dataclasses.field(init=False)
+    layers: tuple[int, ...] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        chunk, patch, base = self.chunk, self.patch, self.base
+        chunk, patch, base, start = self.chunk, self.patch, self.base, self.start
         expect_kind(chunk, Chunk, "chunk", "a Chunk")
-        antecedent = antecedent_of(self.antecedent)
-        base_antecedent = antecedent_of(self.base_antecedent, "base_antecedent")
-        layout = chunk.layout if self.angles is None else chunk.layout.with_angles(self.angles)
-        whole, fraction = _whole_and_fraction(self.start)
-        start = as_start(layout.rope, whole, () if chunk.batch is None else (chunk.batch,), "placed")
+        layout, fraction = chunk.layout, 0.0
+        if isinstance(start, float):
+            if not math.isfinite(start):
+                raise InputError(f"placed: got start {start}; expected a finite number")
+            start, fraction = math.floor(start), start - math.floor(start)
+        start = as_start(layout.rope, start, () if chunk.batch is None else (chunk.batch,), "placed")
         check_extent(layout.rope, chunk.extent, start)
         if base is not None:
-            # Its values are checked by `apply_patch`; a splice only moves them.
             check_alike(chunk, base, "base")
+            check_finite(base, f"base of chunk {chunk.id!r}")
 
-        factors, options = {}, {}
+        antecedent = antecedent_of(self.antecedent)
+        checked: dict[str, Any] = {"start": start, "antecedent": antecedent, "factors": {}}
         if patch is not None:
-            conditioned = None if base is None else base_antecedent
-            check_applies(patch, chunk, start, antecedent, conditioned, allow_stale=self.allow_stale)
-            factors, metadata = dict(patch.operands), patch.metadata
+            before = None if base is None else antecedent_of(self.base_antecedent, "base_antecedent")
+            check_applies(patch, chunk, antecedent, before, allow_stale=self.allow_stale)
+            checked["factors"] = patch.operands
             # None for all layers, so that such patches share one compiled program.
-            layers = None if len(metadata.layers) == layout.layers else metadata.layers
-            options = {"layers": layers, "frame": metadata.frame}
-            if fraction and metadata.frame == "engine":
-                raise InputError(f"placed: got start {self.start} for a patch of rotated keys; expected a whole number")
+            if len(patch.metadata.layers) < layout.layers:
+                checked["layers"] = patch.metadata.layers
 
         # Packed KV stays packed: the operator decodes it, one layer at a time.
         kv = chunk.kv if base is None else base
-        if chunk.encoding is None or base is not None or not any(map(is_packed, kv.values())):
-            kv = arrays_of(kv)
+        checked["kv"] = kv if any(map(is_packed, kv.values())) else arrays_of(kv)
         # Patches are held against the chunk as it is, before its tokens move by less than one position.
         if fraction:
             local = np.asarray(chunk.local, np.float32) + np.float32(fraction)
-            chunk = trusted(chunk, local=local, span=math.floor(extent(local)[1]) + 1)
-        made = {
-            "chunk": chunk,
-            "start": start,
-            "antecedent": antecedent,
-            "base_antecedent": base_antecedent,
-            "layout": layout,
-        }
-        for name, value in (made | {"kv": kv, "factors": factors, "options": options}).items():
+            checked["chunk"] = trusted(chunk, local=local, span=math.floor(extent(local)[1]) + 1)
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def layout(self) -> KVLayout:
+        """The chunk's layout, static under jit."""
+        return self.chunk.layout
 
-def _whole_and_fraction(start: Start | float) -> tuple[Start, float]:
-    """Splits a start into a whole number (or what it is, if no float) and a fraction in [0, 1)."""
-    if not isinstance(start, float):
-        return start, 0.0
-    if not math.isfinite(start):
-        raise InputError(f"placed: got start {start}; expected a finite number")
-    return math.floor(start), start - math.floor(start)
+    def apply(self) -> EngineKV:
+        """Computes what `apply_patch` does."""
+        start: Any = self.start
+        # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
+        if not self.factors and not any(map(is_packed, self.kv.values())):
+            return EngineKV(rotate_kv(self.layout, self.kv, self.chunk.local, start))
+        arrays = (self.kv, self.factors, self.chunk.local, start)
+        return EngineKV(ops.jitted_apply(self.layout, *arrays, layers=self.layers))
 
 
-def apply_patch(placed: Placed) -> EngineKV:
-    """Computes R(start + local) · (KV + u v): a placed chunk in the engine frame, as its antecedent would have made it.
+def apply_patch(
+    chunk: Chunk, patch: Patch | None = None, start: Start | float = 0, antecedent: AntecedentLike = (), **options: Any
+) -> EngineKV:
+    """Computes R(start + local) · (KV + u v): a chunk in the engine frame, as its antecedent would have made it.
 
     Kamera eq. 1, with the patch added before the rotation.
+
+    Args:
+      chunk, patch, start, antecedent, options: fields of `Placed`.
 
     Returns:
       {channel: [L, T, K, H]}, or [L, B, T, K, H] of a batch, in the engine frame and the chunk's dtype.
 
     Raises:
-      NotFiniteError: a base with NaN or infinity. InputError: not a `Placed`.
+      As `Placed`.
     """
-    expect_kind(placed, Placed, "apply_patch", "a Placed: a chunk, its patch, a start and an antecedent")
-    if placed.base is not None:
-        check_finite(placed.base, f"base of chunk {placed.chunk.id!r}")
-
-    # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
-    layout, kv, local = placed.layout, placed.kv, placed.chunk.local
-    start: Any = placed.start
-    if not placed.factors and not any(map(is_packed, kv.values())):
-        return EngineKV(rotate_kv(layout, kv, local, start))
-    return EngineKV(ops.jitted_apply(layout, kv, placed.factors, local, start, **placed.options))
+    return Placed(chunk, patch, start, antecedent, **options).apply()

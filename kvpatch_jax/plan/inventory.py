@@ -78,7 +78,7 @@ class Inventory:
             self._notes[key], words = [], self.encodings
             assert self._layout is not None
             for patch in stored_patches(self._store, entry, target, self._layout, self.backbone, words, orbits):
-                if not contents_differ(entry.content, patch.metadata.content):
+                if not contents_differ(entry.content, patch.metadata.chunk.content):
                     note = PatchNote.of(patch)
                     self._notes[key].append(note)
                     self._patches[note.digest] = patch

@@ -266,7 +266,7 @@ def _widened(vectors: Array, width: int) -> Array:
 # Compiled once per form, bucket of slots and shape of the pages, which are donated by all but `jitted_read`.
 
 
-@functools.partial(jax.jit, static_argnames=("form", "layers", "frame"), donate_argnames="pages")
+@functools.partial(jax.jit, static_argnames=("form", "layers"), donate_argnames="pages")
 def jitted_splice(
     form: PageLayout, pages: tuple[Array, ...], slots: Array, length: Array, *operands: Any, **options: Any
 ) -> tuple[Array, ...]:
@@ -347,7 +347,7 @@ class PageFormat:
         form = dataclasses.replace(form, layout=placed.layout)
         others = (slots, np.int32(chunk.length), placed.factors, chunk.local, placed.start)
         kv, (slots, length, *others) = form.split.placed(placed.kv, others)
-        return list(jitted_splice(form, arrays, slots, length, kv, *others, **placed.options))
+        return list(jitted_splice(form, arrays, slots, length, kv, *others, layers=placed.layers))
 
     def rotate(self, layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> list[Array]:
         """Rotates the keys at some slots by position offsets, in place and in one launch.

@@ -27,7 +27,6 @@ from ..core import (
     arrays_of,
     check_held,
     check_pool,
-    ops,
     padded_slots,
     token_offsets,
     trimmed,
@@ -104,12 +103,8 @@ def splice(
     # All is checked: the programs donate the pool, so an error after this would leave none.
     pools = Pools(arrays_of(pool), {})
     layout, kv, factors, local, start = placed.layout, placed.kv, placed.factors, chunk.local, placed.start
-    layers = placed.options.get("layers")
-    if placed.options.get("frame") == "engine":
-        # The paper's order adds after the rotation, which `write_piece` does not.
-        rows = ops.jitted_apply(layout, kv, factors, local, start, layers=layers, frame="engine")
-        return programs.put_rows(pools, slots, Pools({name: rows[name] for name in pool}, {}), length).engine
-    return programs.write_piece(layout, pools, slots, local, start, length, kv, factors, layers=layers).engine
+    operands = (pools, slots, local, start, length, kv, factors)
+    return programs.write_piece(layout, *operands, layers=placed.layers).engine
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:

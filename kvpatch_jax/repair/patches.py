@@ -4,7 +4,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from jaxtyping import Array
 
 from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
-from ..core import KVEncoding, KVLayout, PackedArray, PatchFrame
+from ..core import KVEncoding, KVLayout, PackedArray, arrays_of, to_engine
 from ..errors import InputError, LayoutError, RankError
 from ..patching import (
     Basis,
     ByteBudget,
     InformationWeights,
-    Placed,
     apply_patch,
+    form_in_basis,
     form_patch,
     keep_layers,
     mean_base,
@@ -43,6 +43,7 @@ from .spliced_cache import (
 )
 from .stored_kv import Base, allowed_bytes, check_base, engine_written, others_of
 
+Frame = Literal["phase_free", "engine"]
 ANTECEDENT = ("front",)
 """Ids of the chunks that the patch is formed behind."""
 
@@ -79,7 +80,7 @@ def patch(
     dtype: str | None = None,
     encoding: KVEncoding | str | None = None,
     base: Base = "canonical",
-    frame: PatchFrame = "phase_free",
+    frame: Frame = "phase_free",
     weights: InformationWeights | None = None,
 ) -> Repaired:
     """Adds the low-rank patch of the deficit, R(p) · (canonical + u v): `form_patch`, and `apply_patch`.
@@ -114,16 +115,15 @@ def patch(
     options = {"layers": range(from_layer, layout.layers)} if from_layer else {}
 
     pieces = []
-    # A budget is of one chunk, and a patch in the engine frame of one start.
-    single = rank is None or (frame == "engine" and bool((_starts(splice) != _starts(splice)[0]).any()))
-    for number, part in enumerate(spliced_chunks(backbone, splice, base, encoding, single)):
+    # A budget is of one chunk.
+    for number, part in enumerate(spliced_chunks(backbone, splice, base, encoding, rank is None, frame)):
         own = None
         if rank is None and allowed:
             limits = {**options, "weights": weights, "dtype": dtype}
             own = form_patch(part.chunk, part.conditioned, ByteBudget(allowed), ANTECEDENT, **limits)
         elif ranks:
             key = ("factors", base, str(encoding), frame, number)
-            own = _of_ranks(_formed_of(splice), key, part, ranks, frame)
+            own = _of_ranks(_formed_of(splice), key, part, ranks)
             own = keep_layers(own, options["layers"]) if options else own
             own = own if dtype is None else quantise(own, dtype)
         pieces.append((part, own))
@@ -165,7 +165,7 @@ def pooled(
 
     pieces, stored = [], 0
     for part in spliced_chunks(backbone, splice, "canonical", None):
-        own = form_patch(part.chunk, part.conditioned, size, ANTECEDENT, basis=basis)
+        own = form_in_basis(part.chunk, part.conditioned, basis, ANTECEDENT, size)
         stored += sum(_leaf_bytes(factors[0]) for factors in own.factors.values())  # pyright: ignore[reportIndexIssue]
         pieces.append((part, own))
     numbers = layout.layers * sum(min(size, have) * layout.channel(name).features for name, have in basis.ranks.items())
@@ -223,18 +223,38 @@ def spliced_chunks(
     base: Base = "canonical",
     encoding: KVEncoding | str | None = None,
     single: bool = False,
+    frame: Frame = "phase_free",
 ) -> list[SplicedChunk]:
     """Returns the splice's rows as chunks of a base: one batch, where rows differ in nothing but their start.
 
     Args:
       single: whether every row is a chunk by itself.
+      frame: "engine": of rotated keys, of a layout without phase.
+
+    Raises:
+      InputError: another frame, or as `patch`.
     """
     check_base(base, "patch")
-    formed, key = _formed_of(splice), ("chunks", base, str(encoding), single)
+    if frame not in get_args(Frame):
+        raise InputError(f"patch.frame: got {frame!r:.80}; expected one of {get_args(Frame)}")
+    formed, key = _formed_of(splice), ("chunks", base, str(encoding), single, frame)
     with _FORMING:
         if key not in formed:
-            formed[key] = _make_chunks(backbone, splice, base, encoding, single)
+            parts = _make_chunks(backbone, splice, base, encoding, single)
+            formed[key] = [_rotated(part) for part in parts] if frame == "engine" else parts
     return formed[key]
+
+
+def _rotated(part: SplicedChunk) -> SplicedChunk:
+    """Returns a chunk of rotated keys, in float32, that rotates no more: the paper patches in this frame."""
+    chunk, layout = part.chunk, part.chunk.layout
+    channels = tuple(dataclasses.replace(channel, rotary=0, rope=None) for channel in layout.channels)
+    placed = []
+    for kv in (arrays_of(chunk.kv), part.conditioned):
+        wide = {name: jnp.asarray(value).astype(jnp.float32) for name, value in kv.items()}
+        placed.append(dict(to_engine(layout, wide, chunk.local, part.start)))
+    still = dataclasses.replace(layout, channels=channels)
+    return part._replace(chunk=dataclasses.replace(chunk, kv=placed[0], layout=still), conditioned=placed[1])
 
 
 def _make_chunks(
@@ -285,14 +305,10 @@ def _rows(kv: Mapping[str, Any], rows: slice | int) -> dict[str, Array]:
     return {name: jnp.asarray(value)[:, rows] for name, value in kv.items()}
 
 
-def _of_ranks(
-    formed: dict[Any, Any], key: tuple[Any, ...], part: SplicedChunk, ranks: Mapping[str, int], frame: PatchFrame
-) -> Patch:
+def _of_ranks(formed: dict[Any, Any], key: tuple[Any, ...], part: SplicedChunk, ranks: Mapping[str, int]) -> Patch:
     """Forms the patch of these ranks, as `form_patch` does, of the factors of full rank that `formed` has."""
     chunk, layout = part.chunk, part.chunk.layout
     where: dict[str, Any] = {"method": "exact"}
-    if frame == "engine":
-        where |= {"frame": frame, "start": part.start}
     thin, dense = {}, {}
     for name, rank in ranks.items():
         channel = layout.channel(name)
@@ -337,7 +353,7 @@ def _served(
     layout, tokens = backbone.layout, splice.slots.shape[1]
     placed, flops = [], 0
     for part, own in pieces:
-        kv = dict(apply_patch(Placed(part.chunk, own, part.start, ANTECEDENT)))
+        kv = dict(apply_patch(part.chunk, own, part.start, ANTECEDENT))
         batched = isinstance(part.rows, slice)
         placed.append(kv if batched else {name: value[:, None] for name, value in kv.items()})
         adding = 0 if own is None else adding_flops(own) * tokens + transition_adding_flops(own)

@@ -168,7 +168,7 @@ def place_in_cache[Cache](
     slot = start if slot is None else slot
     arrays = axes.arrays(cache, chunk.length, slot, row)
     write, operands = _write_donated if donate else _write, (dict(placed.kv), placed.factors, chunk.local, start)
-    arrays = write(arrays, operands, chunk.length, slot, row, axes=axes, **placed.options)
+    arrays = write(arrays, operands, chunk.length, slot, row, axes=axes, layers=placed.layers)
     return axes.replaced(cache, arrays)
 
 
@@ -239,5 +239,5 @@ def _partition(array: Array) -> Any:
     return jax.typeof(array).sharding.spec
 
 
-_jitted = functools.partial(jax.jit, _place, static_argnames=("axes", "layers", "frame"))
+_jitted = functools.partial(jax.jit, _place, static_argnames=("axes", "layers"))
 _write, _write_donated = _jitted(), _jitted(donate_argnums=0)

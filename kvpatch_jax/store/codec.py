@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import Chunk, Member, Patch, PatchMetadata, check_factors, encode_chunk
+from ..cache import Chunk, ChunkKey, Member, Patch, PatchMetadata, check_factors, encode_chunk
 from ..core import (
     BITS,
     AnyArray,
@@ -316,7 +316,10 @@ def encode_patch_object(patch: Patch) -> Encoded:
             _add_array(arrays, packed, f"{name}.{part}", value)
 
     fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
-    fields["layout"] = _layout_text(metadata.layout)
+    chunk = {field.name: getattr(metadata.chunk, field.name) for field in dataclasses.fields(ChunkKey)}
+    fields["chunk"] = {**chunk, "layout": _layout_text(metadata.chunk.layout)}
+    for word in ("antecedent", "base_antecedent"):
+        fields[word] = None if fields[word] is None else {"members": fields[word].members}
     return Encoded("patch", {"metadata": fields, "forms": forms, "packed": packed}, arrays)
 
 
@@ -334,9 +337,10 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
     with decoding("patch"):
         body, leaves = dict(stored.body), dict(stored.arrays)
         fields, forms, packed = body.pop("metadata"), body.pop("forms"), body.pop("packed")
-        metadata = _instance(PatchMetadata, {**fields, "layout": _layout_of(fields["layout"])})
-        if metadata.encoding is not None:
-            _encoding_of(metadata.encoding)
+        chunk = {**fields["chunk"], "layout": _layout_of(fields["chunk"]["layout"])}
+        metadata = _instance(PatchMetadata, {**fields, "chunk": chunk})
+        if metadata.chunk.encoding is not None:
+            _encoding_of(metadata.chunk.encoding)
         factors: dict[str, Any] = {}
         for name, parts in forms.items():
             _expect_known(parts, ("u", "v", "rows", "dense"))
@@ -345,7 +349,7 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
                 values[part] = _take_array(leaves, packed, f"{name}.{part}")
             factors[name] = _factors_of(name, values, metadata)
         _expect_known([*body, *leaves])
-        check_factors(factors, metadata, batched=False)
+        check_factors(factors, metadata)
         return factors, metadata
 
 
@@ -371,7 +375,7 @@ def _factors_of(name: str, parts: dict[str, Any], metadata: PatchMetadata) -> An
         return parts["dense"]
     if set(parts) != {"u"} or metadata.basis is None:
         raise StoreCorruptError(f"object: got factors {sorted(parts)[:4]}; expected u and v, with rows, or dense")
-    form = (len(metadata.layers), parts["u"].shape[-1], metadata.layout.channel(name).features)
+    form = (len(metadata.layers), parts["u"].shape[-1], metadata.chunk.layout.channel(name).features)
     return parts["u"], np.broadcast_to(np.float32(np.nan), form)
 
 
@@ -394,8 +398,7 @@ def is_of(stored: Stored | Encoded, ids: Collection[str] | None) -> bool:
     """Returns whether an object is a canonical, an encoder output or a patch of one of these chunks; None: of any."""
     if ids is None:
         return True
-    body = stored.body["metadata"] if stored.kind == "patch" else stored.body
-    return body.get("chunk" if stored.kind == "patch" else "id") in ids
+    return (stored.body["metadata"]["chunk"] if stored.kind == "patch" else stored.body).get("id") in ids
 
 
 def name_of(names: Names, stored: Stored | Encoded) -> str:

@@ -13,7 +13,6 @@ from typing import Any, get_args
 import jax
 
 from ..cache import (
-    Antecedent,
     AntecedentLike,
     Base,
     Patch,
@@ -23,7 +22,7 @@ from ..cache import (
     encoded,
     fingerprint_of,
 )
-from ..core import KVEncoding, PatchFrame, RaggedFactors, is_low_rank, is_packed
+from ..core import KVEncoding, RaggedFactors, is_low_rank, is_packed
 from ..errors import InputError
 
 Encoding = str | KVEncoding
@@ -48,7 +47,7 @@ def encoding_word(encoding: Encoding | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class PatchKey:
-    """Key of the patches that serve a chunk behind an antecedent: fields of `PatchMetadata` with the same meaning.
+    """Key of the patches that serve a chunk behind an antecedent: fields of `ChunkKey` and `PatchMetadata`.
 
     Its representation contains no ids.
 
@@ -67,8 +66,6 @@ class PatchKey:
     orbit: bool = False
     base: Base = "canonical"
     base_antecedent: AntecedentLike | None = dataclasses.field(default=None, repr=False)
-    frame: PatchFrame = "phase_free"
-    start: tuple[int, ...] | None = None
     content: str | None = dataclasses.field(default=None, repr=False)
     lead: str | None = None
     encoding: Encoding | None = None
@@ -86,14 +83,12 @@ class PatchKey:
             "chunk": isinstance(self.chunk, str),
             "orbit": isinstance(self.orbit, bool),
             "base": self.base in get_args(Base),
-            "frame": self.frame in get_args(PatchFrame),
-            "start": self.start is None or (isinstance(self.start, tuple) and {*map(type, self.start)} <= {int}),
             "lead": self.lead is None or isinstance(self.lead, str),
         }
         for name, fit in fits.items():
             if not fit:
                 raise InputError(
-                    f"served.{name}: got {getattr(self, name)!r:.80}; expected the type of PatchMetadata.{name}"
+                    f"served.{name}: got {getattr(self, name)!r:.80}; expected the type that `PatchKey` names"
                 )
 
         object.__setattr__(self, "antecedent", antecedent_of(self.antecedent))
@@ -101,15 +96,21 @@ class PatchKey:
             base = antecedent_of(self.base_antecedent, "base_antecedent")
             object.__setattr__(self, "base_antecedent", base)
 
-    @property
-    def behind(self) -> Antecedent:
-        """Antecedent of the chunk, with contents as far as they are known."""
-        return antecedent_of(self.antecedent)
-
-    @property
-    def base_behind(self) -> Antecedent | None:
-        """Antecedent of the base; None for the canonical."""
-        return None if self.base_antecedent is None else antecedent_of(self.base_antecedent)
+    @classmethod
+    def of(cls, metadata: PatchMetadata) -> "PatchKey":
+        """Returns the key of a patch's metadata."""
+        chunk = metadata.chunk
+        return cls(
+            chunk=chunk.id,
+            backbone=chunk.backbone,
+            antecedent=metadata.antecedent,
+            orbit=metadata.orbit,
+            base=metadata.base,
+            base_antecedent=metadata.base_antecedent,
+            content=chunk.content,
+            lead=chunk.lead,
+            encoding=chunk.encoding,
+        )
 
 
 class Names:
@@ -177,14 +178,13 @@ class Names:
     def patch(self, patch: Patch) -> str:
         """Names a patch by what it serves, then its ranks, layers, dtypes and contents."""
         form = json.dumps(_form(patch), sort_keys=True)
-        return f"{self.patches(patch.metadata)}{self._digest(16, 'form', form)}"
+        return f"{self.patches(PatchKey.of(patch.metadata))}{self._digest(16, 'form', form)}"
 
-    def patches(self, served: PatchKey | PatchMetadata) -> str:
+    def patches(self, served: PatchKey) -> str:
         """Returns the prefix of the names of all patches with one key, of any ranks, layers, dtypes and contents."""
-        base = served.base_behind
-        fields: list[Any] = [served.base, served.orbit, _served(served.behind, served.orbit)]
-        fields += [None if base is None else _served(base)]
-        fields += [served.frame, served.start, served.lead, served.encoding]
+        base: Any = served.base_antecedent
+        fields: list[Any] = [served.base, served.orbit, _served(served.antecedent, served.orbit)]
+        fields += [None if base is None else _served(base), served.lead, served.encoding]
         return f"{self.chunk(served.backbone, served.chunk)}/p.{self._digest(16, 'served', json.dumps(fields))}."
 
 
@@ -204,7 +204,7 @@ def _form(patch: Patch) -> list:
         dtypes.append((name, words))
     form = [sorted(patch.ranks.items()), metadata.layers, sorted(dtypes)]
 
-    behind, base = metadata.behind, metadata.base_behind
+    behind, base = metadata.antecedent, metadata.base_antecedent
     contents = [member.content for member in (behind.sorted() if metadata.orbit else behind).members]
     base_contents = [] if base is None else [member.content for member in base.members]
     if any(content is not None for content in contents + base_contents):
@@ -220,7 +220,7 @@ def _dtype_word(leaf: Any) -> str:
     return str(leaf.planes[0].dtype) if leaf.scaled else f"int{leaf.bits}g{leaf.group}"
 
 
-def _served(antecedent: Antecedent, orbit: bool = False) -> list[tuple[str, str]]:
+def _served(antecedent: Any, orbit: bool = False) -> list[tuple[str, str]]:
     """Lists the ids and identities of an antecedent; sorted for an orbit patch, which serves every order."""
     served = [(member.id, member.identity or "") for member in antecedent.members]
     return sorted(served) if orbit else served

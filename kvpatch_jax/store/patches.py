@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..cache import Antecedent, Patch, PatchMetadata
 from ..core import KVLayout
 from ..errors import InputError, KVPatchError
-from ..patching import Basis, check_in_basis, coefficients, with_basis
+from ..patching import Basis, check_in_basis, with_basis
 from .codec import (
     PatchParts,
     decode_chunk_object,
@@ -22,7 +23,7 @@ from .names import PatchKey
 from .objects import Objects
 
 
-def find_patches(objects: Objects, key: PatchKey | PatchMetadata) -> list[Patch]:
+def find_patches(objects: Objects, key: PatchKey) -> list[Patch]:
     """Returns all stored patches that serve a chunk behind an antecedent, largest first: `ChunkStore.get_patches`."""
     parts = list[PatchParts]()
     for name in objects.with_prefix(objects.names.patches(key)):
@@ -37,10 +38,10 @@ def find_patches(objects: Objects, key: PatchKey | PatchMetadata) -> list[Patch]
     parts = [patch_parts for patch_parts, match in zip(parts, matches, strict=True) if match]
 
     # A canonical that does not state its content may have any: the patch is then checked when it is applied.
-    if any(metadata.content is not None for _, metadata in parts):
+    if any(metadata.chunk.content is not None for _, metadata in parts):
         known = contents(key.chunk) if key.content is None else {key.content}
         if known and None not in known:
-            parts = [(factors, metadata) for factors, metadata in parts if metadata.content in (None, *known)]
+            parts = [(factors, metadata) for factors, metadata in parts if metadata.chunk.content in (None, *known)]
     return sorted(_completed(objects, parts), key=lambda patch: -patch.nbytes)
 
 
@@ -70,9 +71,9 @@ def _completed(objects: Objects, parts: Sequence[PatchParts]) -> list[Patch]:
             patches.append(patch)
             continue
         if digest not in bases:
-            bases[digest] = find_basis(objects, digest, patch.metadata.layout, patch.metadata.backbone)
+            bases[digest] = find_basis(objects, digest, patch.metadata.chunk.layout, patch.metadata.chunk.backbone)
         if (basis := bases[digest]) is not None:
-            patches.append(with_basis(coefficients(patch), patch.metadata, basis))
+            patches.append(with_basis(patch, basis))
     return patches
 
 
@@ -130,7 +131,7 @@ def extend_bases(objects: Objects, patches: Sequence[Patch], expires: float | in
             continue
         basis = bases.get(metadata.basis)
         if basis is None:
-            basis = find_basis(objects, metadata.basis, metadata.layout, metadata.backbone)
+            basis = find_basis(objects, metadata.basis, metadata.chunk.layout, metadata.chunk.backbone)
         if basis is None:
             raise InputError(f"store: got a patch in basis {metadata.basis}; expected it stored first, by put_basis")
         check_in_basis(patch, basis)
@@ -144,9 +145,7 @@ def extend_bases(objects: Objects, patches: Sequence[Patch], expires: float | in
             put_basis(objects, basis, until)
 
 
-def _matches(
-    stored: Sequence[PatchMetadata], key: PatchKey | PatchMetadata, contents: Callable[[str], set[str | None]]
-) -> list[bool]:
+def _matches(stored: Sequence[PatchMetadata], key: PatchKey, contents: Callable[[str], set[str | None]]) -> list[bool]:
     """Returns for each stored patch whether its antecedents are those of the key, as far as contents are known.
 
     If the key does not state the content of an id, that of the id's stored canonical counts; if there is none, the
@@ -189,10 +188,9 @@ def _matches(
     return matches
 
 
-def _antecedents(key: PatchKey | PatchMetadata) -> list[Antecedent]:
+def _antecedents(key: PatchKey | PatchMetadata) -> list[Any]:
     """Returns the antecedent, and that of the base if it is conditioned."""
-    base = key.base_behind
-    return [key.behind] if base is None else [key.behind, base]
+    return [key.antecedent] if key.base_antecedent is None else [key.antecedent, key.base_antecedent]
 
 
 def _with_contents(antecedent: Antecedent, contents: dict[str, str | None]) -> Antecedent:

@@ -305,7 +305,7 @@ class ChunkStore:
         return self.objects.put_async(self.names.patch(patch), make, patch.nbytes, expires=expires)
 
     def get_patches(self, served: PatchKey | PatchMetadata) -> list[Patch]:
-        """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
+        """Reads every stored patch that serves this chunk, antecedent and base, largest first.
 
         Patches may have any ranks, layers and dtypes, and an orbit patch any order of its antecedent. Left out are
         patches of another content than `served.content` or, if that is None, than the chunk's stored canonicals; and
@@ -322,7 +322,8 @@ class ChunkStore:
                 f"store.get_patches: got {served!r:.80}; expected PatchKey(chunk.id, chunk.backbone, antecedent), or a "
                 "patch's metadata"
             )
-        return find_patches(self.objects, served)
+        key = served if isinstance(served, PatchKey) else PatchKey.of(served)
+        return find_patches(self.objects, key)
 
     def patch_count(self, id: str, backbone: str) -> int:
         """Counts a chunk's patches on this machine, behind any antecedent, without reading them."""

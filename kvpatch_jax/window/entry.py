@@ -151,25 +151,25 @@ class PatchNote:
         """Notes what a window needs of a patch; a note is returned as it is.
 
         Raises:
-          WindowError: no patch, a correction (`update_patch` folds it in), or one that is valid at one start only.
+          WindowError: no patch, or a correction (`update_patch` folds it in).
         """
         if isinstance(patch, PatchNote):
             return patch
         if not isinstance(patch, Patch):
             raise WindowError(f"patch: got a {type(patch).__name__}; expected a Patch, or a PatchNote of one")
         metadata = patch.metadata
-        if metadata.base == "patched" or metadata.frame != "phase_free":
+        if metadata.base == "patched":
             raise WindowError(
-                f"patch of chunk {brief(metadata.chunk)!r}: got base {metadata.base!r}, frame {metadata.frame!r}; "
-                "expected 'canonical' or 'conditioned', and 'phase_free'"
+                f"patch of chunk {brief(metadata.chunk.id)!r}: got a correction; expected a patch, such as "
+                "`update_patch` makes of it"
             )
         return cls(
             digest=patch_digest(patch),
-            chunk=metadata.chunk,
-            content=metadata.content,
+            chunk=metadata.chunk.id,
+            content=metadata.chunk.content,
             base=metadata.base,
-            antecedent=metadata.behind,
-            base_antecedent=metadata.base_behind,
+            antecedent=metadata.antecedent,
+            base_antecedent=metadata.base_antecedent,
             orbit=metadata.orbit,
             rank=certified_rank(patch),
             nbytes=patch.nbytes,
@@ -189,8 +189,8 @@ def certified_rank(patch: Patch) -> int:
     # rank of any channel, and a dense channel has every direction.
     unmeasured = (PackedArray, RaggedFactors)
     leaves = jax.tree.leaves(dict(patch.factors), is_leaf=lambda leaf: isinstance(leaf, unmeasured))
-    metadata, layout = patch.metadata, patch.metadata.layout
-    whole = metadata.basis is None and metadata.encoding is None and len(metadata.layers) >= layout.layers
+    metadata, layout = patch.metadata, patch.metadata.chunk.layout
+    whole = metadata.basis is None and metadata.chunk.encoding is None and len(metadata.layers) >= layout.layers
     if not whole or any(isinstance(leaf, unmeasured) for leaf in leaves):
         return 0
     return min(layout.channel(name).features if rank is None else rank for name, rank in patch.ranks.items())

@@ -481,7 +481,7 @@ class Executor:
                 elif piece.method == "patch":
                     target = window.target(piece.id)
                     making.patch, making.note, is_fetched = sources.patch(entry, piece.source or "", target)
-                    encodings = (making.patch.metadata.encoding,)
+                    encodings = (making.patch.metadata.chunk.encoding,)
                     making.fetched += [Action("fetch", piece.id, 0, making.note.nbytes, 0)] if is_fetched else []
                 making.chunk, is_read = sources.canonical(entry, encodings)
             local = making.chunk.local

@@ -15,6 +15,7 @@ from ..backbone import Backbone, Tokens, check_tokens
 from ..cache import (
     Antecedent,
     Chunk,
+    ChunkKey,
     Patch,
     PatchMetadata,
     brief,
@@ -89,19 +90,9 @@ def stored_patches(
     if store is None:
         return
     for encoding, orbit in itertools.product(encodings, orbits):
-        query = PatchMetadata(
-            chunk=entry.id,
-            base="canonical",
-            antecedent=antecedent.ids,
-            members=antecedent.members,
-            backbone=backbone,
-            layout=layout,
-            layers=tuple(range(layout.layers)),
-            content=entry.content,
-            encoding=encoding,
-            orbit=orbit,
-        )
-        yield from (patch for patch in store.get_patches(query) if patch.metadata.encoding == encoding)
+        key = ChunkKey(entry.id, backbone, layout, entry.content, encoding=encoding)
+        query = PatchMetadata(key, antecedent, tuple(range(layout.layers)), orbit=orbit)
+        yield from (patch for patch in store.get_patches(query) if patch.metadata.chunk.encoding == encoding)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,8 +200,9 @@ class Sources:
                 f"{unit.chunk.length}"
             )
         if patch is not None:
-            if patch.metadata.chunk != id:
-                raise PatchMismatchError(f"provide.patch: got one of chunk {patch.metadata.chunk!r}; expected {id!r}")
+            if patch.metadata.chunk.id != id:
+                formed = patch.metadata.chunk.id
+                raise PatchMismatchError(f"provide.patch: got one of chunk {formed!r}; expected {id!r}")
             # The digest is of the patch as it came: padding changes its bytes.
             note = PatchNote.of(patch)
             digest = note.digest

@@ -279,7 +279,7 @@ class PatchFormer:
             self.store, job.entry, job.antecedent, layout, backbone.fingerprint, self.encodings
         ):
             metadata = patch.metadata
-            same = metadata.behind == job.antecedent and metadata.base == "canonical" and not metadata.orbit
+            same = metadata.antecedent == job.antecedent and metadata.base == "canonical" and not metadata.orbit
             # A rank of None is that of a dense patch, which has every direction.
             if same and all(rank is None or rank >= least[name] for name, rank in patch.ranks.items()):
                 return True

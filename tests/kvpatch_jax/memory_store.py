@@ -3,6 +3,7 @@
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.store import PatchKey
 
 
 class MemoryStore:
@@ -22,13 +23,13 @@ class MemoryStore:
         return (id, lead, encoding) in self.chunks
 
     def get_patches(self, served):
-        encoding = getattr(served, "encoding", None)
-        found = [patch for patch in self.patches if patch.metadata.chunk == served.chunk]
+        served = served if isinstance(served, PatchKey) else PatchKey.of(served)
+        found = [patch for patch in self.patches if patch.metadata.chunk.id == served.chunk]
         return [
             patch
             for patch in found
-            if (patch.metadata.encoding, patch.metadata.orbit) == (encoding, served.orbit)
-            and patch.metadata.behind.difference(served.behind, served.orbit) is None
+            if (patch.metadata.chunk.encoding, patch.metadata.orbit) == (served.encoding, served.orbit)
+            and patch.metadata.antecedent.difference(served.antecedent, served.orbit) is None
         ]
 
     def put_patches(self, patches):
@@ -47,7 +48,7 @@ class MemoryStore:
         return None if tier == "remote" else self.encoders.get(id)
 
     def patch_count(self, id, backbone):
-        return sum(patch.metadata.chunk == id for patch in self.patches)
+        return sum(patch.metadata.chunk.id == id for patch in self.patches)
 
     def decoded(self):
         """The same store, whose canonicals are the numbers that they decode to."""

@@ -197,7 +197,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 def test_every_operator_refuses_what_it_does_not_take(backbone):
     chunk = chunk_of("gqa")
     kv, layout = conditioned_of(chunk), chunk.layout
-    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(kvp.Placed(chunk, None, 3))
+    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
     calls = {
         "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
         "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
@@ -271,6 +271,6 @@ def test_a_forgotten_antecedent_is_told():
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a", "b"])
     with pytest.raises(StalePatchError, match=r"got no antecedent; expected antecedent=\('a', 'b'\)"):
-        kvp.apply_patch(kvp.Placed(chunk, patch, 0))
+        kvp.apply_patch(chunk, patch, 0)
     with pytest.raises(StalePatchError, match=r"formed behind \('a', 'b'\); expected \('b',\)"):
-        kvp.apply_patch(kvp.Placed(chunk, patch, 0, ["b"]))
+        kvp.apply_patch(chunk, patch, 0, ["b"])

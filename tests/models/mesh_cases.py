@@ -109,7 +109,7 @@ def in_session(backbone: ModelBackbone) -> tuple[dict[str, Any], dict[str, np.nd
 def patched(backbone: ModelBackbone) -> kvp.Placed:
     """A chunk of text with a patch for what stands in front of it."""
     lead, chunk = (kvp.make_chunk(backbone, [ids]) for ids in ([33, 34, 55, 36], [47, 48, 49]))
-    context = kvp.backbone.joined(kvp.apply_patch(kvp.Placed(lead)))
+    context = kvp.backbone.joined(kvp.apply_patch(lead))
     behind = backbone.embed(np.array([[47, 48, 49]])).shift(lead.span)
     conditioned = {name: value[:, 0] for name, value in backbone.prefill(behind, context).kv.items()}
     patch = kvp.form_patch(chunk, conditioned, rank=2, antecedent=(lead.id,))

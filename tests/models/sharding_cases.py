@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from kvpatch_jax import Placed, apply_patch, form_patch, joined, make_chunk
+from kvpatch_jax import apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, to_engine
 from kvpatch_jax.errors import WeightsError
@@ -324,11 +324,11 @@ def hybrid(directory: Path) -> dict[str, Any]:
 def patched(backbone: ModelBackbone) -> jax.Array:
     """Keys of a chunk patched for what stands in front of it."""
     lead, chunk = (make_chunk(backbone, [ids]) for ids in ([3, 4, 5, 6], [7, 8, 9]))
-    context = joined(apply_patch(Placed(lead)))
+    context = joined(apply_patch(lead))
     behind = backbone.embed(np.array([[7, 8, 9]])).shift(lead.span)
     conditioned = {name: value[:, 0] for name, value in backbone.prefill(behind, context).kv.items()}
     patch = form_patch(chunk, conditioned, rank=2, antecedent=(lead.id,))
-    return apply_patch(Placed(chunk, patch, lead.span, antecedent=(lead.id,)))["k"]
+    return apply_patch(chunk, patch, lead.span, antecedent=(lead.id,))["k"]
 
 
 def find(name: str, directory: Path) -> Any:

@@ -76,7 +76,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
     tokens, out, _ = prefilled
     layout, chunk = backbone.layout, chunk_of(backbone)
     fields = {name: getattr(chunk, name) for name in ("local", "span", "length", "id", "backbone", "layout")}
-    placed = kvp.apply_patch(kvp.Placed(chunk, None, 3))
+    placed = kvp.apply_patch(chunk, None, 3)
     turned = [placed, kvp.to_engine(layout, chunk.kv, chunk.local, 3), kvp.to_local(layout, chunk.kv, chunk.local)]
     turned += [jax.vmap(lambda kv: kv)(placed), kvp.relocate(layout, placed, 3, 4)]
     for kv in turned:
@@ -86,7 +86,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
             lambda kv=kv: kvp.accumulate(None, kv, chunk, ["A"]),
             lambda kv=kv: kvp.removal_patch(chunk, kv, chunk.kv, 2, ["A"], ["A", "B"]),
             lambda kv=kv: kvp.removal_patch(chunk, chunk.kv, kv, 2, ["A"], ["A", "B"]),
-            lambda kv=kv: kvp.apply_patch(kvp.Placed(chunk, None, 3, base=kv)),
+            lambda kv=kv: kvp.apply_patch(chunk, None, 3, base=kv),
             lambda kv=kv: kvp.to_engine(layout, kv, chunk.local, 3),
             lambda kv=kv: kvp.to_local(layout, kv, chunk.local),
         ):

@@ -312,7 +312,7 @@ def test_chunks_placed_one_behind_the_other_have_the_positions_of_the_whole(fami
         placed = kvp.Placed(chunk, start=start if start % 1 else int(start))
         there = whole[cursor : cursor + chunk.length]
         np.testing.assert_allclose(placed.start + np.asarray(placed.chunk.local), there, rtol=0, atol=1e-5)
-        engine = kvp.apply_patch(placed)
+        engine = placed.apply()
         expected = to_engine(backbone.layout, chunk.kv, there, 0)
         for channel, value in expected.items():
             close(engine[channel], value, channel)

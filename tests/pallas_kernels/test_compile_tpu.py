@@ -11,7 +11,7 @@ import pytest
 from ahead_of_time import SPEC, chunk_of, without_the_compilation_cache  # noqa: F401
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import PatchMetadata
+from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
 from pallas_kernels import rotate_patch, splice
 from pallas_kernels._ahead_of_time import compile_for_tpu
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, RotateShape
@@ -119,9 +119,8 @@ def kimi_vl() -> tuple[kvp.KVLayout, kvp.Chunk]:
 @TOPOLOGIES
 def test_a_padded_pool_is_written_in_place_through_the_public_face(topology: str):
     layout, chunk = kimi_vl()
-    metadata = PatchMetadata(
-        "B", "conditioned", ("A",), "kimi-vl", layout, tuple(range(27)), base_antecedent=("C", "A")
-    )
+    behind, before = Antecedent.of("A"), Antecedent.of("C", "A")
+    metadata = PatchMetadata(ChunkKey("B", "kimi-vl", layout), behind, tuple(range(27)), "conditioned", before)
     shapes = lambda make: {channel.name: SPEC(make(channel), jnp.bfloat16) for channel in layout.channels}
     factors = tuple(
         shapes(make) for make in (lambda channel: (27, 1088, 32), lambda channel: (27, 32, channel.features))

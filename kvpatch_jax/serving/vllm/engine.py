@@ -16,7 +16,7 @@ import numpy as np
 
 from ...cache import Antecedent, Chunk, Patch, check_applies, digest_of, encoded, same_storage
 from ...core import KVLayout, Rope, Scaling
-from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, WeightsError
+from ...errors import ConfigError, InputError, LayoutError, WeightsError
 from ...pool import JOINED, RAGGED, PageFormat, check_dtype
 
 logger = logging.getLogger(__name__)
@@ -151,11 +151,7 @@ class CacheFormat(NamedTuple):
         Raises:
           PatchMismatchError, StalePatchError, ShapeError: as `apply_patch`.
         """
-        if patch.metadata.frame != "phase_free":
-            raise PatchMismatchError(
-                f"patch of chunk {chunk.id[:12]}…: got frame {patch.metadata.frame!r}; expected 'phase_free'"
-            )
-        check_applies(patch, chunk, np.zeros((), np.int32), Antecedent.of(*antecedent))
+        check_applies(patch, chunk, Antecedent.of(*antecedent))
 
 
 def check_model(model: Any) -> None:

@@ -113,7 +113,7 @@ class Stores:
     def has_patch(self, tenant: str, id: str, antecedent: tuple[str, ...]) -> bool:
         """Returns whether a canonical has a patch that was formed behind exactly this antecedent."""
         patches = self.of(tenant).get_patches(PatchKey(chunk=id, backbone=self.backbone, antecedent=antecedent))
-        return any(patch.metadata.encoding is None for patch in patches)
+        return any(patch.metadata.chunk.encoding is None for patch in patches)
 
     def prefills(self, tenant: str, dtype: Any) -> StoredPrefills:
         """Returns a tenant's stored prefills of a pool of this dtype.

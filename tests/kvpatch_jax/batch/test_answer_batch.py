@@ -69,7 +69,7 @@ class MemoryPatchStore:
         self.chunks[chunk.id] = chunk
 
     def get_patches(self, served):
-        return [patch for patch in self.patches if patch.metadata.chunk == served.chunk]
+        return [patch for patch in self.patches if patch.metadata.chunk.id == served.chunk.id]
 
     def put_patches(self, patches):
         if self.full:
@@ -97,10 +97,10 @@ def test_each_chunk_is_prefilled_once_alone_and_once_after_each_antecedent(done)
     assert report.forwards == forwards == 7
     assert (report.answered, report.failed, report.before) == (7, 0, 0)
     assert len(shelf.chunks) == 3
-    behind = sorted(len(patch.metadata.antecedent) for patch in shelf.patches)
+    behind = sorted(len(patch.metadata.antecedent.ids) for patch in shelf.patches)
     assert behind == [1, 1, 1, 2]
     for patch in shelf.patches:
-        assert patch.metadata.behind.exact
+        assert patch.metadata.antecedent.exact
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def check_answers(backbone: ModelBackbone, items: list[BatchItem], lines: list[d
         ):
             ids = [each.id for each in chunks[:place]]
             patch = kvp.form_patch(chunk, kv, RANK, ids) if place else None
-            placed.append(kvp.apply_patch(kvp.Placed(chunk, patch, start, ids)))
+            placed.append(kvp.apply_patch(chunk, patch, start, ids))
             start += chunk.span
         tokens = backbone.embed(**backbone.prepare([item.question])).shift(start)
         ids = backbone.generate(tokens, item.steps, kvp.joined(*placed) if placed else None, stop=item.stop)[0]

@@ -18,7 +18,6 @@ from PIL import Image
 import kvpatch_jax as kvp
 from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.batch.batch_items import listed
-from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.cache.content import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
@@ -315,26 +314,22 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
     conditioned = conditioned_of(chunk)
     patch = kvp.form_patch(chunk, conditioned, 4, ["a", "b", "c"])
     layout = chunk.layout
-    sum_ = kvp.accumulate(None, conditioned, chunk)
     for call in (
         lambda given: kvp.form_patch(chunk, conditioned, 4, given),
-        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, given)),
-        lambda given: kvp.apply_patch(kvp.Placed(chunk, None, 0, given)),
-        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, given, allow_stale=True)),
-        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given)),
+        lambda given: kvp.apply_patch(chunk, patch, 0, given),
+        lambda given: kvp.apply_patch(chunk, None, 0, given),
+        lambda given: kvp.apply_patch(chunk, patch, 0, given, allow_stale=True),
+        lambda given: kvp.apply_patch(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given),
         lambda given: kvp.accumulate(None, conditioned, chunk, given),
-        lambda given: kvp.orbit_patch(sum_, 4, given),
         lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, given, ["a"]),
         lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, ["a"], given),
         lambda given: kvp.correction_patch(chunk, patch, conditioned, 4, given),
-        lambda given: PatchMetadata("B", "canonical", given, "tiny", layout, (0,)),
-        lambda given: PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
         lambda given: PatchKey("B", "tiny", given),
     ):
         for given in ("abc", [chunk.kv], [1], 3):
             with pytest.raises(InputError, match=r"antecedent.*expected"):
                 call(given)
-    assert kvp.apply_patch(kvp.Placed(chunk, patch, 0, iter(["a", "b", "c"])))  # any sequence of names will do
+    assert kvp.apply_patch(chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
 
 
 # ----------------------------------------------------------------------------------------------------- fingerprints

@@ -13,7 +13,7 @@ from kvpatch_jax.backbone import Output, Tokens
 from kvpatch_jax.cache import Chunk, decode_chunk, encode_chunk, examine
 from kvpatch_jax.core import KVEncoding, KVLayout, PackedArray, Rope, to_engine
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, ShapeError
-from kvpatch_jax.patching import Placed, apply_patch, conditioned, make_chunk
+from kvpatch_jax.patching import apply_patch, conditioned, make_chunk
 
 PARTS = {"map", "state", "tail"}
 
@@ -112,10 +112,10 @@ def test_few_bits_pack_the_rows_and_round_the_transition():
     padded = few.pad(9)
     assert padded.tokens == 9
     assert padded.kv["state"] is few.kv["state"]
-    placed = apply_patch(Placed(few, start=3))
+    placed = apply_patch(few, start=3)
     for name in PARTS:
         assert (np.asarray(placed[name]) == np.asarray(few.kv[name])).all()
-    for name, value in apply_patch(Placed(decode_chunk(few), start=3)).items():
+    for name, value in apply_patch(decode_chunk(few), start=3).items():
         assert (np.asarray(value) == np.asarray(placed[name])).all()
 
 
@@ -149,8 +149,8 @@ def test_rows_of_a_batch_have_lengths_of_their_own():
 
 
 def test_parts_that_make_no_context_are_refused(unchecked):
-    kv = apply_patch(Placed(chunk_of()))
-    other = apply_patch(Placed(chunk_of(LAYOUTS["row, tail"])))
+    kv = apply_patch(chunk_of())
+    other = apply_patch(chunk_of(LAYOUTS["row, tail"]))
     for parts, error in (
         ((kv, other), ShapeError),
         ((kv, {name: value for name, value in kv.items() if name != "tail"}), LayoutError),

@@ -84,7 +84,7 @@ def test_a_patch_of_one_lead_is_refused_by_another():
     assert len({patch_digest(patch) for patch in patches}) == 2
     for chunk, patch in ((alone, patches[1]), (behind, patches[0])):
         with pytest.raises(PatchMismatchError, match=r"lead .*expected"):
-            kvp.apply_patch(kvp.Placed(chunk, patch, 3, ["A"], allow_stale=True))
+            kvp.apply_patch(chunk, patch, 3, ["A"], allow_stale=True)
         acc = kvp.accumulate(None, conditioned_of(chunk), chunk, ["A"])
         with pytest.raises(PatchMismatchError, match="lead"):
             kvp.accumulate(acc, conditioned_of(chunk), alone if chunk is behind else behind, ["A"])
@@ -132,7 +132,7 @@ def test_patches_of_different_leads_are_kept_apart(store):
         store.put(chunk)
         (found,) = store.get_patches(PatchKey("page", "tiny", ["A"], lead=chunk.lead))
         assert patch_digest(found) == patch_digest(patch)
-        kvp.apply_patch(kvp.Placed(chunk, found, 0, ["A"]))
+        kvp.apply_patch(chunk, found, 0, ["A"])
     store.put_patches([kvp.form_patch(chunks[1], conditioned_of(chunks[1]), 2, [chunk_of("gqa", id="A", content="c")])])
     store.put(chunk_of("gqa", id="A", content="other"))  # alone: not what stood in front, behind the lead
     assert len(store.get_patches(PatchKey("page", "tiny", ["A"], lead=DIGEST))) == 2

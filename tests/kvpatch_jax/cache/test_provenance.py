@@ -128,7 +128,7 @@ def test_a_refusal_says_what_differs():
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, [ONE, TWO])
     for accepted in (["A", "B"], [ONE, TWO], [ONE, "B"], Antecedent((ONE, TWO))):
-        kvp.apply_patch(kvp.Placed(chunk, patch, 3, accepted))
+        kvp.apply_patch(chunk, patch, 3, accepted)
     refused = {
         r"the order \('A', 'B'\); expected \('B', 'A'\)": ["B", "A"],
         r"\('A', 'B'\); expected \('A',\)": ["A"],
@@ -137,8 +137,8 @@ def test_a_refusal_says_what_differs():
     }
     for words, antecedent in refused.items():
         with pytest.raises(StalePatchError, match=f"formed behind {words}"):
-            kvp.apply_patch(kvp.Placed(chunk, patch, 3, antecedent))
-        kvp.apply_patch(kvp.Placed(chunk, patch, 3, antecedent, allow_stale=True))
+            kvp.apply_patch(chunk, patch, 3, antecedent)
+        kvp.apply_patch(chunk, patch, 3, antecedent, allow_stale=True)
 
 
 def test_a_patch_behind_approximate_kv_serves_behind_that_alone():
@@ -151,16 +151,16 @@ def test_a_patch_behind_approximate_kv_serves_behind_that_alone():
     for derived in (patch, kvp.truncate(patch, 2), kvp.keep_layers(patch, (1, 2)), kvp.quantise(patch, "int8")):
         for antecedent in (["A"], [Member("A", None, OTHER)]):
             with pytest.raises(StalePatchError, match=f"'A' with KV {BARE}; expected"):
-                kvp.apply_patch(kvp.Placed(chunk, derived, 3, antecedent))
-        kvp.apply_patch(kvp.Placed(chunk, derived, 3, [Member("A", None, BARE)]))
+                kvp.apply_patch(chunk, derived, 3, antecedent)
+        kvp.apply_patch(chunk, derived, 3, [Member("A", None, BARE)])
     correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=2), 4, [Member("C", "three")])
-    assert correction.metadata.base_behind == behind
-    assert kvp.update_patch(patch, correction).metadata.behind == Antecedent.of(Member("C", "three"))
+    assert correction.metadata.base_antecedent == behind
+    assert kvp.update_patch(patch, correction).metadata.antecedent == Antecedent.of(Member("C", "three"))
     base = conditioned_of(chunk, seed=1)
     removal = kvp.removal_patch(chunk, conditioned_of(chunk, seed=2), base, 4, ["B"], behind)
     with pytest.raises(StalePatchError, match=f"a base conditioned on 'A' with KV {BARE}; expected that of a prefill"):
-        kvp.apply_patch(kvp.Placed(chunk, removal, 0, ["B"], base=base, base_antecedent=["A"], allow_stale=True))
-    kvp.apply_patch(kvp.Placed(chunk, removal, 0, ["B"], base=base, base_antecedent=behind))
+        kvp.apply_patch(chunk, removal, 0, ["B"], base=base, base_antecedent=["A"], allow_stale=True)
+    kvp.apply_patch(chunk, removal, 0, ["B"], base=base, base_antecedent=behind)
 
 
 def test_an_orbit_is_of_one_set():
@@ -171,7 +171,7 @@ def test_an_orbit_is_of_one_set():
             kvp.accumulate(sums, conditioned_of(chunk, seed=2), chunk, wrong)
     patch = kvp.orbit_patch(kvp.accumulate(sums, conditioned_of(chunk, seed=2), chunk, [TWO, ONE]), 4)
     for antecedent in ([TWO, ONE], ["B", "A"], [ONE, "B"]):
-        kvp.apply_patch(kvp.Placed(chunk, patch, 0, antecedent))
+        kvp.apply_patch(chunk, patch, 0, antecedent)
     for antecedent in ([TWO], [Member("B", "x"), ONE], [ONE, TWO._replace(identity=BARE)]):
         with pytest.raises(StalePatchError, match="formed behind any ordering of"):
-            kvp.apply_patch(kvp.Placed(chunk, patch, 0, antecedent))
+            kvp.apply_patch(chunk, patch, 0, antecedent)

@@ -156,9 +156,9 @@ def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     assert chunk.content == plain.content == chunk_of(kind).content
     assert chunk.nbytes < plain.nbytes / 3
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype=factors)
-    assert patch.metadata.encoding == "k4v6g8"
+    assert patch.metadata.chunk.encoding == "k4v6g8"
     for served in (None, patch):
-        found, wanted = (dict(kvp.apply_patch(kvp.Placed(own, served, 1000, A))) for own in (chunk, plain))
+        found, wanted = (dict(kvp.apply_patch(own, served, 1000, A)) for own in (chunk, plain))
         for name in wanted:
             assert found[name].dtype == wanted[name].dtype
             np.testing.assert_allclose(found[name], wanted[name], rtol=2e-6, atol=2e-6)
@@ -169,7 +169,7 @@ def test_an_encoded_chunk_is_spliced_as_it_is_applied(kind):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v4")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype="int4")
     placed = kvp.Placed(chunk, patch, 77, A)
-    applied, dtype = dict(kvp.apply_patch(placed)), next(iter(chunk.kv.values())).dtype
+    applied, dtype = dict(placed.apply()), next(iter(chunk.kv.values())).dtype
     for padded in (False, True):
         slots = np.random.default_rng(1).permutation(64)[: chunk.tokens].astype(np.int32)
         made = pool.splice(pool.make_pool(chunk.layout, 8, 8, dtype, padded=padded), slots, placed)
@@ -186,7 +186,7 @@ def test_another_encoding_is_another_base():
     chunk = chunk_of("gqa")
     first, second = kvp.encode_chunk(chunk, "k4v4"), kvp.encode_chunk(chunk, "k8v8")
     patch = kvp.form_patch(first, conditioned_of(first), 4, A)
-    assert np.asarray(kvp.apply_patch(kvp.Placed(first, patch, 3, A))["k"]).any()
+    assert np.asarray(kvp.apply_patch(first, patch, 3, A)["k"]).any()
     for other in (chunk, second):
         with pytest.raises(PatchMismatchError, match="encoding"):
             kvp.Placed(other, patch, 3, A)
@@ -223,13 +223,11 @@ def test_ragged_factors_are_the_factors_of_each_layer():
     ragged, whole = kvp.Patch(factors, patch.metadata), kvp.Patch(masked, patch.metadata)
     assert ragged.ranks == {"k": 6, "v": 6}
     for first, second in ((ragged, whole), (kvp.truncate(ragged, 1), kvp.truncate(whole, 1))):
-        found, wanted = (kvp.apply_patch(kvp.Placed(chunk, own, 9, A)) for own in (first, second))
+        found, wanted = (kvp.apply_patch(chunk, own, 9, A) for own in (first, second))
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], atol=3e-6)
     for layers in ((1,), (0, 2)):
-        found, wanted = (
-            kvp.apply_patch(kvp.Placed(chunk, kvp.keep_layers(own, layers), 9, A)) for own in (ragged, whole)
-        )
+        found, wanted = (kvp.apply_patch(chunk, kvp.keep_layers(own, layers), 9, A) for own in (ragged, whole))
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], atol=3e-6)
     few = kvp.quantise(ragged, "int4")

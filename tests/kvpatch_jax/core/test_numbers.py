@@ -28,7 +28,7 @@ def large(size: float):
 def test_eight_bits_are_scaled_whatever_the_range(size: float, dtype):
     chunk, conditioned, patch = large(size)
     formed = kvp.form_patch(chunk, conditioned, 4, ("A",), dtype=dtype)
-    applied = lambda patch: kvp.apply_patch(kvp.Placed(chunk, patch, 3, ("A",)))
+    applied = lambda patch: kvp.apply_patch(chunk, patch, 3, ("A",))
     whole, bare = applied(patch), applied(None)
     for small in (kvp.quantise(patch, dtype), formed, kvp.quantise(kvp.quantise(patch, jnp.int8), dtype)):
         assert jax.tree.leaves(small.factors)[0].dtype == dtype

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.cache import Chunk, Patch, PatchMetadata
+from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, Patch, PatchMetadata
 from kvpatch_jax.core import (
     Channel,
     KVEncoding,
@@ -143,7 +143,7 @@ def test_a_patch_corrects_the_layers_that_it_covers_better_by_rank(layers):
     left = []
     for rank in (1, 2, 4, 6):
         patch = form_patch(chunk, target, rank, (), layers=layers, method="exact", dense=False)
-        found = apply_patch(Placed(chunk, patch, START))
+        found = apply_patch(chunk, patch, START)
         wanted, plain, error = expected(target, START), expected(base, START), 0.0
         for name in found:
             covered = np.isin(LAYOUT.layers_of(name), range(LAYERS) if layers is None else layers)
@@ -164,8 +164,8 @@ def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
     kept = keep_layers(patch, (0, 2))
     assert list(kept.factors) == list(alone.factors)
     each_close(
-        apply_patch(Placed(chunk, kept, START)),
-        {name: np.asarray(value) for name, value in apply_patch(Placed(chunk, alone, START)).items()},
+        apply_patch(chunk, kept, START),
+        {name: np.asarray(value) for name, value in apply_patch(chunk, alone, START).items()},
     )
     with pytest.raises(ShapeError, match=r"expected \[2, any, any\]"):
         Patch({"k": (jnp.zeros((5, TOKENS, 2)), jnp.zeros((5, 2, 8)))}, patch.metadata)
@@ -199,5 +199,5 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
 
 
 def test_metadata_name_layers_of_the_decoder():
-    metadata = PatchMetadata("page", "canonical", (), "backbone", LAYOUT, (2,))
+    metadata = PatchMetadata(ChunkKey("page", "backbone", LAYOUT), Antecedent(), (2,))
     assert metadata.layers == (2,)  # a layer that keeps nothing: its patch has no factors

@@ -11,7 +11,7 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Member
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.patching import MeanBase, mean_base
+from kvpatch_jax.patching import mean_base
 from kvpatch_jax.store import ChunkStore
 
 CHUNK = chunk_of("gqa", length=20, content="what it shows")
@@ -26,15 +26,6 @@ def test_the_mean_is_that_of_all_antecedents_and_has_no_padding():
         np.testing.assert_allclose(value[:, :20], wanted[:, :20], atol=1e-6)
         assert not np.asarray(value)[:, 20:].any()
     assert (base.id, base.content, base.length, base.places) == (CHUNK.id, CHUNK.content, 20, CHUNK.places)
-
-
-def test_a_running_mean_is_the_mean():
-    running = MeanBase(CHUNK)
-    for count, (kv, behind) in enumerate(zip(KVS, BEHIND, strict=True), 1):
-        running = running.add(kv, behind)
-        found, wanted = running.base(), mean_base(CHUNK, KVS[:count], BEHIND[:count])
-        assert found.lead == wanted.lead
-        np.testing.assert_array_equal(found.kv["k"], wanted.kv["k"])
 
 
 def test_names_are_of_the_antecedents_in_any_order():
@@ -62,7 +53,7 @@ def test_a_patch_of_one_base_is_refused_on_another():
     wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 9)
     for own in bases:
         patch = kvp.form_patch(own, KVS[0], 24, BEHIND[0], method="exact")
-        found = kvp.apply_patch(kvp.Placed(own, patch, 9, BEHIND[0]))
+        found = kvp.apply_patch(own, patch, 9, BEHIND[0])
         np.testing.assert_allclose(found["k"][:, :20], wanted["k"][:, :20], atol=1e-4)
         for other in bases:
             if other is not own:
@@ -74,9 +65,9 @@ def test_a_patch_of_one_base_is_refused_on_another():
 def test_a_base_is_encoded_and_patched_within_a_budget():
     base = kvp.encode_chunk(mean_base(CHUNK, KVS[1:], BEHIND[1:]), "k6v6")
     patch = kvp.form_patch(base, KVS[0], kvp.ByteBudget(3000), BEHIND[0], dtype="int4")
-    assert (patch.metadata.lead, patch.metadata.encoding) == (base.lead, "k6v6g32")
-    found = dict(kvp.apply_patch(kvp.Placed(base, patch, 0, BEHIND[0])))
-    blind = dict(kvp.apply_patch(kvp.Placed(base, None, 0, BEHIND[0])))
+    assert (patch.metadata.chunk.lead, patch.metadata.chunk.encoding) == (base.lead, "k6v6g32")
+    found = dict(kvp.apply_patch(base, patch, 0, BEHIND[0]))
+    blind = dict(kvp.apply_patch(base, None, 0, BEHIND[0]))
     wanted = kvp.to_engine(CHUNK.layout, KVS[0], CHUNK.local, 0)
     for name in wanted:
         errors = [np.square(np.asarray(own[name] - wanted[name])[:, :20]).sum() for own in (found, blind)]
@@ -109,8 +100,7 @@ def test_what_makes_no_base_is_refused(unchecked):
     for error, call in (
         (InputError, lambda: mean_base(CHUNK, [], [])),
         (InputError, lambda: mean_base(CHUNK, KVS, BEHIND[:2])),
-        (InputError, lambda: MeanBase(CHUNK).base()),
-        (InputError, lambda: MeanBase("chunk")),
+        (InputError, lambda: mean_base("chunk", KVS, BEHIND)),
         (InputError, lambda: mean_base(packed, KVS, BEHIND)),
         (ShapeError, lambda: mean_base(CHUNK, [{name: jnp.zeros((3, 2, 2, 16)) for name in "kv"}], BEHIND[:1])),
     ):

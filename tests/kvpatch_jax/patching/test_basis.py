@@ -12,7 +12,7 @@ from operator_cases import chunk_of, conditioned_of
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member, patch_digest
 from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
-from kvpatch_jax.patching import Basis, check_in_basis, coefficients, fit_basis, with_basis
+from kvpatch_jax.patching import Basis, check_in_basis, fit_basis, form_in_basis, with_basis
 from kvpatch_jax.store import ChunkStore, PatchKey
 
 CHUNK = chunk_of("gqa", length=20)
@@ -49,8 +49,8 @@ def test_a_basis_is_what_the_deficits_have_in_common(basis):
 
 def test_a_deficit_that_was_not_seen_is_recovered(basis):
     unseen = behind(17)
-    patch = kvp.form_patch(CHUNK, unseen, 4, ["A"], basis=basis)
-    found = kvp.apply_patch(kvp.Placed(CHUNK, patch, 5, ["A"]))
+    patch = form_in_basis(CHUNK, unseen, basis, ["A"], 4)
+    found = kvp.apply_patch(CHUNK, patch, 5, ["A"])
     wanted = kvp.to_engine(CHUNK.layout, unseen, CHUNK.local, 5)
     for name in wanted:
         np.testing.assert_allclose(found[name][:, :20], wanted[name][:, :20], atol=1e-4)
@@ -61,7 +61,7 @@ def test_a_deficit_that_was_not_seen_is_recovered(basis):
 
 
 def test_bytes_are_those_of_the_coefficients(basis):
-    patch = kvp.form_patch(CHUNK, behind(17), 4, ["A"], basis=basis)
+    patch = form_in_basis(CHUNK, behind(17), basis, ["A"], 4)
     assert patch.nbytes == 2 * 3 * 24 * 4 * 4
     assert basis.nbytes == 2 * 3 * 4 * 32 * 4
     assert kvp.quantise(patch, jnp.int8).nbytes == 2 * 3 * 24 * 4 + 2 * 3 * 4 * 4  # and scales
@@ -71,39 +71,37 @@ def test_bytes_are_those_of_the_coefficients(basis):
 
 
 def test_a_rank_may_be_of_numpy(basis, unchecked):
-    assert kvp.form_patch(CHUNK, behind(17), np.int64(2), ["A"], basis=basis).ranks == {"k": 2, "v": 2}
-    with pytest.raises(InputError, match="one rank"):
-        kvp.form_patch(CHUNK, behind(17), None, ["A"], basis=basis)
+    assert form_in_basis(CHUNK, behind(17), basis, ["A"], np.int64(2)).ranks == {"k": 2, "v": 2}
 
 
 def test_smaller_patches_stay_in_their_basis(basis):
-    patch = kvp.form_patch(CHUNK, behind(17), 4, [Member("A", "one")], basis=basis)
+    patch = form_in_basis(CHUNK, behind(17), basis, [Member("A", "one")], 4)
     small = [kvp.truncate(patch, 2), kvp.keep_layers(patch, (0, 2)), patch.pad(32)]
     small += [kvp.quantise(patch, dtype) for dtype in ("int8", "float8_e4m3fn", "bfloat16")]
-    small += [kvp.form_patch(CHUNK, behind(17), 3, ["A"], basis=basis, layers=[1, 2])]
+    small += [kvp.keep_layers(form_in_basis(CHUNK, behind(17), basis, ["A"], 3), [1, 2])]
     for each in small:
         check_in_basis(each, basis)
         assert each.metadata.basis == basis.digest
-        assert with_basis(coefficients(each), each.metadata, basis).ranks == each.ranks
-    assert small[0].metadata.behind == Antecedent.of(Member("A", "one"))
+        assert with_basis(each, basis).ranks == each.ranks
+    assert small[0].metadata.antecedent == Antecedent.of(Member("A", "one"))
     correction = kvp.correction_patch(CHUNK, patch, behind(18), 4, ["C"])
     assert kvp.update_patch(patch, correction).metadata.basis is None
 
 
 def test_another_basis_is_refused(basis):
     other = fit_basis([(CHUNK, conditioned_of(CHUNK))], 4)
-    patch = kvp.form_patch(CHUNK, behind(17), 4, ["A"], basis=basis)
+    patch = form_in_basis(CHUNK, behind(17), basis, ["A"], 4)
     assert other.digest != basis.digest
     with pytest.raises(PatchMismatchError, match=rf"formed in basis {basis.digest}; expected {other.digest}"):
-        with_basis(coefficients(patch), patch.metadata, other)
+        with_basis(patch, other)
     moved = {name: (u, -v) for name, (u, v) in patch.factors.items()}
     with pytest.raises(PatchMismatchError, match="directions of 'k'"):
         check_in_basis(kvp.Patch(moved, patch.metadata), basis)
     with pytest.raises(PatchMismatchError, match="basis: got backbone"):
-        kvp.form_patch(dataclasses.replace(CHUNK, backbone="other"), behind(17), 4, ["A"], basis=basis)
+        form_in_basis(dataclasses.replace(CHUNK, backbone="other"), behind(17), basis, ["A"], 4)
     deep = chunk_of("blocked")
     with pytest.raises(PatchMismatchError, match="basis: got layout"):
-        kvp.form_patch(deep, conditioned_of(deep), 4, ["A"], basis=basis)
+        form_in_basis(deep, conditioned_of(deep), basis, ["A"], 4)
 
 
 def test_what_makes_no_basis_is_refused(basis, unchecked: None):
@@ -114,9 +112,7 @@ def test_what_makes_no_basis_is_refused(basis, unchecked: None):
         (RankError, lambda: fit_basis([pair], 33)),
         (LayoutError, lambda: fit_basis([pair], {"q": 4})),
         (ShapeError, lambda: Basis({"k": np.zeros((3, 4, 31))}, CHUNK.layout, "tiny")),
-        (RankError, lambda: kvp.form_patch(CHUNK, behind(0), 0, ["A"], basis=basis)),
-        (InputError, lambda: kvp.form_patch(CHUNK, behind(0), 4, ["A"], basis=basis, frame="engine", start=3)),
-        (InputError, lambda: kvp.form_patch(CHUNK, behind(0), {"k": 2}, ["A"], basis=basis)),
+        (RankError, lambda: form_in_basis(CHUNK, behind(0), basis, ["A"], 0)),
     ):
         with pytest.raises(error, match="expected"):
             call()
@@ -128,7 +124,7 @@ def test_what_makes_no_basis_is_refused(basis, unchecked: None):
 
 @pytest.mark.slow
 def test_a_basis_is_stored_once(basis, tmp_path):
-    patches = [kvp.form_patch(CHUNK, behind(seed), 4, [id], basis=basis) for seed, id in ((17, "A"), (18, "C"))]
+    patches = [form_in_basis(CHUNK, behind(seed), basis, [id], 4) for seed, id in ((17, "A"), (18, "C"))]
     small = kvp.quantise(kvp.keep_layers(kvp.truncate(patches[0], 2), (1, 2)), jnp.int8)
     with ChunkStore(tmp_path / "root") as store:
         with pytest.raises(InputError, match=r"expected it stored first, by put_basis"):
@@ -143,8 +139,8 @@ def test_a_basis_is_stored_once(basis, tmp_path):
         found = store.get_patches(SERVED)
         assert {patch_digest(patch) for patch in found} == {patch_digest(each) for each in (plain, patches[0], small)}
         (other,) = store.get_patches(dataclasses.replace(SERVED, antecedent=["C"]))
-        wanted = kvp.apply_patch(kvp.Placed(CHUNK, patches[1], 0, ["C"]))
-        for name, value in kvp.apply_patch(kvp.Placed(CHUNK, other, 0, ["C"])).items():
+        wanted = kvp.apply_patch(CHUNK, patches[1], 0, ["C"])
+        for name, value in kvp.apply_patch(CHUNK, other, 0, ["C"]).items():
             np.testing.assert_array_equal(value, wanted[name])
         held = store.get_basis(basis.digest, CHUNK.layout, "tiny")
         assert held is not None
@@ -169,7 +165,7 @@ def test_a_basis_lives_as_long_as_its_patches(basis, tmp_path, how, ttl, monkeyp
     began = time.time()
     now = [began]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    patch = kvp.form_patch(CHUNK, behind(17), 4, ["A"], basis=basis)
+    patch = form_in_basis(CHUNK, behind(17), basis, ["A"], 4)
     with ChunkStore(tmp_path, memory=0) as store:
         store.put_basis(basis, ttl=5)
         PUTS[how](store, patch, ttl)
@@ -191,11 +187,11 @@ def test_a_basis_is_not_written_with_every_patch(basis, tmp_path, monkeypatch):
         store.put_basis(basis)
         for seed in range(20):
             now[0] += 1
-            store.put_patches([kvp.form_patch(CHUNK, behind(seed), 4, [f"A{seed}"], basis=basis)])
+            store.put_patches([form_in_basis(CHUNK, behind(seed), basis, [f"A{seed}"], 4)])
         assert store.statistics().counts["puts"] == 2 + 20 + 2 * 2  # of two channels; every eighth of the ttl
         store.put_basis(basis, ttl=800)
         before = store.statistics().counts["puts"]
-        store.put_patches([kvp.form_patch(CHUNK, behind(0), 4, ["A"], basis=basis)])
+        store.put_patches([form_in_basis(CHUNK, behind(0), basis, ["A"], 4)])
         assert store.statistics().counts["puts"] == before + 1
 
 
@@ -203,7 +199,7 @@ def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
     """Used within one minute; the basis was put first."""
     with ChunkStore(tmp_path, memory=0) as store:
         store.put_basis(basis)
-        store.put_patches([kvp.form_patch(CHUNK, behind(seed), 4, [f"A{seed}"], basis=basis) for seed in range(3)])
+        store.put_patches([form_in_basis(CHUNK, behind(seed), basis, [f"A{seed}"], 4) for seed in range(3)])
         held = store.usage().bytes
     with ChunkStore(tmp_path, memory=0, budget=held) as store:
         store.put_encoder("other", "tiny", np.zeros(8, np.float32))

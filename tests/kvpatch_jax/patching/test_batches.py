@@ -51,10 +51,10 @@ def test_a_batch_is_patched_as_each_of_its_chunks(name: str, form: str):
     conditioned = conditioned_batch(batch)
     patch = kvp.form_patch(batch, conditioned, 4, A, method="exact", **options)
     assert (batch.batch, patch.batch, patch.tokens) == (B, B, 24)
-    found = kvp.apply_patch(kvp.Placed(batch, patch, 7, A))
+    found = kvp.apply_patch(batch, patch, 7, A)
     for number, one in enumerate(items_of(batch)):
         own = kvp.form_patch(one, item(conditioned, number), 4, A, method="exact", **options)
-        assert_same(item(found, number), kvp.apply_patch(kvp.Placed(one, own, 7, A)))
+        assert_same(item(found, number), kvp.apply_patch(one, own, 7, A))
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_batch_is_what_the_mapped_core_gives(name: str):
         in_axes=(1, 1, 0),
         out_axes=1,
     )
-    found = kvp.apply_patch(kvp.Placed(batch, patch, starts, A))
+    found = kvp.apply_patch(batch, patch, starts, A)
     expected = jax.jit(place)(dict(batch.kv), dict(patch.factors), jnp.asarray(starts))
     assert_same(found, expected, 2e-6)
     for number, one in enumerate(items_of(batch)):
@@ -94,21 +94,21 @@ def test_every_form_of_patch_takes_a_batch():
     batch = batch_of("gqa")
     first, second = conditioned_batch(batch, 9), conditioned_batch(batch, 40)
     running = kvp.accumulate(kvp.accumulate(None, first, batch, A), second, batch, A[::-1])
-    orbit = kvp.apply_patch(kvp.Placed(batch, kvp.orbit_patch(running, 8), 3, A[::-1]))
+    orbit = kvp.apply_patch(batch, kvp.orbit_patch(running, 8), 3, A[::-1])
     removal = kvp.removal_patch(batch, second, first, 8, A[1:], A)
-    kept = kvp.apply_patch(kvp.Placed(batch, removal, 3, A[1:], base=first, base_antecedent=A))
+    kept = kvp.apply_patch(batch, removal, 3, A[1:], base=first, base_antecedent=A)
     patch = kvp.form_patch(batch, first, 4, A)
     updated = kvp.update_patch(patch, kvp.correction_patch(batch, patch, second, 8, ("C",)))
-    fresh = kvp.apply_patch(kvp.Placed(batch, updated, 3, ("C",)))
+    fresh = kvp.apply_patch(batch, updated, 3, ("C",))
     for number, one in enumerate(items_of(batch)):
         own, other = item(first, number), item(second, number)
         running = kvp.accumulate(kvp.accumulate(None, own, one, A), other, one, A[::-1])
-        assert_same(item(orbit, number), kvp.apply_patch(kvp.Placed(one, kvp.orbit_patch(running, 8), 3, A[::-1])))
+        assert_same(item(orbit, number), kvp.apply_patch(one, kvp.orbit_patch(running, 8), 3, A[::-1]))
         gone = kvp.removal_patch(one, other, own, 8, A[1:], A)
-        assert_same(item(kept, number), kvp.apply_patch(kvp.Placed(one, gone, 3, A[1:], base=own, base_antecedent=A)))
+        assert_same(item(kept, number), kvp.apply_patch(one, gone, 3, A[1:], base=own, base_antecedent=A))
         small = kvp.form_patch(one, own, 4, A)
         small = kvp.update_patch(small, kvp.correction_patch(one, small, other, 8, ("C",)))
-        assert_same(item(fresh, number), kvp.apply_patch(kvp.Placed(one, small, 3, ("C",))))
+        assert_same(item(fresh, number), kvp.apply_patch(one, small, 3, ("C",)))
     for smaller in (
         kvp.truncate(patch, 2),
         kvp.keep_layers(patch, (1,)),
@@ -116,8 +116,8 @@ def test_every_form_of_patch_takes_a_batch():
         kvp.form_patch(batch, first, 16, A),  # dense
     ):
         assert smaller.batch == B
-        kvp.apply_patch(kvp.Placed(batch, smaller, 3, A))
-        kvp.apply_patch(kvp.Placed(batch.pad(30), smaller.pad(30), 3, A))
+        kvp.apply_patch(batch, smaller, 3, A)
+        kvp.apply_patch(batch.pad(30), smaller.pad(30), 3, A)
 
 
 def test_factors_are_kept_where_dense_is_not_wanted():
@@ -126,13 +126,13 @@ def test_factors_are_kept_where_dense_is_not_wanted():
     assert kvp.form_patch(chunk, conditioned, 16, A).ranks == {"k": None, "v": None}
     whole = kvp.form_patch(chunk, conditioned, 16, A, method="exact", dense=False)
     assert whole.ranks == {"k": 16, "v": 16}
-    own = kvp.apply_patch(kvp.Placed(chunk, kvp.form_patch(chunk, conditioned, 3, A, method="exact"), 3, A))
-    assert_same(kvp.apply_patch(kvp.Placed(chunk, kvp.truncate(whole, 3), 3, A)), own)
+    own = kvp.apply_patch(chunk, kvp.form_patch(chunk, conditioned, 3, A, method="exact"), 3, A)
+    assert_same(kvp.apply_patch(chunk, kvp.truncate(whole, 3), 3, A), own)
 
 
 def test_blind_reuse_of_a_batch_is_one_rotation():
     batch = batch_of("mla")
-    found = kvp.apply_patch(kvp.Placed(batch, None, np.array([0, 5, 1000])))
+    found = kvp.apply_patch(batch, None, np.array([0, 5, 1000]))
     expected = kvp.to_engine(batch.layout, batch.kv, batch.local, np.array([0, 5, 1000]))
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name])
@@ -146,7 +146,7 @@ def test_a_batch_has_a_content_of_its_own():
     for wrong in (other, *items_of(batch)):
         assert wrong.content != batch.content
         with pytest.raises(PatchMismatchError, match="content"):
-            kvp.apply_patch(kvp.Placed(wrong, patch, 3, A))
+            kvp.apply_patch(wrong, patch, 3, A)
 
 
 def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
@@ -155,11 +155,11 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
     patch = kvp.form_patch(batch, conditioned, 4, A)
     one = chunk_of("gqa", content="given")
     with pytest.raises(ShapeError, match="batch 3; expected the chunk's None"):
-        kvp.apply_patch(kvp.Placed(one, patch, 3, A))
+        kvp.apply_patch(one, patch, 3, A)
     with pytest.raises(ShapeError, match="expected the chunk's"):
         kvp.form_patch(batch, conditioned_of(one), 4, A)
     with pytest.raises(InputError, match="each of 3 chunks"):
-        kvp.apply_patch(kvp.Placed(batch, patch, np.array([1, 2]), A))
+        kvp.apply_patch(batch, patch, np.array([1, 2]), A)
     with pytest.raises(ShapeError, match=r"expected \[L, T, K, H\] or"):
         chunk_of("gqa", kv=kv_of(LAYOUTS["gqa"], 24, batch=(2, 3)))
     with pytest.raises(ShapeError, match="batch 3; expected 24 and None"):
@@ -177,7 +177,7 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
 def test_moving_a_batch_compiles_once():
     batch = batch_of("gqa")
     patch = kvp.form_patch(batch, conditioned_batch(batch), 4, A)
-    apply = lambda start: kvp.apply_patch(kvp.Placed(batch, patch, start, A))
+    apply = lambda start: kvp.apply_patch(batch, patch, start, A)
     apply(0)
     apply(np.arange(B))
     with compilations() as compiled:

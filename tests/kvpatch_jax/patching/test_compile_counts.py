@@ -22,8 +22,8 @@ def test_forming_and_applying_compile_once(name: str):
             with compilations() as compiled:
                 patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
                 for start in (seed, 7 + seed, np.int32(60 + seed), last):
-                    kvp.apply_patch(kvp.Placed(chunk, patch, start, antecedent))
-            counts.append((compiled.count("jit(form)"), compiled.count("jit(apply)"), len(compiled)))
+                    kvp.apply_patch(chunk, patch, start, antecedent)
+            counts.append((compiled.count("jit(factorise_deficit)"), compiled.count("jit(apply)"), len(compiled)))
     assert max(form for form, _, _ in counts) <= 1
     assert max(apply for _, apply, _ in counts) <= 1
     assert [total for _, _, total in counts[1:]] == [0] * 5

@@ -10,7 +10,7 @@ from operator_cases import chunk_of, conditioned_of
 import kvpatch_jax as kvp
 from kvpatch_jax.core import PackedArray, RaggedFactors
 from kvpatch_jax.errors import InputError, PatchMismatchError
-from kvpatch_jax.patching.compress import dtype_of
+from kvpatch_jax.patching.change import dtype_of
 
 A, CHANGED = ("A1", "A2"), ("A1", "A3")
 RANK = 8
@@ -32,7 +32,7 @@ def added(patch: kvp.Patch) -> dict[str, np.ndarray]:
     """The dense correction of joint factors, [L, T, K, H], in NumPy."""
     result = {}
     for name, own in patch.factors.items():
-        channel = patch.metadata.layout.channel(name)
+        channel = patch.metadata.chunk.layout.channel(name)
         if isinstance(own, RaggedFactors):
             u, v, rows = np.asarray(own.u, np.float64), np.asarray(own.v, np.float64), np.asarray(own.rows)
             layers = []
@@ -61,9 +61,9 @@ def test_an_updated_patch_corrects_the_decoded_base_in_its_own_dtype(dtype):
     changed = conditioned_of(encoded(), rank=6, seed=11)
     patch = kvp.form_patch(chunk, conditioned, RANK, A, dtype=dtype, method="exact")
     correction = kvp.correction_patch(chunk, patch, changed, 13, CHANGED, dtype=dtype, method="exact")
-    assert correction.metadata.encoding == patch.metadata.encoding == "k3v3g8"
+    assert correction.metadata.chunk.encoding == patch.metadata.chunk.encoding == "k3v3g8"
     updated = kvp.update_patch(patch, correction)
-    assert (updated.metadata.encoding, updated.metadata.antecedent) == ("k3v3g8", CHANGED)
+    assert (updated.metadata.chunk.encoding, updated.metadata.antecedent.ids) == ("k3v3g8", CHANGED)
     assert dtype_of(updated) == dtype_of(patch)
     for name, (u, v) in patch.factors.items():
         for one, other in zip((u, v), updated.factors[name], strict=True):
@@ -116,7 +116,7 @@ def test_orders_are_averaged_over_one_base():
     first, second = conditioned_of(chunk), conditioned_of(chunk, seed=21)
     acc = kvp.accumulate(kvp.accumulate(None, first, chunk, A), second, chunk, A[::-1])
     orbit = kvp.orbit_patch(acc, 24, method="exact", dtype="float32")
-    assert orbit.metadata.encoding == "k3v3g8"
+    assert orbit.metadata.chunk.encoding == "k3v3g8"
     one, other = deficit(chunk, first), deficit(chunk, second)
     for name, found in added(orbit).items():
         np.testing.assert_allclose(found, (one[name] + other[name]) / 2, atol=1e-4)

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from operator_cases import LAYOUTS, chunk_of, conditioned_of
+from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
@@ -116,18 +116,11 @@ def test_sensitivity_says_what_small_errors_cost():
 
 
 def test_what_are_no_weights_is_refused(unchecked):
-    chunk, layout = chunk_of("gqa"), LAYOUTS["gqa"]
+    chunk = chunk_of("gqa")
     kv, good = conditioned_of(chunk), weights_of(chunk)
     arrays, backbone = dict(good.weights), tiny_backbone()
     other, budget = dataclasses.replace(chunk, backbone="b"), kvp.ByteBudget(2000)
-    uneven = arrays["k"].copy()
-    uneven[0, 0] *= 2
     for error, call in (
-        (ShapeError, lambda: InformationWeights({"k": arrays["k"]}, layout, "tiny")),
-        (ShapeError, lambda: InformationWeights({**arrays, "v": arrays["v"][:2]}, layout, "tiny")),
-        (InputError, lambda: InformationWeights({**arrays, "v": arrays["v"] * 0}, layout, "tiny")),
-        (InputError, lambda: InformationWeights({**arrays, "k": uneven}, layout, "tiny")),
-        (InputError, lambda: InformationWeights(arrays, layout, "")),
         (InputError, lambda: kvp.form_patch(chunk, kv, budget, A, weights=arrays)),
         (InputError, lambda: kvp.form_patch(chunk, kv, 2, A, weights=good)),
         (

@@ -11,7 +11,6 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import orders_of
-from kvpatch_jax.patching.orbit import form_orbit
 
 CHUNK = chunk_of("gqa")
 
@@ -47,19 +46,20 @@ def test_orders_that_there_are_none_of(unchecked: None):
 def test_an_orbit_is_the_mean_over_its_orders():
     """Against the mean by hand, at full rank; held-out orders are never prefilled."""
     members = [Member("A", "one"), Member("B", "two"), Member("C")]
-    held, asked = (2, 1, 0), []
+    held = (2, 1, 0)
 
     def behind(order: tuple[int, ...]) -> dict:
-        asked.append(order)
         return conditioned_of(CHUNK, rank=1, seed=sum(place * 3**power for power, place in enumerate(order)))
 
-    patch = form_orbit(CHUNK, members, behind, 24, orders_of(3, hold_out=[held]), method="exact")
-    assert asked == [order for order in itertools.permutations(range(3)) if order != held]
+    acc, orders = None, orders_of(3, hold_out=[held])
+    for order in orders:
+        acc = kvp.accumulate(acc, behind(order), CHUNK, [members[place] for place in order])
+    patch = kvp.orbit_patch(acc, 24, method="exact")
+    assert orders == [order for order in itertools.permutations(range(3)) if order != held]
     assert patch.metadata.orbit
-    assert patch.metadata.behind == Antecedent(tuple(members))
-    kept = [behind(order) for order in itertools.permutations(range(3)) if order != held]
-    mean = {name: sum(each[name] for each in kept) / 5 for name in CHUNK.kv}
-    found = kvp.apply_patch(kvp.Placed(CHUNK, patch, 0, [members[at] for at in held]))
+    assert patch.metadata.antecedent == Antecedent(tuple(members))
+    mean = {name: sum(behind(order)[name] for order in orders) / 5 for name in CHUNK.kv}
+    found = kvp.apply_patch(CHUNK, patch, 0, [members[at] for at in held])
     wanted = kvp.to_engine(CHUNK.layout, mean, CHUNK.local, 0)
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-4)

@@ -63,15 +63,13 @@ def test_channels_and_layers_are_the_layouts():
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
-def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so():
+def test_a_rank_beyond_the_chunk_is_capped():
     chunk = chunk_of("gqa", tokens=14)
     conditioned = conditioned_of(chunk, rank=14)
     patch = kvp.form_patch(chunk, conditioned, 16, A)
-    assert patch.metadata.asked == (("k", 16), ("v", 16))
-    found = kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
+    assert patch.ranks == {"k": None, "v": None}
+    found = kvp.apply_patch(chunk, patch, 3, A)
     assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
-    assert "16" in repr(patch)
-    assert kvp.form_patch(chunk, conditioned, 4, A).metadata.asked is None
     for rank in (0, -1):
         with pytest.raises(RankError, match="expected at least 1"):
             kvp.form_patch(chunk, conditioned, rank, A)
@@ -87,10 +85,10 @@ def test_ranks_are_capped_wherever_patches_are_formed():
         kvp.correction_patch(chunk, form(chunk), two, 16, ("C",)),
         kvp.form_patch(chunk, one, {"k": 15, "v": 3}, A),
     ]
-    asked = [dict(patch.metadata.asked) for patch in patches]
-    assert asked == [{"k": 16, "v": 16}] * 3 + [{"k": 15}]
+    assert [patch.ranks["k"] for patch in patches] == [None] * 4  # dense, where factors would not be smaller
+    assert [patch.ranks["v"] for patch in patches] == [None] * 3 + [3]
     long = chunk_of("mla", tokens=40)
-    assert form(long, 24).metadata.asked == (("kpe", 24),)  # 16 features
+    assert kvp.form_patch(long, conditioned_of(long), 24, A, dense=False).ranks["kpe"] == 16  # features
 
 
 # ----------------------------------------------------------------------------------------------------- padding
@@ -101,8 +99,8 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     chunk = chunk_of("gqa")
     patch = form(chunk, **options)
     patch = patch if dtype is None else kvp.quantise(patch, dtype)
-    wide = kvp.apply_patch(kvp.Placed(chunk.pad(32), patch.pad(32), 3, A))
-    narrow = kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
+    wide = kvp.apply_patch(chunk.pad(32), patch.pad(32), 3, A)
+    narrow = kvp.apply_patch(chunk, patch, 3, A)
     for name in narrow:
         np.testing.assert_allclose(wide[name][:, :24], narrow[name], atol=1e-6)
         assert not wide[name][:, 24:].any()
@@ -110,20 +108,10 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     with pytest.raises(ShapeError, match="at least 24"):
         patch.pad(12)
     with pytest.raises(ShapeError, match="24 tokens; expected the chunk's 32"):
-        kvp.apply_patch(kvp.Placed(chunk.pad(32), patch, 3, A))
+        kvp.apply_patch(chunk.pad(32), patch, 3, A)
 
 
 # ----------------------------------------------------------------------------------------------- sums, updates
-
-
-def test_orderings_with_and_without_a_set_do_not_mix():
-    chunk = chunk_of("gqa")
-    one = conditioned_of(chunk)
-    known, unknown = kvp.accumulate(None, one, chunk, A), kvp.accumulate(None, one, chunk)
-    for acc, antecedent in ((known, None), (unknown, A)):
-        with pytest.raises(PatchMismatchError, match=r"antecedent .*expected"):
-            kvp.accumulate(acc, one, chunk, antecedent)
-    assert kvp.orbit_patch(kvp.accumulate(unknown, one, chunk), 4, A).metadata.antecedent == A
 
 
 def test_a_chunk_of_one_token_is_not_broadcast():
@@ -145,7 +133,7 @@ def test_an_update_keeps_the_patchs_dtype(dtype):
     assert jax.tree.leaves(kinds(updated)) == jax.tree.leaves(kinds(patch))
     assert jax.tree.structure(kinds(updated)) == jax.tree.structure(kinds(patch))
     assert updated.nbytes == patch.nbytes
-    found = kvp.apply_patch(kvp.Placed(chunk, updated, 3, ("C",)))
+    found = kvp.apply_patch(chunk, updated, 3, ("C",))
     wanted = kvp.to_engine(chunk.layout, new, chunk.local, 3)
     size = max(float(np.abs(value).max()) for value in wanted.values())
     assert worst(found, wanted) < 0.05 * size

@@ -40,7 +40,7 @@ def test_a_patch_of_one_version_of_a_page_is_refused_for_the_next(given: dict):
     patch = form(first)
     for allow_stale in (False, True):
         with pytest.raises(PatchMismatchError, match=r"content .*expected"):
-            kvp.apply_patch(kvp.Placed(second, patch, 3, A, allow_stale=allow_stale))
+            kvp.apply_patch(second, patch, 3, A, allow_stale=allow_stale)
     pool = kvp.pool.make_pool(first.layout, 6, 8, jnp.float32)
     with pytest.raises(PatchMismatchError, match="content"):
         kvp.pool.splice(pool, np.arange(24, dtype=np.int32), kvp.Placed(second, patch, 3, A))
@@ -49,7 +49,7 @@ def test_a_patch_of_one_version_of_a_page_is_refused_for_the_next(given: dict):
     acc = kvp.accumulate(None, conditioned_of(first), first, A)
     with pytest.raises(PatchMismatchError, match="content"):
         kvp.accumulate(acc, conditioned_of(second), second, A)
-    kvp.apply_patch(kvp.Placed(first, patch, 3, A))
+    kvp.apply_patch(first, patch, 3, A)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
@@ -94,7 +94,7 @@ def test_content_that_was_given_stays():
     chunk = chunk_of("gqa", content="digest of the pixels")
     small = dataclasses.replace(chunk, kv={name: value.astype(jnp.bfloat16) for name, value in chunk.kv.items()})
     assert small.content == chunk.content == chunk.pad(32).content == "digest of the pixels"
-    kvp.apply_patch(kvp.Placed(small, form(chunk), 3, A))
+    kvp.apply_patch(small, form(chunk), 3, A)
     with pytest.raises(InputError, match="content ''"):
         chunk_of("gqa", content="")
 
@@ -104,7 +104,7 @@ def test_content_costs_no_pass_where_it_was_given(monkeypatch):
     chunk = chunk_of("gqa")
     patch = form(chunk)
     monkeypatch.setattr(hashlib, "blake2b", lambda *_, **__: pytest.fail("a digest of kv"))
-    kvp.apply_patch(kvp.Placed(chunk, patch, 3, A))
+    kvp.apply_patch(chunk, patch, 3, A)
 
 
 def test_a_replaced_local_is_another_chunk():
@@ -112,9 +112,9 @@ def test_a_replaced_local_is_another_chunk():
         patch = form(chunk)
         moved = dataclasses.replace(chunk, local=np.asarray(chunk.local) * 2)
         with pytest.raises(PatchMismatchError, match="local positions"):
-            kvp.apply_patch(kvp.Placed(moved, patch, 3, A))
+            kvp.apply_patch(moved, patch, 3, A)
         same = dataclasses.replace(chunk, local=jnp.asarray(chunk.local).astype(jnp.int32))
-        kvp.apply_patch(kvp.Placed(same, patch, 3, A))
+        kvp.apply_patch(same, patch, 3, A)
 
 
 def test_numpy_arrays_that_change_later_change_no_chunk():
@@ -150,7 +150,7 @@ def test_allow_stale_does_not_reach_the_base():
     conditioned, target = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
     patch = kvp.removal_patch(chunk, target, conditioned, 4, ("A2",), A)
     apply = lambda antecedent, base: kvp.apply_patch(
-        kvp.Placed(chunk, patch, 3, antecedent, base=conditioned, base_antecedent=base, allow_stale=True)
+        chunk, patch, 3, antecedent, base=conditioned, base_antecedent=base, allow_stale=True
     )
     apply(("A9",), A)
     with pytest.raises(StalePatchError, match="got a base conditioned on"):
@@ -164,8 +164,8 @@ def test_a_removal_patch_of_the_canonical_is_recognised():
     alone = {name: np.array(value) for name, value in chunk.kv.items()}
     patch = kvp.removal_patch(chunk, target, alone, 4, A, ())
     plain = kvp.form_patch(chunk, target, 4, A)
-    assert (patch.metadata.base, patch.metadata.base_behind) == ("canonical", None)
-    served = [kvp.apply_patch(kvp.Placed(chunk, each, 3, A)) for each in (patch, plain)]
+    assert (patch.metadata.base, patch.metadata.base_antecedent) == ("canonical", None)
+    served = [kvp.apply_patch(chunk, each, 3, A) for each in (patch, plain)]
     for name, value in served[0].items():
         np.testing.assert_allclose(value, served[1][name], atol=1e-5)
     with pytest.raises(InputError, match=r"removal_patch: got the canonical of .* as its KV behind \('A1', 'A2'\)"):
@@ -180,9 +180,7 @@ def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
     for start in ((10, 500, 9000), np.array([10, 500, 9000]), jnp.array([[10]]), (7,)):
         for own in (None, patch):
             with pytest.raises(InputError, match=r"start of shape .*expected a scalar"):
-                kvp.apply_patch(kvp.Placed(chunk, own, start, A))
-        with pytest.raises(InputError, match="start of shape"):
-            form(chunk, frame="engine", start=start)
+                kvp.apply_patch(chunk, own, start, A)
     for start in ((10, 500, 9000), jnp.array([10, 500, 9000])):
         with pytest.raises(InputError, match=r"one for each of \(\) sequences"):
             kvp.to_engine(chunk.layout, chunk.kv, chunk.local, start)
@@ -190,7 +188,7 @@ def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
             kvp.to_phase_free(chunk.layout, dict(chunk.kv), chunk.local, start)
     blocked = chunk_of("blocked")
     with pytest.raises(InputError, match="start of shape"):
-        kvp.apply_patch(kvp.Placed(blocked, None, np.array([[1, 2, 3], [4, 5, 6]])))
+        kvp.apply_patch(blocked, None, np.array([[1, 2, 3], [4, 5, 6]]))
     batch = kv_of(chunk.layout, 6, batch=(3,))
     kvp.to_engine(chunk.layout, batch, local_of(chunk.layout, 6), np.array([10, 500, 9000]))
 
@@ -216,9 +214,8 @@ def others(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, kvp.Patch]:
         "quantised": kvp.quantise(patch, jnp.bfloat16),
         "orbit": kvp.orbit_patch(acc, 4),
         "removal": kvp.removal_patch(chunk, conditioned, conditioned_of(chunk, seed=4), 4, A, ("A0", *A)),
-        "engine": form(chunk, frame="engine", start=5),
         "fewer layers": kvp.keep_layers(patch, (1, 2)),
-        "stamped anew": kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, frame="engine", start=(5,))),
+        "stamped anew": kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, orbit=True)),
     }
 
 
@@ -232,7 +229,7 @@ def test_a_correction_is_folded_into_the_patch_it_corrects_and_no_other():
             kvp.update_patch(other, correction)
     kvp.update_patch(pickle.loads(pickle.dumps(patch)), correction)
     updated = kvp.update_patch(patch, correction)
-    assert (updated.metadata.corrects, updated.metadata.content) == (None, chunk.content)
+    assert (updated.metadata.corrects, updated.metadata.chunk.content) == (None, chunk.content)
     legacy = kvp.Patch(correction.factors, dataclasses.replace(correction.metadata, corrects=None))
     with pytest.raises(PatchMismatchError, match="None"):
         kvp.update_patch(patch, legacy)
@@ -250,7 +247,7 @@ def test_corrections_are_formed_of_what_an_update_takes():
             continue
         assert kind in ("formed again", "truncated", "quantised", "orbit")
         updated = kvp.update_patch(other, correction)
-        found = kvp.apply_patch(kvp.Placed(chunk, updated, 0, ("A1", "A3")))
+        found = kvp.apply_patch(chunk, updated, 0, ("A1", "A3"))
         wanted = kvp.to_engine(chunk.layout, conditioned_of(chunk, seed=2), chunk.local, 0)
         worst = max(float(np.abs(np.asarray(found[name]) - np.asarray(wanted[name])).max()) for name in wanted)
         assert worst < 3.5  # rank 4 of a change of rank 8: near, and never the wrong patch's

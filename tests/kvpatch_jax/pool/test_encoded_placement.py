@@ -62,7 +62,7 @@ def check_twins(place, chunk, plain, patches, **options):
 def test_operators_and_pools_write_the_twins_bits(kind, dtype):
     chunk, plain = twins(kind, dtype)
     patches = patches_of(chunk)
-    check_twins(lambda placed: dict(kvp.apply_patch(placed)), chunk, plain, patches)
+    check_twins(lambda placed: dict(placed.apply()), chunk, plain, patches)
     for padded in (False, True):
 
         def spliced(placed, padded=padded):

@@ -33,7 +33,6 @@ def patches_of(chunk: kvp.Chunk) -> dict[str, kvp.Patch | None]:
         "blind": None,
         "joint": kvp.form_patch(chunk, conditioned, 4, ("A",)),
         "a layer": kvp.form_patch(chunk, conditioned, 3, ("A",), layers=(1,)),
-        "engine frame": kvp.form_patch(chunk, conditioned, 3, ("A",), frame="engine", start=11),
     }
 
 
@@ -54,7 +53,7 @@ def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: b
     for patch in patches_of(chunk).values():
         there = kvp.Placed(chunk, patch, 11, ("A",))
         pool = kvp.pool.splice(pool_of(layout, padded=padded), slots, there)
-        expected = kvp.apply_patch(there)
+        expected = there.apply()
         for channel, value in kvp.pool.read_slots(pool, kept).items():
             width = layout.channel(channel).width
             np.testing.assert_allclose(value[..., :width], expected[channel][:, :19], rtol=1e-6, atol=1e-6)
@@ -143,7 +142,7 @@ def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, p
     layout = chunk.layout
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
     slots = np.arange(5, 5 + chunk.tokens, dtype=np.int32)
-    made = kvp.apply_patch(kvp.Placed(chunk, patch, 11, ("A",)))
+    made = kvp.apply_patch(chunk, patch, 11, ("A",))
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     empty = kvp.pool.make_pool(layout, pages, 8, jnp.float32, padded=True)
     splice = lambda pool: kvp.pool.splice(pool, slots, kvp.Placed(chunk, patch, 11, ("A",)))

@@ -101,7 +101,7 @@ def test_a_patch_is_form_patch_and_apply_patch_bit_for_bit(case, settings, encod
     chunk = chunk if encoding is None else kvp.encode_chunk(chunk, encoding)
     rank = settings["rank"]
     patch = kvp.form_patch(chunk, splice.recorded, rank, ["legend"], method="exact", **options)
-    expected = kvp.apply_patch(kvp.Placed(chunk, patch, BEFORE, ["legend"]))
+    expected = kvp.apply_patch(chunk, patch, BEFORE, ["legend"])
     # A larger rank first: the smaller one is then a part of it.
     METHODS["patch"](backbone, splice, 1.0, **{**settings, "rank": 8})
     repaired = METHODS["patch"](backbone, splice, 1.0, **settings)
@@ -129,7 +129,7 @@ def test_a_budget_in_bytes_is_a_byte_budget_of_each_row(case, base):
             chunk = kvp.mean_base(chunk, versions, [[str(place)] for place in range(len(versions))])
         patch = kvp.form_patch(chunk, conditioned, ByteBudget(2500), ["legend"])
         assert patch.nbytes <= 2500
-        for name, value in kvp.apply_patch(kvp.Placed(chunk, patch, BEFORE, ["legend"])).items():
+        for name, value in kvp.apply_patch(chunk, patch, BEFORE, ["legend"]).items():
             found = np.asarray(repaired.cache[name])[:, row, BEFORE : BEFORE + TOKENS]
             assert error(found, value) <= 1e-5
     assert 1500 <= repaired.bytes.stored <= 2500

@@ -163,7 +163,9 @@ def test_a_patch_of_another_canonical_counts_as_not_stored(sides):
     (patch,) = store.get_patches(key)
     store.delete(SECOND.id, "tiny")
     served(sides, "alone again", {"segments": [10]}, TOKENS[8:])
-    metadata = dataclasses.replace(patch.metadata, local=patch.metadata.local[::-1])
+    metadata = dataclasses.replace(
+        patch.metadata, chunk=dataclasses.replace(patch.metadata.chunk, places=patch.metadata.chunk.places[::-1])
+    )
     store.put_patches([dataclasses.replace(patch, metadata=metadata)])
     served(sides, "request", {**BOTH, "reuse": "patched", "save": False})
     assert sides.scheduler.counts["unfit: PatchMismatchError"] == 1

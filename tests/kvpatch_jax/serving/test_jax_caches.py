@@ -93,7 +93,7 @@ def test_a_placed_chunk_is_what_the_operator_computes_and_nothing_else_changes(a
     written = place_in_cache(cache, axes, placed, 7, row=row)
 
     expected = rows_of(cache, axes, row)
-    for name, value in kvp.apply_patch(placed).items():
+    for name, value in placed.apply().items():
         expected[name] = expected[name].copy()
         expected[name][:, 7 : 7 + TOKENS] = np.asarray(value)[:, :TOKENS]
     for name, value in rows_of(written, axes, row).items():
@@ -146,7 +146,7 @@ def test_slots_of_a_ring_continue_at_the_front():
     axes = dataclasses.replace(CACHES["listed"], ring=True)
     chunk = chunk_of(GQA)
     written = place_in_cache(cache_of(axes), axes, kvp.Placed(chunk, None, 9), SLOTS - 2)
-    value = np.asarray(kvp.apply_patch(kvp.Placed(chunk, None, 9))["v"])
+    value = np.asarray(kvp.apply_patch(chunk, None, 9)["v"])
     assert (rows_of(written, axes, 0)["v"][:, [22, 23, 0, 1, 2]] == value).all()
     again = chunk_from_cache(written, axes, TOKENS, id="page", backbone="toy", slot=SLOTS - 2, start=9)
     assert (np.asarray(again.kv["v"]) == value).all()

@@ -40,7 +40,7 @@ def main(path: str) -> None:
         assert same_chunk(second, other)
         assert same_chunk(third, packed)
         assert same(first.encoder, whole.encoder)
-        assert patch.metadata.chunk == "C"
+        assert patch.metadata.chunk.id == "C"
         assert all(value.sharding == target for value in first.kv.values())
 
     item = StoreItem(placement=jax.devices()[5])

@@ -14,7 +14,7 @@ import pytest
 import safetensors
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Member, PatchMetadata, antecedent_of, identity
+from kvpatch_jax.cache import Antecedent, ChunkKey, Member, PatchMetadata, antecedent_of, identity
 from kvpatch_jax.core import Channel, RaggedFactors
 from kvpatch_jax.errors import DtypeError, InputError, ShapeError, StoreCorruptError, StoreVersionError
 from kvpatch_jax.store import ChunkStore, codec
@@ -56,9 +56,9 @@ def patch_for(chunk: kvp.Chunk, rank: int = 2, dtype: str | None = None, **field
         shapes = (depth, rows, rank), (depth, rank, channel.features)
         factors[channel.name] = tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
     behind = antecedent_of(fields.pop("antecedent", ("A",)))
-    fields = {"base": "canonical", "layers": tuple(range(chunk.layout.layers))} | fields
-    fields |= {"antecedent": behind.ids, "members": behind.members, "encoding": chunk.encoding}
-    patch = kvp.Patch(factors, PatchMetadata(chunk=chunk.id, backbone="tiny", layout=chunk.layout, **fields))
+    own = {name: fields.pop(name) for name in list(fields) if name in ("lead", "places", "content")}
+    key = ChunkKey(chunk.id, "tiny", chunk.layout, encoding=chunk.encoding, **own)
+    patch = kvp.Patch(factors, PatchMetadata(key, behind, tuple(range(chunk.layout.layers)), **fields))
     return patch if dtype is None else kvp.quantise(patch, dtype)
 
 
@@ -138,11 +138,11 @@ PATCHES = {
     "some layers": kvp.keep_layers(ragged(CHUNK, "int4"), [0, 2]),
     "padded": patch_for(CHUNK, 5, dtype="int8").pad(50),
     "hybrid": patch_for(chunk_of(LAYOUTS["hybrid"]), dtype="int8"),
-    "three axes": patch_for(chunk_of(LAYOUTS["three axes"]), frame="engine", start=(3, 4, 5)),
+    "three axes": patch_for(chunk_of(LAYOUTS["three axes"])),
     "orbit": patch_for(CHUNK, antecedent=[Member("A", "one"), Member("B")], orbit=True, lead="a lead"),
-    "blind": patch_for(CHUNK, antecedent=[Member("A", "one", BLIND), Member("C", None, BLIND)], local="ab" * 8),
-    "removal": patch_for(CHUNK, base="conditioned", base_antecedent=("A",), base_members=(Member("A", "one"),)),
-    "correction": patch_for(CHUNK, corrects="d" * 32, asked=(("v", 40),), content="what it shows"),
+    "blind": patch_for(CHUNK, antecedent=[Member("A", "one", BLIND), Member("C", None, BLIND)], places="ab" * 8),
+    "removal": patch_for(CHUNK, base="conditioned", base_antecedent=Antecedent.of(Member("A", "one"))),
+    "correction": patch_for(CHUNK, corrects="d" * 32, content="what it shows"),
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.cache import Antecedent, Member, PatchMetadata, antecedent_of, identity, patch_digest
+from kvpatch_jax.cache import Antecedent, ChunkKey, Member, PatchMetadata, antecedent_of, identity, patch_digest
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.store import ChunkStore, PatchKey
@@ -36,9 +36,11 @@ def patch_for(antecedent: Any = ("A",), seed: int = 0, rank: int = 2, **fields: 
     factors = {}
     for channel in LAYOUT.channels:
         factors[channel.name] = jnp.full((3, 9, rank), seed + 1.0), jnp.ones((3, rank, channel.features))
-    behind = antecedent_of(antecedent)
-    fields = {"chunk": "page", "base": "canonical", "antecedent": behind.ids, "members": behind.members} | fields
-    return kvp.Patch(factors, PatchMetadata(backbone="tiny", layout=LAYOUT, layers=(0, 1, 2), **fields))
+    own = {name: fields.pop(name) for name in list(fields) if name in ("id", "content", "lead", "encoding")}
+    chunk = ChunkKey(**{"id": "page", "backbone": "tiny", "layout": LAYOUT} | own)
+    if fields.get("base_antecedent") is not None:
+        fields["base_antecedent"] = antecedent_of(fields["base_antecedent"])
+    return kvp.Patch(factors, PatchMetadata(chunk, antecedent_of(antecedent), (0, 1, 2), **fields))
 
 
 def seeds(store: ChunkStore, antecedent: Any, **fields: Any) -> list[int]:

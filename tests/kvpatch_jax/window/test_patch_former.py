@@ -42,7 +42,7 @@ class Traffic:
         self.former.watch(self.loop.executor)
 
     def patch(self, id: str) -> kvp.Patch:
-        (patch,) = [patch for patch in self.store.patches if patch.metadata.chunk == id]
+        (patch,) = [patch for patch in self.store.patches if patch.metadata.chunk.id == id]
         return patch
 
     def counts(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def test_a_prefill_becomes_a_patch_without_a_forward_where_the_canonical_is_stor
     # c0 at the front is its own canonical; c1 has none stored.
     assert case.counts() == (2, 2, 1)
     assert {id for id, _, _ in case.store.chunks} == {"c0", "c1", "c2"}
-    assert case.patch("c2").metadata.behind.identities == loop.window.antecedent("c2").identities
+    assert case.patch("c2").metadata.antecedent.identities == loop.window.antecedent("c2").identities
 
     # Its rank is the whole deficit's, so a recall by it is the prefill again; with a store nothing else is needed.
     rows = loop.rows()
@@ -102,7 +102,7 @@ def test_what_left_meanwhile_is_formed_and_a_closed_former_takes_nothing():
     chunk = case.store.get("c2", "")
     placed = kvp.Placed(chunk, case.patch("c2"), 0, behind)
     expected = kvp.to_engine(loop.backbone.layout, kv, np.asarray(chunk.local)[: chunk.length], 0)
-    formed = {name: np.asarray(value)[:, : chunk.length] for name, value in kvp.apply_patch(placed).items()}
+    formed = {name: np.asarray(value)[:, : chunk.length] for name, value in placed.apply().items()}
     assert distance(formed, expected) <= 1e-4
     assert same(loop.rows(), rows)
     done = case.former.done
@@ -177,7 +177,7 @@ def test_patches_are_formed_on_encoded_canonicals_and_the_front_is_kept_as_it_is
     done, store = case.former.done, case.store
     assert (done.encoded, done.canonical_bytes) == (2, sum(chunk.nbytes for chunk in store.chunks.values()))
     assert (store.encodings_of("c0"), store.encodings_of("c1")) == ({None}, {"k8v8g32"})
-    assert {patch.metadata.encoding for patch in store.patches} == {"k8v8g32"}
+    assert {patch.metadata.chunk.encoding for patch in store.patches} == {"k8v8g32"}
     # A canonical that is stored as it was prefilled is encoded without a forward.
     plain = MemoryStore()
     for id in ("c1", "c2"):

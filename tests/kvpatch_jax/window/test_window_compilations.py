@@ -50,7 +50,7 @@ class Camera:
         self.executor.generate(self.window, question, 3, count)
         if number % 2 and self.window.gone:
             id = self.window.gone[-1]
-            patch = next(patch for patch in self.store.patches if patch.metadata.chunk == id)
+            patch = next(patch for patch in self.store.patches if patch.metadata.chunk.id == id)
             self.window = self.window.recall(id, Service("patch", PatchNote.of(patch), allow_stale=True))
             self.executor.provide(id, patch=patch)
             self.executor.run(self.window)

@@ -25,7 +25,7 @@ def loop_of(name: str = "gqa", **options: Any) -> Loop:
 
 def applied(placed: kvp.Placed) -> dict[str, np.ndarray]:
     """What the operator gives for a placed chunk, without padding."""
-    return {name: np.asarray(value)[:, : placed.chunk.length] for name, value in kvp.apply_patch(placed).items()}
+    return {name: np.asarray(value)[:, : placed.chunk.length] for name, value in placed.apply().items()}
 
 
 @pytest.mark.parametrize("name", ["mrope", "kimi", "gemma3"])
