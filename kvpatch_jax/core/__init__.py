@@ -46,7 +46,6 @@ from .paging import NO_PAGE as NO_PAGE
 from .paging import Paged as Paged
 from .paging import Pool as Pool
 from .paging import Slots as Slots
-from .paging import check_held as check_held
 from .paging import check_paged as check_paged
 from .paging import check_pool as check_pool
 from .paging import flat as flat

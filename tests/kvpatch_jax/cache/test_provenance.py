@@ -116,7 +116,7 @@ def test_what_is_no_antecedent_is_refused(unchecked: None):
             antecedent_of(value)
     for member in (Member(3), Member("A", ""), Member("A", 3), Member("A", None, "bare"), Member("A", None, BARE * 2)):
         with pytest.raises(InputError, match=r"antecedent.*expected"):
-            Antecedent((member,))
+            Antecedent.of(member)
     with pytest.raises(InputError, match=r"'B' prefilled behind 'A', which is not exact; expected"):
         Antecedent.of(Member("A", None, BARE), "B")
     with pytest.raises(InputError, match="all exact, or none"):

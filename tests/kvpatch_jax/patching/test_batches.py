@@ -154,7 +154,7 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
     conditioned = conditioned_batch(batch)
     patch = kvp.form_patch(batch, conditioned, 4, A)
     one = chunk_of("gqa", content="given")
-    with pytest.raises(ShapeError, match="batch 3; expected the chunk's None"):
+    with pytest.raises(ShapeError, match="batch 3; expected the chunk's 24, batch None"):
         kvp.apply_patch(one, patch, 3, A)
     with pytest.raises(ShapeError, match="expected the chunk's"):
         kvp.form_patch(batch, conditioned_of(one), 4, A)

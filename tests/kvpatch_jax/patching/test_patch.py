@@ -216,7 +216,7 @@ def test_refuses_bad_ranks_and_input(unchecked):
     with pytest.raises(InputError, match="method"):
         form(method="svd")
     for size in ("12", "twelve kB", "0 kB", 2.5, None):
-        with pytest.raises(kvp.errors.KVPatchError, match="rank|budget"):
+        with pytest.raises(kvp.errors.KVPatchError, match=r"rank|budget"):
             form(size)
     for dtype in ("int32", "int1", "int9"):
         with pytest.raises(InputError, match=dtype):

@@ -108,7 +108,7 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     assert patch.pad(24).ranks == patch.ranks
     with pytest.raises(ShapeError, match="at least 24"):
         patch.pad(12)
-    with pytest.raises(ShapeError, match="24 tokens; expected the chunk's 32"):
+    with pytest.raises(ShapeError, match="24 tokens, batch None; expected the chunk's 32"):
         kvp.apply_patch(chunk.pad(32), patch, 3, A)
 
 
