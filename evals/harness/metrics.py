@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvpatch_jax import KVLayout, deficit
+from kvpatch_jax import KVLayout
+from kvpatch_jax.core import deficit
 from kvpatch_jax.repair import Repaired, SplicedCache, kv_bytes, reprefill_flops
 from kvpatch_jax.repair.spliced_cache import canonical_of, input_bytes
 

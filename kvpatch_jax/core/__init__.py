@@ -3,6 +3,7 @@
 Pure functions on arrays and static descriptions of them. Nothing here depends on chunks or on where they are stored.
 """
 
+from . import deficit as deficit
 from .buckets import Buckets as Buckets
 from .buckets import bucket as bucket
 from .buckets import zero_padded as zero_padded
@@ -53,7 +54,6 @@ from .paging import padded_slots as padded_slots
 from .paging import token_offsets as token_offsets
 from .paging import trimmed as trimmed
 from .readout import attention_with_lse as attention_with_lse
-from .readout import empty_readout as empty_readout
 from .readout import merge_readouts as merge_readouts
 from .rope import POSITION_LIMIT as POSITION_LIMIT
 from .rope import Angles as Angles

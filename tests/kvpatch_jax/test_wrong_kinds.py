@@ -216,7 +216,7 @@ def test_every_operator_refuses_what_it_does_not_take(backbone):
         "quantise": (kvp.quantise, {"patch": patch, "dtype": "int8"}),
         "to_engine": (kvp.to_engine, {"layout": layout, "kv": chunk.kv, "local": chunk.local, "start": 0}),
         "to_phase_free": (kvp.to_phase_free, {"layout": layout, "kv": placed, "local": chunk.local}),
-        "merge_readouts": (lambda readouts: kvp.merge_readouts(readouts), {"readouts": None}),
+        "merge_readouts": (lambda readouts: kvp.core.merge_readouts(readouts), {"readouts": None}),
         "Chunk": (kvp.Chunk, fields_of(chunk)),
         "Patch": (kvp.Patch, {"factors": patch.factors, "metadata": patch.metadata}),
         "PatchMetadata": (PatchMetadata, fields_of(patch.metadata)),

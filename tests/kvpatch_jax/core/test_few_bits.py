@@ -153,7 +153,7 @@ def test_bad_arguments_are_refused(unchecked):
 )
 def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v6g8")
-    plain = kvp.decode_chunk(chunk)
+    plain = kvp.cache.decode_chunk(chunk)
     assert chunk.content == plain.content == chunk_of(kind).content
     assert chunk.nbytes < plain.nbytes / 3
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype=factors)
@@ -270,6 +270,6 @@ def test_content_outlives_encoding_in_every_copy():
     """A content computed of the KV as it was prefilled is not computed again of the decoded one."""
     plain = chunk_of("gqa")
     chunk = kvp.encode_chunk(plain, "k2v2")
-    for own in (chunk, kvp.decode_chunk(chunk)):
+    for own in (chunk, kvp.cache.decode_chunk(chunk)):
         assert dataclasses.replace(own).content == plain.content
     assert dataclasses.replace(chunk, content=None).content != plain.content

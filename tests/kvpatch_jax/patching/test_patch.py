@@ -222,7 +222,7 @@ def test_refuses_bad_ranks_and_input(unchecked):
         with pytest.raises(InputError, match=dtype):
             form(dtype=dtype)
         with pytest.raises(InputError, match=dtype):
-            form(kvp.ByteBudget(4096), dtype=dtype)
+            form(kvp.patching.ByteBudget(4096), dtype=dtype)
     patch = form()
     with pytest.raises(RankError, match="rank 5"):
         kvp.truncate(patch, 5)

@@ -19,7 +19,7 @@ LENGTH, SLOTS = 19, slots_of(24, 3)
 
 def twins(kind: str, dtype, word: str = "k4v6g8") -> tuple[kvp.Chunk, kvp.Chunk]:
     chunk = kvp.encode_chunk(chunk_of(kind, dtype=dtype, length=LENGTH), word)
-    return chunk, kvp.decode_chunk(chunk)
+    return chunk, kvp.cache.decode_chunk(chunk)
 
 
 def ragged(patch: kvp.Patch) -> kvp.Patch:
