@@ -14,7 +14,6 @@ Segment reuse (proposal without experiments, §3.4), changed where it could not 
   behind it is computed. A rejection therefore costs its own tokens and taints nothing.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -109,31 +108,36 @@ def segment_prefill(
             raise InputError(f"prefix: got {first} tokens of a prompt of {count}; expected fewer")
 
     # Plan, and copy what is planned: another thread may evict it.
-    costs, layers = backbone.forward_costs, store.options.reuse_layers
+    costs, layers, size = backbone.forward_costs, store.options.reuse_layers, CACHE_SIZES.round_up(count)
     with store.lock:
         runs = store.index.runs(prompt, thresholds)
         plan = plan_runs(prompt, runs, store.index.spans, thresholds, costs, layers, first)
-        donors, residual = _read_donors(store, plan, CACHE_SIZES.round_up(count), tokens.embeddings.shape[-1])
+        stored, residual = _read(store, plan, size, tokens.embeddings.shape[-1])
+
+    # Put cached and stored KV into the cache. No token sees a slot behind its own, and what is rejected is overwritten.
+    layout, dtype, cache = backbone.layout, tokens.embeddings.dtype, dict[str, Any]()
+    for channel in layout.channels:
+        shape = (layout.layers, 1, size, channel.heads, channel.width)
+        cached = zero_padded(prefix[channel.name], 2, size) if prefix is not None else jnp.zeros(shape)
+        cache[channel.name] = jnp.asarray(cached, dtype)
+    if stored:
+        phase_free = {name: jnp.asarray(value, dtype) for name, value in stored.items()}
+        rotated = rotate_kv(layout, phase_free, _text_positions(backbone, size), as_start(layout.rope, 0))
+        cache = {name: value.at[:layers].add(rotated[name]) for name, value in cache.items()}
 
     # Compute from left to right, run by run.
-    execution = _Execution(backbone, tokens, thresholds, layers, donors, residual, prefix or {})
-    decisions = [execution.serve(run) for run in plan]
+    execution = _Execution(backbone, tokens, thresholds, layers, cache, first, residual)
+    decisions = tuple(execution.serve(run) for run in plan)
     logits = execution.compute(count, [count - 1])
+    reused = np.zeros((layout.layers, count), bool)
     for decision in decisions:
-        for piece in decision.run.pieces if decision.accepted else ():
-            store.use(piece.span)
-
+        if decision.accepted:
+            reused[:layers, slice(*decision.run.interior)] = True
+            for piece in decision.run.pieces:
+                store.use(piece.span)
     full_flops = costs.flops(count - first, first) + costs.logit
-    return SegmentPrefill(
-        logits=logits,
-        cache=EngineKV(execution.cache),
-        reused=execution.reused,
-        decisions=tuple(decisions),
-        flops=execution.flops,
-        full_flops=full_flops,
-        residual=execution.residual,
-        prefix=first,
-    )
+    cache, flops = EngineKV(execution.cache), execution.flops
+    return SegmentPrefill(logits, cache, reused, decisions, flops, full_flops, residual[:count], first)
 
 
 def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPrefill, store: SegmentStore) -> int:
@@ -172,13 +176,13 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
 
 
 class _Execution:
-    """State of one prefill: a cache that is filled from left to right, and what it cost.
+    """State of one prefill, whose cache is filled from left to right.
 
     Attributes:
-      cache: engine frame, {channel: [L,1,S,K,H]}, S a bucket. done: tokens that are final.
       embeddings [T,D], positions [T] or [T,A]: of the prompt, on the host, where slices of any size compile nothing.
-      donors: stored KV {channel: [R,1,S,K,H]} at this prompt's positions. stored_residual: [S,D], likewise.
-      residual, reused, flops: as in the result.
+      cache: engine frame, {channel: [L,1,S,K,H]}. done: tokens that are final.
+      residual: [S,D], entering the boundary layer: stored at first, computed where tokens are.
+      flops: of all that was computed.
     """
 
     def __init__(
@@ -187,39 +191,22 @@ class _Execution:
         tokens: Tokens,
         thresholds: ReuseThresholds,
         layers: int,
-        donors: dict[str, np.ndarray],
+        cache: dict[str, Any],
+        done: int,
         residual: np.ndarray,
-        prefix: KV,
     ):
         self.backbone, self.thresholds, self.layers, self.dtype = backbone, thresholds, layers, tokens.embeddings.dtype
         self.embeddings, self.positions = np.asarray(tokens.embeddings[0]), np.asarray(tokens.positions)[0]
-        self.costs, layout, T = backbone.forward_costs, backbone.layout, len(self.embeddings)
-        self.reused, self.flops = np.zeros((layout.layers, T), bool), 0
-        self.residual, self.stored_residual = np.zeros((T, residual.shape[-1]), np.float32), residual
-
-        # This model's KV has the embeddings' dtype.
-        size = CACHE_SIZES.round_up(T)
-        self.done, self.cache = 0, dict[str, Any]()
-        for channel in layout.channels:
-            shape = (layout.layers, 1, size, channel.heads, channel.width)
-            self.cache[channel.name] = jnp.zeros(shape, self.dtype)
-        for name, value in prefix.items():
-            self.done = value.shape[2]
-            self.cache[name] = jnp.asarray(zero_padded(value, 2, size), self.dtype)
-
-        self.donors: dict[str, Any] = {}
-        if donors:
-            phase_free = {name: jnp.asarray(value, self.dtype) for name, value in donors.items()}
-            self.donors = rotate_kv(layout, phase_free, _text_positions(backbone, size), as_start(layout.rope, 0))
+        self.cache, self.done, self.residual, self.flops = cache, done, residual, 0
 
     def serve(self, run: PlannedRun) -> SegmentDecision:
         """Computes what stands in front of a run, tests it, and reuses its interior if it passes."""
         begin, end = run.interior
         probes = 0 if run.exact else self.thresholds.probes
+        entering = self.residual[begin - probes : end + probes].copy()
         kl: list[float] = []
 
-        def fails(start: int, reference: Array, candidate: Array) -> bool:
-            self.flops += self._upper_flops(start, start + probes) + 2 * probes * self.costs.logit
+        def fails(reference: Array, candidate: Array) -> bool:
             kl.extend(np.asarray(_kl_rows(reference, candidate)).tolist())
             failed = sum(value > self.thresholds.epsilon for value in kl)
             return failed > int(self.thresholds.failing * 2 * probes)
@@ -228,64 +215,48 @@ class _Execution:
         if begin > self.done:
             reference = self.compute(begin, range(begin - probes, begin))
             if probes:
-                candidate = self._run_upper(begin - probes, begin, probes).logits[0]
-                if fails(begin - probes, reference, candidate):
+                candidate = self._run(begin - probes, entering[:probes], range(probes), start_layer=self.layers)
+                if fails(reference, candidate.logits[0]):
                     return SegmentDecision(run, "left", tuple(kl))
 
-        # Lower layers from the store, upper layers over them; the right probes run along as candidates.
-        self.cache = _with_donors(self.cache, self.donors, begin, end, self.layers)
-        step = self._run_upper(begin, end + probes, probes)
-        self.cache = dict(step.cache)
-        self.flops += self._upper_flops(begin, end)
-        self.reused[: self.layers, begin:end] = True
-        self.residual[begin:end] = self.stored_residual[begin:end]
-        self.done = end
-        if not run.halo:
-            return SegmentDecision(run, None, tuple(kl))
-        reference = self.compute(run.stop, range(end, end + probes))
-        if not probes or not fails(end, reference, step.logits[0]):
-            return SegmentDecision(run, None, tuple(kl))
-
-        # Compute the run again, from its interior on; nothing behind it has been computed.
-        self.reused[:, begin:end] = False
-        self.done = begin
-        self.compute(run.stop, [])
-        return SegmentDecision(run, "right", tuple(kl))
+        # Upper layers over the stored lower ones; the right probes run along as candidates.
+        count = end - begin
+        step = self._run(begin, entering[probes:], range(count, count + probes), start_layer=self.layers)
+        self.cache, self.done = dict(step.cache), end
+        if run.halo:
+            reference = self.compute(run.stop, range(end, end + probes))
+            if probes and fails(reference, step.logits[0]):
+                # Compute the run again, from its interior on; nothing behind it has been computed.
+                self.done = begin
+                self.compute(run.stop, [])
+                return SegmentDecision(run, "right", tuple(kl))
+        return SegmentDecision(run, None, tuple(kl))
 
     def compute(self, stop: int, probes: Sequence[int]) -> Float[Array, "n V"]:
         """Computes all tokens up to `stop` that are not final from the bottom; returns logits of some of them."""
         start = self.done
-        # Without probes there are no rows: not even the last token's logits are computed.
-        rows = np.array([token - start for token in probes], np.int32)[None]
-        step = self._run(start, stop, self.embeddings[start:stop], rows, hidden_at=(self.layers,))
-        self.cache = dict(step.cache)
+        rows = [token - start for token in probes]
+        step = self._run(start, self.embeddings[start:stop], rows, hidden_at=(self.layers,))
+        self.cache, self.done = dict(step.cache), stop
         self.residual[start:stop] = np.asarray(step.hidden[self.layers][0], np.float32)[: stop - start]
-        self.done = stop
-
-        # Logits of probes belong to the test; only the prompt's last ones are asked for.
-        last = stop == len(self.embeddings)
-        self.flops += self.costs.flops(stop - start, start) + (self.costs.logit if last else 0)
         return step.logits[0]
 
-    def _run_upper(self, start: int, stop: int, probes: int) -> Recomputed:
-        """Runs tokens from their stored residuals through the upper layers; returns logits of the last ones."""
-        rows = np.arange(stop - start - probes, stop - start, dtype=np.int32)[None]
-        return self._run(start, stop, self.stored_residual[start:stop], rows, start_layer=self.layers)
-
-    def _run(self, start: int, stop: int, entering: np.ndarray, rows: np.ndarray, **layers: Any) -> Recomputed:
-        """Runs tokens start … stop-1, whose residual is `entering` [n,D], and writes them into the cache.
+    def _run(
+        self, start: int, entering: np.ndarray, rows: Sequence[int], start_layer: int = 0, hidden_at: tuple = ()
+    ) -> Recomputed:
+        """Runs tokens from `start` on, whose residual is `entering` [n,D]; returns logits of some rows.
 
         The last one is repeated up to a size that forwards share: it is written several times with the same values.
         """
-        size = max(SIZES.round_up(stop - start), SMALLEST)
-        places = np.minimum(np.arange(start, start + size), stop - 1)
-        embeddings = jnp.asarray(entering[places - start][None], self.dtype)
-        slots = jnp.asarray(places[None], jnp.int32)
-        tokens = Tokens(embeddings, self.positions[places][None])
-        return self.backbone.recompute(tokens, self.cache, slots, logits=rows, **layers)
-
-    def _upper_flops(self, start: int, stop: int) -> int:
-        return self.costs.flops(stop - start, start, self.layers)
+        count = len(entering)
+        self.flops += self.backbone.forward_costs.flops(count, start, start_layer)
+        self.flops += len(rows) * self.backbone.forward_costs.logit
+        places = np.minimum(np.arange(max(SIZES.round_up(count), SMALLEST)), count - 1)
+        tokens = Tokens(jnp.asarray(entering[places][None], self.dtype), self.positions[start + places][None])
+        slots, logits = jnp.asarray(start + places[None], jnp.int32), np.array(rows, np.int32)[None]
+        return self.backbone.recompute(
+            tokens, self.cache, slots, logits=logits, start_layer=start_layer, hidden_at=hidden_at
+        )
 
 
 @jax.jit
@@ -297,31 +268,18 @@ def _kl_rows(reference: Float[AnyArray, "n V"], candidate: Float[AnyArray, "n V"
     return jnp.maximum((jnp.exp(first) * (first - second)).sum(-1), 0.0)
 
 
-@functools.partial(jax.jit, static_argnames=("layers",))
-def _with_donors(cache: KV, donors: KV, begin: Any, end: Any, layers: int) -> dict[str, Array]:
-    """Puts stored KV [R,1,S,K,H] into slots begin … end-1 of the lowest layers of a cache [L,1,S,K,H]."""
-    result = {}
-    for name, value in cache.items():
-        slots = jnp.arange(value.shape[2])[:, None, None]
-        inside = (slots >= begin) & (slots < end)
-        result[name] = value.at[:layers].set(jnp.where(inside, donors[name], value[:layers]))
-    return result
-
-
-def _read_donors(
+def _read(
     store: SegmentStore, plan: list[PlannedRun], size: int, width: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Reads the KV [R,1,S,K,H] and residuals [S,D] of all planned runs, at their tokens of the prompt."""
-    donors: dict[str, np.ndarray] = {}
+    stored: dict[str, np.ndarray] = {}
     residual = np.zeros((size, width), np.float32)
-    for run in plan:
-        for piece in run.pieces:
-            kv, residual[piece.start : piece.stop] = store.read(piece.span, piece.offset, piece.offset + piece.length)
-            for name, value in kv.items():
-                if name not in donors:
-                    donors[name] = np.zeros((value.shape[0], 1, size, *value.shape[2:]), np.float32)
-                donors[name][:, 0, piece.start : piece.stop] = value
-    return donors, residual
+    for piece in (piece for run in plan for piece in run.pieces):
+        kv, residual[piece.start : piece.stop] = store.read(piece.span, piece.offset, piece.offset + piece.length)
+        for name, value in kv.items():
+            shape = (value.shape[0], 1, size, *value.shape[2:])
+            stored.setdefault(name, np.zeros(shape, np.float32))[:, 0, piece.start : piece.stop] = value
+    return stored, residual
 
 
 def _text_positions(backbone: Backbone, size: int) -> np.ndarray:
