@@ -22,6 +22,8 @@ SHINGLE = 6
 PERMUTATIONS, SEED = 128, 1
 CANDIDATES = 4
 """The most similar segments that a segment of a prompt is compared with token by token."""
+SegmentKey = tuple[str, int, int]
+"""A stored segment: its span's key, and its offset and length in the span."""
 
 
 class StoredSpan(NamedTuple):
@@ -41,14 +43,6 @@ class StoredSpan(NamedTuple):
     start: int
     prefix: str
     generation: int
-
-
-class SegmentKey(NamedTuple):
-    """Key of a segment: `length` tokens of a span, from `offset` on."""
-
-    span: str
-    offset: int
-    length: int
 
 
 class EqualRun(NamedTuple):
@@ -92,8 +86,9 @@ class SegmentIndex:
 
     def describe(self, prompt: SegmentPrompt, tokens: range, generation: int = 0) -> StoredSpan:
         """Describes a span of a prompt, to be stored."""
-        ids, left = prompt.ids[tokens.start : tokens.stop], prompt.ids[self._left(tokens.start)]
-        key, prefix = ids_digest(ids) + ids_digest(left), ids_digest(prompt.ids[: tokens.start])
+        ids, left = prompt.ids[tokens.start : tokens.stop], self._left(tokens)
+        key = ids_digest(ids) + ids_digest(prompt.ids[left.start : left.stop])
+        prefix = ids_digest(prompt.ids[: tokens.start])
         return StoredSpan(key, ids.copy(), ids_digest(prompt.ids), tokens.start, prefix, generation)
 
     def add(self, prompt: SegmentPrompt, span: StoredSpan) -> None:
@@ -101,7 +96,7 @@ class SegmentIndex:
         if span.key in self.spans:
             return
         for segment in segments(range(span.start, span.start + len(span.ids))):
-            key = SegmentKey(span.key, segment.start - span.start, len(segment))
+            key = (span.key, segment.start - span.start, len(segment))
             self._signatures[key] = self._signed(prompt, segment)
             self._lsh.insert(key, self._signatures[key][0])
         self.spans[span.key] = span
@@ -110,9 +105,8 @@ class SegmentIndex:
         """Removes a span and its windows; ignores an unknown key."""
         span = self.spans.pop(key, None)
         for segment in [] if span is None else segments(range(len(span.ids))):
-            segment_key = SegmentKey(key, segment.start, len(segment))
-            self._lsh.remove(segment_key)
-            del self._signatures[segment_key]
+            self._lsh.remove((key, segment.start, len(segment)))
+            del self._signatures[key, segment.start, len(segment)]
 
     def similar(
         self, prompt: SegmentPrompt, segment: range, thresholds: ReuseThresholds
@@ -146,14 +140,13 @@ class SegmentIndex:
                         covered |= run.start <= span.start and run.stop >= span.stop
         return sorted(runs.values())
 
-    def _left(self, start: int) -> slice:
-        return slice(max(start - self.context, 0), start)
+    def _left(self, segment: range) -> range:
+        return range(max(segment.start - self.context, 0), segment.start)
 
     def _signed(self, prompt: SegmentPrompt, segment: range) -> tuple[Any, Any]:
         """Computes the MinHashes of a segment and of its left context."""
-        left = self._left(segment.start)
         signatures = self._empty.copy(), self._empty.copy()
-        for signature, tokens in zip(signatures, (segment, range(left.start, left.stop)), strict=True):
+        for signature, tokens in zip(signatures, (segment, self._left(segment)), strict=True):
             signature.update_batch(sorted(shingles(prompt.units(tokens))))
         return signatures
 
@@ -166,17 +159,18 @@ class SegmentIndex:
           leftwards: whether runs extend in front of the segment: not where left contexts have a threshold, because
             tokens further left have another context than the one that was compared.
         """
-        stored, ids = self.spans[key.span].ids, prompt.ids
-        first, second = ids[segment.start : segment.stop].tolist(), stored[key.offset :][: key.length].tolist()
+        span, offset, length = key
+        stored, ids = self.spans[span].ids, prompt.ids
+        first, second = ids[segment.start : segment.stop].tolist(), stored[offset : offset + length].tolist()
         blocks = [difflib.Match(0, 0, len(first))]
         if first != second:
             blocks = difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
         for block in blocks:
             if block.size:
-                start, offset = segment.start + block.a, key.offset + block.b
-                back = _equal_count(ids[:start][::-1], stored[:offset][::-1]) if leftwards else 0
-                ahead = _equal_count(ids[start + block.size :], stored[offset + block.size :])
-                yield EqualRun(start - back, start + block.size + ahead, key.span, offset - back, 0.0)
+                start, place = segment.start + block.a, offset + block.b
+                back = _equal_count(ids[:start][::-1], stored[:place][::-1]) if leftwards else 0
+                ahead = _equal_count(ids[start + block.size :], stored[place + block.size :])
+                yield EqualRun(start - back, start + block.size + ahead, span, place - back, 0.0)
 
 
 def shingles(units: list[str]) -> set[bytes]:

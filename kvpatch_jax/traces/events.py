@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..errors import TraceError
@@ -27,8 +27,6 @@ _FIELDS: dict[str, tuple[str, str]] = {
     "close": ("", ""),
 }
 """By operation: required fields, and allowed fields, besides time and session."""
-_REFERENCES = {"recall": "chunk", "evict": "chunk", "replace": "replaced", "insert": "before"}
-"""By operation: the field that names a piece which the session has had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +108,11 @@ class Event:
         # An unknown field may be one of a later version, whose meaning would be lost.
         if unknown := sorted(set(fields) - set(_VALUES)):
             raise TraceError(f"event: got field {unknown[0]!r:.80}; expected some of {list(_VALUES)}")
-        # JSON has lists where events have tuples.
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        return cls(**{"at": None, "session": None, "op": None} | values)
+        # JSON has lists where events have tuples. Fields that every event has are refused where they are None.
+        values: dict[str, Any] = {"at": None, "session": None, "op": None}
+        for name, value in fields.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
 
 
 def _is_text(value: Any) -> bool:
@@ -143,42 +143,3 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """By field: what fits, and in words."""
-
-
-def check_history(events: Iterable[Event]) -> None:
-    """Refuses events that cannot have happened in this order.
-
-    Which chunks a slide evicts depends on the lead, so a chunk is refused only if its session never had it.
-
-    Raises:
-      TraceError: naming the event by its number from 0: time that runs backwards, a closed session, a branch with the
-        name of another, an id that is added twice, or one that its session never had.
-    """
-    # {session: ids that it ever had}.
-    known, closed, last = dict[str, set[str]](), set[str](), 0.0
-    for number, event in enumerate(events):
-        ids = known.setdefault(event.session, set())
-        named = getattr(event, _REFERENCES[event.op]) if event.op in _REFERENCES else None
-        missing = [id for id in (*event.order, named) if id is not None and id not in ids]
-        problem = None
-        if event.at < last:
-            problem = f"at {event.at} s; expected {last} or later"
-        elif event.session in closed:
-            problem = "which was closed; expected another session"
-        elif event.op in PLACING and event.chunk in ids and event.chunk != event.replaced:
-            problem = f"which adds {event.chunk!r:.80} again; expected a new id, or a recall"
-        elif missing:
-            problem = f"where {missing[0]!r:.80} was never added; expected an id that was"
-        elif event.branch in known:
-            problem = f"which begins branch {event.branch!r:.80} again; expected another name"
-        if problem is not None:
-            raise TraceError(f"event {number}: got {event.op!r} of session {event.session!r:.40}, {problem}")
-
-        last = event.at
-        if event.branch is not None:
-            # A branch knows the ids of the session that it was forked from.
-            known[event.branch] = set(ids)
-        if event.op in PLACING and event.chunk is not None:
-            ids.add(event.chunk)
-        if event.op == "close":
-            closed.add(event.session)

@@ -15,7 +15,7 @@ from ..errors import TraceError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..utils.optional_packages import require
-from .events import Event, check_history
+from .events import Event
 
 HEADER = {"format": "kvpatch_jax.trace", "version": 1}
 Watcher = Callable[[Event, Sequence[Any]], None]
@@ -30,17 +30,11 @@ class Trace:
       events: of all sessions.
       parameters: of the program that made the trace: a flat table.
       folder: of the payloads; None if there are none, or it is unknown.
-
-    Raises:
-      TraceError: events that cannot have happened, by their number.
     """
 
     events: tuple[Event, ...]
     parameters: Mapping[str, str | int | float | bool | None] = dataclasses.field(default_factory=dict)
     folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_history(self.events)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -88,8 +82,7 @@ class Trace:
         """Reads a trace. Its folder is that of the file.
 
         Raises:
-          TraceError: a file that cannot be read; a line that is no event or header of this version, naming the line;
-            as the class.
+          TraceError: a file that cannot be read; a line that is no event or header of this version, naming the line.
         """
         path = path_of(path, "trace", TraceError)
         try:

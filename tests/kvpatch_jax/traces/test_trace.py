@@ -83,24 +83,6 @@ def test_files_that_are_no_trace_are_refused(tmp_path, header):
         Trace(()).write(tmp_path / "no" / "folder.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        (Event(4, "a/left", "close"), "expected 5 or later"),
-        (Event(6, "a/left", "ask", text="?"), "which was closed"),
-        (Event(6, "a", "add", "one"), "adds 'one' again"),
-        (Event(6, "b", "recall", "two"), "'two' was never added"),
-        (Event(6, "b", "reorder", order=("one", "two")), "'two' was never added"),
-        (Event(6, "b", "replace", "three", replaced="four"), "'four' was never added"),
-        (Event(6, "b", "fork", branch="a"), "begins branch 'a' again"),
-        (Event(6, "c", "evict", "one"), "'one' was never added"),
-    ],
-)
-def test_impossible_histories_are_refused(last, message):
-    with pytest.raises(TraceError, match=f"event 13: .*{message}"):
-        Trace((*EVENTS, last))
-
-
 def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     inside = tmp_path / "inside"
     (inside / "folder").mkdir(parents=True)
