@@ -2,6 +2,7 @@
 
 import json
 import os
+import types
 from pathlib import Path
 
 import numpy as np
@@ -99,29 +100,18 @@ def test_payloads_outside_of_the_folder_are_refused(tmp_path):
         Trace(()).payloads(event("own.png"))
 
 
-class NotifyingSession:
-    """Notifies watchers of events, as a session does."""
-
-    def __init__(self):
-        self.watchers = []
-
-    def notify(self, event: Event, *things: object) -> None:
-        for watcher in self.watchers:
-            watcher(event, things)
-
-
 def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
-    session, pixels = NotifyingSession(), np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    session, pixels = types.SimpleNamespace(watchers=[]), np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     Image.fromarray(pixels).save(tmp_path / "shot.png")
     with Recorder(tmp_path / "t.jsonl") as recorder:
         recorder.watch(session)
         recorder.watch(session)  # twice is once
-        session.notify(Event(99, "a", "add", "one", "c", 3, 3), tmp_path / "shot.png")
-        session.notify(Event(0, "a", "add", "two", "c", 3, 3), pixels)
+        (watcher,) = session.watchers
+        watcher(Event(99, "a", "add", "one", "c", 3, 3), [tmp_path / "shot.png"])
+        watcher(Event(0, "a", "add", "two", "c", 3, 3), [pixels])
         assert len(Trace.read(tmp_path / "t.jsonl").events) == 2  # already there
-        session.notify(Event(0, "a", "ask", text="what?"), "what?")
-    recorder.close()
-    session.notify(Event(0, "a", "close"))  # after the recorder was closed
+        watcher(Event(0, "a", "ask", text="what?"), ["what?"])
+    watcher(Event(0, "a", "close"), [])  # after the recorder was closed
 
     trace = Trace.read(tmp_path / "t.jsonl")
     times = [event.at for event in trace]
@@ -163,11 +153,10 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
 
 
 def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):
-    session, recorder = NotifyingSession(), Recorder(tmp_path / "t.jsonl")
-    recorder.watch(session)
-    session.notify(Event(0, "a", "add", "one"))
-    session.notify(Event(0, "a", "add", "two"), b"\x89PNG, but not really")
-    session.notify(Event(0, "a", "add", "three"))
+    recorder = Recorder(tmp_path / "t.jsonl")
+    recorder(Event(0, "a", "add", "one"))
+    recorder(Event(0, "a", "add", "two"), [b"\x89PNG, but not really"])
+    recorder(Event(0, "a", "add", "three"))
     with pytest.raises(TraceError, match="ended early"):
         recorder.close()
     recorder.close()
