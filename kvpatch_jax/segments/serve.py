@@ -14,6 +14,7 @@ Segment reuse (proposal without experiments, §3.4), changed where it could not 
   behind it is computed. A rejection therefore costs its own tokens and taints nothing.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -126,7 +127,8 @@ def segment_prefill(
         cache = {name: value.at[:layers].add(rotated[name]) for name, value in cache.items()}
 
     # Compute from left to right, run by run.
-    execution = _Execution(backbone, tokens, thresholds, layers, cache, first, residual)
+    embeddings, positions = np.asarray(tokens.embeddings[0]), np.asarray(tokens.positions)[0]
+    execution = _Execution(backbone, thresholds, layers, embeddings, positions, cache, first, residual)
     decisions = tuple(execution.serve(run) for run in plan)
     logits = execution.compute(count, [count - 1])
     reused = np.zeros((layout.layers, count), bool)
@@ -151,8 +153,8 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
     generations = np.zeros(len(prompt.ids), np.int64)
     for decision in prefill.decisions:
         if decision.accepted:
-            behind = generations[decision.run.interior[0] :]
-            np.maximum(behind, decision.run.generation, out=behind)
+            begin = decision.run.interior[0]
+            generations[begin:] = np.maximum(generations[begin:], decision.run.generation)
 
     served = prefill.reused.any(0)
     served[: prefill.prefix] = True
@@ -161,7 +163,8 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
         rows = slice(tokens.start, tokens.stop)
         if segments(tokens) and not served[rows].any():
             span = store.index.describe(prompt, tokens, int(generations[rows].max()))
-            new += [(rows, span)] if store.lacks(span) else []
+            if store.lacks(span):
+                new.append((rows, span))
     if not new:
         return 0
 
@@ -175,29 +178,27 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
     return count
 
 
+@dataclasses.dataclass
 class _Execution:
     """State of one prefill, whose cache is filled from left to right.
 
     Attributes:
+      layers: whose KV is reused, from the bottom.
       embeddings [T,D], positions [T] or [T,A]: of the prompt, on the host, where slices of any size compile nothing.
       cache: engine frame, {channel: [L,1,S,K,H]}. done: tokens that are final.
       residual: [S,D], entering the boundary layer: stored at first, computed where tokens are.
       flops: of all that was computed.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        tokens: Tokens,
-        thresholds: ReuseThresholds,
-        layers: int,
-        cache: dict[str, Any],
-        done: int,
-        residual: np.ndarray,
-    ):
-        self.backbone, self.thresholds, self.layers, self.dtype = backbone, thresholds, layers, tokens.embeddings.dtype
-        self.embeddings, self.positions = np.asarray(tokens.embeddings[0]), np.asarray(tokens.positions)[0]
-        self.cache, self.done, self.residual, self.flops = cache, done, residual, 0
+    backbone: Backbone
+    thresholds: ReuseThresholds
+    layers: int
+    embeddings: np.ndarray
+    positions: np.ndarray
+    cache: dict[str, Any]
+    done: int
+    residual: np.ndarray
+    flops: int = 0
 
     def serve(self, run: PlannedRun) -> SegmentDecision:
         """Computes what stands in front of a run, tests it, and reuses its interior if it passes."""
@@ -252,7 +253,9 @@ class _Execution:
         self.flops += self.backbone.forward_costs.flops(count, start, start_layer)
         self.flops += len(rows) * self.backbone.forward_costs.logit
         places = np.minimum(np.arange(max(SIZES.round_up(count), SMALLEST)), count - 1)
-        tokens = Tokens(jnp.asarray(entering[places][None], self.dtype), self.positions[start + places][None])
+        tokens = Tokens(
+            jnp.asarray(entering[places][None], self.embeddings.dtype), self.positions[start + places][None]
+        )
         slots, logits = jnp.asarray(start + places[None], jnp.int32), np.array(rows, np.int32)[None]
         return self.backbone.recompute(
             tokens, self.cache, slots, logits=logits, start_layer=start_layer, hidden_at=hidden_at
