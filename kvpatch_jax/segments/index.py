@@ -32,7 +32,7 @@ class StoredSpan(NamedTuple):
     Attributes:
       key: digest of its ids and of the context to their left.
       ids: its token ids [T].
-      donor: digest of the prompt that it was computed in. start: where it stood there.
+      donor: digest of the prompt that it was computed in. start: its first token there.
       prefix: digest of the ids in front of it there.
       generation: reuses behind its KV; 0: it was computed exactly.
     """

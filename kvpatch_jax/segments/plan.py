@@ -1,7 +1,7 @@
 """Plan of a prefill: the stored runs that it reuses, without overlaps, where they save more than their test costs.
 
-Segment reuse (proposal, §3.4, §3.5). Runs that touched in the prompt that they were computed in are one run here, too:
-the tokens at their common border have the context that they had.
+Segment reuse (proposal, §3.4, §3.5). Runs that are adjacent here and in the prompt that they were computed in form one
+run: the tokens at their common border have the context that they had there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ class PlannedRun(NamedTuple):
     Attributes:
       pieces: the equal runs that it consists of, in order and without gaps.
       halo: tokens at each end that are computed from the bottom.
-      generation: reuses behind all that is computed in view of this run, this one counted; 0: its KV is exact, because
-        it stands behind the same tokens as where it was computed exactly. It then needs neither halo nor test.
+      generation: reuses behind KV that is computed after this run, which is one of them. 0: the run's KV is exact,
+        because it was computed exactly behind the same tokens; it needs neither halo nor test.
     """
 
     pieces: Pieces
@@ -88,7 +88,7 @@ def plan_runs(
 
 
 def _chains(runs: Sequence[EqualRun], stored: Mapping[str, StoredSpan]) -> list[Pieces]:
-    """Joins runs that touch here and touched in the prompt that both were computed in."""
+    """Joins runs that are adjacent here and in the prompt that they were computed in."""
     diagonals: dict[tuple[str, int], list[EqualRun]] = {}
     for run in runs:
         span = stored[run.span]
@@ -137,7 +137,7 @@ def _cut(chain: Pieces, begin: int, end: int) -> Pieces:
 
 
 def _same_prefix(prompt: SegmentPrompt, run: EqualRun, span: StoredSpan) -> bool:
-    """Returns whether a run stands where it was computed, behind the same tokens."""
+    """Returns whether a run follows the same tokens as where it was computed."""
     begin = run.start - run.offset
     same = begin == span.start and ids_digest(prompt.ids[:begin]) == span.prefix
     return same and np.array_equal(prompt.ids[begin : run.start], span.ids[: run.offset])

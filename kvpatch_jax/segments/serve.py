@@ -143,13 +143,13 @@ def segment_prefill(
 
 
 def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPrefill, store: SegmentStore) -> int:
-    """Stores the spans of a prompt of which nothing was reused and nothing was cached; returns how many are new.
+    """Stores the spans of a prompt that were computed in full; returns how many are new.
 
     Raises:
       InputError: segments of another model.
     """
     store.expect(backbone)
-    # Spans behind an accepted run are approximations themselves, unless it is exact.
+    # Spans behind an accepted run are approximations themselves, unless the run is exact.
     generations = np.zeros(len(prompt.ids), np.int64)
     for decision in prefill.decisions:
         if decision.accepted:
@@ -201,7 +201,7 @@ class _Execution:
     flops: int = 0
 
     def serve(self, run: PlannedRun) -> SegmentDecision:
-        """Computes what stands in front of a run, tests it, and reuses its interior if it passes."""
+        """Computes the tokens in front of a run, tests it, and reuses its interior if it passes."""
         begin, end = run.interior
         probes = 0 if run.exact else self.thresholds.probes
         entering = self.residual[begin - probes : end + probes].copy()
@@ -212,7 +212,7 @@ class _Execution:
             failed = sum(value > self.thresholds.epsilon for value in kl)
             return failed > int(self.thresholds.failing * 2 * probes)
 
-        # Compute the left halo with all that is not yet; its last tokens are the reference.
+        # Compute everything in front of the interior; the left halo's last tokens are the reference.
         if begin > self.done:
             reference = self.compute(begin, range(begin - probes, begin))
             if probes:
@@ -220,14 +220,14 @@ class _Execution:
                 if fails(reference, candidate.logits[0]):
                     return SegmentDecision(run, "left", tuple(kl))
 
-        # Upper layers over the stored lower ones; the right probes run along as candidates.
+        # Run the interior through the upper layers, and with it the candidates of the right border.
         count = end - begin
         step = self._run(begin, entering[probes:], range(count, count + probes), start_layer=self.layers)
         self.cache, self.done = dict(step.cache), end
         if run.halo:
             reference = self.compute(run.stop, range(end, end + probes))
             if probes and fails(reference, step.logits[0]):
-                # Compute the run again, from its interior on; nothing behind it has been computed.
+                # Compute the run again from its interior on. Nothing behind it was computed yet.
                 self.done = begin
                 self.compute(run.stop, [])
                 return SegmentDecision(run, "right", tuple(kl))
