@@ -22,8 +22,8 @@ from ..core import (
 )
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from ..utils.kinds import all_of, expect_kind
-from .checksum import examine
 from .chunk import Chunk, brief, pad
+from .ids import examine
 from .provenance import Antecedent, Member, antecedent_of, contents_differ
 
 Base = Literal["canonical", "conditioned", "patched"]

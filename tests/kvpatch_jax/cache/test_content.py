@@ -19,7 +19,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.batch.batch_items import listed
 from kvpatch_jax.cache import PatchMetadata
-from kvpatch_jax.cache.content import looks_like_a_file
+from kvpatch_jax.cache.inputs import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
 from models import load
@@ -198,7 +198,7 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
     assert found.resolved == listed([by_hand], "model").resolved
     said = [str(refused.error) for refused in found.rejected]
     assert re.search(r'in JSON \{"image": \.\.\.\}, \{"video": \.\.\.\} or \{"text": \.\.\.\}', said[0])
-    assert "item.front 0: got item of type int" in said[1]
+    assert "item.front 0: got a int; expected 'image'" in said[1]
     assert "item.front 0: got a part of type None with the fields ['images']" in said[2]
     assert "an address; expected its bytes or a file: fetch it first" in said[3]
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax import Audio, Video
-from kvpatch_jax.cache import chunk_id, expect_small_medium, medium_of, one_form, sort_of
+from kvpatch_jax.cache import chunk_id, expect_small, medium_of, one_form, sort_of
 from kvpatch_jax.errors import InputError
 from models.inputs.sound import read_sound, resampled
 from tests.goldens.redraw import draw_frames
@@ -122,9 +122,9 @@ def test_reading_keeps_nothing_of_the_callers(tmp_path):
         (lambda: Audio(b"x", 8000), "got rate 8000; expected one with an array, and none with a file"),
         (lambda: Audio("said.wav"), "got a str; expected a path"),
         (lambda: Audio(np.full(3, np.inf, np.float32), 8000).read(), "not finite"),
-        (lambda: expect_small_medium(Video(FRAMES, rate=1), 100), "got 4608 bytes; expected at most 100"),
-        (lambda: expect_small_medium(Video(b"12345"), 4), "got 5 bytes; expected at most 4"),
-        (lambda: expect_small_medium(Audio(Path("missing.wav")), 4), "no such file"),
+        (lambda: expect_small(Video(FRAMES, rate=1), 100), "got 4608 bytes; expected at most 100"),
+        (lambda: expect_small(Video(b"12345"), 4), "got 5 bytes; expected at most 4"),
+        (lambda: expect_small(Audio(Path("missing.wav")), 4), "no such file"),
     ],
 )
 def test_what_is_no_video_or_sound_is_refused(make, message, unchecked: None):
