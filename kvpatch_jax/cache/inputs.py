@@ -43,7 +43,7 @@ _LONGEST = 4096
 """Maximum length of a path (Linux's limit) or address, in characters; longer strings are texts."""
 
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
 _PATH_START = re.compile(r"/\w|\.{1,2}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w", re.IGNORECASE)
 _MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
 _ANY_FILE = re.compile(r"[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}", re.IGNORECASE | re.ASCII)
@@ -89,7 +89,7 @@ def looks_like_a_file(text: str) -> bool:
         return False
     if _MEDIA_FILE.fullmatch(line):
         return True
-    begins = _ADDRESS.match(line) or _PATH_START.match(line)
+    begins = ADDRESS.match(line) or _PATH_START.match(line)
     is_word = len(line.split()) == 1
     return is_word and bool(begins or _ANY_FILE.fullmatch(line) or _SEPARATED.fullmatch(line))
 
@@ -105,11 +105,6 @@ def check_text(text: str, what: str) -> None:
             f"{what}: got {text[:300]!r}, which looks like a file's name or an address; expected pathlib.Path(...) for "
             "a file (what has an address is to be downloaded first), or kvpatch_jax.Text(...) for this very text"
         )
-
-
-def looks_like_an_address(name: str) -> bool:
-    """Returns whether a str, where only a file is allowed, is an address."""
-    return bool(_DATA_URL.match(name) or _ADDRESS.match(name))
 
 
 # --------------------------------------------------------------------------------------------------- videos and sounds

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..utils.atomic_files import path_of
-from .inputs import Audio, Text, Video, looks_like_an_address, sort_of, sort_of_suffix
+from .inputs import ADDRESS, Audio, Text, Video, sort_of, sort_of_suffix
 
 _EXPECTED = (
     '{"type": "text", "text": …}, {"type": "image", "image": a path, image or data URL}, likewise "video" and "audio", '
@@ -176,11 +176,8 @@ def _carried(content: Any, kind: str, where: str) -> bytes:
         return _data(data, kind, where)
     if isinstance(url, str) and url[:5].lower() == "data:":
         return _data(url, kind, where)
-    if isinstance(url, str) and looks_like_an_address(url):
-        raise InputError(f"{where}: got {url[:300]!r}, an address; expected its bytes or a file: fetch it first")
-    raise InputError(
-        f'{where}: got {url!r:.60}; expected a data URL (a file is {{"type": {kind!r}, "path": its name}})'
-    )
+    expected = f'a data URL (an address: fetch it first; a file: {{"type": {kind!r}, "path": its name}})'
+    raise InputError(f"{where}: got {url!r:.60}; expected {expected}")
 
 
 def _named(name: str, kind: str, where: str) -> Path | bytes:
@@ -190,7 +187,7 @@ def _named(name: str, kind: str, where: str) -> Path | bytes:
     path = re.sub("^file://(localhost)?/", "/", name)
     if path != name:
         path = unquote(path)
-    elif looks_like_an_address(name) or name.startswith("file://"):
+    elif ADDRESS.match(name) or name.startswith("file://"):
         raise InputError(f"{where}: got {name[:300]!r}, an address; expected its bytes or a file: fetch it first")
     return path_of(path, where, InputError)
 
