@@ -61,11 +61,12 @@ class Tokens(NamedTuple):
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
-        return Tokens(*(None if value is None else value[:, start:stop] for value in self))
+        parts: list[Any] = [None if value is None else value[:, start:stop] for value in self]
+        return Tokens(*parts)
 
     def pad(self, size: int) -> "Tokens":
         """Pads every row with zeros to `size` tokens, on the host: on a device every length would compile a program."""
-        padded = (None if value is None else zero_padded(np.asarray(value), 1, size) for value in self)
+        padded: list[Any] = [None if value is None else zero_padded(np.asarray(value), 1, size) for value in self]
         embeddings, positions, deepstack, ahead = padded
         return Tokens(jnp.asarray(embeddings), positions, None if deepstack is None else jnp.asarray(deepstack), ahead)
 

@@ -271,7 +271,7 @@ def _rising(values: Any) -> tuple[float, ...]:
         times = np.zeros(())
     if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times[0] < 0 or (np.diff(times) <= 0).any():
         raise InputError(f"video: got timestamps {values!r:.80}; expected seconds that rise from 0 or more")
-    return tuple(times.tolist())
+    return tuple(map(float, times))
 
 
 def _bytes_of(path: Path) -> bytes:
