@@ -429,7 +429,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
     is_path = isinstance(source, str | os.PathLike)
     if is_path:
-        name, path = repr(os.fspath(source)), Path(source)
+        name, path = os.fspath(source), Path(source)
         try:
             if is_medium and path.is_dir():
                 frames = [entry for entry in path.iterdir() if entry.is_file()]
