@@ -471,24 +471,18 @@ def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = No
     if transition and (transition[:2] != list(PARTS[:2]) or len(transition) == len(parts[0])):
         raise LayoutError(f"joined: got channels {sorted(parts[0])}; expected rows of tokens, and a map with a state")
 
-    result: dict[str, Any] = {}
-    pieces: list[dict[str, Array]] = [{} for _ in parts]
+    batched = [{name: value[:, None] if value.ndim == 4 else value for name, value in part.items()} for part in parts]
     for name in parts[0]:
-        values = [part[name][:, None] if part[name].ndim == 4 else part[name] for part in parts]
         # All axes are equal but that of the tokens, along which parts are joined.
-        joint = {value.shape if name in transition else (*value.shape[:2], *value.shape[3:]) for value in values}
-        if len(joint) != 1 or values[0].ndim != 5:
-            shapes = [part[name].shape for part in parts]
-            raise ShapeError(f"joined[{name!r}]: got shapes {shapes}; expected [L, T, K, H] that differ in T alone")
-        if name not in transition:
-            result[name] = jnp.concatenate(values, axis=2)
-            continue
-        for piece, value in zip(pieces, values, strict=True):
-            piece[name] = value
+        shapes = [part[name].shape for part in batched]
+        joint = {shape if name in transition else (*shape[:2], *shape[3:]) for shape in shapes}
+        if len(joint) != 1 or len(shapes[0]) != 5:
+            raise ShapeError(f"joined[{name!r}]: got shapes {shapes}; expected [L, B, T, K, H] that differ in T alone")
+    rows = [name for name in parts[0] if name not in transition]
+    result = {name: jnp.concatenate([part[name] for part in batched], axis=2) for name in rows}
     if not transition:
         return EngineKV(result)
 
-    rows = next(name for name in parts[0] if name not in transition)
-    counts = [part[rows].shape[-3] for part in parts] if lengths is None else list(map(jnp.asarray, lengths))
-    result |= jitted_fold(pieces, counts)
+    counts = [part[rows[0]].shape[2] for part in batched] if lengths is None else list(map(jnp.asarray, lengths))
+    result |= jitted_fold([{name: part[name] for name in transition} for part in batched], counts)
     return EngineKV({name: result[name] for name in parts[0]})

@@ -267,7 +267,7 @@ def _rising(values: Any) -> tuple[float, ...]:
     """Returns timestamps as floats."""
     try:
         times = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         times = np.zeros(())
     if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times[0] < 0 or (np.diff(times) <= 0).any():
         raise InputError(f"video: got timestamps {values!r:.80}; expected seconds that rise from 0 or more")

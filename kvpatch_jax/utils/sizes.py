@@ -15,7 +15,7 @@ Size = int | float | str
 _WRITTEN = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgtp])(i?))?(?:b|bytes?)?", re.IGNORECASE | re.ASCII)
 
 
-def size_of(given: Any, what: str, least: int = 0, refused: type[KVPatchError] = InputError) -> int:
+def size_of(value: Any, what: str, least: int = 0, refused: type[KVPatchError] = InputError) -> int:
     """Converts a whole number, or a string with a unit, to a size in bytes, rounded down.
 
     `kB`, `MB`, `GB`, `TB` and the letters `K`, `M`, `G`, `T` alone are powers of 1000; `KiB`, `MiB`, `GiB`, `TiB` are
@@ -24,15 +24,15 @@ def size_of(given: Any, what: str, least: int = 0, refused: type[KVPatchError] =
     Raises:
       `refused`: the size cannot be parsed, is below `least`, or is 2**62 or more. The message begins with `what`.
     """
-    size: Any = given
-    if isinstance(given, str):
-        match = _WRITTEN.fullmatch(given.strip())
+    size: Any = value
+    if isinstance(value, str):
+        match = _WRITTEN.fullmatch(value.strip())
         if match is not None and len(match[0]) <= 40:
             unit = (1024 if match[3] else 1000) ** " kmgtp".index((match[2] or " ").lower())
             size = int(decimal.Decimal(match[1].replace("_", "")) * unit)
-    elif isinstance(given, float | np.floating) and float(given).is_integer():
-        size = int(given)
+    elif isinstance(value, float | np.floating) and float(value).is_integer():
+        size = int(value)
     if not is_whole(size, least):
         expected = f"bytes, {least} or more, such as 1 << 30, '10 GB' or '1.5 GiB'"
-        raise refused(f"{what}: got {given!r:.80}; expected {expected}")
+        raise refused(f"{what}: got {value!r:.80}; expected {expected}")
     return int(size)

@@ -299,6 +299,7 @@ def test_a_path_is_an_image_in_every_place(backbone, store, path):
         (lambda: Video(FRAMES, rate=1, fps=1, frames=2), "both fps and frames"),
         (lambda: Video(FRAMES, timestamps=[0, 2, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[-1, 0, 1, 3]), "expected seconds that rise from 0 or more"),
+        (lambda: Video(FRAMES, timestamps=[0, 1, 2, 10**400]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 2 timestamps; expected one for each of 4 frames"),
         (lambda: Video(FRAMES).read(), "frames without their times; expected rate= or timestamps="),
         (lambda: Video(b"file", rate=2).read(), "a file with rate or timestamps"),
