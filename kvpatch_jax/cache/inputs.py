@@ -438,7 +438,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
             else:  # a FIFO or device could block for ever
                 raise OSError("no regular file")
         except (OSError, ValueError) as error:
-            raise refused(f"{name:.300}: got no such file ({error}); expected an image, video or audio file") from error
+            raise refused(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
 
     # The header says how many bytes the pixels take as RGB.
     if size <= most and not is_medium and (is_path or isinstance(source, bytes) or hasattr(source, "getbands")):
@@ -447,7 +447,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     for frame in frames:
         size += expect_small(frame, most, f"{name}: frame") if size <= most else 0
     if size > most:
-        raise refused(f"{name:.300}: got {size} bytes; expected at most {most}")
+        raise refused(f"{name!r:.300}: got {size} bytes; expected at most {most}")
     return size
 
 
