@@ -366,9 +366,9 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     """Classifies an item as image, video, audio, text or token ids.
 
     A str is a text (see `check_text`). A `Video` or `Audio` is one, and so is a path (`os.PathLike`) with the suffix of
-    a video's or sound's file. Images are other paths, PIL images (recognised by `getbands`, so that
-    Pillow is not required), bytes of an encoded image, and arrays other than integer vectors. Token ids are integer
-    vectors, and lists or tuples of integers.
+    a video's or sound's file. Images are other paths, PIL images (recognised by `getbands`, without Pillow), bytes of
+    an encoded image, and arrays other than integer vectors. Token ids are integer vectors, and lists or tuples of
+    integers.
 
     Raises:
       AmbiguousTextError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with

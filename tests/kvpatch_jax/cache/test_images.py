@@ -149,6 +149,12 @@ def test_more_than_eight_bits_a_value_are_refused():
             decoded(image)
 
 
+def test_an_image_that_cannot_be_read_has_no_id(tmp_path):
+    for image in (tmp_path / "gone.png", Image.fromarray(np.zeros((4, 4), np.uint16))):
+        with pytest.raises(ImageError, match=r"expected|rescale"):
+            id_of(image)
+
+
 def test_what_cannot_be_read_is_refused(tmp_path):
     """Bytes that only begin like an image, an image cut short, and one that claims more pixels than memory has."""
     size = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)

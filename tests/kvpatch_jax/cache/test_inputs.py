@@ -264,6 +264,11 @@ def test_reading_keeps_nothing_of_the_callers(tmp_path):
     Image.fromarray(FRAMES[0]).save(tmp_path / "b.png")
     Image.fromarray(FRAMES[1]).save(tmp_path / "a.png")
     assert np.array_equal(one_form(Video(tmp_path, timestamps=[0, 1])).source, FRAMES[[1, 0]])
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(b"one")
+    clip = one_form(path)
+    path.write_bytes(b"two")
+    assert clip.source == b"one"
 
 
 def test_ids_come_from_the_content_by_default(backbone, path):
