@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ class BatchItem:
       order_free: whether the order of `front` has no meaning. It is then chosen so that items share the most.
       steps: the largest number of tokens of the answer. None: the checkpoint's, or 32.
       stop: token ids that end the answer. None: the backbone's own.
+
+    Raises:
+      InputError: a field of another kind. Images and texts are read by `answer_batch`.
     """
 
     front: Sequence[Any]
@@ -38,6 +42,22 @@ class BatchItem:
     order_free: bool = False
     steps: int | None = None
     stop: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        steps, stop = self.steps, [] if self.stop is None else self.stop
+        for field, valid, expected in (
+            ("front", isinstance(self.front, list | tuple), "a list of images and texts"),
+            ("id", self.id is None or (isinstance(self.id, str) and self.id != ""), "a name, or None"),
+            ("steps", steps is None or is_whole(steps, 1), "a number of tokens, 1 or more, or None"),
+            (
+                "stop",
+                stop is None or (isinstance(stop, list | tuple) and all(is_whole(id, 0) for id in stop)),
+                "token ids, or None",
+            ),
+        ):
+            if not valid:
+                raise InputError(f"item.{field}: got {getattr(self, field)!r:.80}; expected {expected}")
+        encoded(self.id or "")
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,21 +98,43 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
         raise InputError(f"answer_batch: got items {items!r:.80}; expected a sequence of BatchItem or mappings")
 
-    contents, jobs = _Contents(backbone), list[BatchJob]()
+    @functools.cache
+    def id_of_file(path: str) -> str:
+        return chunk_id(backbone, one_form(Path(path)))
+
+    def id_of(piece: Any, field: str) -> str:
+        parts = unit_items(piece, f"item.{field}")
+        for part in parts:
+            try:
+                sort_of(part, f"item: {field}")
+            except AmbiguousTextError as error:
+                # JSON names the kind, because a str alone may be either.
+                expected = '{"image": ...}, {"video": ...} or {"text": ...}'
+                raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
+        # Many items may name one file, which is decoded once.
+        if len(parts) == 1 and isinstance(parts[0], os.PathLike):
+            parts = [Path(os.path.abspath(parts[0]))]
+            id = id_of_file(str(parts[0]))
+        else:
+            id = chunk_id(backbone, *map(one_form, parts))
+        contents.setdefault(id, parts)
+        return id
+
+    contents, jobs = dict[str, list[Any]](), list[BatchJob]()
     for index, value in enumerate(items):
         job = BatchJob(index)
         jobs.append(job)
         try:
-            job.item = item = _checked(value)
-            job.front = tuple(contents.id_of(piece, f"front {place}") for place, piece in enumerate(item.front))
-            job.question = contents.id_of(item.question, "question")
+            job.item = item = _item_of(value)
+            job.front = tuple(id_of(piece, f"front {place}") for place, piece in enumerate(item.front))
+            job.question = id_of(item.question, "question")
             options = (item.id, item.order_free, item.steps or steps, None if item.stop is None else tuple(item.stop))
-            parts = [b"item", *map(encoded, (*job.front, job.question, repr(options)))]
+            digested = [b"item", *map(encoded, (*job.front, job.question, repr(options)))]
         except KVPatchError as error:
             job.error = error
             message = str(error).encode("utf-8", "backslashreplace")
-            parts = [b"refused item", encoded(str(index)), type(error).__name__.encode(), message]
-        job.digest = digest_of(parts, size=16)
+            digested = [b"refused item", encoded(str(index)), type(error).__name__.encode(), message]
+        job.digest = digest_of(digested, size=16)
 
     if not jobs:
         raise InputError("answer_batch: got no items; expected at least one")
@@ -107,7 +149,7 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
     for job in readable:
         if job.item is not None and job.item.order_free:
             job.front = tuple(sorted(job.front, key=lambda id: (-counts[id], id)))
-    return jobs, contents.items
+    return jobs, contents
 
 
 def shard_of(jobs: Sequence[BatchJob], index: int, count: int) -> list[BatchJob]:
@@ -127,70 +169,13 @@ def shard_of(jobs: Sequence[BatchJob], index: int, count: int) -> list[BatchJob]
     return refused + readable[ends[0] : ends[1]]
 
 
-def _checked(value: Any) -> BatchItem:
-    """Returns an item whose fields have the right kinds. Raises InputError for another one."""
-    item = value
-    if isinstance(value, Mapping):
-        fields = [field.name for field in dataclasses.fields(BatchItem)]
-        if not {"front", "question"} <= set(value) <= set(fields):
-            raise InputError(
-                f"item: got the fields {[*value]!r:.80}; expected front, question and some of {fields[2:]}"
-            )
-        item = BatchItem(**value)
-    expect_kind(item, BatchItem, "item", "a BatchItem, or a mapping of its fields")
-
-    stop, steps = item.stop, item.steps
-    several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
-    for field, valid, expected in (
-        ("front", isinstance(item.front, list | tuple), "a list of images and texts"),
-        ("id", item.id is None or (isinstance(item.id, str) and item.id != ""), "a name, or None"),
-        ("order_free", isinstance(item.order_free, bool), "True or False"),
-        ("steps", steps is None or is_whole(steps, 1), "a number of tokens, 1 or more, or None"),
-        ("stop", stop is None or (several and all(is_whole(id, 0) for id in stop)), "token ids, or None"),
-    ):
-        if not valid:
-            raise InputError(f"item.{field}: got {getattr(item, field)!r:.80}; expected {expected}")
-    encoded(item.id or "")
-    return item
-
-
-class _Contents:
-    """Contents of chunks and questions, of which each file is decoded once.
-
-    Attributes:
-      items: of each content, by id.
-    """
-
-    def __init__(self, backbone: str):
-        self.items: dict[str, list[Any]] = {}
-        self._backbone = backbone
-        self._files: dict[str, str | KVPatchError] = {}
-
-    def id_of(self, piece: Any, field: str) -> str:
-        """Returns the id of a chunk or question. Raises ImageError, InputError: an input that cannot be read."""
-        items = unit_items(piece, f"item.{field}")
-        try:
-            sorts = [sort_of(item, f"item: {field}") for item in items]
-        except AmbiguousTextError as error:
-            # JSON names the kind, because a str alone may be either.
-            expected = '{"image": ...}, {"video": ...} or {"text": ...}'
-            raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
-        if not items or any(sort == "text" and not item for sort, item in zip(sorts, items, strict=True)):
-            raise InputError(f"item.{field}: got {piece!r:.80}; expected images or texts that are not empty")
-
-        if len(items) > 1 or not isinstance(items[0], os.PathLike):
-            id = chunk_id(self._backbone, *map(one_form, items))
-            self.items.setdefault(id, items)
-            return id
-        # Many items may name one file. Its error is remembered too.
-        path = os.path.abspath(items[0])
-        if path not in self._files:
-            try:
-                self._files[path] = chunk_id(self._backbone, one_form(items[0]))
-            except KVPatchError as error:
-                self._files[path] = error
-        result = self._files[path]
-        if isinstance(result, KVPatchError):
-            raise result
-        self.items.setdefault(result, [Path(path)])
-        return result
+def _item_of(value: Any) -> BatchItem:
+    """Returns an item, made of a mapping of its fields if it is one. Raises InputError for another value."""
+    if not isinstance(value, Mapping):
+        expect_kind(value, BatchItem, "item", "a BatchItem, or a mapping of its fields")
+        return value
+    fields = [field.name for field in dataclasses.fields(BatchItem)]
+    if not {"front", "question"} <= set(value) <= set(fields):
+        expected = f"front, question and some of {fields[2:]}"
+        raise InputError(f"item: got the fields {list(value)!r:.80}; expected {expected}")
+    return BatchItem(**value)

@@ -3,7 +3,6 @@
 A shard resumes from its own file, so what a lost worker had finished is not done again.
 """
 
-import functools
 import logging
 import os
 import warnings
@@ -16,9 +15,6 @@ from ..utils.kinds import is_whole
 from ..utils.optional_packages import require
 from ..window import PatchStore
 from .answer_batch import BatchReport, answer_batch
-
-RETRIES = 3
-"""How often a shard is begun again whose worker was lost."""
 
 
 def run_shards[T](
@@ -36,8 +32,7 @@ def run_shards[T](
         variable RAY_ADDRESS names, or else a new one on this machine.
       resources: what a task occupies, as `ray.remote` takes it: {"num_cpus": 4}, {"num_gpus": 1}.
 
-    Returns:
-      The results of the tasks, by index.
+    Returns the results by index.
 
     Raises:
       InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed; the same call
@@ -53,7 +48,7 @@ def run_shards[T](
             ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
 
     # A task's own errors are final, except those of files: a shared folder may be away for a moment.
-    options = {"num_cpus": 1, **(resources or {}), "max_retries": RETRIES, "retry_exceptions": [OSError]}
+    options = {"num_cpus": 1, **(resources or {}), "max_retries": 3, "retry_exceptions": [OSError]}
     remote, sent = ray.remote(**options)(lambda task, index: task(index, count)), ray.put(task)
     results, failures = [], dict[int, str]()
     for index, future in enumerate([remote.remote(sent, index) for index in range(count)]):
@@ -94,15 +89,13 @@ def answer_batch_on_ray(
     Raises:
       As `run_shards`. A shard that `answer_batch` refuses has failed.
     """
-    task = functools.partial(_answer_shard, opening, list(items), os.fspath(out), options)
+    items, out = list(items), os.fspath(out)
+
+    def task(index: int, count: int) -> BatchReport:
+        backbone, store = once_in_this_process(opening)
+        return answer_batch(backbone, store, items, out=out, shard=(index, count), **options)
+
     return run_shards(task, shards, address=address, resources=resources)
-
-
-def _answer_shard(
-    opening: Callable[[], Any], items: list[Any], out: str, options: Mapping[str, Any], index: int, count: int
-) -> BatchReport:
-    backbone, store = once_in_this_process(opening)
-    return answer_batch(backbone, store, items, out=out, shard=(index, count), **options)
 
 
 _results: dict[bytes, Any] = {}

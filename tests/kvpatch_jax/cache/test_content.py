@@ -17,7 +17,7 @@ from PIL import Image
 
 import kvpatch_jax as kvp
 from kvpatch_jax.batch import BatchItem
-from kvpatch_jax.batch.batch_items import listed
+from kvpatch_jax.batch.items import read_items
 from kvpatch_jax.cache import PatchMetadata
 from kvpatch_jax.cache.content import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
@@ -87,8 +87,9 @@ def entries(backbone, session, store) -> dict[str, Callable[[str], object]]:
     linker = Linker(backbone.fingerprint, library)
 
     def batched(text: str, **place: object) -> None:
-        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).rejected:
-            raise refused.error
+        (job,), _ = read_items([{"front": [text], "question": text, **place}], backbone.fingerprint, 8)
+        if job.error is not None:
+            raise job.error
 
     return {
         "prepare": lambda text: backbone.prepare([text]),
@@ -193,10 +194,10 @@ def test_items_from_json_say_what_is_an_image(tmp_path):
         json.dumps({"front": [{"images": path}], "question": "What?"}),
         json.dumps({"front": [{"image": "https://example.org/a.png"}], "question": "What?"}),
     ]
-    found = listed([json.loads(line) for line in lines], "model")
+    jobs, _ = read_items([json.loads(line) for line in lines], "model", 8)
     by_hand = BatchItem([tmp_path / "page.png", kvp.Text("a.png")], kvp.Text("b.png"))
-    assert found.resolved == listed([by_hand], "model").resolved
-    said = [str(refused.error) for refused in found.rejected]
+    assert jobs[0].digest == read_items([by_hand], "model", 8)[0][0].digest
+    said = [str(job.error) for job in jobs[1:]]
     assert re.search(r'in JSON \{"image": \.\.\.\}, \{"video": \.\.\.\} or \{"text": \.\.\.\}', said[0])
     assert "item.front 0: got item of type int" in said[1]
     assert "item.front 0: got a part of type None with the fields ['images']" in said[2]
