@@ -2,10 +2,11 @@
 
 import collections
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..backbone import Backbone
 from ..cache import digest_of, encoded
@@ -14,7 +15,7 @@ from ..plan import DEFAULT_KL, Certificate, Reuse
 from ..session import Answer, Session, SessionConfig, Sessions, check_backbone
 from ..utils.kinds import is_whole
 from ..window import PatchStore
-from .answer_file import AnswerFile, Line, shard_path
+from .answer_file import append, open_answers, shard_path
 from .items import STEPS, BatchItem, BatchJob, read_items, shard_of
 
 FIRST_PAGES = 256
@@ -94,7 +95,6 @@ def answer_batch(
     for name, value, valid, expected in (
         ("shard", shard, pair and shard[0] < shard[1], "(index, count), the index below the count"),
         ("batch", batch, is_whole(batch, 1), "a number of questions, 1 or more"),
-        ("retry", retry, isinstance(retry, bool), "True or False"),
     ):
         if not valid:
             raise InputError(f"answer_batch: got {name} {value!r:.80}; expected {expected}")
@@ -112,8 +112,9 @@ def answer_batch(
 
     # Lines of an earlier run stay.
     jobs = shard_of(jobs, *shard)
-    with AnswerFile(path, header, {job.index: job.digest for job in jobs}) as file:
-        done = {index for index, line in file.done.items() if not (retry and "error" in line)}
+    file, lines = open_answers(path, header, {job.index: job.digest for job in jobs})
+    with file:
+        done = {index for index, line in lines.items() if not (retry and "error" in line)}
         report = BatchReport(path, len(jobs), before=len(done))
         with Sessions(backbone, store, pages=FIRST_PAGES, batch=batch, timeout=0) as sessions:
             session = sessions.open(lead=0, config=config)
@@ -126,7 +127,7 @@ class _BatchRun:
     """Run over jobs in one session, whose window goes from prefix to prefix, with a queue of unfinished answers."""
 
     def __init__(
-        self, session: Session, batch: int, file: AnswerFile, report: BatchReport, contents: Mapping[str, list[Any]]
+        self, session: Session, batch: int, file: BinaryIO, report: BatchReport, contents: Mapping[str, list[Any]]
     ):
         self._session, self._batch, self._file, self._report = session, batch, file, report
         self._contents, self._prefix = contents, list[str]()
@@ -140,8 +141,6 @@ class _BatchRun:
                     raise job.error
                 self._show(job.front)
                 self._ask(job, steps)
-            except PoolError:
-                raise
             except KVPatchError as error:
                 self._fail(job, error)
             while len(self._queue) >= self._batch:
@@ -177,14 +176,10 @@ class _BatchRun:
                 raise
             except PoolError:
                 if not self._queue:
-                    self._enlarge()
+                    executor = self._session.runtime.executor
+                    self._session.runtime.do(functools.partial(executor.enlarge, 2 * executor.slots.pages))
                 while self._queue:
                     self._finish()
-
-    def _enlarge(self) -> None:
-        """Doubles the pool, which no answer uses now."""
-        runtime = self._session.runtime
-        runtime.do(lambda: runtime.executor.enlarge(2 * runtime.executor.slots.pages))
 
     def _finish(self) -> None:
         """Writes the oldest answer of the queue."""
@@ -201,15 +196,17 @@ class _BatchRun:
         ended = ids[-1] in stops
         ids = list(ids[:-1] if ended else ids)
         text = backbone.text(ids) if getattr(backbone, "tokenizer", None) is not None else None
-        self._file.add([_line(job) | {"answer": text, "ids": ids, "ended": ended, "fidelity": fidelity}])
+        self._write(job, answer=text, ids=ids, ended=ended, fidelity=fidelity)
         self._report.answered += 1
 
     def _fail(self, job: BatchJob, error: KVPatchError) -> None:
-        """Writes the line of an item with its error."""
+        """Writes the line of an item with its error. Raises that of a pool, which is the batch's."""
+        if isinstance(error, PoolError):
+            raise error
         message = str(error).encode("utf-8", "backslashreplace").decode()
-        self._file.add([_line(job) | {"error": type(error).__name__, "message": message[:2000]}])
+        self._write(job, error=type(error).__name__, message=message[:2000])
         self._report.failed += 1
 
-
-def _line(job: BatchJob) -> Line:
-    return {"item": job.index, "id": None if job.item is None else job.item.id, "digest": job.digest}
+    def _write(self, job: BatchJob, **fields: Any) -> None:
+        id = None if job.item is None else job.item.id
+        append(self._file, {"item": job.index, "id": id, "digest": job.digest, **fields})

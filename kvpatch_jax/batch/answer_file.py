@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import InputError
 from ..utils import strict_json
@@ -21,79 +21,73 @@ def shard_path(out: str | os.PathLike[str], index: int, count: int) -> Path:
     return path if count == 1 else path.with_name(f"{path.stem}.{index:05d}-of-{count:05d}{path.suffix}")
 
 
-class AnswerFile:
-    """File of answers, open for appending. Only one run may write to it.
+def open_answers(path: Path, header: Line, digests: Mapping[int, str]) -> tuple[BinaryIO, dict[int, Line]]:
+    """Opens a file of answers for appending, or creates it. Only one run may write to it.
 
-    Attributes:
-      path: of the file.
-      done: the lines of items that were written before, by index.
+    A last line that a killed run left unfinished is cut off.
+
+    Args:
+      header: of this run: all that answers depend on.
+      digests: of its items, by index.
+
+    Returns:
+      The file, and the lines that it has, by the index of the item.
+
+    Raises:
+      InputError: answers of other items or options, another run that writes there, another kind of file, or one that
+      cannot be written. The file is unchanged.
     """
-
-    def __init__(self, path: Path, header: Mapping[str, Any], digests: Mapping[int, str]):
-        """Opens the file or creates it. A last line that a killed run left unfinished is cut off.
-
-        Args:
-          header: of this run: all that answers depend on.
-          digests: of its items, by index.
-
-        Raises:
-          InputError: answers of other items or options, another run that writes there, another kind of file, or one
-          that cannot be written. The file is unchanged.
-        """
-        self.path, self.done = path, dict[int, Line]()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise InputError(f"answers: got {str(path)!r:.200}, which cannot be written: {error}") from error
-        try:
-            _lock(self._file, path)
-            self._resume({"format": FORMAT, "version": VERSION, **header}, digests)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _resume(self, header: Line, digests: Mapping[int, str]) -> None:
-        """Reads the lines of an earlier run into `done`, or writes the header of a new file."""
-        # A killed run may have left half a line, or half a header.
-        self._file.seek(0)
-        content = self._file.read()
-        complete = content[: content.rfind(b"\n") + 1]
-        if content and not complete and not json.dumps(header).encode().startswith(content):
-            raise InputError(f"answers: got {str(self.path)!r:.200}, which is no file of answers; expected another out")
-
-        if complete:
-            earlier, *lines = _lines(self.path, complete)
-            _expect_header(self.path, earlier, header)
-            for number, line in enumerate(lines, 2):
-                index, digest = line.get("item"), line.get("digest")
-                repeated = "error" not in self.done.get(index, {"error": ""})
-                if not isinstance(index, int) or digests.get(index) != digest or repeated:
-                    raise InputError(
-                        f"answers: {str(self.path)!r:.200}, line {number}: got item {index!r:.40} of digest "
-                        f"{digest!r:.40}; expected each of this shard's items once, as it is now"
-                    )
-                self.done[index] = line
-
-        self._file.truncate(len(complete))
-        if not complete:
-            self.add([header])
-
-    def add(self, lines: Iterable[Line]) -> None:
-        """Appends lines, which are durable when this returns."""
-        self._file.write(b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> "AnswerFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the file, and so releases its lock."""
-        self._file.close()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    except OSError as error:
+        raise InputError(f"answers: got {str(path)!r:.200}, which cannot be written: {error}") from error
+    try:
+        _lock(file, path)
+        return file, _resume(file, path, {"format": FORMAT, "version": VERSION, **header}, digests)
+    except BaseException:
+        file.close()
+        raise
 
 
-def _lock(file: Any, path: Path) -> None:
+def append(file: BinaryIO, *lines: Line) -> None:
+    """Appends lines, which are durable when this returns."""
+    file.write(b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _resume(file: BinaryIO, path: Path, header: Line, digests: Mapping[int, str]) -> dict[int, Line]:
+    """Returns the lines of an earlier run, or writes the header of a new file."""
+    # A killed run may have left half a line, or half a header.
+    file.seek(0)
+    content = file.read()
+    complete = content[: content.rfind(b"\n") + 1]
+    if not complete:
+        if not json.dumps(header).encode().startswith(content):
+            raise InputError(f"answers: got {str(path)!r:.200}, which is no file of answers; expected another out")
+        file.truncate(0)
+        append(file, header)
+        return {}
+
+    earlier, *lines = _lines(path, complete)
+    _expect_header(path, earlier, header)
+    done = dict[int, Line]()
+    for number, line in enumerate(lines, 2):
+        index, digest = line.get("item"), line.get("digest")
+        # An item that failed may be there again.
+        repeated = index in done and "error" not in done[index]
+        if not isinstance(index, int) or digests.get(index) != digest or repeated:
+            raise InputError(
+                f"answers: {str(path)!r:.200}, line {number}: got item {index!r:.40} of digest {digest!r:.40}; "
+                "expected each of this shard's items once, as it is now"
+            )
+        done[index] = line
+    file.truncate(len(complete))
+    return done
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
     """Locks the file against other runs, if the system has such locks. The lock ends with the process."""
     with contextlib.suppress(ImportError):
         import fcntl

@@ -22,21 +22,19 @@ def run_shards[T](
 ) -> list[T]:
     """Runs `task(index, count)` for every index below `count` on a Ray cluster, each in a process of a worker.
 
-    The process connects to Ray first, unless it is connected. A task begins again, up to three times, where its worker
-    dies or the file system fails (OSError). The others go on when one has failed.
+    A task has to resume by itself: it begins again, up to three times, where its worker dies or the file system fails
+    (OSError). The others go on when one has failed.
 
     Args:
-      task: a function that Ray can send to another machine. It has to resume by itself.
-      count: of shards.
       address: of the cluster, as `ray.init` takes it: "auto", "ray://host:10001"; None for the one that the environment
         variable RAY_ADDRESS names, or else a new one on this machine.
       resources: what a task occupies, as `ray.remote` takes it: {"num_cpus": 4}, {"num_gpus": 1}.
 
-    Returns the results by index.
+    Returns:
+      The results by index.
 
     Raises:
-      InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed; the same call
-      does those that failed.
+      InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed.
     """
     if not is_whole(count, 1):
         raise InputError(f"run_shards: got count {count!r:.80}; expected a number of shards, 1 or more")
@@ -76,11 +74,6 @@ def answer_batch_on_ray(
     **options: Any,
 ) -> list[BatchReport]:
     """Answers a batch as `answer_batch` does, its `shards` as tasks of Ray. Returns the report of each.
-
-        def opening():
-            return load("/models/qwen2_5_vl"), kvp.ChunkStore("/shared/chunks")
-
-        answer_batch_on_ray(opening, items, out="/shared/answers.jsonl", shards=16)
 
     Every worker sees `out`, the files that items name and the store, by a shared path or by the store's remote. It
     calls `opening` once, which loads the same backbone everywhere. More shards than workers even out long items.

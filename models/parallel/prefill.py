@@ -39,6 +39,7 @@ LEAST_GRANULE = 8
 """Selected tokens of a device are padded to multiples of this, or of a 64th of all selected where that is more."""
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["backbone", "mesh", "axis"])
 @dataclasses.dataclass(frozen=True)
 class MeshBackbone:
     """A backbone with its parameters on every device of a mesh, for sequences that lie over one axis of it.
@@ -58,6 +59,18 @@ class MeshBackbone:
     def place(self, tree: Any, *spec: str | None) -> Any:
         """Returns arrays on the mesh, all with this partition spec."""
         return jax.device_put(tree, NamedSharding(self.mesh, P(*spec)))
+
+    def run(self, function: Callable[..., Any], specs: Any, results: Any, *arrays: Any) -> Any:
+        """Runs a function of the decoder and of a device's part of the arrays on every device."""
+
+        def on_device(state: Any, *parts: Any) -> Any:
+            return function(nnx.merge(self.backbone.programs.graph, state).decoder, *parts)
+
+        # Carries of scans begin with constants, alike on all devices, and end otherwise: not checked.
+        everywhere = jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=(P(), *specs), out_specs=results, check_vma=False
+        )
+        return everywhere(self.state, *arrays)
 
 
 class ChunkLayout(NamedTuple):
@@ -198,8 +211,7 @@ def prefill_chunks_apart(over: MeshBackbone, tokens: Tokens, chunks: Sequence[in
     positions, starts = np.asarray(tokens.positions), np.cumsum([0, *layout.chunks[:-1]])
     local = positions - np.repeat(np.minimum.reduceat(positions, starts, axis=1), layout.chunks, axis=1)
     arrays = over.place((local[:, layout.index], layout.numbers[None]), None, over.axis)
-    kv = _prefill_chunks(over.backbone.programs.graph, over.mesh, over.axis, over.state, placed, *arrays)
-    return ChunkCache(EngineKV(kv), placed, layout)
+    return ChunkCache(EngineKV(_prefill_chunks(over, placed, *arrays)), placed, layout)
 
 
 def place_chunk_cache(
@@ -272,31 +284,27 @@ def read_question(
     # Score and select. The host reads the selection, on which the shape of the next program depends.
     total, count = over.backbone.layout.layers, int(ratio * sum(layout.chunks) + 0.5)
     layers = tuple(range(22, 26) if total >= 26 else range(max(0, total - 2), total))
-    program, kv = (over.backbone.programs.graph, over.mesh, over.axis), dict(context.kv)
-    scores, places = _score_context(*program, layers, reading, count, over.state, kv, lengths, question)
-    places = np.asarray(places)
+    scores, places = _score_context(over, dict(context.kv), lengths, question, layers, reading, count)
+    places, scores = np.asarray(places), np.asarray(scores)[:, layout.live]
 
     # Recompute and read.
-    slots = _slots_of(layout, places)
-    arrays = kv, context.tokens, over.place(slots.reshape(B, -1), None, over.axis), lengths, question
-    logits, kv, question_kv = _recompute_and_read(*program, slots.shape[2], over.state, *arrays)
-    cache, scores = context._replace(kv=EngineKV(kv)), np.asarray(scores)[:, layout.live]
-    return ParallelPrefill(logits, cache, question_kv, layout.index[places], scores)
+    slots = over.place(_slots_of(layout, places), None, over.axis)
+    logits, kv, read = _recompute_and_read(over, dict(context.kv), context.tokens, slots, lengths, question)
+    return ParallelPrefill(logits, context._replace(kv=EngineKV(kv)), read, layout.index[places], scores)
 
 
-def _slots_of(layout: ChunkLayout, places: Int[np.ndarray, "B count"]) -> Int[np.ndarray, "B P rows"]:
-    """Returns where on its device each selected token lies, ascending, padded by `NOWHERE`.
+def _slots_of(layout: ChunkLayout, places: Int[np.ndarray, "B count"]) -> Int[np.ndarray, "B m"]:
+    """Returns where on its device each selected token lies, ascending, padded by `NOWHERE`: [B,P·rows].
 
     The first chunk has nothing in front of it and is left out. The number of rows is rounded up, so that similar
     selections run the same compiled program.
     """
     devices, size = len(layout.lengths), layout.size
-    parts = [[row[(row // size == d) & (row >= layout.chunks[0])] % size for d in range(devices)] for row in places]
+    parts = [row[(row // size == d) & (row >= layout.chunks[0])] % size for row in places for d in range(devices)]
     granule = max(LEAST_GRANULE, places.shape[1] // 64)
-    rows = min(size, -(-max(len(part) for row in parts for part in row) // granule) * granule)
-    return np.array(
-        [[np.pad(part, (0, rows - len(part)), constant_values=NOWHERE) for part in row] for row in parts], np.int32
-    )
+    rows = min(size, -(-max(map(len, parts)) // granule) * granule)
+    slots = [np.pad(part, (0, rows - len(part)), constant_values=NOWHERE) for part in parts]
+    return np.array(slots, np.int32).reshape(len(places), -1)
 
 
 def _check_regime(over: MeshBackbone, tokens: Tokens) -> None:
@@ -309,40 +317,27 @@ def _check_regime(over: MeshBackbone, tokens: Tokens) -> None:
 # ------------------------------------------------------------------------------------------------------------ programs
 
 
-def _over(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns the function over all devices of a mesh, each with its own part of the arguments."""
-    # Carries of scans begin with constants, alike on all devices, and end otherwise: not checked.
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "axis"))
-def _prefill_chunks(
-    graph: Any, mesh: Mesh, axis: str, state: Any, tokens: Tokens, local: Array, numbers: Int[Array, "1 S"]
-) -> dict[str, Array]:
+@jax.jit
+def _prefill_chunks(over: MeshBackbone, tokens: Tokens, local: Array, numbers: Int[Array, "1 S"]) -> dict[str, Array]:
     """Prefills every chunk alone, at `local` positions. Returns engine-frame KV at the tokens' positions."""
 
-    def on_device(state: Any, tokens: Tokens, local: Array, numbers: Array) -> dict[str, Array]:
-        decoder = nnx.merge(graph, state).decoder
+    def on_device(decoder: Any, tokens: Tokens, local: Array, numbers: Array) -> dict[str, Array]:
         mask = Mask(causal=True, query_segments=numbers, key_segments=numbers)
         run = decoder.run(tokens.embeddings, local, mask, deepstack=by_layer(tokens))
         return dict(to_engine(decoder.config.layout, run.kv, tokens.positions, 0))
 
-    spec = P(None, axis)
-    return _over(mesh, on_device, (P(), spec, spec, spec), P(None, None, axis))(state, tokens, local, numbers)
+    return over.run(on_device, [P(None, over.axis)] * 3, P(None, None, over.axis), tokens, local, numbers)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "axis", "layers", "reading", "count"))
+@functools.partial(jax.jit, static_argnames=("layers", "reading", "count"))
 def _score_context(
-    graph: Any,
-    mesh: Mesh,
-    axis: str,
-    layers: tuple[int, ...],
-    reading: Reading,
-    count: int,
-    state: Any,
+    over: MeshBackbone,
     cache: dict[str, Array],
     lengths: Int[Array, " P"],
     question: Tokens,
+    layers: tuple[int, ...],
+    reading: Reading,
+    count: int,
 ) -> tuple[Float[Array, "B S"], Int[Array, "B count"]]:
     """Scores all tokens of the sequence by the question's attention, and selects the `count` best of each row.
 
@@ -354,10 +349,9 @@ def _score_context(
       earlier token.
     """
 
-    def on_device(state: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> tuple[Array, Array]:
-        decoder = nnx.merge(graph, state).decoder
+    def on_device(decoder: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> tuple[Array, Array]:
         size = next(iter(cache.values())).shape[2]
-        mask, live = _question_mask(axis, lengths, size, question.embeddings.shape[1])
+        mask, live = _question_mask(over.axis, lengths, size, question.embeddings.shape[1])
         run = decoder.run(
             question.embeddings,
             question.positions,
@@ -366,24 +360,20 @@ def _score_context(
             stop_layer=layers[-1] + 1,
             deepstack=by_layer(question),
             observed=layers,
-            observe=functools.partial(attention_scores, reading=reading, context=size, axis=axis),
-            attend=over_all_devices(axis),
+            observe=functools.partial(attention_scores, reading=reading, context=size, axis=over.axis),
+            attend=over_all_devices(over.axis),
         )
         scores = jnp.where(live, run.observed.mean(0), -jnp.inf)
-        scores = jax.lax.all_gather(scores, axis, axis=1, tiled=True)
+        scores = jax.lax.all_gather(scores, over.axis, axis=1, tiled=True)
         return scores, jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
 
-    specs = P(), P(None, None, axis), P(), P()
-    return _over(mesh, on_device, specs, (P(), P()))(state, cache, lengths, question)
+    specs = P(None, None, over.axis), P(), P()
+    return over.run(on_device, specs, (P(), P()), cache, lengths, question)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "axis", "rows"))
+@jax.jit
 def _recompute_and_read(
-    graph: Any,
-    mesh: Mesh,
-    axis: str,
-    rows: int,
-    state: Any,
+    over: MeshBackbone,
     cache: dict[str, Array],
     tokens: Tokens,
     slots: Int[Array, "B m"],
@@ -403,11 +393,10 @@ def _recompute_and_read(
     """
 
     def on_device(
-        state: Any, cache: dict[str, Array], tokens: Tokens, slots: Array, lengths: Array, question: Tokens
+        decoder: Any, cache: dict[str, Array], tokens: Tokens, slots: Array, lengths: Array, question: Tokens
     ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-        decoder = nnx.merge(graph, state).decoder
-        size, asked = next(iter(cache.values())).shape[2], question.embeddings.shape[1]
-        mask, live = _question_mask(axis, lengths, size, asked)
+        size, asked, rows = next(iter(cache.values())).shape[2], question.embeddings.shape[1], slots.shape[1]
+        mask, live = _question_mask(over.axis, lengths, size, asked)
         places = jnp.where(live, jnp.arange(size, dtype=jnp.int32), NOWHERE)
         places = jnp.concatenate([places, jnp.full((1, asked), NOWHERE, jnp.int32)], axis=1)
         # Padding is at no place, and sees nothing.
@@ -415,29 +404,23 @@ def _recompute_and_read(
 
         # Selected tokens first, then the question, which every device runs and writes behind its own keys.
         index = jnp.arange(len(slots))[:, None], jnp.minimum(slots, size - 1)
-        selected = jax.tree.map(lambda leaf: leaf[index], tokens)
-        read = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), selected, question)
+        read = jax.tree.map(lambda leaf, behind: jnp.concatenate([leaf[index], behind], axis=1), tokens, question)
         behind = jnp.broadcast_to(size + jnp.arange(asked, dtype=jnp.int32), (len(slots), asked))
         keys, written = row_slots(size + asked, jnp.concatenate([slots, behind], axis=1))
 
         room = {name: jnp.pad(leaf, ((0, 0), (0, 0), (0, asked), (0, 0), (0, 0))) for name, leaf in cache.items()}
+        attend = exchange(over.axis, rows, lengths, size, selected_mask, mask)
+        deepstack = by_layer(read)
         run = decoder.run(
-            read.embeddings,
-            read.positions,
-            Mask(),
-            context=room,
-            slots=keys,
-            deepstack=by_layer(read),
-            attend=exchange(axis, rows, lengths, size, selected_mask, mask),
+            read.embeddings, read.positions, Mask(), context=room, slots=keys, deepstack=deepstack, attend=attend
         )
-        assert run.written is not None
         cache = written_into(room, decoder.config.layout, run.written, written, None, range(decoder.config.layers))
         cache = {name: leaf[:, :, :size] for name, leaf in cache.items()}
         return decoder.logits(run.hidden[:, rows:]), cache, {name: leaf[:, :, rows:] for name, leaf in run.kv.items()}
 
-    kv, spec = P(None, None, axis), P(None, axis)
-    specs = (P(), kv, spec, spec, P(), P()), (P(), kv, P())
-    return _over(mesh, on_device, *specs)(state, cache, tokens, slots, lengths, question)
+    kv, spec = P(None, None, over.axis), P(None, over.axis)
+    specs = kv, spec, spec, P(), P()
+    return over.run(on_device, specs, (P(), kv, P()), cache, tokens, slots, lengths, question)
 
 
 def _question_mask(axis: str, lengths: Array, size: int, asked: int) -> tuple[Mask, Array]:

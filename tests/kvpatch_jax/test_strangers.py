@@ -99,7 +99,7 @@ def test_sessions_of_nonsense_are_refused(changed: dict[str, Any], error: type[E
 
 @pytest.mark.parametrize(
     "changed",
-    [{"backbone": None}, {"store": "a folder"}, {"retry": "x"}, {"batch": 2.0}, {"shard": "01"}],
+    [{"backbone": None}, {"store": "a folder"}, {"batch": 2.0}, {"shard": "01"}],
 )
 def test_a_batch_is_refused_before_it_writes(changed: dict[str, Any], tmp_path: Path):
     out, call = tmp_path / "answers.jsonl", {"backbone": READER, "store": None} | changed

@@ -18,7 +18,6 @@ from evals.task.contexts import sample
 from evals.task.drawing import images_of
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
-from kvpatch_jax.batch.answer_file import AnswerFile
 from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.store import ChunkStore
 from models import Buckets, ModelBackbone, load
@@ -302,12 +301,12 @@ def heard():
 
 
 @pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("place", ["embed_padded 1", "embed_padded 6", "advance_answers 1", "add 1"])
-def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, done, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("moment", ["embed_padded 1", "embed_padded 6", "advance_answers 1", "append 1"])
+def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, done, tmp_path, monkeypatch, moment):
     """Ctrl-C while chunks are formed, while a question is answered, and while its line is being written."""
-    method, at = place.split()
-    kind: Any = AnswerFile if method == "add" else type(backbone)
-    original, calls = getattr(kind, method), []
+    method, at = moment.split()
+    place: Any = sys.modules["kvpatch_jax.batch.answer_batch"] if method == "append" else type(backbone)
+    original, calls = getattr(place, method), []
 
     def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(None)
@@ -318,7 +317,7 @@ def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, do
 
     with ChunkStore(tmp_path / "store") as store:
         with monkeypatch.context() as patched:
-            patched.setattr(kind, method, interrupted)
+            patched.setattr(place, method, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 answer_batch(backbone, store, items, out=tmp_path / "a.jsonl", batch=2)
         written = max(0, len((tmp_path / "a.jsonl").read_bytes().split(b"\n")) - 2)
