@@ -18,7 +18,7 @@ from PIL import Image
 import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.batch import BatchItem
-from kvpatch_jax.batch.batch_items import listed
+from kvpatch_jax.batch.items import read_items
 from kvpatch_jax.cache import expect_small, medium_of, one_form, sort_of
 from kvpatch_jax.cache.inputs import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, InputError, KVPatchError
@@ -88,8 +88,9 @@ def calls(backbone, tmp_path_factory):
     """Every call that takes a str."""
 
     def batched(text: str, **place: object) -> None:
-        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).rejected:
-            raise refused.error
+        (job,), _ = read_items([{"front": [text], "question": text, **place}], backbone.fingerprint, 8)
+        if job.error is not None:
+            raise job.error
 
     with ChunkStore(tmp_path_factory.mktemp("store")) as store, kvp.Session(backbone) as session:
         session.add([1, 2])
@@ -180,10 +181,11 @@ def test_items_from_json_say_what_is_an_image(path):
         {"front": [{"images": name}], "question": "What?"},
         {"front": [{"image": "https://example.org/a.png"}], "question": "What?"},
     ]
-    batch = listed(json.loads(json.dumps(lines)), "model")
-    assert batch.resolved == listed([BatchItem([path, kvp.Text("a.png")], kvp.Text("b.png"))], "model").resolved
-    for refused, message in zip(
-        batch.rejected,
+    jobs, _ = read_items(json.loads(json.dumps(lines)), "model", 8)
+    by_hand = BatchItem([path, kvp.Text("a.png")], kvp.Text("b.png"))
+    assert jobs[0].digest == read_items([by_hand], "model", 8)[0][0].digest
+    for job, message in zip(
+        jobs[1:],
         (
             'in JSON {"image": ...}, {"video": ...} or {"text": ...}',
             "item.front 0: got a int; expected 'image'",
@@ -192,7 +194,7 @@ def test_items_from_json_say_what_is_an_image(path):
         ),
         strict=True,
     ):
-        assert message in str(refused.error)
+        assert message in str(job.error)
 
 
 def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
