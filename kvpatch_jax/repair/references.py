@@ -9,22 +9,10 @@ import numpy as np
 from ..backbone import Backbone, Tokens
 from ..core import split_transition, to_engine
 from ..errors import InputError
-from .recomputation import repair_everywhere
+from .recomputation import all_tokens, new_text_alone, repair_everywhere
 from .repair_budget import NUMBER_BYTES, RepairBudget, fraction_to_count, kv_bytes
-from .spliced_cache import (
-    RepairBytes,
-    Repaired,
-    SplicedCache,
-    blind_bytes,
-    check_splice,
-    counted,
-    input_bytes,
-    live_tokens,
-    required,
-    untouched,
-    with_flops,
-    write_slots,
-)
+from .repaired import RepairBytes, Repaired, counted, input_bytes, untouched, with_flops
+from .spliced_cache import SplicedCache, check_splice, live_tokens, required, write_slots
 
 NOTHING, ALL = RepairBudget(tokens=0), RepairBudget(share=1.0)
 
@@ -34,9 +22,6 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float
     """Returns the cache as it was spliced; new text of a prompt is computed over it.
 
     Full reuse, as MPIC (section 2.2) and Prompt Cache call it, in one forward.
-
-    Raises:
-      InputError: the budget is not 0. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
     check_splice(backbone.layout, splice, hybrid=True)
     counts = RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, "blind")
@@ -52,10 +37,6 @@ def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
     `splice.front` and `splice.tower_flops` say how much that is; where they are not given, it is the chunk alone. Of a
     hybrid model everything is prefilled, from `splice.front` on.
-
-    Raises:
-      InputError: the budget is not all tokens, or a hybrid's splice has no front. ShapeError, LayoutError, DtypeError:
-        the splice does not match.
     """
     repaired = _reprefill(backbone, splice, budget, "full_reprefill", RepairBytes())
     return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
@@ -63,14 +44,10 @@ def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
 @counted
 def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = ALL) -> Repaired:
-    """Recomputes everything in the decoder, from image features that were kept ("w/o ViT" in VLCache, Table 1).
-
-    Raises:
-      InputError: the budget is not all tokens. ShapeError, LayoutError, DtypeError: the splice does not match.
-    """
+    """Recomputes everything in the decoder, from image features that were kept ("w/o ViT" in VLCache, Table 1)."""
     tokens = splice.cached_count + (0 if splice.front is None else splice.front.embeddings.shape[1])
-    kept = input_bytes(splice) * tokens
-    return _reprefill(backbone, splice, budget, "encoder_cached_reprefill", RepairBytes(inputs=kept, moved=kept))
+    inputs = input_bytes(splice) * tokens
+    return _reprefill(backbone, splice, budget, "encoder_cached_reprefill", RepairBytes(inputs=inputs, moved=inputs))
 
 
 @counted
@@ -79,16 +56,13 @@ def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
     Of a whole prompt, the prefix is its first chunk, if the prompt begins with it. Of one chunk behind others, it is
     what precedes the chunk, whose KV is then right and counts in no cost.
-
-    Raises:
-      InputError: the budget is not all tokens. ShapeError, LayoutError, DtypeError: the splice does not match.
     """
     _check_all(backbone, splice, budget, "prefix_caching")
     first, last = splice.parts[0] if splice.chunks is not None else (0, 0)
-    kept = last if first == 0 else 0
-    index = all_tokens(splice, np.arange(kept, splice.slots.shape[1]))
-    unit = kv_bytes(backbone.layout, kept)
-    repaired = repair_everywhere(backbone, splice, index, RepairBytes(canonical=unit, moved=unit))
+    prefix = last if first == 0 else 0
+    index = all_tokens(splice, np.arange(prefix, splice.slots.shape[1]))
+    size = kv_bytes(backbone.layout, prefix)
+    repaired = repair_everywhere(backbone, splice, index, RepairBytes(canonical=size, moved=size))
     return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
 
 
@@ -99,16 +73,13 @@ def reprefill_flops(backbone: Backbone, splice: SplicedCache) -> float:
     """
     if backbone.layout.parts:
         return backbone.forward_costs.flops(splice.slots.shape[1], int(splice.slots[0, 0]))
-    nothing = untouched(backbone.layout, splice)
+    nothing = dataclasses.replace(untouched(backbone.layout, splice), bytes=RepairBytes())
     everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
-    counting = with_flops(
-        dataclasses.replace(nothing, bytes=RepairBytes()),
-        lambda own: repair_everywhere(backbone, own, everything).cache,
-        splice,
-        backbone,
-        "reprefill",
-    )
-    return counting.flops
+
+    def serve(splice: SplicedCache) -> Repaired:
+        return repair_everywhere(backbone, splice, everything, RepairBytes())
+
+    return with_flops(nothing, serve, splice, backbone, "reprefill").flops
 
 
 @counted
@@ -125,8 +96,7 @@ def layer_reprefill(
       boundary: the lowest layer that is run again, in place of the budget's.
 
     Raises:
-      InputError: the budget is no share, the boundary is no layer, the splice is a whole prompt, or has no residual at
-        the boundary. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: the boundary is no layer.
     """
     layout = backbone.layout
     check_splice(layout, splice)
@@ -143,10 +113,12 @@ def layer_reprefill(
 
     residual = splice.tokens.embeddings
     if boundary:
-        kept = required(splice, "hidden", "layer_reprefill", f"the residual entering layer {boundary}")
-        if boundary not in kept:
-            raise InputError(f"layer_reprefill.hidden: got layers {sorted(kept)}; expected one of layer {boundary}")
-        residual = kept[boundary]
+        residuals = required(splice, "hidden", "layer_reprefill", f"the residual entering layer {boundary}")
+        if boundary not in residuals:
+            raise InputError(
+                f"layer_reprefill.hidden: got layers {sorted(residuals)}; expected one of layer {boundary}"
+            )
+        residual = residuals[boundary]
 
     live = live_tokens(splice)
     chosen = jnp.broadcast_to(
@@ -164,21 +136,8 @@ def layer_reprefill(
     lower = kv_bytes(layout, splice.cached_count) // layout.layers * boundary
     # Embeddings come with what layers take of them deeper; a residual has taken it.
     unit = input_bytes(splice) if boundary == 0 else NUMBER_BYTES * residual.shape[-1]
-    kept = unit * splice.cached_count
-    return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=kept, moved=lower + kept))
-
-
-def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
-    """Computes new text over the cache as it was spliced: what every repair returns for a budget of 0."""
-    new = np.flatnonzero(splice.new_text())
-    if not len(new):
-        return untouched(backbone.layout, splice)
-    return repair_everywhere(backbone, splice, all_tokens(splice, new), blind_bytes(backbone.layout, splice))
-
-
-def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:
-    """Returns the same token indices for every row, [B,n]."""
-    return jax.device_put(np.broadcast_to(tokens.astype(np.int32), (splice.slots.shape[0], len(tokens))))
+    inputs = unit * splice.cached_count
+    return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=inputs, moved=lower + inputs))
 
 
 def _check_all(
@@ -207,8 +166,8 @@ def _reprefill(
     slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(P), (rows, P)), jnp.asarray(splice.slots)], axis=1)
     mask = None
     if splice.mask is not None:
-        own = jnp.broadcast_to(jnp.arange(S) <= jnp.arange(P)[:, None], (rows, 1, P, S))
-        mask = jnp.concatenate([own, jnp.asarray(splice.mask)], axis=2)
+        causal = jnp.broadcast_to(jnp.arange(S) <= jnp.arange(P)[:, None], (rows, 1, P, S))
+        mask = jnp.concatenate([causal, jnp.asarray(splice.mask)], axis=2)
     keep = None
     if splice.length is not None:
         live = jnp.pad(live_tokens(splice), ((0, 0), (P, 0)), constant_values=True)
