@@ -14,10 +14,10 @@ from ..core import EngineKV, to_engine
 from ..errors import InputError
 from .leading_tokens import first_k
 from .recomputation import LayerSet, all_tokens, begin, run_layers
-from .references import NOTHING, joined_tokens
+from .references import NOTHING
 from .repair_budget import RepairBudget
 from .repaired import Repaired, blind_bytes, counted
-from .spliced_cache import SplicedCache, check_splice
+from .spliced_cache import SplicedCache, check_splice, joined_tokens
 
 MPIC_32 = RepairBudget(tokens=32)
 """The k that MPIC reports most (section 5.2)."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import Backbone, Tokens
 from .repaired import RepairBytes, Repaired, blind_bytes, recompute_bytes, untouched
-from .spliced_cache import AnyArray, SplicedCache, choose_scored, live_tokens, mark
+from .spliced_cache import AnyArray, SplicedCache, choose_scored, live_tokens
 
 LARGEST_STEP = 16
 """Numbers of recomputed tokens are padded to a multiple of a step of at most this."""
@@ -73,15 +73,11 @@ def run_layers(backbone: Backbone, splice: SplicedCache, run: LayerRun, part: La
     tokens, slots, mask = _gather_tokens(start, splice.slots, splice.mask, index)
 
     live = live_tokens(splice)
-    written = mark(part.index, live)[None]
-    if part.counts is not None:
-        within = np.arange(count) < np.asarray(part.counts)[:, None, None]
-        written = _mark_each(part.index, jnp.asarray(within), live)
-    chosen = _chosen_at(run.chosen, written, part.start, part.stop)
-
+    counts = np.asarray(part.counts or (count,) * (part.stop - part.start), np.int32)
+    chosen = _mark_written(run.chosen, part.index, counts, live, part.start)
     keep = None
     if part.counts is not None or splice.length is not None:
-        keep = _keep(chosen, index)
+        keep = jnp.take_along_axis(chosen, index[None], axis=2)
     top = part.stop == layers
     # The last token is new text, whose logits a forward over the prompt gives.
     reads = top and splice.chunks is not None and bool(splice.new_text()[-1])
@@ -194,24 +190,19 @@ def _gather_tokens(
     return jax.tree.map(take, tokens), take(slots), seen
 
 
-@jax.jit
-def _keep(chosen: Bool[Array, "L B T"], index: Int[Array, "B n"]) -> Bool[Array, "L B n"]:
-    return jnp.take_along_axis(chosen, index[None], axis=2)
-
-
-@jax.jit
-def _mark_each(
-    index: Int[Array, "B n"], within: Bool[Array, "l 1 n"], live: Bool[Array, "B T"]
-) -> Bool[Array, "l B T"]:
-    rows = jnp.arange(index.shape[0])[:, None]
-    within = jnp.broadcast_to(within, (within.shape[0], *index.shape))
-    marked = jnp.zeros((within.shape[0], *live.shape), bool).at[:, rows, index].set(within)
-    return marked & live
-
-
-@functools.partial(jax.jit, static_argnames=("start", "stop"))
-def _chosen_at(chosen: Bool[Array, "L B T"], written: Bool[Array, "n B T"], start: int, stop: int) -> Array:
-    return chosen.at[start:stop].set(written)
+@functools.partial(jax.jit, static_argnames=("start",))
+def _mark_written(
+    chosen: Bool[Array, "L B T"],
+    index: Int[Array, "B n"],
+    counts: Int[AnyArray, " l"],
+    live: Bool[Array, "B T"],
+    start: int,
+) -> Bool[Array, "L B T"]:
+    """Marks the first `counts` tokens of an index at the layers from `start` on, except padding."""
+    B, n = index.shape
+    within = jnp.broadcast_to(jnp.arange(n) < counts[:, None, None], (len(counts), B, n))
+    marked = jnp.zeros((len(counts), *live.shape), bool).at[:, jnp.arange(B)[:, None], index].set(within)
+    return chosen.at[start : start + len(counts)].set(marked & live)
 
 
 @jax.jit

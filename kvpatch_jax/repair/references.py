@@ -2,17 +2,16 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..backbone import Backbone, Tokens
+from ..backbone import Backbone
 from ..core import split_transition, to_engine
 from ..errors import InputError
-from .recomputation import all_tokens, new_text_alone, repair_everywhere
+from .recomputation import LayerSet, all_tokens, begin, new_text_alone, repair_everywhere, run_layers
 from .repair_budget import NUMBER_BYTES, RepairBudget, fraction_to_count, kv_bytes
 from .repaired import RepairBytes, Repaired, counted, input_bytes, untouched, with_flops
-from .spliced_cache import SplicedCache, check_splice, live_tokens, required, write_slots
+from .spliced_cache import SplicedCache, check_splice, required, with_front, write_slots
 
 NOTHING, ALL = RepairBudget(tokens=0), RepairBudget(share=1.0)
 
@@ -120,24 +119,14 @@ def layer_reprefill(
             )
         residual = residuals[boundary]
 
-    live = live_tokens(splice)
-    chosen = jnp.broadcast_to(
-        live & (np.arange(layout.layers) >= boundary)[:, None, None], (layout.layers, *live.shape)
-    )
-    step = backbone.recompute(
-        splice.tokens._replace(embeddings=residual),
-        splice.cache,
-        splice.slots,
-        None if splice.length is None else jnp.broadcast_to(live, chosen.shape),
-        splice.mask,
-        jnp.zeros((live.shape[0], 0), jnp.int32),
-        start_layer=boundary,
-    )
+    run = begin(layout.layers, splice)._replace(residual=residual)
+    everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
+    run = run_layers(backbone, splice, run, LayerSet(boundary, layout.layers, everything))
     lower = kv_bytes(layout, splice.cached_count) // layout.layers * boundary
     # Embeddings come with what layers take of them deeper; a residual has taken it.
     unit = input_bytes(splice) if boundary == 0 else NUMBER_BYTES * residual.shape[-1]
     inputs = unit * splice.cached_count
-    return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=inputs, moved=lower + inputs))
+    return Repaired(run.cache, run.chosen, RepairBytes(canonical=lower, inputs=inputs, moved=lower + inputs))
 
 
 def _check_all(
@@ -157,50 +146,20 @@ def _reprefill(
     _check_all(backbone, splice, budget, method, hybrid=bool(layout.parts))
     if layout.parts:
         return _prefilled(backbone, splice, method, bytes)
-    everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
-    if splice.front is None:
-        return repair_everywhere(backbone, splice, everything, bytes)
-
-    P, S = splice.front.embeddings.shape[1], next(iter(splice.cache.values())).shape[2]
-    rows = splice.slots.shape[0]
-    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(P), (rows, P)), jnp.asarray(splice.slots)], axis=1)
-    mask = None
-    if splice.mask is not None:
-        causal = jnp.broadcast_to(jnp.arange(S) <= jnp.arange(P)[:, None], (rows, 1, P, S))
-        mask = jnp.concatenate([causal, jnp.asarray(splice.mask)], axis=2)
-    keep = None
-    if splice.length is not None:
-        live = jnp.pad(live_tokens(splice), ((0, 0), (P, 0)), constant_values=True)
-        keep = jnp.broadcast_to(live, (layout.layers, *live.shape))
-
-    tokens = joined_tokens(splice.front, splice.tokens)
-    none = jnp.zeros((rows, 0), jnp.int32)
-    cache = backbone.recompute(tokens, splice.cache, slots, keep, mask, none).cache
-    chosen = jnp.broadcast_to(live_tokens(splice), (layout.layers, *splice.slots.shape))
-    return Repaired(dict(cache), chosen, bytes)
+    extended = splice if splice.front is None else with_front(splice, splice.front)
+    everything = all_tokens(extended, np.arange(extended.slots.shape[1]))
+    repaired = repair_everywhere(backbone, extended, everything, bytes)
+    # What precedes the chunk counts in no token-layer.
+    return dataclasses.replace(repaired, chosen=repaired.chosen[:, :, -splice.slots.shape[1] :])
 
 
 def _prefilled(backbone: Backbone, splice: SplicedCache, method: str, bytes: RepairBytes) -> Repaired:
-    """Prefills a hybrid's whole sequence, whose cache has one transition of all its tokens."""
+    """Prefills a hybrid's sequence from its first token, as the cache has one transition of all tokens."""
     front = required(splice, "front", method, "the tokens in front of a hybrid model's chunk, in the first slots")
-    tokens, (rows, before) = joined_tokens(front, splice.tokens), front.embeddings.shape[:2]
-    kv = dict(to_engine(backbone.layout, backbone.prefill(tokens).kv, tokens.positions, 0))
+    extended, layout = with_front(splice, front), backbone.layout
+    kv = dict(to_engine(layout, backbone.prefill(extended.tokens).kv, extended.tokens.positions, 0))
     values, transition = split_transition(kv)
-    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
     cache = {name: splice.cache[name] for name in values}
-    cache = write_slots(cache, slots, values, jnp.ones(slots.shape, bool))
-    chosen = jnp.ones((backbone.layout.layers, *splice.slots.shape), bool)
+    cache = write_slots(cache, extended.slots, values, jnp.ones(extended.slots.shape, bool))
+    chosen = jnp.ones((layout.layers, *splice.slots.shape), bool)
     return Repaired({**cache, **(transition or {})}, chosen, bytes)
-
-
-def joined_tokens(*parts: Tokens) -> Tokens:
-    """Returns tokens behind one another; parts without deepstack features (texts among images) get zeros."""
-    features = [part.deepstack for part in parts if part.deepstack is not None]
-    if features:
-        like = jnp.asarray(features[0])
-        filled = []
-        for part in parts:
-            zeros = jnp.zeros((*part.embeddings.shape[:2], *like.shape[2:]), like.dtype)
-            filled.append(part if part.deepstack is not None else part._replace(deepstack=zeros))
-        parts = tuple(filled)
-    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1), *parts)

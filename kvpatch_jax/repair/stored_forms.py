@@ -16,10 +16,9 @@ from pallas_kernels import factorise
 from ..backbone import KV, Backbone
 from ..core import BITS, GROUP, WHOLE, Axes, KVEncoding, flatten_heads, to_engine, to_phase_free
 from ..errors import InputError, RankError
-from .references import joined_tokens
 from .repair_budget import NUMBER_BYTES, RepairBudget
 from .repaired import RepairBytes, Repaired, factorising_flops, untouched
-from .spliced_cache import SplicedCache, live_tokens, required
+from .spliced_cache import SplicedCache, live_tokens, required, with_front
 from .stored_kv import (
     StoredForm,
     allowed_bytes,
@@ -96,7 +95,7 @@ def joint_pair(
     allowed = allowed_bytes(layout, splice, budget, "joint_pair")
     recorded = recorded_kv(splice, "joint_pair")
     front = required(splice, "front", "joint_pair", "the antecedent's tokens, in the first slots")
-    (rows, before), tokens = front.embeddings.shape[:2], splice.slots.shape[1]
+    before, tokens = front.embeddings.shape[1], splice.slots.shape[1]
     if before >= splice.cache[layout.names[0]].shape[2]:
         raise InputError(f"joint_pair.front: got {before} tokens; expected fewer than the cache has slots")
     if precision is None:
@@ -110,14 +109,7 @@ def joint_pair(
     joined = {}
     for name in layout.names:
         joined[name] = jnp.concatenate([ahead[name], jnp.asarray(recorded[name]).astype(jnp.float32)], axis=2)
-    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
-    pair = SplicedCache(
-        joined_tokens(front, splice.tokens),
-        splice.cache,
-        slots,
-        length=None if splice.length is None else before + jnp.asarray(splice.length),
-    )
-    repaired = _serve_encoded(backbone, pair, joined, encoding, "joint_pair")
+    repaired = _serve_encoded(backbone, with_front(splice, front), joined, encoding, "joint_pair")
     return dataclasses.replace(repaired, chosen=untouched(layout, splice).chosen)
 
 

@@ -9,7 +9,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import METHODS, PromptPiece, RepairBudget, splice_prompt
 from kvpatch_jax.repair.methods import blind, first_k, mpic, two_step_reuse, vlcache
-from kvpatch_jax.repair.references import joined_tokens
+from kvpatch_jax.repair.spliced_cache import joined_tokens
 from tests.kvpatch_jax.repair.splices import PIECES, ROWS, error, make_prompt, make_splice, text_tokens, tiny_backbone
 
 TOTAL, CHUNKS = sum(map(abs, PIECES)), ((3, 9), (11, 20))
