@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvpatch_jax import KVLayout, deficit
+from kvpatch_jax import KVLayout
+from kvpatch_jax.core import deficit
 from kvpatch_jax.repair import Repaired, SplicedCache, canonical_of, input_bytes, kv_bytes, reprefill_flops
 
 from . import intervals

@@ -117,6 +117,9 @@ def episodes_of(trace: Trace, placeholder: str = OMITTED) -> list[Episode]:
 
     Args:
       placeholder: the text in place of a screenshot that a policy lets leave.
+
+    Raises:
+      TraceError: a recall of a chunk that its session never had.
     """
     episodes = []
     for session in trace.sessions:
@@ -124,6 +127,8 @@ def episodes_of(trace: Trace, placeholder: str = OMITTED) -> list[Episode]:
         screens, texts = list[Shown](), list[str]()
         for event in trace.of(session):
             if event.op in (*PLACING, "recall") and event.kind == "chunk" and event.chunk is not None:
+                if event.op == "recall" and event.chunk not in seen:
+                    raise TraceError(f"recall of {session!r:.40}: got {event.chunk!r:.80}; expected one added before")
                 known = seen[event.chunk] if event.op == "recall" else shown(trace, event)
                 seen[event.chunk] = known
                 screens.append(known)

@@ -39,7 +39,6 @@ from .patch import ChunkKey as ChunkKey
 from .patch import Patch as Patch
 from .patch import PatchMetadata as PatchMetadata
 from .patch import check_applies as check_applies
-from .patch import check_chunk as check_chunk
 from .patch import check_factors as check_factors
 from .patch import patch_digest as patch_digest
 from .patch import same_storage as same_storage

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..core import PARTS, ChannelFactors, KVLayout, RaggedFactors, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
-from ..utils.kinds import expect_kind
 from .checksum import examine
 from .chunk import Chunk, brief, content_of, pad
 from .provenance import Antecedent
@@ -43,7 +42,7 @@ class ChunkKey:
     @classmethod
     def of(cls, chunk: Chunk) -> "ChunkKey":
         """Returns the key of a chunk."""
-        content = content_of(chunk)
+        content = content_of(chunk) if chunk.content is None else chunk.content
         return cls(chunk.id, chunk.backbone, chunk.layout, content, chunk.places, chunk.lead, chunk.encoding)
 
 
@@ -254,17 +253,30 @@ def patch_digest(patch: Patch) -> str:
     return hashlib.blake2b(f"{bits}\0{fields}".encode(), digest_size=16).hexdigest()
 
 
-def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
-    """Checks that a patch is of this chunk, base, backbone, lead, layout, content, local positions and shape.
+def check_applies(
+    patch: Patch,
+    chunk: Chunk,
+    antecedent: Antecedent,
+    base_antecedent: Antecedent | None = None,
+    *,
+    allow_stale: bool = False,
+) -> None:
+    """Checks that a patch may be applied to a chunk after an antecedent, by its metadata and its shape.
 
-    Contents are compared where both are known. Nothing is computed but a digest of few positions, once.
+    Contents and positions are compared where both are known. Nothing is computed but a digest of few positions, once.
+
+    Args:
+      base_antecedent: what the base is conditioned on; None where the patch is added to the canonical.
+      allow_stale: accept another antecedent than the one the patch was formed after, and no other difference.
 
     Raises:
-      PatchMismatchError: one of them differs. ShapeError: the factors have another number of tokens, or another batch,
-      than the chunk. InputError: not a patch.
+      StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the
+      chunk. ShapeError: the factors have another number of tokens, or another batch, than the chunk. InputError: not a
+      patch.
     """
-    expect_kind(patch, Patch, "patch", "a Patch")
-    key = patch.metadata.chunk
+    if not isinstance(patch, Patch):
+        raise InputError(f"patch: got a {type(patch).__name__}; expected a Patch")
+    key, base = patch.metadata.chunk, "canonical" if base_antecedent is None else "conditioned"
     if patch.metadata.base != base:
         raise PatchMismatchError(f"patch: got base {patch.metadata.base!r}; expected {base!r}")
     if key.layout is not chunk.layout and not same_storage(key.layout, chunk.layout):
@@ -274,47 +286,22 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
         # What one of the two does not know differs from nothing; of lead and encoding None is known.
         unknown = word in ("content", "places") and None in (formed, actual)
         if formed != actual and not unknown:
+            name = "local positions" if word == "places" else word
             raise PatchMismatchError(
-                f"patch: got one formed of chunk {key.id!r} with {_WORDS.get(word, word)} {formed!r}; expected "
-                f"{actual!r}, which chunk {chunk.id!r} has"
+                f"patch: got one formed of chunk {key.id!r} with {name} {formed!r}; expected {actual!r}, which chunk "
+                f"{chunk.id!r} has"
             )
-
-    if patch.tokens not in (None, chunk.tokens):
+    if patch.factors and (patch.tokens or chunk.tokens, patch.batch) != (chunk.tokens, chunk.batch):
         raise ShapeError(
-            f"patch of chunk {chunk.id!r}: got {patch.tokens} tokens; expected the chunk's {chunk.tokens} (`Patch.pad` "
-            "pads a patch as `Chunk.pad` its chunk)"
+            f"patch of chunk {chunk.id!r}: got {patch.tokens} tokens, batch {patch.batch}; expected the chunk's "
+            f"{chunk.tokens}, batch {chunk.batch} (`Patch.pad` pads a patch as `Chunk.pad` its chunk)"
         )
-    if patch.factors and patch.batch != chunk.batch:
-        raise ShapeError(f"patch of chunk {chunk.id!r}: got batch {patch.batch}; expected the chunk's {chunk.batch}")
-
-
-_WORDS = {"places": "local positions"}
-
-
-def check_applies(
-    patch: Patch,
-    chunk: Chunk,
-    antecedent: Antecedent,
-    base_antecedent: Antecedent | None = None,
-    *,
-    allow_stale: bool = False,
-) -> None:
-    """Checks that a patch may be applied to a chunk after an antecedent.
-
-    Args:
-      base_antecedent: what the base is conditioned on; None where the patch is added to the canonical.
-      allow_stale: accept another antecedent than the one the patch was formed after, and no other difference.
-
-    Raises:
-      StalePatchError: another antecedent, of the chunk or of the base. PatchMismatchError: it does not belong to the
-      chunk. ShapeError: as `check_chunk`.
-    """
-    check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
-    formed, base = patch.metadata.antecedent, patch.metadata.base_antecedent
 
     # A removal patch is added to conditioned KV, so what that was conditioned on counts as well.
-    if base_antecedent is not None:
-        difference = f"None; expected {base_antecedent.ids}" if base is None else base.difference(base_antecedent)
+    formed, base_formed = patch.metadata.antecedent, patch.metadata.base_antecedent
+    if base_antecedent is not None and base_formed != base_antecedent:
+        difference = f"None; expected {base_antecedent.ids}"
+        difference = difference if base_formed is None else base_formed.difference(base_antecedent)
         if difference is not None:
             raise StalePatchError(f"patch of chunk {chunk.id!r}: got a base conditioned on {difference}")
 

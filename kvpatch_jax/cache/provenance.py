@@ -130,34 +130,10 @@ class Member(NamedTuple):
 class Antecedent:
     """The chunks that precede a chunk, in order, each with its content and the identity of its KV.
 
-    Raises:
-      InputError: a member of another type, an empty content, an identity that is none, or an exact member behind one
-        that is not exact.
+    `Antecedent.of` checks its members.
     """
 
     members: tuple[Member, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.members, tuple):
-            raise InputError(f"antecedent: got members {self.members!r:.80}; expected a tuple, each a Member")
-        approximate: Member | None = None
-        for member in self.members:
-            if not isinstance(member, Member) or not isinstance(member.id, str):
-                raise InputError(f"antecedent: got {member!r:.80}; expected a Member with a str for its id")
-            id, content, kv = member
-            if content is not None and (not isinstance(content, str) or not content):
-                raise InputError(f"antecedent: got {brief(id)!r} of content {content!r}; expected a digest, or None")
-            if kv is None and approximate is not None:
-                raise InputError(
-                    f"antecedent: got {brief(id)!r} prefilled behind {brief(approximate.id)!r}, which is not exact; "
-                    "expected the identity of its KV"
-                )
-            if kv is not None:
-                if not isinstance(kv, str) or _IDENTITY.fullmatch(kv) is None:
-                    raise InputError(
-                        f"antecedent: got {brief(id)!r} of identity {kv!r:.80}; expected 32 hexadecimal digits, or None"
-                    )
-                approximate = member
 
     @classmethod
     def of(cls, *members: "str | Chunk | Member") -> "Antecedent":
@@ -303,14 +279,28 @@ def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent")
     if not isinstance(members, Iterable):
         raise InputError(f"{what}: got a {type(members).__name__}; expected a sequence of names, chunks or members")
 
-    listed = []
+    listed: list[Member] = []
+    approximate: Member | None = None
     for member in members:
         if isinstance(member, Chunk):
             member = Member(member.id, member.content)
         elif isinstance(member, str):
             member = Member(member)
-        if not isinstance(member, Member):
-            expected = "every one as a str, a Chunk or a Member"
+        if not isinstance(member, Member) or not isinstance(member.id, str):
+            expected = "every one as a str, a Chunk or a Member with a str for its id"
             raise InputError(f"{what}: got a {type(member).__name__} among the names; expected {expected}")
+        id, content, kv = member
+        if content is not None and (not isinstance(content, str) or not content):
+            raise InputError(f"{what}: got {brief(id)!r} of content {content!r}; expected a digest, or None")
+        if kv is not None and (not isinstance(kv, str) or _IDENTITY.fullmatch(kv) is None):
+            raise InputError(
+                f"{what}: got {brief(id)!r} of identity {kv!r:.80}; expected 32 hexadecimal digits, or None"
+            )
+        if kv is None and approximate is not None:
+            raise InputError(
+                f"{what}: got {brief(id)!r} prefilled behind {brief(approximate.id)!r}, which is not exact; expected "
+                "the identity of its KV"
+            )
+        approximate = approximate if kv is None else member
         listed.append(member)
     return Antecedent(tuple(listed))

@@ -3,6 +3,7 @@
 Pure functions on arrays and static descriptions of them. Nothing here depends on chunks or on where they are stored.
 """
 
+from . import deficit as deficit
 from .buckets import Buckets as Buckets
 from .buckets import bucket as bucket
 from .buckets import zero_padded as zero_padded
@@ -46,7 +47,6 @@ from .paging import NO_PAGE as NO_PAGE
 from .paging import Paged as Paged
 from .paging import Pool as Pool
 from .paging import Slots as Slots
-from .paging import check_held as check_held
 from .paging import check_paged as check_paged
 from .paging import check_pool as check_pool
 from .paging import flat as flat
@@ -54,7 +54,6 @@ from .paging import padded_slots as padded_slots
 from .paging import token_offsets as token_offsets
 from .paging import trimmed as trimmed
 from .readout import attention_with_lse as attention_with_lse
-from .readout import empty_readout as empty_readout
 from .readout import merge_readouts as merge_readouts
 from .rope import POSITION_LIMIT as POSITION_LIMIT
 from .rope import Angles as Angles

@@ -71,25 +71,3 @@ def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dic
         tokens = value.shape[1] if length is None else length
         result[name] = jnp.where(total[:, 0] > 0, count / jnp.asarray(tokens, jnp.float32), 0.0)
     return result
-
-
-def head_spread(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:
-    """Computes each KV head's share of ‖Δ‖²; zeros where Δ is 0."""
-    result = {}
-    for name, value in _masked(delta, length).items():
-        energy = jnp.square(value).sum((1, 3))
-        result[name] = _share(energy, energy.sum(-1, keepdims=True))
-    return result
-
-
-def energy_ratio(
-    delta: Float[Array, "*batch T F"], u: Float[Array, "*batch T M"], v: Float[Array, "*batch M F"]
-) -> Float[Array, "*batch"]:
-    """Computes the energy that factors capture, as a fraction of the most that their rank allows; 1 where Δ is 0.
-
-    Captured energy is ‖Δ‖² − ‖Δ − u v‖², and the optimum is the sum of the largest M squared singular values.
-    """
-    energy = jnp.square(jnp.linalg.svd(delta, compute_uv=False))
-    optimal = energy[..., : u.shape[-1]].sum(-1)
-    captured = energy.sum(-1) - jnp.square(delta - u @ v).sum((-1, -2))
-    return jnp.where(optimal > 0, captured / jnp.where(optimal > 0, optimal, 1.0), 1.0)

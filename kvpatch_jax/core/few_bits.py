@@ -83,18 +83,14 @@ class KVEncoding:
         return f"k{self.keys}v{self.values}g{group}{axes}{'s' if self.symmetric else ''}"
 
     @classmethod
-    def of(cls, encoding: "str | int | KVEncoding") -> "KVEncoding":
-        """Parses an encoding: its word ("k4v4" has the default group), or bits for all channels.
-
-        Bits alone have the fewest scales that keys allow: one for each feature over all tokens.
+    def of(cls, encoding: "str | KVEncoding") -> "KVEncoding":
+        """Parses the word of an encoding; "k4v4" has the default group.
 
         Raises:
-          InputError: neither such a word nor such bits.
+          InputError: not such a word.
         """
         if isinstance(encoding, cls):
             return encoding
-        if is_whole(encoding, 1):
-            return cls(int(encoding), int(encoding), None, "feature")  # pyright: ignore[reportArgumentType]
         match = _WORD.fullmatch(encoding) if isinstance(encoding, str) else None
         if match is None:
             raise InputError(f"encoding: got {encoding!r:.80}; expected a word such as 'k4v4' or 'k6v4g64'")
@@ -102,6 +98,11 @@ class KVEncoding:
         size = None if group == "all" else int(group or GROUP)
         options: dict[str, Any] = {"axes": axes or "kivi", "symmetric": symmetric is not None}
         return cls(int(keys), int(values), size, **options)
+
+    @classmethod
+    def of_bits(cls, bits: int) -> "KVEncoding":
+        """Returns the encoding of all channels in some bits with the fewest scales: one for each feature."""
+        return cls(bits, bits, None, "feature")
 
     def of_channel(self, channel: Channel) -> tuple[int, int]:
         """Returns the bits of a channel, and the axis of its groups: −2 over tokens, −1 over features."""
@@ -416,7 +417,10 @@ def _rounded_up(value: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def encode_kv(
-    layout: KVLayout, kv: Mapping[str, Float[AnyArray, "..."]], encoding: KVEncoding, length: int | None = None
+    layout: KVLayout,
+    kv: Mapping[str, Float[AnyArray, "..."]],
+    encoding: KVEncoding,
+    length: AnyArray | int | None = None,
 ) -> dict[str, Any]:
     """Encodes phase-free KV {channel: [L, ..., T, K, H]}; tokens from `length` on are padding.
 

@@ -77,7 +77,7 @@ class Paged(NamedTuple):
           KernelSlotError: a slot is out of range, or appears twice in a row. ShapeError: there are no rows of slots.
           LayoutError, DtypeError, PoolError: `pool` is not a pool, or was donated.
         """
-        check_held(pool)
+        check_pool(None, pool)
         pages, size = next(iter(pool.values())).shape[1:3]
 
         # Within a row slots are distinct; rows may share them, as forks of one context do.
@@ -234,48 +234,16 @@ def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float
     return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.token_channels}
 
 
-def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[int, int]:
-    """Checks that a pool has the layout's channels and shapes; returns its number of pages and page size.
+def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool = True) -> tuple[int, int]:
+    """Checks that a pool was not donated and has the layout's channels and shapes; returns its pages and page size.
 
     Args:
+      layout: None: any.
       padded: whether channels may be padded to whole lanes.
 
     Raises:
-      LayoutError: the channels differ. ShapeError: a shape differs, or channels have different pages. DtypeError:
-      a value is not a floating-point array of NumPy or jax. PoolError: the pool was donated.
-    """
-    check_held(pool)
-    names = [channel.name for channel in layout.token_channels]
-    if set(pool) != set(names):
-        raise LayoutError(f"pool: got channels {sorted(pool)}; expected {sorted(names)}")
-
-    paging = None
-    for channel in layout.token_channels:
-        value = pool[channel.name]
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
-
-        shape = value.shape
-        depth = layout.depth(channel.name)
-        fits = len(shape) == 5 and shape[0] == depth and shape[3] == channel.heads
-        if not fits or (shape[4] != channel.width and not (padded and shape[4] == padded_width(channel.width))):
-            widths = {channel.width, padded_width(channel.width)} if padded else {channel.width}
-            raise ShapeError(
-                f"pool[{channel.name!r}]: got shape {shape}; expected [{depth}, P, O, {channel.heads}, "
-                f"{' or '.join(map(str, sorted(widths)))}]"
-            )
-        if paging is not None and shape[1:3] != paging:
-            raise ShapeError(f"pool[{channel.name!r}]: got pages {shape[1:3]}; expected {paging}")
-        paging = shape[1:3]
-
-    return paging  # pyright: ignore[reportReturnType]
-
-
-def check_held(pool: Mapping[str, Any]) -> None:
-    """Checks that a pool is a mapping of arrays that were not donated.
-
-    Raises:
-      LayoutError: `pool` is not a mapping. DtypeError: a value is not an array of NumPy or jax. PoolError: an array was
+      LayoutError: `pool` is not a mapping, or the channels differ. ShapeError: a shape differs, or channels have
+      different pages. DtypeError: a value is not a floating-point array of NumPy or jax. PoolError: the pool was
       donated.
     """
     if not isinstance(pool, Mapping) or not pool:
@@ -290,6 +258,28 @@ def check_held(pool: Mapping[str, Any]) -> None:
             raise PoolError(
                 f"pool[{name!r}]: got an array that was donated; expected the pool that the last operation gave"
             )
+    paging = next(iter(pool.values())).shape[1:3]
+    if layout is None:
+        return paging  # pyright: ignore[reportReturnType]
+
+    names = [channel.name for channel in layout.token_channels]
+    if set(pool) != set(names):
+        raise LayoutError(f"pool: got channels {sorted(pool)}; expected {sorted(names)}")
+    for channel in layout.token_channels:
+        value, widths = pool[channel.name], {channel.width}
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
+        if padded and value.shape[-1] not in widths:
+            widths.add(padded_width(channel.width))
+        layers = layout.layers if channel.layers is None else len(channel.layers)
+        if value.ndim != 5 or value.shape[::3] != (layers, channel.heads) or value.shape[4] not in widths:
+            raise ShapeError(
+                f"pool[{channel.name!r}]: got shape {value.shape}; expected [{layers}, P, O, {channel.heads}, "
+                f"{' or '.join(map(str, sorted(widths)))}]"
+            )
+        if value.shape[1:3] != paging:
+            raise ShapeError(f"pool[{channel.name!r}]: got pages {value.shape[1:3]}; expected {paging}")
+    return paging  # pyright: ignore[reportReturnType]
 
 
 def flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:

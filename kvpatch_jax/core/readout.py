@@ -81,11 +81,6 @@ def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array |
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
-def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the identity of `merge_readouts` for o of `shape` [..., N, E]: o = 0, lse = −∞."""
-    return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
-
-
 def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Merges (o, lse) of segments into attention over their union. Exact, in any order.
 

@@ -16,11 +16,15 @@ from ..errors import InputError, LayoutError
 from ..utils.kinds import expect_kind
 from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .layout import KV, AnyArray, KVLayout, Positions, Start
-from .rope import POSITION_LIMIT, Rope, check_positions, relocation_tables, rope_tables, rotate
+from .rope import POSITION_LIMIT, Rope, check_extent, check_positions, relocation_tables, rope_tables, rotate
 
 
 def as_start(
-    rope: Rope, start: Start, batch: tuple[int, ...] | None = None, what: str = "start"
+    rope: Rope,
+    start: Start,
+    batch: tuple[int, ...] | None = None,
+    what: str = "start",
+    local: tuple[float, float] | None = None,
 ) -> Int[AnyArray, "..."]:
     """Converts a start to an int32 array: a scalar, or [..., A] with sections (a scalar is broadcast over axes).
 
@@ -28,10 +32,11 @@ def as_start(
       batch: shape of a batch: one start for all of it, or one for each; () for a single sequence. None: any leading
         axes, for callers that compare them with the KV's.
       what: begins the message about a start of another shape.
+      local: the extent of the local positions that are to be placed there, which are then checked (`check_extent`).
 
     Raises:
       InputError: the start is not an integer, is too large, or does not have one entry per axis; another number of
-      starts than the batch has.
+      starts than the batch has; a position out of range.
     """
     if not isinstance(start, jax.Array):
         array = np.asarray(start)
@@ -57,7 +62,9 @@ def as_start(
         raise InputError(
             f"{what}: got start of shape {start.shape}; expected a scalar, or one per axis of the rope{several}"
         )
-    return start.astype(jnp.int32)
+    if local is not None:
+        check_extent(rope, local, start)
+    return start if start.dtype == np.int32 else start.astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "back"))

@@ -18,7 +18,7 @@ from ..cache import (
     PatchMetadata,
     antecedent_of,
     brief,
-    check_chunk,
+    check_applies,
     patch_digest,
 )
 from ..core import (
@@ -126,8 +126,8 @@ def correction_patch(
       `form_patch`.
     """
     check_conditioned(chunk, conditioned)
-    check_chunk(patch, chunk, "canonical")
     _check_updatable(patch, "correction_patch")
+    check_applies(patch, chunk, patch.metadata.antecedent)
 
     # What the stored patch already corrects is taken off; the rest is thin where the antecedent changed little.
     present = ops.correction(chunk.layout, dict(patch.factors))

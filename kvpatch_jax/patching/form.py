@@ -22,7 +22,7 @@ from ..cache import (
     antecedent_of,
     check_finite,
 )
-from ..core import Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops
+from ..core import PARTS, Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops
 from ..errors import InputError, LayoutError, RankError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from ..utils.sizes import size_of
@@ -112,7 +112,7 @@ def from_deficit(
 
     if method not in ("randomised", "exact"):
         raise InputError(f"patch: got method {method!r:.80}; expected 'randomised' or 'exact'")
-    ranks = tuple(pair for pair in choose_ranks(chunk, budget, dense) if pair[0] in delta)
+    ranks = tuple([pair for pair in choose_ranks(chunk, budget, dense) if pair[0] in delta])
     plan = FormPlan(ranks, method, stored_dtype)
     # No key means a fixed one: the same deficit gives the same patch.
     key = jax.random.key(0) if key is None else key
@@ -123,29 +123,21 @@ def from_deficit(
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
-    """Checks that KV has a chunk's frame, layout and shapes; reads no values.
-
-    Raises:
-      InputError: not a chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV does not fit it.
-    """
-    expect_kind(chunk, Chunk, "chunk", "a Chunk")
-    what = f"{what} of chunk {chunk.id!r}"
-    expect_frame(kv, what, "phase_free")
-    chunk.layout.check(kv, what)
-    for name, value in kv.items():
-        if value.shape != chunk.kv[name].shape:
-            raise ShapeError(f"{what}[{name!r}]: got shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
-
-
 def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
     """Checks that KV has a chunk's frame, layout and shapes, and is finite.
 
     Raises:
-      As `check_alike`. NotFiniteError: NaN or infinity.
+      InputError: not a chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV does not fit it.
+      NotFiniteError: NaN or infinity.
     """
-    check_alike(chunk, conditioned, what)
-    check_finite(conditioned, f"{what} of chunk {chunk.id!r}")
+    expect_kind(chunk, Chunk, "chunk", "a Chunk")
+    what = f"{what} of chunk {chunk.id!r}"
+    expect_frame(conditioned, what, "phase_free")
+    chunk.layout.check(conditioned, what)
+    for name, value in conditioned.items():
+        if value.shape != chunk.kv[name].shape:
+            raise ShapeError(f"{what}[{name!r}]: got shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+    check_finite(conditioned, what)
 
 
 def deficit_of(conditioned: KVArrays, base: KVArrays, chunk: Chunk) -> dict[str, Float[Array, "L *B T _ _"]]:
@@ -213,10 +205,11 @@ def choose_ranks(chunk: Chunk, rank: Rank, dense: bool = True) -> tuple[tuple[st
         if size < 1:
             raise RankError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
 
+        # The parts of a transition have rows of their own, and no padding.
+        kv, live = chunk.kv[name], None if name in PARTS else chunk.length
+        rows, features = kv.shape[-3], kv.shape[-2] * kv.shape[-1]
+        size = min(int(size), live or rows, features)
         # Dense where factors would take as many numbers: M·(T + F) ≥ T·F.
-        channel = chunk.layout.channel(name)
-        rows, features = channel.rows_for(chunk.tokens), channel.features
-        size = min(int(size), channel.rows_for(chunk.length), features)
         chosen.append((name, None if dense and size * (rows + features) >= rows * features else size))
     return tuple(chosen)
 

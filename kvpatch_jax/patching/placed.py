@@ -8,24 +8,20 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, check_finite, trusted
+from ..cache import AntecedentLike, Chunk, Patch, antecedent_of, check_applies, trusted
 from ..core import (
     EngineKV,
     Factors,
     KVLayout,
     PackedArray,
     Start,
-    arrays_of,
     as_start,
-    check_extent,
     extent,
-    is_packed,
     ops,
     rotate_kv,
 )
 from ..errors import InputError
-from ..utils.kinds import expect_kind
-from .form import KVArrays, check_alike
+from .form import KVArrays, check_conditioned
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -73,17 +69,16 @@ class Placed:
 
     def __post_init__(self) -> None:
         chunk, patch, base, start = self.chunk, self.patch, self.base, self.start
-        expect_kind(chunk, Chunk, "chunk", "a Chunk")
+        if not isinstance(chunk, Chunk):
+            raise InputError(f"chunk: got a {type(chunk).__name__}; expected a Chunk")
         layout, fraction = chunk.layout, 0.0
         if isinstance(start, float):
             if not math.isfinite(start):
                 raise InputError(f"placed: got start {start}; expected a finite number")
             start, fraction = math.floor(start), start - math.floor(start)
-        start = as_start(layout.rope, start, () if chunk.batch is None else (chunk.batch,), "placed")
-        check_extent(layout.rope, chunk.extent, start)
+        start = as_start(layout.rope, start, () if chunk.batch is None else (chunk.batch,), "placed", chunk.extent)
         if base is not None:
-            check_alike(chunk, base, "base")
-            check_finite(base, f"base of chunk {chunk.id!r}")
+            check_conditioned(chunk, base, "base")
 
         antecedent = antecedent_of(self.antecedent)
         checked: dict[str, Any] = {"start": start, "antecedent": antecedent, "factors": {}}
@@ -96,8 +91,7 @@ class Placed:
                 checked["layers"] = patch.metadata.layers
 
         # Packed KV stays packed: the operator decodes it, one layer at a time.
-        kv = chunk.kv if base is None else base
-        checked["kv"] = kv if any(map(is_packed, kv.values())) else arrays_of(kv)
+        checked["kv"] = dict(chunk.kv if base is None else base)
         # Patches are held against the chunk as it is, before its tokens move by less than one position.
         if fraction:
             local = np.asarray(chunk.local, np.float32) + np.float32(fraction)
@@ -112,12 +106,12 @@ class Placed:
 
     def apply(self) -> EngineKV:
         """Computes what `apply_patch` does."""
-        start: Any = self.start
+        chunk, kv, start = self.chunk, self.kv, self.start
         # Blind reuse rotates the keys alone and returns the values as they are, without a copy.
-        if not self.factors and not any(map(is_packed, self.kv.values())):
-            return EngineKV(rotate_kv(self.layout, self.kv, self.chunk.local, start))
-        arrays = (self.kv, self.factors, self.chunk.local, start)
-        return EngineKV(ops.jitted_apply(self.layout, *arrays, layers=self.layers))
+        if not self.factors and not any([isinstance(value, PackedArray) for value in kv.values()]):
+            return EngineKV(rotate_kv(chunk.layout, kv, chunk.local, start))  # pyright: ignore[reportArgumentType]
+        arrays = (kv, self.factors, chunk.local, start)
+        return EngineKV(ops.jitted_apply(chunk.layout, *arrays, layers=self.layers))
 
 
 def apply_patch(

@@ -38,7 +38,6 @@ from ..core import (
     Slots,
     Start,
     arrays_of,
-    check_held,
     check_pool,
     check_uniform,
     is_packed,
@@ -49,8 +48,9 @@ from ..core import (
 )
 from ..errors import DtypeError, LayoutError, ShapeError
 from ..patching import Placed
+from ..utils.kinds import expect_kind
 from .programs import places, token_rotations
-from .slots import check_single, chunk_slots
+from .slots import chunk_slots
 
 Pages = Sequence[Float[AnyArray, "P ..."]]
 """An engine's pages, an array per layer."""
@@ -336,7 +336,7 @@ class PageFormat:
           Also what `pool.splice` raises.
         """
         what = f"{self.name}.splice"
-        check_single(placed, what)
+        expect_kind(placed, Placed, what, "a Placed: a chunk, its patch, a start and an antecedent")
         chunk = placed.chunk
         form, arrays = self._checked(chunk.layout, pages, what)
         for channel in chunk.layout.channels:
@@ -412,7 +412,7 @@ class PageFormat:
         """Returns the layout of pages and the arrays, after checking that they hold `layout` in this format."""
         self._check_layout(layout, what)
         named = {f"layer {number}": page for number, page in enumerate(pages)}
-        check_held(named)
+        check_pool(None, named)
         first, kind, heads = pages[0], self.kind, layout.channels[0].heads
         split = Split.of(first, 2 if kind.splits else None, what)
         form = kind.of(layout, first.shape[3] if first.ndim == 5 else None, split)

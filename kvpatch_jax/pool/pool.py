@@ -9,6 +9,7 @@ layout's, PoolError for a pool that was donated, KernelSlotError for slots out o
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +26,16 @@ from ..core import (
     Slots,
     Start,
     arrays_of,
-    check_held,
     check_pool,
     padded_slots,
     token_offsets,
     trimmed,
 )
-from ..errors import DtypeError, PoolError, ShapeError
+from ..errors import DtypeError, InputError, PoolError, ShapeError
 from ..patching import Placed
 from . import programs
 from .programs import Pools
-from .slots import SlotAllocator, check_single, chunk_slots
+from .slots import SlotAllocator, chunk_slots
 
 
 def make_pool(
@@ -88,7 +88,8 @@ def splice(
       PoolError: slots that are shared or have no owner. DtypeError: the chunk's dtype is not the pool's. ShapeError: a
       batch of chunks, or slots that are not one per token. KernelShapeError: a rank beyond a channel's width.
     """
-    check_single(placed, "splice")
+    if not isinstance(placed, Placed):
+        raise InputError(f"splice: got a {type(placed).__name__}; expected a Placed: a chunk, its patch, a start, …")
     chunk = placed.chunk
     pages, page_size = check_pool(chunk.layout, pool)
     for name, vectors in pool.items():
@@ -101,10 +102,9 @@ def splice(
         allocator.check_sole_owner(slots[: chunk.length], pool)
 
     # All is checked: the programs donate the pool, so an error after this would leave none.
-    pools = Pools(arrays_of(pool), {})
-    layout, kv, factors, local, start = placed.layout, placed.kv, placed.factors, chunk.local, placed.start
-    operands = (pools, slots, local, start, length, kv, factors)
-    return programs.write_piece(layout, *operands, layers=placed.layers).engine
+    arrays: Any = dict(pool)
+    operands = (slots, chunk.local, placed.start, length, placed.kv, placed.factors)
+    return programs.write_piece(chunk.layout, Pools(arrays, {}), *operands, layers=placed.layers).engine
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
@@ -113,7 +113,7 @@ def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict
     Args:
       layout: of the pool; removes its padding. None reads whole rows.
     """
-    check_held(pool)
+    check_pool(None, pool)
     if layout is not None:
         check_pool(layout, pool)
     rows = programs.read_rows(Pools(arrays_of(pool), {}), slots).engine
@@ -126,7 +126,7 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     Both are [N] and are padded to a bucket, so that few programs are compiled. Keys are not rotated: positions do not
     depend on slots. Only `new` must be distinct; ShapeError for unequal numbers of slots.
     """
-    check_held(pool)
+    check_pool(None, pool)
     if old.shape != new.shape:
         raise ShapeError(f"move_slots: got {old.shape[0]} slots to {new.shape[0]}; expected as many")
     pages, page_size = next(iter(pool.values())).shape[1:3]

@@ -12,7 +12,7 @@ from pallas_kernels.splice import check_slots
 from ..core import AnyArray, Pool, Slots
 from ..errors import InputError, PoolError, ShapeError
 from ..patching import Placed
-from ..utils.kinds import expect_kind, is_whole
+from ..utils.kinds import is_whole
 
 
 class SlotAllocator:
@@ -188,25 +188,16 @@ def slot_mask(slots: Slots, pages: Int[AnyArray, " N"], page_size: int) -> Bool[
     return np.isin(vectors.ravel(), np.asarray(slots))
 
 
-def check_single(placed: Placed, what: str) -> None:
-    """Checks that what is placed is one chunk.
-
-    Raises:
-      InputError: no `Placed`. ShapeError: a batch of chunks.
-    """
-    expect_kind(placed, Placed, what, "a Placed: a chunk, its patch, a start and an antecedent")
-    if placed.chunk.batch is not None:
-        raise ShapeError(f"{what}: got chunk {placed.chunk.id!r}, a batch of {placed.chunk.batch}; expected one chunk")
-
-
 def chunk_slots(placed: Placed, slots: Slots, total: int, what: str, first: int = 0) -> Int[AnyArray, " T"]:
     """Returns int32 slots for a chunk's tokens, after checking those of its tokens from `first` to its length.
 
     Raises:
-      ShapeError: slots that are not one per token. InputError: no token from `first` on. KernelSlotError,
-      KernelDtypeError: slots out of range, named twice, or no integers.
+      ShapeError: a batch of chunks, or slots that are not one per token. InputError: no token from `first` on.
+      KernelSlotError, KernelDtypeError: slots out of range, named twice, or no integers.
     """
-    tokens, length = placed.chunk.tokens, placed.chunk.length
+    chunk, tokens, length = placed.chunk, placed.chunk.tokens, placed.chunk.length
+    if chunk.batch is not None:
+        raise ShapeError(f"{what}: got chunk {chunk.id!r}, a batch of {chunk.batch}; expected one chunk")
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     # `check_slots` refuses what is no integer, whatever its shape.
     if slots.dtype.kind in "iu" and slots.shape != (tokens,):

@@ -149,7 +149,7 @@ def encode_rows(
         return encode_kv(layout, kv, encoding)
 
     def encode(row: KV, length: Array) -> StoredKV:
-        return encode_kv(layout, row, encoding, length)  # pyright: ignore[reportArgumentType]
+        return encode_kv(layout, row, encoding, length)
 
     return jax.vmap(encode, in_axes=(1, 0), out_axes=1)(dict(kv), jnp.asarray(length))
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import Chunk, ChunkKey, Member, Patch, PatchMetadata, check_factors, encode_chunk
+from ..cache import Chunk, ChunkKey, Member, Patch, PatchMetadata, antecedent_of, check_factors, encode_chunk
 from ..core import (
     BITS,
     AnyArray,
@@ -339,6 +339,8 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
         fields, forms, packed = body.pop("metadata"), body.pop("forms"), body.pop("packed")
         chunk = {**fields["chunk"], "layout": _layout_of(fields["chunk"]["layout"])}
         metadata = _instance(PatchMetadata, {**fields, "chunk": chunk})
+        for antecedent in (metadata.antecedent, metadata.base_antecedent or metadata.antecedent):
+            antecedent_of(antecedent.members)
         if metadata.chunk.encoding is not None:
             _encoding_of(metadata.chunk.encoding)
         factors: dict[str, Any] = {}

@@ -54,7 +54,7 @@ class MemoryStore:
         """The same store, whose canonicals are the numbers that they decode to."""
         twin = MemoryStore()
         twin.patches, twin.encoders = self.patches, self.encoders
-        twin.chunks = {key: kvp.decode_chunk(chunk) for key, chunk in self.chunks.items()}
+        twin.chunks = {key: kvp.cache.decode_chunk(chunk) for key, chunk in self.chunks.items()}
         return twin
 
     def encodings_of(self, id):

@@ -13,7 +13,7 @@ LAYOUTS = {
     "mla": kvp.KVLayout.mla(2, 32, 16, rope=kvp.Rope(1e4, 16)),
     "blocked": kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, sections=(2, 3, 3))),
     "interleaved": kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, sections=(4, 2, 2), order="interleaved")),
-    "yarn": kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, scaling=kvp.rope.Scaling("yarn", factor=4, original=64))),
+    "yarn": kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, scaling=kvp.core.rope.Scaling("yarn", factor=4, original=64))),
 }
 
 

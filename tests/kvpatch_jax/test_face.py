@@ -21,7 +21,7 @@ for name in ("kvpatch_jax.store", "kvpatch_jax.pool", "kvpatch_jax.batch", "kvpa
     found = sorted(module for module in new if module == name or module.startswith(name + "."))
     assert not found, found
 assert len([module for module in new if module.startswith("kvpatch_jax")]) < 44, sorted(new)
-assert kvp.pool.make_pool and kvp.pool.RAGGED and kvp.repair.METHODS and kvp.deficit.e90
+assert kvp.pool.make_pool and kvp.pool.RAGGED and kvp.repair.METHODS and kvp.core.deficit.e90
 try:
     kvp.ChunkStore
 except kvp.errors.StorePlatformError as error:

@@ -81,7 +81,7 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a"])
     library, dynamic = stores.StaticLibrary(store, quota="1 MB"), stores.DynamicLibrary(store)
     named = {"id": chunk.id, "backbone": chunk.backbone}
-    served = {"orbit": False, "base": "canonical", "base_antecedent": None, "frame": "phase_free", "start": None}
+    served = {"orbit": False, "base": "canonical", "base_antecedent": None}
     served |= {"chunk": "c", "backbone": "b", "antecedent": ["a"], "content": None, "lead": None}
     entry = {"name": "A", "content": [1, 2], "chunk": None, "kind": None, "vector": None}
     retriever, linker = stores.ExactRetriever(3), stores.Linker("b", library, dynamic)
@@ -202,10 +202,13 @@ def test_every_operator_refuses_what_it_does_not_take(backbone):
         "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
         "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
         "form_patch": (kvp.form_patch, {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}),
-        "apply_patch": (kvp.apply_patch, {"placed": kvp.Placed(chunk, patch, 0, ["a"])}),
+        "apply_patch": (
+            kvp.apply_patch,
+            {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None},
+        ),
         "Placed": (kvp.Placed, {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}),
         "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
-        "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk), "rank": 4, "antecedent": ["a"]}),
+        "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk, ["a"]), "rank": 4}),
         "correction_patch": (lambda patch: kvp.correction_patch(chunk, patch, kv, 4, ["a"]), {"patch": patch}),
         "update_patch": (kvp.update_patch, {"patch": patch, "correction": patch}),
         "truncate": (kvp.truncate, {"patch": patch, "rank": 2}),
@@ -213,10 +216,10 @@ def test_every_operator_refuses_what_it_does_not_take(backbone):
         "quantise": (kvp.quantise, {"patch": patch, "dtype": "int8"}),
         "to_engine": (kvp.to_engine, {"layout": layout, "kv": chunk.kv, "local": chunk.local, "start": 0}),
         "to_phase_free": (kvp.to_phase_free, {"layout": layout, "kv": placed, "local": chunk.local}),
-        "merge_readouts": (lambda readouts: kvp.merge_readouts(readouts), {"readouts": None}),
+        "merge_readouts": (lambda readouts: kvp.core.merge_readouts(readouts), {"readouts": None}),
         "Chunk": (kvp.Chunk, fields_of(chunk)),
         "Patch": (kvp.Patch, {"factors": patch.factors, "metadata": patch.metadata}),
-        "PatchMetadata": (PatchMetadata, {"members": None, **fields_of(patch.metadata)}),
+        "PatchMetadata": (PatchMetadata, fields_of(patch.metadata)),
         "Channel": (Channel, fields_of(layout.channels[0])),
         "KVLayout": (kvp.KVLayout, fields_of(layout)),
         "Rope": (kvp.Rope, fields_of(layout.rope)),

@@ -56,7 +56,7 @@ def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
     tokens, out, engine = prefilled
     rest = tokens.shift(T)
     ways = [out.kv, jax.tree.map(lambda value: value * 2, out.kv), jax.jit(lambda kv: kv)(out.kv), out.kv.copy()]
-    ways += [kvp.to_local(backbone.layout, out.kv, tokens.positions)]
+    ways += [kvp.core.to_local(backbone.layout, out.kv, tokens.positions)]
     ways += [jax.tree.map(lambda value: value[:, None], chunk_of(backbone).kv)]
     for kv in ways:
         for call in (
@@ -77,7 +77,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
     layout, chunk = backbone.layout, chunk_of(backbone)
     fields = {name: getattr(chunk, name) for name in ("local", "span", "length", "id", "backbone", "layout")}
     placed = kvp.apply_patch(chunk, None, 3)
-    turned = [placed, kvp.to_engine(layout, chunk.kv, chunk.local, 3), kvp.to_local(layout, chunk.kv, chunk.local)]
+    turned = [placed, kvp.to_engine(layout, chunk.kv, chunk.local, 3), kvp.core.to_local(layout, chunk.kv, chunk.local)]
     turned += [jax.vmap(lambda kv: kv)(placed), kvp.relocate(layout, placed, 3, 4)]
     for kv in turned:
         for call in (
@@ -88,7 +88,7 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
             lambda kv=kv: kvp.removal_patch(chunk, chunk.kv, kv, 2, ["A"], ["A", "B"]),
             lambda kv=kv: kvp.apply_patch(chunk, None, 3, base=kv),
             lambda kv=kv: kvp.to_engine(layout, kv, chunk.local, 3),
-            lambda kv=kv: kvp.to_local(layout, kv, chunk.local),
+            lambda kv=kv: kvp.core.to_local(layout, kv, chunk.local),
         ):
             with pytest.raises(FrameError, match="expected it phase-free"):
                 call()

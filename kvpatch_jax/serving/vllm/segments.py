@@ -17,7 +17,6 @@ from jaxtyping import Int
 
 from ...cache import chunk_id
 from ...errors import ConfigError, InputError
-from ...segment_reuse import occurrences
 from ...utils.kinds import is_whole
 
 MAX_SEGMENTS = 4096
@@ -218,7 +217,7 @@ def _reset_points(tokens: Tokens, stretches: Sequence[Bounds], options: Chunking
 
     def starts_of(pattern: tuple[int, ...]) -> Int[np.ndarray, " M"]:
         # What begins in an image or before the first stretch, or reaches into an image, divides nothing.
-        starts = occurrences(tokens, pattern)
+        starts = _occurrences(tokens, pattern)
         place = np.searchsorted(begins, starts, "right") - 1
         starts, place = starts[place >= 0], place[place >= 0]
         return starts[starts + len(pattern) <= ends[place]]
@@ -230,6 +229,16 @@ def _reset_points(tokens: Tokens, stretches: Sequence[Bounds], options: Chunking
         # A chat prompt ends with the opening of the answer, and a chunk in front of it would end with the question.
         opened = opened[:-1]
     return np.unique(np.concatenate([*points, opened]))
+
+
+def _occurrences(ids: Tokens, pattern: tuple[int, ...]) -> Int[np.ndarray, " N"]:
+    """Finds where a sequence of one or more token ids begins in a prompt, increasing; occurrences may overlap."""
+    count = max(len(ids) - len(pattern) + 1, 0)
+    starts = np.flatnonzero(ids[:count] == pattern[0])
+    # Most starts fail at the next token, so this takes one pass over the prompt for a pattern of any length.
+    for offset, token in enumerate(pattern[1:], 1):
+        starts = starts[ids[starts + offset] == token]
+    return starts
 
 
 def _text_cuts(edges: Sequence[int], is_last: bool, least: int) -> list[int]:

@@ -313,7 +313,6 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
     chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
     patch = kvp.form_patch(chunk, conditioned, 4, ["a", "b", "c"])
-    layout = chunk.layout
     for call in (
         lambda given: kvp.form_patch(chunk, conditioned, 4, given),
         lambda given: kvp.apply_patch(chunk, patch, 0, given),

@@ -118,7 +118,7 @@ def test_layouts_of_equal_storage_differ_in_angles_only():
     assert same_storage(layout, with_rope(angles="float32"))
     for fields in ({"theta": 2e4}, {"cached": "pairs"}, {"order": "blocked"}, {"sections": (3, 3, 2)}, {"width": 16}):
         assert not same_storage(layout, with_rope(**fields))
-    scaled = with_rope(scaling=kvp.rope.Scaling("yarn", factor=4, original=64))
+    scaled = with_rope(scaling=kvp.core.rope.Scaling("yarn", factor=4, original=64))
     assert not same_storage(layout, scaled)
     assert not same_storage(layout, kvp.KVLayout.gqa(3, 2, 16, base))
     assert not same_storage(layout, kvp.KVLayout.mha(2, 2, 16, base))

@@ -14,6 +14,7 @@ from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax import pool
+from kvpatch_jax.cache import check_factors
 from kvpatch_jax.core import KVEncoding, PackedArray, RaggedFactors, ops, pack, packed_bytes, unpack
 from kvpatch_jax.core.few_bits import resize
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, ShapeError
@@ -122,8 +123,8 @@ def test_words_of_encodings(unchecked):
     for word in ("k4v4g32", "k8v3g64", "k2v6gall", "k16v4g32tokens"):
         assert str(KVEncoding.of(word)) == word
     assert KVEncoding.of("k4v2") == KVEncoding(4, 2)
-    assert KVEncoding.of(3) == KVEncoding(3, 3, None, "feature")
-    for wrong in ("k9v4", "int8", "", 9, "k4v4g0", "k4v4g123456"):
+    assert KVEncoding.of_bits(3) == KVEncoding.of("k3v3gallfeature")
+    for wrong in ("k9v4", "int8", "", 4, "k4v4g0", "k4v4g123456"):
         with pytest.raises(InputError, match="encoding"):
             KVEncoding.of(wrong)
     for keys, group in ((0, 32), (9, 32), (4.0, 32), (4, 0), (True, 32)):
@@ -152,7 +153,7 @@ def test_bad_arguments_are_refused(unchecked):
 )
 def test_an_encoded_chunk_is_placed_as_its_decoded_twin(kind, factors):
     chunk = kvp.encode_chunk(chunk_of(kind), "k4v6g8")
-    plain = kvp.decode_chunk(chunk)
+    plain = kvp.cache.decode_chunk(chunk)
     assert chunk.content == plain.content == chunk_of(kind).content
     assert chunk.nbytes < plain.nbytes / 3
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, dtype=factors)
@@ -236,7 +237,7 @@ def test_ragged_factors_are_the_factors_of_each_layer():
     np.testing.assert_array_equal(np.asarray(wider.factors["k"].u)[:, : chunk.tokens], np.asarray(few.factors["k"].u))
     for name, change in (("u", factors["k"].u[:5]), ("rows", factors["k"].rows[:2]), ("v", factors["k"].v[:, :3])):
         with pytest.raises(ShapeError, match=name if name != "u" else "u of"):
-            kvp.Patch({**factors, "k": dataclasses.replace(factors["k"], **{name: change})}, patch.metadata)
+            check_factors({**factors, "k": dataclasses.replace(factors["k"], **{name: change})}, patch.metadata)
 
 
 @pytest.mark.slow
@@ -269,6 +270,6 @@ def test_content_outlives_encoding_in_every_copy():
     """A content computed of the KV as it was prefilled is not computed again of the decoded one."""
     plain = chunk_of("gqa")
     chunk = kvp.encode_chunk(plain, "k2v2")
-    for own in (chunk, kvp.decode_chunk(chunk)):
+    for own in (chunk, kvp.cache.decode_chunk(chunk)):
         assert dataclasses.replace(own).content == plain.content
     assert dataclasses.replace(chunk, content=None).content != plain.content

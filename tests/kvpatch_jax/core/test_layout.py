@@ -36,7 +36,7 @@ def test_frames_invert(name: str):
             assert np.abs(engine[channel.name] - kv[channel.name]).max() > 0.1
         else:
             assert engine[channel.name] is kv[channel.name]
-    near = kvp.to_phase_free(layout, kvp.to_local(layout, kv, local), local)
+    near = kvp.to_phase_free(layout, kvp.core.to_local(layout, kv, local), local)
     np.testing.assert_allclose(near[layout.names[0]], kv[layout.names[0]], atol=3e-6)
 
 
@@ -75,7 +75,7 @@ def test_positions_beyond_int32_are_refused_not_wrapped(far: int):
             kvp.to_engine(layout, kv, local, jnp.asarray(far, jnp.uint32))
     if far_away[1].dtype.kind in "iu":
         with refused():
-            kvp.rope.rope_tables(layout.rope, far_away[1])
+            kvp.core.rope.rope_tables(layout.rope, far_away[1])
 
 
 def test_attention_scaling_is_in_the_engine_frame_and_not_in_relocation():

@@ -10,6 +10,7 @@ import pytest
 from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.core import attention_with_lse
 from kvpatch_jax.errors import NotFiniteError
 from tests.arrays import placed
 
@@ -55,7 +56,7 @@ RNG = np.random.default_rng(0)
 Q, K, V = (placed(RNG.standard_normal(s), jnp.float32) for s in ((2, 5, 4, 8), (2, 12, 2, 8), (2, 12, 2, 6)))
 
 
-GRADIENTS = jax.jit(jax.grad(lambda q, k, v, mask: kvp.attention_with_lse(q, k, v, mask)[0].sum(), argnums=(0, 1, 2)))
+GRADIENTS = jax.jit(jax.grad(lambda q, k, v, mask: attention_with_lse(q, k, v, mask)[0].sum(), argnums=(0, 1, 2)))
 
 
 @pytest.mark.parametrize(("where", "bad"), [("k", np.nan), ("v", np.inf), ("both", -np.inf)])
@@ -63,8 +64,8 @@ def test_what_is_masked_does_not_reach_a_readout(where: str, bad: float):
     mask = jnp.arange(12) < 7
     k = K.at[:, 9].set(bad) if where != "v" else K
     v = V.at[:, 9].set(bad) if where != "k" else V
-    found = kvp.attention_with_lse(Q, k, v, mask)
-    wanted = kvp.attention_with_lse(Q, K[:, :7], V[:, :7])
+    found = attention_with_lse(Q, k, v, mask)
+    wanted = attention_with_lse(Q, K[:, :7], V[:, :7])
     for own, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(own, other, atol=2e-6)
     gradients = GRADIENTS(Q, k, v, mask)
@@ -73,7 +74,7 @@ def test_what_is_masked_does_not_reach_a_readout(where: str, bad: float):
 
 def test_a_bad_slot_reaches_those_queries_only_that_read_it():
     mask = jnp.arange(12) <= placed([3, 11, 8, 9, 0])[:, None]
-    o, lse = kvp.attention_with_lse(Q, K, V.at[0, 9, 1].set(jnp.nan), mask)
+    o, lse = attention_with_lse(Q, K, V.at[0, 9, 1].set(jnp.nan), mask)
     spoilt = np.zeros((2, 5, 4), bool)
     # Query heads 2 and 3 read KV head 1.
     spoilt[0, [1, 3], 2:] = True
@@ -85,29 +86,29 @@ def test_a_bad_slot_reaches_those_queries_only_that_read_it():
 @pytest.mark.parametrize("shape", [(12,), (1, 12), (5, 12), (2, 1, 12), (2, 5, 12)])
 def test_masks_broadcast(shape: tuple[int, ...]):
     mask = np.random.default_rng(3).random(shape) > 0.4
-    found = kvp.attention_with_lse(Q, K, V, placed(mask))
-    wanted = kvp.attention_with_lse(Q, K, V, placed(np.broadcast_to(mask, (2, 5, 12))))
+    found = attention_with_lse(Q, K, V, placed(mask))
+    wanted = attention_with_lse(Q, K, V, placed(np.broadcast_to(mask, (2, 5, 12))))
     for own, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(own, other)
 
 
 @pytest.mark.parametrize(("lse", "o"), [(np.inf, np.nan), (-np.inf, 0.0)])
 def test_empty_readouts_of_other_engines_add_nothing(lse: float, o: float):
-    own = kvp.attention_with_lse(Q, K, V)
+    own = attention_with_lse(Q, K, V)
     empty = jnp.full(own[0].shape, o), jnp.full(own[1].shape, lse)
     for order in ((own, empty), (empty, own), (empty, own, empty)):
-        for found, wanted in zip(kvp.merge_readouts(*order), own, strict=True):
+        for found, wanted in zip(kvp.core.merge_readouts(*order), own, strict=True):
             np.testing.assert_allclose(found, wanted, atol=1e-6)
-    nothing = kvp.merge_readouts(empty, empty)
+    nothing = kvp.core.merge_readouts(empty, empty)
     assert not nothing[0].any()
     assert (nothing[1] == -jnp.inf).all()
-    gradient = jax.grad(lambda x: kvp.merge_readouts((x, own[1]), empty)[0].sum())(own[0])
+    gradient = jax.grad(lambda x: kvp.core.merge_readouts((x, own[1]), empty)[0].sum())(own[0])
     np.testing.assert_allclose(gradient, 1.0, atol=1e-6)
 
 
 def test_a_readout_that_is_nan_stays_so():
-    own = kvp.attention_with_lse(Q, K, V)
-    o, lse = kvp.merge_readouts(own, (own[0], own[1].at[0, 0, 0].set(jnp.nan)))
+    own = attention_with_lse(Q, K, V)
+    o, lse = kvp.core.merge_readouts(own, (own[0], own[1].at[0, 0, 0].set(jnp.nan)))
     assert np.isnan(lse[0, 0, 0])
     assert np.isnan(o[0, 0, 0]).all()
     assert np.isfinite(lse).sum() == lse.size - 1
@@ -216,7 +217,7 @@ def engines_frequencies(theta: int, dim: int) -> np.ndarray:
 def test_float32_frequencies_are_the_engines_bit_for_bit(theta: int, dim: int):
     """At the last position, every frequency turns so far that its last bit moves the angle by more than the bound."""
     rope, positions = kvp.Rope(theta, dim, angles="float32"), (1, 99_991, 2**24 - 1)
-    cos, sin = kvp.rope.rope_tables(rope, np.asarray(positions, np.int32))
+    cos, sin = kvp.core.rope.rope_tables(rope, np.asarray(positions, np.int32))
     for row, position in enumerate(positions):
         angle = (np.float32(position) * engines_frequencies(theta, dim)).astype(np.float64)
         np.testing.assert_allclose(cos[row], np.cos(angle), atol=3e-7)

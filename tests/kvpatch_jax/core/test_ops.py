@@ -36,7 +36,7 @@ def test_vmap_over_chunks_of_unequal_length():
 
     @jax.jit
     def one(conditioned, kv, length, start):
-        factors = ops.form(LAYOUT, conditioned, kv, length, key, local, start, plan=PLAN)
+        factors = ops.form(conditioned, kv, length, key, plan=PLAN)
         return ops.apply(LAYOUT, kv, factors, local, start), factors
 
     both, factors = jax.jit(jax.vmap(one))(conditioned, kv, lengths, starts)
@@ -50,15 +50,15 @@ def test_vmap_over_chunks_of_unequal_length():
 def test_batches_between_layers_and_tokens():
     kv, conditioned, chunks = stacked()
     inner = lambda tree: {name: placed(np.moveaxis(value, 0, 1)) for name, value in tree.items()}
-    form = jax.jit(functools.partial(ops.form, LAYOUT), static_argnames=("plan",))
+    form = jax.jit(ops.form, static_argnames=("plan",))
     apply = jax.jit(functools.partial(ops.apply, LAYOUT))
     local, key = placed(chunks[0].local), jax.random.key(0)
     start = jnp.array([5, 70], jnp.int32)
     plan = ops.FormPlan(ranks=(("k", 4), ("v", 4)), method="exact")
-    factors = form(inner(conditioned), inner(kv), jnp.array([24, 17]), key, local, start, plan=plan)
+    factors = form(inner(conditioned), inner(kv), jnp.array([24, 17]), key, plan=plan)
     found = apply(inner(kv), factors, jnp.stack([local, local]), start)
     one, other = ({name: np.asarray(value)[1] for name, value in tree.items()} for tree in (kv, conditioned))
-    other = form(other, one, 17, key, local, start[1], plan=plan)
+    other = form(other, one, 17, key, plan=plan)
     alone = apply(one, other, local, start[1])
     np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
 
@@ -66,16 +66,7 @@ def test_batches_between_layers_and_tokens():
 @pytest.mark.slow
 def test_gradients_reach_keys_and_factors():
     chunk = chunk_of("gqa")
-    factors = ops.form(
-        LAYOUT,
-        conditioned_of(chunk),
-        dict(chunk.kv),
-        24,
-        jax.random.key(0),
-        placed(chunk.local),
-        jnp.int32(0),
-        plan=PLAN,
-    )
+    factors = ops.form(conditioned_of(chunk), dict(chunk.kv), 24, jax.random.key(0), plan=PLAN)
 
     def loss(kv, factors):
         out = ops.apply(LAYOUT, kv, factors, placed(chunk.local), jnp.int32(9))
@@ -111,10 +102,9 @@ def test_accumulate_masks_padding():
 def energy_and_gradient(conditioned, base, length):
     """The squared sum of a formed patch's correction."""
     plan = ops.FormPlan(ranks=(("k", 4), ("v", 2)))
-    none = jnp.zeros((), jnp.int32)
 
     def energy(conditioned):
-        factors = ops.form(LAYOUT, conditioned, base, length, jax.random.key(0), jnp.arange(24.0), none, plan=plan)
+        factors = ops.form(conditioned, base, length, jax.random.key(0), plan=plan)
         return sum((value**2).sum() for value in ops.correction(LAYOUT, factors).values())
 
     return jax.value_and_grad(energy)(conditioned)

@@ -64,7 +64,7 @@ def test_a_patch_of_one_base_is_refused_on_another():
 @pytest.mark.slow
 def test_a_base_is_encoded_and_patched_within_a_budget():
     base = kvp.encode_chunk(mean_base(CHUNK, KVS[1:], BEHIND[1:]), "k6v6")
-    patch = kvp.form_patch(base, KVS[0], kvp.ByteBudget(3000), BEHIND[0], dtype="int4")
+    patch = kvp.form_patch(base, KVS[0], kvp.patching.ByteBudget(3000), BEHIND[0], dtype="int4")
     assert (patch.metadata.chunk.lead, patch.metadata.chunk.encoding) == (base.lead, "k6v6g32")
     found = dict(kvp.apply_patch(base, patch, 0, BEHIND[0]))
     blind = dict(kvp.apply_patch(base, None, 0, BEHIND[0]))

@@ -13,7 +13,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.core import RaggedFactors
 from kvpatch_jax.errors import InputError, RankError, ShapeError
-from kvpatch_jax.patching import choose_directions
+from kvpatch_jax.patching import ByteBudget, choose_directions
 from kvpatch_jax.patching.byte_budget import direction_bytes
 from tests.compilations import compilations
 
@@ -85,7 +85,7 @@ def test_the_error_is_what_was_left_out_and_below_that_of_one_rank():
     kv = conditioned()
     values = singular(CHUNK, kv)
     even = kvp.form_patch(CHUNK, kv, 3, A, method="exact")
-    budget = kvp.ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
+    budget = ByteBudget(even.nbytes + 3 * 2 * 20, relative=0)  # and the table of rows
     patch = kvp.form_patch(CHUNK, kv, budget, A, dtype="float32")
     dropped = 0.0
     for name, own in patch.factors.items():
@@ -109,7 +109,7 @@ def test_relative_shares_make_up_for_layers_of_other_sizes():
         for name, value in kv.items()
     }
     plain, found, wanted = (
-        kvp.form_patch(CHUNK, own, kvp.ByteBudget(4000, relative=power), A, dtype="float32")
+        kvp.form_patch(CHUNK, own, ByteBudget(4000, relative=power), A, dtype="float32")
         for own, power in ((large, 0), (large, 1), (kv, 1))
     )
     assert plain.factors["k"].ranks[0] < found.factors["k"].ranks[0]
@@ -117,7 +117,7 @@ def test_relative_shares_make_up_for_layers_of_other_sizes():
         name: own.ranks for name, own in wanted.factors.items()
     }
     assert max(plain.nbytes, found.nbytes) <= 4000
-    between = kvp.form_patch(CHUNK, large, kvp.ByteBudget(4000, relative=0.5), A, dtype="float32")
+    between = kvp.form_patch(CHUNK, large, ByteBudget(4000, relative=0.5), A, dtype="float32")
     assert plain.factors["k"].ranks[0] <= between.factors["k"].ranks[0] <= found.factors["k"].ranks[0]
 
 
@@ -127,7 +127,7 @@ def test_bytes_never_exceed_the_budget(kind, dtype):
     kv = conditioned(chunk)
     for per_byte in (False, True):
         for nbytes in (400, 777, 1111):
-            patch = kvp.form_patch(chunk, kv, kvp.ByteBudget(nbytes, per_byte=per_byte), A, dtype=dtype)
+            patch = kvp.form_patch(chunk, kv, ByteBudget(nbytes, per_byte=per_byte), A, dtype=dtype)
             assert patch.nbytes <= nbytes
             # One more direction of the costliest channel, with a row of the table, would not fit.
             most = max(direction_bytes(chunk.tokens, own.features, dtype) for own in chunk.layout.channels)
@@ -141,7 +141,7 @@ def test_a_patch_within_a_budget_is_applied_and_spliced_like_any_other(kind):
     kv = conditioned_of(chunk, rank=2)
     start = 7 if chunk.layout.rope.axes is None else np.array([1, 2, 3])
     # The rounding of float32 has energy too, so the rank is bounded.
-    patch = kvp.form_patch(chunk, kv, kvp.ByteBudget(1 << 20, most=2), A, dtype="float32")
+    patch = kvp.form_patch(chunk, kv, ByteBudget(1 << 20, most=2), A, dtype="float32")
     found = kvp.apply_patch(chunk, patch, start, A)
     wanted = kvp.to_engine(chunk.layout, kv, chunk.local, start)
     assert {own.ranks for own in patch.factors.values()} == {(2,) * chunk.layout.layers}
@@ -159,7 +159,7 @@ def test_many_budgets_share_programs():
     kv, counts = conditioned(), []
     for nbytes in (1200, 1250, 1300, 1350):
         with compilations() as compiled:
-            patch = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(nbytes), A, dtype="int4")
+            patch = kvp.form_patch(CHUNK, kv, ByteBudget(nbytes), A, dtype="int4")
             kvp.apply_patch(CHUNK, patch, nbytes, A)
         counts.append((patch.factors["k"].ranks, list(compiled)))
     assert len({rank for rank, _ in counts}) > 1
@@ -169,23 +169,21 @@ def test_many_budgets_share_programs():
 @pytest.mark.slow
 def test_smaller_patches_of_a_budget():
     kv = conditioned()
-    patch = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(4000), A, layers=[0, 2], dtype="float32")
+    patch = kvp.form_patch(CHUNK, kv, ByteBudget(4000), A, layers=[0, 2], dtype="float32")
     assert patch.metadata.layers == (0, 2)
     assert kvp.keep_layers(patch, [2]).nbytes < patch.nbytes
     assert kvp.quantise(patch, "int4").nbytes < patch.nbytes / 4
     assert patch_digest(patch) != patch_digest(kvp.truncate(patch, 1))
-    capped = kvp.form_patch(CHUNK, kv, kvp.ByteBudget(9000, most=2), A, dtype="float32")
+    capped = kvp.form_patch(CHUNK, kv, ByteBudget(9000, most=2), A, dtype="float32")
     assert max(capped.ranks.values()) == 2
-    removed = kvp.removal_patch(
-        CHUNK, kv, conditioned(seed=6), kvp.ByteBudget(2000), ["B"], ["A", "B"], dtype="float32"
-    )
+    removed = kvp.removal_patch(CHUNK, kv, conditioned(seed=6), ByteBudget(2000), ["B"], ["A", "B"], dtype="float32")
     assert removed.nbytes <= 2000
     correction = kvp.correction_patch(CHUNK, kvp.quantise(patch_of(kv), "int4"), conditioned(seed=7), 4, ["C"])
     assert correction.metadata.base == "patched"
 
 
 def patch_of(kv: dict, **options) -> kvp.Patch:
-    return kvp.form_patch(CHUNK, kv, kvp.ByteBudget(4000), A, **{"dtype": "float32", **options})
+    return kvp.form_patch(CHUNK, kv, ByteBudget(4000), A, **{"dtype": "float32", **options})
 
 
 @pytest.mark.slow
@@ -203,13 +201,13 @@ def test_a_correction_is_folded_into_a_patch_with_many_ranks():
 
 
 def test_a_chunk_without_a_deficit_needs_no_factors():
-    patch = kvp.form_patch(CHUNK, dict(CHUNK.kv), kvp.ByteBudget(1000), A)
+    patch = kvp.form_patch(CHUNK, dict(CHUNK.kv), ByteBudget(1000), A)
     assert (dict(patch.factors), patch.nbytes) == ({}, 0)
 
 
 def test_a_budget_is_spent_in_four_bits_unless_told_otherwise():
     kv = conditioned()
-    found, wanted = (kvp.form_patch(CHUNK, kv, kvp.ByteBudget(2000), A, **more) for more in ({}, {"dtype": "int4"}))
+    found, wanted = (kvp.form_patch(CHUNK, kv, ByteBudget(2000), A, **more) for more in ({}, {"dtype": "int4"}))
     assert found.factors["k"].u.bits == 4
     assert found.ranks == wanted.ranks
     assert kvp.form_patch(CHUNK, kv, 2, A).factors["k"][0].dtype == np.float32
@@ -221,15 +219,15 @@ def test_what_no_budget_can_form_is_refused(unchecked):
     batch = kvp.Chunk(**fields | {"kv": kv_of(layout, 24, batch=(2,)), "content": None})
     values = {"k": np.ones((2, 3))}
     for error, call in (
-        (InputError, lambda: kvp.ByteBudget(0)),
-        (InputError, lambda: kvp.ByteBudget(2.5)),
-        (InputError, lambda: kvp.ByteBudget(10, most=0)),
-        (InputError, lambda: kvp.ByteBudget(10, relative=1.5)),
-        (InputError, lambda: kvp.ByteBudget(10, relative="all")),
-        (InputError, lambda: kvp.ByteBudget.share(CHUNK, 0)),
-        (InputError, lambda: kvp.ByteBudget.share("chunk", 0.1)),
-        (RankError, lambda: kvp.form_patch(CHUNK, kv, kvp.ByteBudget(30), A)),
-        (ShapeError, lambda: kvp.form_patch(batch, dict(batch.kv), kvp.ByteBudget(600), A)),
+        (InputError, lambda: ByteBudget(0)),
+        (InputError, lambda: ByteBudget(2.5)),
+        (InputError, lambda: ByteBudget(10, most=0)),
+        (InputError, lambda: ByteBudget(10, relative=1.5)),
+        (InputError, lambda: ByteBudget(10, relative="all")),
+        (InputError, lambda: ByteBudget.share(CHUNK, 0)),
+        (InputError, lambda: ByteBudget.share("chunk", 0.1)),
+        (RankError, lambda: kvp.form_patch(CHUNK, kv, ByteBudget(30), A)),
+        (ShapeError, lambda: kvp.form_patch(batch, dict(batch.kv), ByteBudget(600), A)),
         (InputError, lambda: choose_directions(values, {}, 5)),
         (InputError, lambda: choose_directions(values, {"k": 0}, 5)),
         (InputError, lambda: choose_directions({"k": np.array([[1.0, 2.0]])}, {"k": 1}, 5)),
@@ -240,4 +238,4 @@ def test_what_no_budget_can_form_is_refused(unchecked):
 
 
 def test_a_share_is_of_the_chunk_in_16_bits():
-    assert kvp.ByteBudget.share(CHUNK, 0.25, most=3) == kvp.ByteBudget(3 * 2 * 32 * 2 * 20 // 4, most=3)
+    assert ByteBudget.share(CHUNK, 0.25, most=3) == ByteBudget(3 * 2 * 32 * 2 * 20 // 4, most=3)

@@ -23,7 +23,7 @@ def encoded(word: str = "k3v3g8") -> kvp.Chunk:
 def deficit(chunk: kvp.Chunk, conditioned: dict) -> dict[str, np.ndarray]:
     """What a patch has to add to the numbers that the canonical decodes to."""
     return {
-        name: np.asarray(value, np.float64) - np.asarray(kvp.decode_chunk(chunk).kv[name], np.float64)
+        name: np.asarray(value, np.float64) - np.asarray(kvp.cache.decode_chunk(chunk).kv[name], np.float64)
         for name, value in conditioned.items()
     }
 
@@ -128,7 +128,7 @@ def test_orders_are_averaged_over_one_base():
 def test_a_canonical_is_known_by_what_it_decodes_to():
     """A survivor that is conditioned on nothing has its canonical's KV, whichever of the two is packed."""
     chunk = encoded()
-    alone = dict(kvp.decode_chunk(chunk).kv)
+    alone = dict(kvp.cache.decode_chunk(chunk).kv)
     target = conditioned_of(chunk)
     patch = kvp.removal_patch(chunk, target, alone, 24, ("B",), (), method="exact", dtype="float32")
     assert patch.metadata.base == "canonical"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transition_cases import LAYOUT, LAYOUTS, TOKENS, chunk_of, close, drawn
 
-from kvpatch_jax.cache import Patch, encode_chunk, patch_digest
+from kvpatch_jax.cache import check_factors, encode_chunk, patch_digest
 from kvpatch_jax.core import KVLayout, Rope, ops, to_engine
 from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PatchMismatchError, RankError, ShapeError
 from kvpatch_jax.patching import (
@@ -212,7 +212,7 @@ def test_what_fits_no_transition_is_refused(unchecked):
         {"k": target["state"]},
     ):
         with pytest.raises(ShapeError, match="patch: got"):
-            Patch(factors, patch.metadata)
+            check_factors(factors, patch.metadata)
     other = KVLayout.gqa(5, 2, 8, Rope(1e4, 8)).with_transitions((0, 1, 3), 3, 6, 4, tail=(2, 10))
     wrong = dataclasses.replace(chunk, kv=target | {"tail": target["tail"][:, 1:]}, layout=other, content=chunk.content)
     with pytest.raises(PatchMismatchError, match="got layout"):

@@ -54,7 +54,7 @@ def test_a_budget_is_spent_where_errors_count(kind):
     """What is left is what the singular values of Δ·W left out, and less than without weights."""
     chunk = chunk_of(kind, length=20)
     kv, weights = conditioned_of(chunk, rank=12), weights_of(chunk)
-    patch = kvp.form_patch(chunk, kv, kvp.ByteBudget(2500), A, weights=weights, dtype="float32")
+    patch = kvp.form_patch(chunk, kv, kvp.patching.ByteBudget(2500), A, weights=weights, dtype="float32")
     assert patch.nbytes <= 2500
     dropped = energy = 0.0
     have = corrections(chunk, patch)
@@ -64,14 +64,14 @@ def test_a_budget_is_spent_where_errors_count(kind):
             dropped += (np.linalg.svd(matrix * W, compute_uv=False)[patch.factors[name].ranks[layer] :] ** 2).sum()
             energy += np.square((matrix - have[name][layer]) * W).sum()
     np.testing.assert_allclose(energy, dropped, rtol=1e-4)
-    plain = corrections(chunk, kvp.form_patch(chunk, kv, kvp.ByteBudget(2500), A, dtype="float32"))
+    plain = corrections(chunk, kvp.form_patch(chunk, kv, kvp.patching.ByteBudget(2500), A, dtype="float32"))
     other = 0.0
     for name, delta in deltas(chunk, kv).items():
         missing = delta - plain.get(name, 0.0)
         other += np.square(missing * weights.weights[name].astype(np.float64)[:, None]).sum()
     assert energy < 0.95 * other
     removal = kvp.removal_patch(
-        chunk, kv, dict(chunk.kv), kvp.ByteBudget(2500), A, (), weights=weights, dtype="float32"
+        chunk, kv, dict(chunk.kv), kvp.patching.ByteBudget(2500), A, (), weights=weights, dtype="float32"
     )
     for name, value in corrections(chunk, removal).items():
         np.testing.assert_allclose(value, have[name], atol=1e-4)
@@ -119,7 +119,7 @@ def test_what_are_no_weights_is_refused(unchecked):
     chunk = chunk_of("gqa")
     kv, good = conditioned_of(chunk), weights_of(chunk)
     arrays, backbone = dict(good.weights), tiny_backbone()
-    other, budget = dataclasses.replace(chunk, backbone="b"), kvp.ByteBudget(2000)
+    other, budget = dataclasses.replace(chunk, backbone="b"), kvp.patching.ByteBudget(2000)
     for error, call in (
         (InputError, lambda: kvp.form_patch(chunk, kv, budget, A, weights=arrays)),
         (InputError, lambda: kvp.form_patch(chunk, kv, 2, A, weights=good)),

@@ -19,7 +19,7 @@ LENGTH, SLOTS = 19, slots_of(24, 3)
 
 def twins(kind: str, dtype, word: str = "k4v6g8") -> tuple[kvp.Chunk, kvp.Chunk]:
     chunk = kvp.encode_chunk(chunk_of(kind, dtype=dtype, length=LENGTH), word)
-    return chunk, kvp.decode_chunk(chunk)
+    return chunk, kvp.cache.decode_chunk(chunk)
 
 
 def ragged(patch: kvp.Patch) -> kvp.Patch:
@@ -100,7 +100,7 @@ def test_a_pool_with_a_source_holds_the_twins_bits():
         def written(placed, kind=kind, held=held):
             layout = LAYOUTS[kind]
             pools = pool.with_source(layout, pool.make_pool(layout, PAGES, PAGE_SIZE, held, padded=True))
-            own = {word: value for word, value in placed.options.items() if word != "frame"}
+            own = {"layers": placed.layers}
             where = (SLOTS, placed.chunk.local, placed.start, np.int32(LENGTH))
             return pool.write_piece(layout, pools, *where, dict(placed.kv), placed.factors, **own)
 

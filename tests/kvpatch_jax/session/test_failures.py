@@ -188,7 +188,7 @@ def test_a_watcher_that_raises_holds_nothing(backbone, op):
 def test_watchers_see_every_change_after_it_has_happened(backbone, tmp_path):
     seen: list[tuple[Any, ...]] = []
     with (
-        Recorder(tmp_path / "trace.jsonl", kind="test") as recorder,
+        Recorder(tmp_path / "trace.jsonl") as recorder,
         kvp.Session(backbone, None, 1, placeholder="w9 w10", name="a") as session,
     ):
 

@@ -22,9 +22,9 @@ from kvpatch_jax.store.files import Encoded, Header, Stored, object_parts, parse
 from kvpatch_jax.store.names import Names
 
 ROPE = kvp.Rope(1e4, 16)
-YARN = kvp.rope.Scaling("yarn", factor=4, original=64)
-LONG = kvp.rope.Scaling("longrope", 2.0, 64, short_factor=(1.0,) * 8, long_factor=(2.5,) * 8, regime="long")
-LOCAL = kvp.Rope(30.0, 4, cached="pairs", width=6, scaling=kvp.rope.Scaling("linear", factor=2.0))
+YARN = kvp.core.rope.Scaling("yarn", factor=4, original=64)
+LONG = kvp.core.rope.Scaling("longrope", 2.0, 64, short_factor=(1.0,) * 8, long_factor=(2.5,) * 8, regime="long")
+LOCAL = kvp.Rope(30.0, 4, cached="pairs", width=6, scaling=kvp.core.rope.Scaling("linear", factor=2.0))
 UNLIKE = Channel("k", 1, 16, 16, layers=(1,)), Channel("k_local", 2, 6, 4, LOCAL, (0, 2)), Channel("v", 2, 6)
 GQA = kvp.KVLayout.gqa(3, 2, 16, ROPE)
 LAYOUTS = {
@@ -121,7 +121,7 @@ def test_few_bits_come_back_as_they_were_packed(layout):
         assert same_chunk(codec.decode_chunk_object(through_a_file(encoded)), packed)
     padded = packed.pad(50)
     back = codec.decode_chunk_object(through_a_file(codec.encode_chunk_object(padded)))
-    assert same(kvp.decode_chunk(back).kv, kvp.decode_chunk(padded).kv)
+    assert same(kvp.cache.decode_chunk(back).kv, kvp.cache.decode_chunk(padded).kv)
     assert (back.length, back.tokens, back.content, back.encoding) == (40, 50, chunk.content, word)
 
 
@@ -187,7 +187,7 @@ ODD = kvp.KVLayout("gqa", 3, (Channel("k", 2, 16, 16), Channel("local", 2, 16)),
 
 
 def test_chunks_that_no_object_can_hold_are_refused(tmp_path: Path):
-    kv, decoded = {name: np.ones((3, 2, 9, 2, 16), np.float32) for name in "kv"}, kvp.decode_chunk(PACKED)
+    kv, decoded = {name: np.ones((3, 2, 9, 2, 16), np.float32) for name in "kv"}, kvp.cache.decode_chunk(PACKED)
     batch = kvp.Chunk(kv, np.arange(9.0), 9, 9, "B", GQA, "tiny")
     for chunk, encoding in (
         *((CHUNK, "k9v4"), (PACKED, "k8v8"), (decoded, None), (chunk_of(ODD), None)),

@@ -1,4 +1,4 @@
-"""Which stored patches serve a chunk: those of its antecedent, contents, identities, base, lead, encoding and frame."""
+"""Which stored patches serve a chunk: those of its antecedent, contents, identities, base, lead and encoding."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, ChunkKey, Member, PatchMetadata, antecedent_of, identity, patch_digest
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching import fit_basis
+from kvpatch_jax.patching import fit_basis, form_in_basis
 from kvpatch_jax.store import ChunkStore, PatchKey
 
 LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
@@ -92,7 +92,7 @@ def test_plain_ids_mean_the_stored_contents(filled):
 
 def test_the_base_counts_too(store):
     for seed, base in enumerate(BEHIND):
-        fields = {"base": "conditioned", "base_antecedent": base.ids, "base_members": base.members}
+        fields = {"base": "conditioned", "base_antecedent": base}
         store.put_patches([patch_for(("B",), seed, **fields)])
     assert seeds(store, ("B",)) == []
     for seed, expected in ((1, [0, 1]), (2, [0, 2]), (3, [3])):
@@ -108,13 +108,13 @@ def test_an_orbit_patch_serves_every_order(store):
     assert seeds(store, ("A", "B", "B"), orbit=True) == []  # which of the contents of "B" is meant?
 
 
-def test_lead_encoding_and_frame_are_part_of_what_is_served(store):
-    served: list[dict[str, Any]] = [{}, {"lead": "one"}, {"encoding": "k4v4g32"}, {"frame": "engine", "start": (3,)}]
+def test_lead_and_encoding_are_part_of_what_is_served(store):
+    served: list[dict[str, Any]] = [{}, {"lead": "one"}, {"encoding": "k4v4g32"}]
     store.put_patches([patch_for(seed=seed, **fields) for seed, fields in enumerate(served)])
     for seed, fields in enumerate(served):
         assert seeds(store, ("A",), **fields) == [seed]
     assert seeds(store, ("A",), encoding="k4v4") == [2]
-    for fields in ({"lead": "two"}, {"encoding": "k4v4g64"}, {"frame": "engine", "start": (4,)}):
+    for fields in ({"lead": "two"}, {"encoding": "k4v4g64"}):
         assert seeds(store, ("A",), **fields) == []
 
 
@@ -152,13 +152,11 @@ def test_a_damaged_patch_or_canonical_says_nothing(filled):
 def test_keys_of_other_types_are_refused():
     fields: dict[str, Any] = {
         "base": "raw",
-        "frame": "engines",
-        "start": [3],
         "orbit": 1,
         "lead": 3,
         "encoding": "k9v4",
     }
-    for name, value in [*fields.items(), ("start", (3.5,)), ("encoding", 4)]:
+    for name, value in [*fields.items(), ("encoding", 4)]:
         with pytest.raises(InputError, match=f"served.{name}"):
             PatchKey("page", "tiny", ("A",), **{name: value})
     for arguments in (("page", "", ("A",)), (3, "tiny", ("A",)), ("page", "tiny", "A")):
@@ -173,7 +171,7 @@ def test_keys_of_other_types_are_refused():
 def in_basis(chunk: kvp.Chunk) -> tuple[Any, kvp.Patch]:
     conditioned = {name: value + np.float32(0.1) * value**2 for name, value in chunk.kv.items()}
     basis = fit_basis([(chunk, conditioned)], 3)
-    return basis, kvp.form_patch(chunk, conditioned, 2, ("A",), basis=basis)
+    return basis, form_in_basis(chunk, conditioned, basis, ("A",), 2)
 
 
 def test_patches_share_a_basis_that_is_stored_once(store):

@@ -44,7 +44,7 @@ def test_a_bare_chunk_is_its_canonical_at_its_place(name: str, word: str | None)
     if word is not None:
         assert held < 0.55 * chunk.nbytes
         twin = loop_of(name, encoding=word)
-        twin.executor.provide("c2", chunk=kvp.decode_chunk(encoded))
+        twin.executor.provide("c2", chunk=kvp.cache.decode_chunk(encoded))
         twin.append("c2", service=BARE)
         assert same(rows, twin.rows_of("c2"))
 

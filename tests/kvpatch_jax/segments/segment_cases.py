@@ -1,4 +1,4 @@
-"""Prompts of words for the tests of segment reuse, and the tiny backbone that reads them."""
+"""Prompts of words for the tests of segment reuse."""
 
 import re
 import types
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.segment_reuse import SegmentPrompt, as_ids
+from kvpatch_jax.segments import SegmentPrompt
 
 WORDS = [f"word{number}" for number in range(200)]
 
@@ -30,5 +30,7 @@ def prompt(text: str) -> SegmentPrompt:
 
 
 def id_prompt(ids: Any) -> SegmentPrompt:
-    """A prompt without text."""
-    return SegmentPrompt(as_ids(ids))
+    """A prompt whose text names its ids."""
+    names = [f"{token} " for token in ids]
+    starts = np.cumsum([0, *map(len, names[:-1])])
+    return SegmentPrompt(np.array(ids, np.int32), "".join(names), starts)
