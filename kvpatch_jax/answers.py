@@ -1,16 +1,78 @@
-"""Batches of answers decoded in one pool, one token per row and step: the arrays that a backbone takes.
+"""Answers: how their tokens are chosen, the text that they stream, and the arrays of a batch that is decoded together.
 
-Axis letters: B rows, N pages of a table, O slots of a page, V vocabulary.
+A backbone that serves sessions has `answer_choices`, `begin_answer`, `advance_answers` and `answer_pieces`
+(`models/decoding/answering.py`). Axis letters: B rows, N pages of a table, O slots of a page.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int, UInt
 
-from .backbone import Tokens
-from .core import NO_PAGE, AnyArray, Paged, Pool
+from .core import NO_PAGE, AnyArray
+from .errors import ConfigError, InputError
+from .utils.kinds import is_whole
+
+MOST_STEPS = 1 << 30
+"""Maximum number of tokens of an answer, so that positions after a long context still fit int32."""
+
+
+def check_steps(steps: Any) -> None:
+    """Raises InputError unless `steps` is a valid number of tokens."""
+    if not is_whole(steps, 0) or steps >= MOST_STEPS:
+        raise InputError(f"steps: got {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Options of choosing the next token.
+
+    Attributes:
+      temperature: divisor of the logits; 0 takes the most likely token.
+      top_p: samples from the smallest set of most likely tokens with at least this probability (Holtzman et al.,
+        arXiv:1904.09751, section 3.1). Tokens exactly as likely as the last of them are included.
+      top_k: samples from this many most likely tokens, applied before `top_p`; None: all. Ties are included, as above.
+
+    Raises:
+      ConfigError: a value is not a number, the temperature is negative or infinite, `top_p` is outside 0 < p ≤ 1, or
+      `top_k` is below 1.
+    """
+
+    temperature: float | int = 0.0
+    top_p: float | int = 1.0
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not hasattr(value, "__float__") or (isinstance(value, int) and abs(value) > MOST_STEPS):
+                raise ConfigError(f"{name}: got {value!r:.80}; expected a number")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature: got {self.temperature}; expected a finite number, 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p: got {self.top_p}; expected more than 0 and at most 1")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ConfigError(f"top_k: got {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
+
+
+class TextPiece(NamedTuple):
+    """Piece of a stream: the next token of each row and, with a tokenizer, the text that it completes.
+
+    Attributes:
+      ids: [B]; a row that has ended repeats its last token.
+      texts: one per row; empty while the bytes of a character are incomplete, for stop tokens, and after them.
+    """
+
+    ids: Int[np.ndarray, " B"]
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first row's text."""
+        return self.texts[0] if self.texts else ""
 
 
 class Draws(NamedTuple):
@@ -53,42 +115,15 @@ class AnswerRows(NamedTuple):
     transition: Mapping[str, AnyArray] | None = None
 
 
-@runtime_checkable
-class AnsweringBackbone(Protocol):
-    """Backbone that also decodes batches of answers; `models.load` returns one."""
-
-    def answer_choices(self, sampling: Any, key: Any, stop: Sequence[int] | None) -> tuple[Draws, tuple[int, ...]]:
-        """Checks the sampling options of an answer; returns one row of `Draws`, and the stop tokens."""
-        ...
-
-    def begin_answer(
-        self, tokens: Tokens, length: int, context: Paged, slots: Int[np.ndarray, " T"], draws: Draws, steps: int
-    ) -> tuple[Int[Array, "1"], Pool, Mapping[str, Array] | None]:
-        """Runs a question, writes its KV into the pool and chooses the first token.
-
-        Also returns the transition of context and question, of a hybrid model.
-        """
-        ...
-
-    def advance_answers(self, pool: Pool, rows: AnswerRows, draws: Draws) -> tuple[AnswerRows, Pool]:
-        """Writes the KV of every row's last token into the pool and chooses the next token."""
-        ...
-
-    def answer_pieces(self, blocks: Iterator[Int[np.ndarray, "1 n"]], steps: int, stop: Sequence[int]) -> Iterator[Any]:
-        """Yields the tokens of one answer as pieces of text."""
-        ...
-
-
 def no_row(like: AnswerRows) -> AnswerRows:
     """Returns a padding row of the same sizes, which attends only to itself and is not written to the pool."""
     *fields, transition = like
     empty: list[Any] = [np.zeros((1, *value.shape[1:]), value.dtype) for value in fields]
-    row = AnswerRows(*empty)
     if transition is not None:
-        parts = {name: np.zeros((len(value), 1, *value.shape[2:]), value.dtype) for name, value in transition.items()}
-        row = row._replace(transition=parts)
+        parts = transition.items()
+        empty.append({name: np.zeros((len(value), 1, *value.shape[2:]), value.dtype) for name, value in parts})
+    row = AnswerRows(*empty)
     row.table[:] = NO_PAGE
-
     # One key must be visible: a softmax over none is NaN.
     row.owned[:, :1] = True
     return row

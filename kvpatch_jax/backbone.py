@@ -61,16 +61,14 @@ class Tokens(NamedTuple):
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
-        deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
-        ahead = None if self.ahead is None else self.ahead[:, start:stop]
-        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack, ahead)
+        parts: list[Any] = [None if value is None else value[:, start:stop] for value in self]
+        return Tokens(*parts)
 
     def pad(self, size: int) -> "Tokens":
         """Pads every row with zeros to `size` tokens, on the host: on a device every length would compile a program."""
-        deepstack = None if self.deepstack is None else jnp.asarray(zero_padded(self.deepstack, 1, size))
-        positions = np.asarray(zero_padded(np.asarray(self.positions), 1, size))
-        ahead = None if self.ahead is None else np.asarray(zero_padded(np.asarray(self.ahead), 1, size))
-        return Tokens(jnp.asarray(zero_padded(self.embeddings, 1, size)), positions, deepstack, ahead)
+        padded: list[Any] = [None if value is None else zero_padded(np.asarray(value), 1, size) for value in self]
+        embeddings, positions, deepstack, ahead = padded
+        return Tokens(jnp.asarray(embeddings), positions, None if deepstack is None else jnp.asarray(deepstack), ahead)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
@@ -103,9 +101,9 @@ def ahead_of(parts: Sequence[Tokens], axis: int = 1) -> Int[np.ndarray, "B T"] |
     """Returns how far tokens of joined parts see behind their own; None where no part says anything of it."""
     if all(part.ahead is None for part in parts):
         return None
-    none = [np.zeros(part.positions.shape[:2], np.int32) for part in parts]
-    own = [np.asarray(zero if part.ahead is None else part.ahead) for zero, part in zip(none, parts, strict=True)]
-    return np.concatenate(own, axis=axis)
+    unseen = [np.zeros(part.positions.shape[:2], np.int32) for part in parts]
+    rows = [np.asarray(zero if part.ahead is None else part.ahead) for zero, part in zip(unseen, parts, strict=True)]
+    return np.concatenate(rows, axis=axis)
 
 
 class Output(NamedTuple):
@@ -168,10 +166,6 @@ class LayerAttention(NamedTuple):
         grouped = self.query.reshape(B, T, heads, N // heads, H)
         scores = self.scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, self.keys, preferred_element_type=jnp.float32)
         return jnp.where(self.allowed, scores.reshape(B, N, T, -1), -jnp.inf)
-
-    def weights(self) -> Float[Array, "B N T S"]:
-        """Computes the attention weights in float32."""
-        return jax.nn.softmax(self.scores(), axis=-1)
 
 
 class ForwardCosts(NamedTuple):
@@ -467,39 +461,28 @@ def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = No
     if not parts or not all(isinstance(part, Mapping) for part in parts):
         kinds = [type(part).__name__ for part in parts]
         raise InputError(f"joined: got parts {kinds}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
-
+    if lengths is not None and len(lengths) != len(parts):
+        raise InputError(f"joined: got {len(lengths)} lengths of {len(parts)} parts; expected as many")
     for part in parts:
         expect_frame(part, "joined", "engine")
         if set(part) != set(parts[0]):
             raise LayoutError(f"joined: got channels {sorted(part)}; expected {sorted(parts[0])}")
-    if lengths is not None and len(lengths) != len(parts):
-        raise InputError(f"joined: got {len(lengths)} lengths of {len(parts)} parts; expected as many")
     transition = [name for name in PARTS if name in parts[0]]
     if transition and (transition[:2] != list(PARTS[:2]) or len(transition) == len(parts[0])):
         raise LayoutError(f"joined: got channels {sorted(parts[0])}; expected rows of tokens, and a map with a state")
 
-    result: dict[str, Any] = {}
-    pieces: list[dict[str, Array]] = [{} for _ in parts]
+    batched = [{name: value[:, None] if value.ndim == 4 else value for name, value in part.items()} for part in parts]
     for name in parts[0]:
-        values = [part[name] for part in parts]
-        with_batch = [value[:, None] if value.ndim == 4 else value for value in values]
-        first = with_batch[0].shape
-        for original, batched in zip(values, with_batch, strict=True):
-            # All axes are equal but that of the tokens, along which parts are joined.
-            own = (*batched.shape[:2], *batched.shape[3:]) == (*first[:2], *first[3:])
-            if batched.ndim != 5 or not own or (name in transition and batched.shape != first):
-                raise ShapeError(
-                    f"joined[{name!r}]: got shape {original.shape}; expected to go with {values[0].shape}, but for T"
-                )
-        if name in transition:
-            for piece, value in zip(pieces, with_batch, strict=True):
-                piece[name] = value
-        else:
-            result[name] = jnp.concatenate(with_batch, axis=2)
+        # All axes are equal but that of the tokens, along which parts are joined.
+        shapes = [part[name].shape for part in batched]
+        joint = {shape if name in transition else (*shape[:2], *shape[3:]) for shape in shapes}
+        if len(joint) != 1 or len(shapes[0]) != 5:
+            raise ShapeError(f"joined[{name!r}]: got shapes {shapes}; expected [L, B, T, K, H] that differ in T alone")
+    rows = [name for name in parts[0] if name not in transition]
+    result = {name: jnp.concatenate([part[name] for part in batched], axis=2) for name in rows}
     if not transition:
         return EngineKV(result)
 
-    rows = next(name for name in parts[0] if name not in transition)
-    counts = [part[rows].shape[-3] for part in parts] if lengths is None else list(map(jnp.asarray, lengths))
-    result |= jitted_fold(pieces, counts)
+    counts = [part[rows[0]].shape[2] for part in batched] if lengths is None else list(map(jnp.asarray, lengths))
+    result |= jitted_fold([{name: part[name] for name in transition} for part in batched], counts)
     return EngineKV({name: result[name] for name in parts[0]})

@@ -1,8 +1,8 @@
 """Flax backbones. `load(directory)` reads any supported Hugging Face checkpoint directory."""
 
+from kvpatch_jax.answers import Sampling as Sampling
+from kvpatch_jax.answers import TextPiece as TextPiece
 from kvpatch_jax.core import Buckets as Buckets
-from kvpatch_jax.sampling import Sampling as Sampling
-from kvpatch_jax.sampling import TextPiece as TextPiece
 
 from .backbone import ModelBackbone as ModelBackbone
 from .decoder.known_keys import UnknownKeyWarning as UnknownKeyWarning

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvpatch_jax.cache.images import expect_small
+from kvpatch_jax.cache import expect_small
 from kvpatch_jax.errors import ImageError, InputError
 from kvpatch_jax.utils.optional_packages import require
 

@@ -34,8 +34,7 @@ from ..core import (
 )
 from ..errors import InputError, NotFiniteError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
-from .checksum import examine
-from .content import fingerprint_of
+from .ids import examine, fingerprint_of
 
 if TYPE_CHECKING:
     # Wherever an array is taken, a packed one decodes.

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..core import PARTS, ChannelFactors, KVLayout, RaggedFactors, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
-from .checksum import examine
 from .chunk import Chunk, brief, content_of, pad
+from .ids import examine
 from .provenance import Antecedent
 
 Base = Literal["canonical", "conditioned", "patched"]

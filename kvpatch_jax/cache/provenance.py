@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import InputError
 from .chunk import Chunk, brief
-from .chunk_ids import digest_of, encoded
+from .ids import digest_of, encoded
 
 Identities = tuple[str, ...]
 """Identities of the KV in front of a chunk, from the front."""

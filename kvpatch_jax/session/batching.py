@@ -20,12 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..answers import AnswerRows, Draws, no_row
+from ..answers import AnswerRows, Draws, TextPiece, check_steps, no_row
 from ..backbone import Tokens
 from ..cache import brief
 from ..core import NO_PAGE, Buckets, Paged, end_position, identity
 from ..errors import NotFiniteError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
-from ..sampling import TextPiece, check_steps
 from ..utils.background import start_thread
 from ..window import Executor, Window
 from .runtime import AnswerOptions

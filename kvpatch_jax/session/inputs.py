@@ -69,7 +69,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
         elif sort == "tokens":
             items.append([int(token) for token in part])
         elif (medium := medium_of(part)) is not None:
-            cache.expect_small_medium(medium, largest_image)
+            cache.expect_small(medium, largest_image)
             items.append(medium.read())
         else:
             cache.expect_small(part, largest_image)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from ..answers import Sampling, TextPiece, check_steps
 from ..backbone import Backbone
 from ..cache import Text, check_text
 from ..errors import InputError, SessionError
-from ..sampling import Sampling, TextPiece, check_steps
 from ..window import is_count
 from .answers import Answer, Comparison, prefilled_logits, served_logits, with_answer
 from .inputs import EmbeddedInput, embedded

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..answers import Sampling, TextPiece
 from ..backbone import Backbone, Tokens
 from ..cache import brief
 from ..errors import PoolError, PoolLostError, SessionClosedError
 from ..patching import Rank
-from ..sampling import Sampling, TextPiece
 from ..window import Executor, PatchFormer, PatchStore, Step, Window
 
 FIRST_PAGES = 256

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from ..answers import Sampling
 from ..backbone import Backbone
 from ..cache import brief
 from ..errors import InputError, SessionError
 from ..plan import Plan
-from ..sampling import Sampling
 from ..utils.interrupts import interrupts_deferred
 from ..utils.kinds import all_of, is_whole
 from ..window import Fidelity, Kind, PatchStore, Promise, Window, is_count

@@ -1,6 +1,5 @@
 """Atomic replacement of files: a process killed meanwhile leaves either the old file or the new one."""
 
-import contextlib
 import glob
 import os
 import secrets
@@ -10,16 +9,16 @@ from typing import Any
 from ..errors import KVPatchError
 
 
-def path_of(given: Any, what: str, refused: type[KVPatchError], kind: str = "a file's name") -> Path:
+def path_of(name: Any, what: str, refused: type[KVPatchError], kind: str = "a file's name") -> Path:
     """Converts a caller's argument to a path, with `~` expanded. Messages expect a `kind`.
 
     Raises:
       `refused`: the argument is not a str or path, is empty, or contains a NUL character, which no file name has.
     """
-    name = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise refused(f"{what}: got {given!r:.80}; expected {kind}, a str or pathlib.Path")
-    return Path(os.path.expanduser(name))
+    text = os.fspath(name) if isinstance(name, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise refused(f"{what}: got {name!r:.80}; expected {kind}, a str or pathlib.Path")
+    return Path(os.path.expanduser(text))
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -30,7 +29,16 @@ def replace(path: Path, content: bytes) -> None:
     Raises:
       OSError: the file cannot be written. The old file is unchanged, and no temporary file remains.
     """
-    _sweep(path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        process = left.name.removeprefix(f".{path.name}.").partition(".")[0]
+        try:
+            # Signal 0 only checks whether the process exists.
+            os.kill(int(process), 0)
+        except PermissionError:
+            continue  # it does, and is another user's
+        except (ProcessLookupError, ValueError, OverflowError):
+            left.unlink(missing_ok=True)
+
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:
         with new.open("xb") as file:
@@ -39,8 +47,7 @@ def replace(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(new, path)
     finally:
-        with contextlib.suppress(OSError):
-            new.unlink()
+        new.unlink(missing_ok=True)
 
     # The rename itself is durable only once the folder is synchronised.
     folder = os.open(path.parent, os.O_RDONLY)
@@ -48,16 +55,3 @@ def replace(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _sweep(path: Path) -> None:
-    """Deletes temporary files of processes that no longer exist."""
-    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
-        process = temporary.name.removeprefix(f".{path.name}.").partition(".")[0]
-        try:
-            # Signal 0 only checks whether the process exists; PermissionError says that it does.
-            os.kill(int(process), 0)
-        except (ProcessLookupError, ValueError, OverflowError):
-            temporary.unlink(missing_ok=True)
-        except PermissionError:
-            continue

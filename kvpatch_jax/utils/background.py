@@ -76,7 +76,6 @@ def _end_threads() -> None:
     alive = [(thread, *ending) for thread, ending in _ends.copy().items() if thread.is_alive()]
     for _, end, _ in alive:
         end(begun + EXIT_SECONDS)
-
     for thread, _, patience in alive:
         thread.join(max(0.0, begun + patience - time.monotonic()))
         if thread.is_alive():
@@ -103,11 +102,10 @@ class JobQueue[Job]:
         pending: int,
         name: str,
         *,
-        drop: Callable[[Job], None] | None = None,
+        drop: Callable[[Job], None] = lambda job: None,
         patience: float = RUNNING_SECONDS,
     ):
-        self._run, self._pending, self._name = run, pending, name
-        self._drop, self._patience = drop, patience
+        self._run, self._pending, self._name, self._drop, self._patience = run, pending, name, drop, patience
         self._jobs: collections.deque[Job] = collections.deque()
         self._thread: threading.Thread | None = None
         self._running, self._deadline = False, math.inf
@@ -117,8 +115,7 @@ class JobQueue[Job]:
     @property
     def full(self) -> bool:
         """Whether `add` would refuse a job: the queue is full or closed."""
-        with self._changed:
-            return self.closed or len(self._jobs) >= self._pending
+        return self.closed or len(self._jobs) >= self._pending
 
     @property
     def backlog(self) -> int:
@@ -148,7 +145,7 @@ class JobQueue[Job]:
     def flush(self) -> None:
         """Waits until no job waits or runs."""
         with self._changed:
-            self._changed.wait_for(self._is_idle)
+            self._changed.wait_for(lambda: not self.backlog)
 
     def close(self, patience: float | None = None) -> bool:
         """Runs the waiting jobs, then ends the thread. Idempotent.
@@ -161,17 +158,13 @@ class JobQueue[Job]:
         """
         self._end(math.inf)
         with self._changed:
-            idle = self._changed.wait_for(self._is_idle, patience)
+            idle = self._changed.wait_for(lambda: not self.backlog, patience)
             if not idle:
                 self._deadline = -math.inf
                 self._drop_waiting()
-
         if self._thread is not None:
             self._thread.join(patience if idle else 0)
         return idle
-
-    def _is_idle(self) -> bool:
-        return not self._jobs and not self._running
 
     def _end(self, deadline: float) -> None:
         """Accepts no more jobs, and begins none after the deadline."""
@@ -185,9 +178,7 @@ class JobQueue[Job]:
 
     def _drop_waiting(self) -> None:
         while self._jobs:
-            job = self._jobs.popleft()
-            if self._drop is not None:
-                self._drop(job)
+            self._drop(self._jobs.popleft())
         self._changed.notify_all()
 
     def _work(self) -> None:

@@ -20,8 +20,8 @@ def pytree[T](data: Sequence[str], static: Sequence[str]) -> Callable[[type[T]],
 
         def unflatten(fixed: tuple[Any, ...], leaves: Any) -> T:
             value = object.__new__(kind)
-            for name, leaf in (*zip(data, leaves, strict=True), *zip(static, fixed, strict=True)):
-                object.__setattr__(value, name, leaf)
+            # Past the constructor of a frozen dataclass.
+            vars(value).update(zip((*data, *static), (*leaves, *fixed), strict=True))
             return value
 
         jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)

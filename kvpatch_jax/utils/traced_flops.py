@@ -6,7 +6,7 @@ counts each row once (`jax.lax.ragged_dot`: what its kernel on TPUs does), and a
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +50,9 @@ def _equation_flops(equation: Any) -> int:
     if parameters.get("cost_estimate") is not None:
         return parameters["cost_estimate"].flops
 
-    programs = list(_programs(parameters))
+    # The programs that the equation calls.
+    leaves = jax.tree.leaves(list(parameters.values()), is_leaf=lambda leaf: isinstance(leaf, Jaxpr))
+    programs = [getattr(leaf, "jaxpr", leaf) for leaf in leaves if isinstance(leaf, Jaxpr | ClosedJaxpr)]
     if name in ("jit", "pjit"):
         programs = [partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[0] for program in programs]
     inner = [_jaxpr_flops(program) for program in programs]
@@ -61,12 +63,3 @@ def _equation_flops(equation: Any) -> int:
             "traced_flops: got a loop of a length that depends on values, with products; expected loops of known length"
         )
     return sum(inner) * (parameters["length"] if name == "scan" else 1)
-
-
-def _programs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
-    """Yields the programs that an equation calls."""
-    for value in jax.tree.leaves(list(parameters.values()), is_leaf=lambda leaf: isinstance(leaf, Jaxpr)):
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value

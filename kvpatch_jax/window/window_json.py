@@ -32,7 +32,7 @@ def from_json(text: str | bytes, backbone: str) -> Window:
       WindowError: another format or backbone, damage, or pieces that form no window.
     """
     try:
-        saved = strict_json.loads(text, parse_float=float)
+        saved = strict_json.loads(text)
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             found = saved.get("format") if isinstance(saved, dict) else saved
             raise WindowError(f"window: got format {found!r:.80}; expected {FORMAT!r}")

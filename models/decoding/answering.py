@@ -9,11 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from kvpatch_jax.answers import AnswerRows, Draws
+from kvpatch_jax.answers import AnswerRows, Draws, Sampling, TextPiece
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
 from kvpatch_jax.core import Paged, arrays_of, split_transition
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
 
 from .generation import check_stop

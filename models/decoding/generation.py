@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from kvpatch_jax.answers import Sampling, TextPiece, check_steps
 from kvpatch_jax.backbone import Context, Tokens, check_tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
-from kvpatch_jax.sampling import Sampling, TextPiece, check_steps
 
 from .continuing import BLOCK
 from .programs import Forward, LoadedModel

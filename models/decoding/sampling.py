@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from kvpatch_jax.answers import Draws
+from kvpatch_jax.answers import Draws, Sampling
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.sampling import Sampling
 from kvpatch_jax.utils.kinds import expect_kind
 
 REFUSED = -1

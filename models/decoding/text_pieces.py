@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvpatch_jax.sampling import TextPiece
+from kvpatch_jax.answers import TextPiece
 
 
 class TextPieces:

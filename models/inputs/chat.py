@@ -215,7 +215,7 @@ def read_messages(messages: Sequence[Message]) -> tuple[list[Message], list[tupl
 
     Raises:
       InputError: messages that are not a list of tables; a user's content that is a str and looks like a file (see
-        `content.check_text`); what `content_items` refuses.
+        `cache.check_text`); what `content_items` refuses.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InputError(

@@ -114,7 +114,7 @@ def test_computer_use_shows_what_each_request_shows(tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "jsonl:1, messages, part 0: got"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},
-            "jsonl:1, messages, part 0: got 'https://x', an address",
+            "jsonl:1, messages, part 0: got 'https://x'; expected a data URL",
         ),
     ],
 )

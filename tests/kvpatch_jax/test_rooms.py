@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
 CORE = ["serving", "store", "batch", "session", "traces", "plan", "window", "repair", "pool", "patching", "cache"]
-CORE += ["segments", "answers", "backbone", "sampling", "core", "utils", "errors"]
+CORE += ["segments", "answers", "backbone", "core", "utils", "errors"]
 STORE = [
     "metrics",
     "linker",

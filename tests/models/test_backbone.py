@@ -291,7 +291,7 @@ def test_prepare_refuses(backbone, gold, tmp_path):
     half = tmp_path / "half.jpeg"
     Image.fromarray(gold["image.0"]).resize((200, 200)).save(half)
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
-    with pytest.raises(ImageError, match=r"half\.jpeg: got a damaged or truncated file"):
+    with pytest.raises(ImageError, match=r"half\.jpeg: got no image that can be read"):
         backbone.prepare([[1], half])
 
 

@@ -124,7 +124,7 @@ def test_jpeg_cut_in_half(tmp_path: Path) -> None:
     Image.fromarray(picture(64, 64)).save(buffer, "JPEG", quality=95)
     path = tmp_path / "half.jpg"
     path.write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
-    with pytest.raises(ImageError, match=r"half\.jpg: got a damaged or truncated file"):
+    with pytest.raises(ImageError, match=r"half\.jpg: got no image that can be read \(image file is truncated"):
         preprocess_images([path], TINY)
 
 
@@ -142,7 +142,7 @@ def test_a_png_that_was_cut_short_is_refused(tmp_path: Path, share: float) -> No
     stored = ARRAYS["rgb_large.png"].tobytes()
     path = tmp_path / "short.png"
     path.write_bytes(stored[: int(share * len(stored))])
-    with pytest.raises(ImageError, match=r"short\.png: got a"):
+    with pytest.raises(ImageError, match=r"short\.png: got no image that can be read"):
         preprocess_images([path], TINY)
 
 
@@ -155,13 +155,12 @@ def test_lazy_pil_image_cut_short(tmp_path: Path) -> None:
 def test_files_that_are_no_images(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty.png").write_bytes(b"")
-    for name in ("text.png", "empty.png"):
-        with pytest.raises(ImageError, match=f"{name}: got a file that Pillow does not know"):
+    (tmp_path / "folder.png").mkdir()
+    unknown, absent, folder = "cannot identify image file", "No such file", "Is a directory"
+    reasons = {"text.png": unknown, "empty.png": unknown, "absent.png": absent, "folder.png": folder}
+    for name, reason in reasons.items():
+        with pytest.raises(ImageError, match=rf"{name}: got no image that can be read \(.*{reason}"):
             preprocess_images([tmp_path / name], TINY)
-    with pytest.raises(ImageError, match=r"absent\.png: got no such file"):
-        preprocess_images([tmp_path / "absent.png"], TINY)
-    with pytest.raises(ImageError, match="got a damaged or truncated file"):
-        preprocess_images([tmp_path], TINY)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_an_episode_is_a_question_at_every_step_behind_what_was_shown_and_done(f
     ("change", "reason"),
     [
         ({"images": ["no.png"]}, "images[0]: got 'no.png', which is no file; expected it in"),
-        ({"images": ["broken.png"]}, "images[0]: broken.png: got a file that Pillow does not know"),
+        ({"images": ["broken.png"]}, "images[0]: broken.png: got no image that can be read"),
         ({"images": ["../secret.png"]}, "images[0]: got '../secret.png'; expected a name below the data's folder"),
         ({"images": ["https://example.org/a.png"]}, "images[0]: got the address 'https://example.org/a.png'"),
         ({"images": []}, "images: got no images and no texts; expected at least one"),

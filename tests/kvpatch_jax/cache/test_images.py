@@ -2,6 +2,8 @@
 # pyright: reportArgumentType=false
 
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ SHOWN = {
     6: lambda pixels: np.rot90(pixels, -1),
     7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
     8: lambda pixels: np.rot90(pixels),
+    99: lambda pixels: pixels,
 }
 """How pixels stored with each EXIF orientation are to be shown."""
 
@@ -70,10 +73,6 @@ def test_colours_under_full_transparency_are_no_part_of_an_image(tmp_path):
     assert set(ids) == {id_of(over_white(Image.fromarray(first, "RGBA")))}
     second[..., :3] ^= 1
     assert id_of(second) != ids[0]
-
-
-def test_a_hidden_image_is_a_white_one():
-    assert id_of(np.zeros((8, 8, 4), np.uint8)) == id_of(np.full((8, 8, 3), 255, np.uint8))
 
 
 def test_every_colour_at_every_opacity_has_the_bits_of_pillow():
@@ -150,10 +149,22 @@ def test_more_than_eight_bits_a_value_are_refused():
             decoded(image)
 
 
-def test_an_orientation_that_there_is_not_turns_nothing():
-    exif = Image.Exif()
-    exif[ORIENTATION] = 99
-    assert id_of(file_of(Image.fromarray(RGB), exif=exif)) == id_of(RGB)
+def test_an_image_that_cannot_be_read_has_no_id(tmp_path):
+    for image in (tmp_path / "gone.png", Image.fromarray(np.zeros((4, 4), np.uint16))):
+        with pytest.raises(ImageError, match=r"expected|rescale"):
+            id_of(image)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    """Bytes that only begin like an image, an image cut short, and one that claims more pixels than memory has."""
+    size = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + b"IHDR" + size + struct.pack(">I", zlib.crc32(b"IHDR" + size))
+    for content in (b"BMW", b"\x89PNG", file_of(Image.fromarray(RGB))[:100], bomb, tmp_path / "gone.png", tmp_path, 7):
+        with pytest.raises(ImageError, match="expected"):
+            decoded(content)
+        if content != 7:
+            with pytest.raises(ImageError, match="expected"):
+                expect_small(content, 1000)
 
 
 def test_a_size_is_told_before_anything_is_decoded(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from window_oracle import tiny, tokens_of
 
-from kvpatch_jax.sampling import Sampling
+from kvpatch_jax.answers import Sampling
 from kvpatch_jax.session.batching import BatchScheduler
 from kvpatch_jax.session.runtime import AnswerOptions, Runtime
 from kvpatch_jax.window import Entry, Window

@@ -28,6 +28,7 @@ from sessions_load import (
 from window_oracle import tokens_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.answers import Sampling
 from kvpatch_jax.errors import (
     InputError,
     NotFiniteError,
@@ -37,7 +38,6 @@ from kvpatch_jax.errors import (
     SessionClosedError,
     SessionError,
 )
-from kvpatch_jax.sampling import Sampling
 from kvpatch_jax.session.runtime import AnswerOptions
 from kvpatch_jax.window import Entry
 from tests.compilations import compilations

@@ -22,22 +22,10 @@ def test_processes_end_with_their_own_status_while_threads_work(count: int):
     ends = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(ends) == count
     for end in ends:
-        assert end["status"] == end["wanted"], end
-        assert end["said"].startswith("at work\n"), end
-        assert end["said"].count("Traceback") == (end["status"] == 1), end  # the program's own and no thread's
-        assert ("cut short" in end["said"]) == ("answering" in end["case"]), end
-
-
-class Gate:
-    """A job that runs until it is let through."""
-
-    def __init__(self):
-        self.begun, self.open, self.jobs = threading.Event(), threading.Event(), []
-
-    def run(self, job: int) -> None:
-        self.begun.set()
-        assert self.open.wait(60)
-        self.jobs.append(job)
+        assert end["status"] == end["expected"], end
+        assert end["printed"].startswith("at work\n"), end
+        assert end["printed"].count("Traceback") == (end["status"] == 1), end  # the program's own and no thread's
+        assert ("cut short" in end["printed"]) == ("answering" in end["case"]), end
 
 
 EXITING = """
@@ -69,7 +57,7 @@ HANGING = """
 import threading
 from kvpatch_jax.utils.background import start_thread
 
-start_thread(threading.Event().wait, lambda deadline: print("told", flush=True), "hangs", 0.01)
+start_thread(threading.Event().wait, lambda deadline: print("ended", flush=True), "hangs", 0.01)
 """
 
 
@@ -87,22 +75,28 @@ def test_at_exit_the_job_that_runs_ends_and_those_that_wait_have_a_limit(seconds
 
 
 def test_a_thread_that_hangs_keeps_no_process_from_ending():
-    told, errors = end_of(HANGING)
-    assert told == ["told"]
+    printed, errors = end_of(HANGING)
+    assert printed == ["ended"]
     assert "'hangs' still runs after 0.01 s" in errors
 
 
 def test_a_queue_runs_jobs_in_order_and_is_bounded():
-    gate = Gate()
-    queue = JobQueue(gate.run, 2, "gate")
+    begun, opened, jobs = threading.Event(), threading.Event(), []
+
+    def run(job: int) -> None:
+        begun.set()
+        assert opened.wait(60)
+        jobs.append(job)
+
+    queue = JobQueue(run, 2, "gate")
     assert queue.add(0)
-    assert gate.begun.wait(60)
+    assert begun.wait(60)
     assert [queue.add(number) for number in (1, 2, 3)] == [True, True, False]
-    gate.open.set()
+    opened.set()
     queue.flush()
-    assert gate.jobs == [0, 1, 2]
+    assert jobs == [0, 1, 2]
     assert queue.add(4)
     queue.close()  # runs what waits
     queue.close()
-    assert gate.jobs == [0, 1, 2, 4]
+    assert jobs == [0, 1, 2, 4]
     assert not queue.add(5)

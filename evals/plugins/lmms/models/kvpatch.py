@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch_jax import ChunkStore
-from kvpatch_jax.cache.media import VIDEO_SUFFIXES
+from kvpatch_jax.cache import sort_of
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.utils.optional_packages import require
 from models import Buckets, load
@@ -94,6 +94,6 @@ class KVPatch(Base):
 
 def _entry(visual: Any) -> dict[str, Any]:
     """Names the sort of one visual: an image, or the path of a video's or an image's file."""
-    if isinstance(visual, str) and Path(visual).suffix.lower() in VIDEO_SUFFIXES:
+    if isinstance(visual, str) and sort_of(Path(visual)) == "video":
         return {"type": "video", "video": visual}
     return {"type": "image", "image": visual}

@@ -62,9 +62,9 @@ def test_a_file_is_named_in_every_form(tmp_path):
     names = [
         {"path": str(path)},
         {"path": path},
+        {"url": str(path)},
         {"url": path.as_uri()},
         {"image": f"file://{path}"},
-        {"url": str(path)},
     ]
     assert [part_item({"type": "image", **name}) for name in names] == [path] * len(names)
     assert part_item({"type": "image", "path": "~/page.png"}) == Path.home() / "page.png"
@@ -105,25 +105,16 @@ def test_a_text_is_a_text_whatever_it_looks_like():
 
 
 def test_a_messages_parts_come_in_their_order():
-    parts = [
-        {"type": "text", "text": "Before"},
-        {"type": "image", "image": PAGE},
-        {"type": "text", "text": "and after"},
-    ]
-    message = {"role": "user", "content": parts}
+    text = {"type": "text", "text": "Before"}
+    message = {"role": "user", "content": [text, {"type": "image", "image": PAGE}, {"type": "text", "text": "after"}]}
     first, image, last = unit_items(message, "here")
-    assert (first, image is PAGE, last) == ("Before", True, "and after")
-    assert [type(item) for item in unit_items([message, parts[0], "a text"], "here")] == [
-        Text,
-        np.ndarray,
-        Text,
-        Text,
-        str,
-    ]
+    assert (first, image is PAGE, last) == ("Before", True, "after")
+    several = unit_items([message, text, "a text"], "here")
+    assert [type(item) for item in several] == [Text, np.ndarray, Text, Text, str]
     call = {"id": "1", "type": "function", "function": {"name": "click", "arguments": '{"x": "é"}'}}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert unit_items(asked, "here") == ['{"arguments": "{\\"x\\": \\"é\\"}", "name": "click"}']
-    assert content_items(asked) == []
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert unit_items(answer, "here") == ['{"arguments": "{\\"x\\": \\"é\\"}", "name": "click"}']
+    assert content_items(answer) == []
     assert unit_items([5, 6], "here") == [[5, 6]]
 
 
@@ -176,23 +167,17 @@ def test_another_part_is_refused_by_what_is_wrong_with_it(part, message):
     assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (
-            {"role": "user", "content": [[{"type": "text", "text": "nested"}]]},
-            "here, part 0: got a part of type 'list'",
-        ),
-        ({"role": "user", "content": ["a text"]}, "here, part 0: got a part of type 'str'"),
-        ({"role": "user", "content": {"type": "text", "text": "a"}}, "content of type dict"),
-        ({"role": "user", "content": 7}, "content of type int"),
-        ({"role": "assistant", "tool_calls": {"name": "click"}}, "tool_calls of type dict"),
-        ({"role": "assistant", "tool_calls": [{"function": {"x": PAGE}}]}, "no JSON"),
-    ],
-)
-def test_another_message_is_refused(message, reason):
-    with pytest.raises(InputError, match=reason):
-        unit_items(message, "here")
+def test_another_message_is_refused():
+    for message, reason in (
+        ({"content": [[{"type": "text", "text": "nested"}]]}, "here, part 0: got a part of type 'list'"),
+        ({"content": ["a text"]}, "here, part 0: got a part of type 'str'"),
+        ({"content": {"type": "text", "text": "a"}}, "content of type dict"),
+        ({"content": 7}, "content of type int"),
+        ({"tool_calls": {"name": "click"}}, "tool_calls of type dict"),
+        ({"tool_calls": [{"function": {"x": PAGE}}]}, "no JSON"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            unit_items({"role": "user", **message}, "here")
 
 
 def test_a_part_may_carry_a_name():

@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and JSON of strangers: what all who write and read small files share."""
+"""Files that are replaced whole, and JSON of strangers."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from kvpatch_jax.utils import strict_json
 from kvpatch_jax.utils.atomic_files import replace
 
 
-def test_many_who_replace_one_file_leave_one_of_theirs_whole(tmp_path: Path):
+def test_one_of_many_writers_wins_and_leaves_no_other_file(tmp_path: Path):
     path = tmp_path / "a[1]*.json"
     contents = [bytes([number]) * 100_000 for number in range(8)]
     threads = [threading.Thread(target=replace, args=(path, content)) for content in contents]
@@ -22,33 +22,32 @@ def test_many_who_replace_one_file_leave_one_of_theirs_whole(tmp_path: Path):
     for thread in threads:
         thread.join()
     assert path.read_bytes() in contents
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_is_swept_and_a_living_ones_stays(tmp_path: Path):
+def test_the_temporary_file_of_a_killed_process_is_deleted_and_a_living_ones_stays(tmp_path: Path):
     path = tmp_path / "a[1].json"
-    died = subprocess.Popen([sys.executable, "-c", ""])
-    died.wait()
-    left, own = tmp_path / f".{path.name}.{died.pid}.0.new", tmp_path / f".{path.name}.1.0.new"
-    other = tmp_path / f".b.json.{died.pid}.0.new"
-    for each in (left, own, other):
-        each.write_bytes(b"half")
-    replace(path, b"whole")
-    assert path.read_bytes() == b"whole"
-    assert (left.exists(), own.exists(), other.exists()) == (False, True, True)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = [f".{path.name}.{dead.pid}.0.new", f".{path.name}.1.0.new", f".b.json.{dead.pid}.0.new"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    replace(path, b"content")
+    assert path.read_bytes() == b"content"
+    assert [(tmp_path / name).exists() for name in names] == [False, True, True]
 
 
-def test_a_place_that_cannot_be_written_keeps_what_is_there(tmp_path: Path):
+def test_a_place_that_cannot_be_written_is_unchanged(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
         replace(tmp_path / "folder", b"content")
-    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
     with pytest.raises(PlanError, match="expected a file that can be written"):
         DeviceCosts.assumed().write(tmp_path / "nowhere" / "costs.json")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"a": 1, "a": 2}', "there twice"),
         ('[{"a": {"b": 1, "b": 1}}]', "there twice"),
@@ -58,11 +57,8 @@ def test_a_place_that_cannot_be_written_keeps_what_is_there(tmp_path: Path):
         ("", "Expecting"),
     ],
 )
-def test_json_that_says_a_name_twice_or_no_number_is_none(text: str, said: str):
-    for given in (text, text.encode()):
-        with pytest.raises(ValueError, match=said):
-            strict_json.loads(given)
-
-
-def test_json_is_read_as_ever():
+def test_json_with_repeated_names_or_infinities_is_refused(text: str, message: str):
+    for content in (text, text.encode()):
+        with pytest.raises(ValueError, match=message):
+            strict_json.loads(content)
     assert strict_json.loads('{"a": [1, 2.5, null], "b": {"a": 1}}') == {"a": [1, 2.5, None], "b": {"a": 1}}

@@ -1,0 +1,469 @@
+"""Items of a prompt (texts, token ids, images, videos and sounds), told apart and read to one form.
+
+A str is a text. One that looks like a file's name or an address is refused, because a text in place of an image would
+go unnoticed. A `pathlib.Path` is a file, and a `Text` is always a text.
+
+Ids are computed from the form that `one_form` returns. An image becomes uint8 RGB, turned as its EXIF orientation says
+and laid over white, the background of every family (as in vLLM). A video or sound becomes its file's bytes, or frames
+or samples; which frames of a file are sampled depends on a family's settings (`models/inputs`).
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import UInt8
+
+from ..errors import AmbiguousTextError, ImageError, InputError
+from ..utils.optional_packages import require
+
+Sort = Literal["image", "video", "audio", "text", "tokens"]
+ImageSource = Any
+"""A path (`os.PathLike`), an encoded file's bytes, a PIL image, or uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]."""
+
+_SUFFIXES: dict[Sort, str] = {
+    "image": "apng avif bmp gif heic heif ico jp2 jpe jpeg jpg jxl pbm pgm png pnm ppm qoi svg tga tif tiff webp",
+    "video": "3gp avi flv m2ts m4v mkv mov mp4 mpe mpeg mpg mts ogv webm wmv",
+    "audio": "aac flac m4a mp3 oga ogg opus wav wma",
+}
+_SORTS: dict[str, Sort] = {f".{word}": sort for sort, words in _SUFFIXES.items() for word in words.split()}
+
+_MOST_WORDS = 8
+"""Maximum number of words in a file's name; more make a sentence."""
+_LONGEST = 4096
+"""Maximum length of a path (Linux's limit) or address, in characters; longer strings are texts."""
+
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
+_PATH_START = re.compile(r"/\w|\.{1,2}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w", re.IGNORECASE)
+_MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
+_ANY_FILE = re.compile(r"[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}", re.IGNORECASE | re.ASCII)
+_SEPARATED = re.compile(
+    r"(?!(?:[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+)\Z)[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+", re.IGNORECASE | re.ASCII
+)
+"""A word with a `/`, except plain words (and/or) and numbers (1/2)."""
+
+_IMAGE_START = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|(?:RIFF....|....ftyp)(?:WEBP|avif|avis)", re.DOTALL
+)
+"""How encoded images begin."""
+
+
+# --------------------------------------------------------------------------------------------------------------- texts
+
+
+class Text(str):
+    """String that is always a text, even if it looks like a file's name."""
+
+    __slots__ = ()
+
+
+def looks_like_a_file(text: str) -> bool:
+    """Returns whether a str looks like a file's name or an address, whether or not such a file exists.
+
+    That is a str of one line (surrounding white space is ignored) which is
+
+    - one word that begins like an address (`https://…`, `s3://…`, `file:/…`), or a data URL;
+    - one word that begins like a path: `/x`, `./`, `../`, `~/`, `C:\\`, `\\\\x`;
+    - one ASCII word that contains a `/` (`shots/run_1`), except plain words and numbers: `and/or`, `1/2`;
+    - one ASCII word that ends in a dot and two to five letters and digits, a letter first: `shot1.pgn`;
+    - up to eight words that end like the name of an image, video or sound: `my shot.png`.
+
+    So `What is in shot.png?` and `see https://x.org for more` are texts.
+    """
+    # A data URL may be longer than any path, so only its beginning is looked at.
+    if _DATA_URL.match(text.lstrip()[:200]):
+        return True
+
+    line = text.strip()
+    if len(line) > _LONGEST or len(line.splitlines()) != 1 or len(line.split()) > _MOST_WORDS:
+        return False
+    if _MEDIA_FILE.fullmatch(line):
+        return True
+    begins = ADDRESS.match(line) or _PATH_START.match(line)
+    is_word = len(line.split()) == 1
+    return is_word and bool(begins or _ANY_FILE.fullmatch(line) or _SEPARATED.fullmatch(line))
+
+
+def check_text(text: str, what: str) -> None:
+    """Checks that a str does not look like a file's name or an address, unless it is a `Text`.
+
+    Raises:
+      AmbiguousTextError: it does. The message begins with `what` and says how to pass a file or a text.
+    """
+    if not isinstance(text, Text) and looks_like_a_file(text):
+        raise AmbiguousTextError(
+            f"{what}: got {text[:300]!r}, which looks like a file's name or an address; expected pathlib.Path(...) for "
+            "a file (what has an address is to be downloaded first), or kvpatch_jax.Text(...) for this very text"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- videos and sounds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Medium:
+    """What videos and sounds share."""
+
+    source: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the source, in the form that `read` gives."""
+        return memoryview(self.source).nbytes
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the source, for ids and files."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Video(_Medium):
+    """A video: a file of which frames are sampled, or frames with their times.
+
+    Attributes:
+      source: path or bytes of a video file; path of a folder of frames (image files, in the order of their names); a
+        uint8 array [N,H,W,3]; or a sequence of N images of one size, each as `prepare` takes one.
+      fps: frames to sample in a second; None: as the family's settings say.
+      frames: frames to sample in all, in place of `fps`.
+      rate: of given frames: how many were shown in a second. All are taken, unless `fps` or `frames` asks for fewer.
+      timestamps: of given frames: seconds at which each was shown, in place of `rate`; all are taken.
+      sound: of a file: its own sound is heard too, mixed among its frames (Omni families).
+
+    Raises:
+      InputError: a number that is not positive, a `sound` that is not a bool, `fps` with `frames`, `timestamps` with
+      any of the other three, or timestamps that do not rise.
+    """
+
+    fps: int | float | None = None
+    frames: int | None = None
+    rate: int | float | None = None
+    timestamps: Sequence[int | float] | np.ndarray | None = None
+    sound: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sound, bool):
+            raise InputError(f"video: sound: got {self.sound!r:.80}; expected true or false")
+        for name, kind in (("fps", float), ("rate", float), ("frames", int)):
+            object.__setattr__(self, name, _positive(f"video: {name}", getattr(self, name), kind))
+        for pair in (("fps", "frames"), ("rate", "timestamps"), ("fps", "timestamps"), ("frames", "timestamps")):
+            if all(getattr(self, name) is not None for name in pair):
+                raise InputError(f"video: got both {pair[0]} and {pair[1]}; expected one of them")
+        if self.timestamps is not None:
+            object.__setattr__(self, "timestamps", _rising(self.timestamps))
+
+    def read(self) -> "Video":
+        """Returns the video with a source of its own: a file's bytes, or frames as uint8 [N,H,W,3].
+
+        Raises:
+          InputError: no such file, no frames, frames without their times or of several sizes, or a file with `rate`
+          or `timestamps`. ImageError: a frame that cannot be read.
+        """
+        source, name = self.source, "video"
+        if isinstance(source, os.PathLike):
+            path = Path(source)
+            name = str(path)
+            source = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else _bytes_of(path)
+
+        has_times = self.rate is not None or self.timestamps is not None
+        if isinstance(source, bytes):
+            if has_times:
+                raise InputError(f"{name}: got a file with rate or timestamps; expected them of frames alone")
+            return dataclasses.replace(self, source=source)
+        if self.sound:
+            raise InputError(f"{name}: got frames with sound=True; expected a file, whose own sound it is")
+        if not has_times:
+            raise InputError(f"{name}: got frames without their times; expected rate= or timestamps=")
+
+        # Frames in one array of their own.
+        source = np.asarray(source) if isinstance(source, jax.Array) else source
+        if isinstance(source, np.ndarray) and source.ndim != 4:
+            raise InputError(f"{name}: got frames of shape {list(source.shape)}; expected [frames, height, width, 3]")
+        if not isinstance(source, np.ndarray | list | tuple) or not len(source):
+            kind = type(source).__name__
+            raise InputError(f"{name}: got a {kind} without frames; expected a file, a folder or frames")
+        frames = [decoded(frame, f"{name}: frame {number}") for number, frame in enumerate(source)]
+        sizes = sorted({frame.shape for frame in frames})
+        if len(sizes) != 1:
+            raise InputError(f"{name}: got frames of sizes {sizes}; expected one size")
+        if self.timestamps is not None and len(self.timestamps) != len(frames):
+            times = len(self.timestamps)
+            raise InputError(f"{name}: got {times} timestamps; expected one for each of {len(frames)} frames")
+        return dataclasses.replace(self, source=np.stack(frames))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audio(_Medium):
+    """A sound: a file, or samples with their rate.
+
+    Attributes:
+      source: path or bytes of a file, or a float array [samples] in −1 … 1, one channel.
+      rate: samples per second of an array; a file says its own.
+
+    Raises:
+      InputError: an array without a rate, or of another shape; a file with one.
+    """
+
+    rate: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", _positive("audio: rate", self.rate, int))
+        is_array = isinstance(self.source, np.ndarray | jax.Array)
+        if is_array and (self.source.ndim != 1 or self.source.dtype.kind != "f" or not self.source.size):
+            raise InputError(
+                f"audio: got {self.source.dtype} {list(self.source.shape)}; expected floats [samples] of one channel"
+            )
+        if not is_array and not isinstance(self.source, bytes | os.PathLike):
+            raise InputError(f"audio: got a {type(self.source).__name__}; expected a path, bytes or a float array")
+        if is_array != (self.rate is not None):
+            raise InputError(f"audio: got rate {self.rate}; expected one with an array, and none with a file")
+
+    def read(self) -> "Audio":
+        """Returns the sound with a source of its own: a file's bytes, or samples as float32 [samples].
+
+        Raises:
+          InputError: no such file, or samples that are not finite.
+        """
+        if isinstance(self.source, bytes):
+            return self
+        if isinstance(self.source, os.PathLike):
+            return Audio(_bytes_of(Path(self.source)))
+        samples = np.array(self.source, np.float32)
+        if not np.isfinite(samples).all():
+            raise InputError("audio: got samples that are not finite; expected numbers in −1 … 1")
+        return Audio(samples, self.rate)
+
+
+def medium_of(item: Any) -> Video | Audio | None:
+    """Returns an item that is a video or sound, or the one that a path names by its suffix; else None."""
+    if isinstance(item, Video | Audio):
+        return item
+    kinds = {"video": Video, "audio": Audio}
+    kind = kinds.get(sort_of_suffix(item) or "") if isinstance(item, os.PathLike) else None
+    return None if kind is None else kind(item)
+
+
+def _positive(what: str, value: Any, kind: type) -> Any:
+    """Returns a positive number as a `kind`, so that equal ones have one form; None is returned as it is."""
+    if value is None:
+        return None
+    kinds = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= sys.float_info.max:
+        raise InputError(f"{what}: got {value!r:.80}; expected a positive {'whole ' if kind is int else ''}number")
+    return kind(value)
+
+
+def _rising(values: Any) -> tuple[float, ...]:
+    """Returns timestamps as floats."""
+    try:
+        times = np.asarray(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        times = np.zeros(())
+    if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times[0] < 0 or (np.diff(times) <= 0).any():
+        raise InputError(f"video: got timestamps {values!r:.80}; expected seconds that rise from 0 or more")
+    return tuple(map(float, times))
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{str(path)!r}: got no readable file ({error}); expected a video or audio file") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+def is_encoded(content: bytes) -> bool:
+    """Returns whether bytes begin like an encoded image."""
+    return _IMAGE_START.match(content) is not None
+
+
+def is_pixels(value: Any) -> bool:
+    """Returns whether an array has the dtype and shape of an image's pixels."""
+    is_bytes = isinstance(value, np.ndarray | jax.Array) and value.dtype == np.uint8
+    return is_bytes and (value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (1, 3, 4)))
+
+
+def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes an image to pixels, RGB [H, W, 3].
+
+    The EXIF orientation is applied, that of a file and that of a PIL image alike (an image that was turned by hand must
+    have lost the tag, as `PIL.ImageOps.exif_transpose` removes it). Pillow converts greys, palettes, CMYK and other
+    modes of 8 bits per value to RGB; transparency is laid over white. Errors call the image `name`.
+
+    Raises:
+      ImageError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
+      another dtype or shape; the image is empty.
+    """
+    if isinstance(source, np.ndarray | jax.Array):
+        image = np.asarray(source)
+        if not is_pixels(image):
+            raise ImageError(
+                f"{name}: got {image.dtype} {list(image.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
+                "[H, W, 4]; normalised values go through patchify"
+            )
+        image = image[..., None] if image.ndim == 2 else image
+        image = np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
+    elif isinstance(source, bytes | str | os.PathLike) or hasattr(source, "getbands"):
+        with _opened(source, name) as file:
+            # Modes of 16 or 32 bits: Pillow clips instead of scaling.
+            if file.mode.startswith(("I", "F")):
+                raise ImageError(f"{name}: got mode {file.mode}; expected at most 8 bits a value (rescale it first)")
+            turned = require("PIL.ImageOps", "Pillow").exif_transpose(file)
+            # A palette may have a transparent colour without a channel of its own.
+            alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
+            image = np.array(turned.convert("RGBA" if alpha else "RGB"))
+    else:
+        raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+
+    if image.size == 0:
+        raise ImageError(f"{name}: got {image.shape[0]}×{image.shape[1]} pixels; expected an image that is not empty")
+    if image.shape[-1] == 3:
+        return image
+    opacity = image[..., 3:].astype(np.uint16)
+    if opacity.min() == 255:
+        return np.ascontiguousarray(image[..., :3])
+
+    # Over white, with the bits of Pillow's `alpha_composite`: divided by 255 and rounded, without leaving 16 bits, by
+    # x / 255 ≈ (x + x / 256) / 256.
+    blended = image[..., :3] * opacity + 255 * (255 - opacity) + 128
+    return ((blended + (blended >> 8)) >> 8).astype(np.uint8)
+
+
+@contextlib.contextmanager
+def _opened(source: Any, name: str) -> Iterator[Any]:
+    """Opens an image with Pillow, which reads a file's header alone; errors about the image become ImageErrors."""
+    Image = require("PIL.Image", "Pillow")
+    # Warnings about large images, which a program may have made errors.
+    bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    try:
+        if hasattr(source, "getbands"):
+            yield source
+        else:
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+                yield image
+    except ImageError:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
+        raise ImageError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
+
+
+# --------------------------------------------------------------------------------------------------------------- items
+
+
+def sort_of(item: Any, what: str = "prompt") -> Sort:
+    """Classifies an item as image, video, audio, text or token ids.
+
+    A str is a text (see `check_text`). A `Video` or `Audio` is one, and so is a path (`os.PathLike`) with the suffix of
+    a video's or sound's file. Images are other paths, PIL images (recognised by `getbands`, without Pillow), bytes of
+    an encoded image, and arrays other than integer vectors. Token ids are integer vectors, and lists or tuples of
+    integers.
+
+    Raises:
+      AmbiguousTextError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with
+      `what`.
+    """
+    if isinstance(item, str):
+        check_text(item, what)
+        return "text"
+    medium = medium_of(item)
+    if medium is not None:
+        return "video" if isinstance(medium, Video) else "audio"
+    if isinstance(item, os.PathLike) or hasattr(item, "getbands") or (isinstance(item, bytes) and is_encoded(item)):
+        return "image"
+    if isinstance(item, np.ndarray | jax.Array):
+        return "tokens" if item.ndim == 1 and item.dtype.kind in "iu" else "image"
+    # bool is an int, but True is no token.
+    integers = isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item)
+    if integers and not any(isinstance(token, bool) for token in item):
+        return "tokens"
+    raise InputError(
+        f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"
+    )
+
+
+def sort_of_suffix(path: str | os.PathLike[str]) -> Sort | None:
+    """Returns what the suffix of a file's name says it has: image, video or audio; None for another suffix."""
+    return _SORTS.get(Path(path).suffix.lower())
+
+
+def one_form(item: Any) -> Any:
+    """Reads an item to the form that its id is computed from, so that each is read once.
+
+    Images become pixels (`decoded`), videos and sounds as their `read` returns them. Texts, token ids and other arrays
+    are returned as they are.
+    """
+    medium = medium_of(item)
+    if medium is not None:
+        return medium.read()
+    if isinstance(item, os.PathLike):
+        return decoded(item, os.fspath(item))
+    return decoded(item) if isinstance(item, bytes) or hasattr(item, "getbands") or is_pixels(item) else item
+
+
+def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "image") -> int:
+    """Checks that an image, video or sound has at most `most` bytes, before it is read or its pixels are decoded.
+
+    Both the file and the pixels of an image count, which its header says; of a video or sound the file, the pixels of
+    its frames, or the array. Returns the bytes of an image's pixels, or of the medium.
+
+    Raises:
+      ImageError: an image or frame is too large, a path is not a regular file, or the size cannot be read. InputError:
+      the same of a video or sound.
+    """
+    is_medium = isinstance(item, Video | Audio)
+    source, refused = (item.source, InputError) if is_medium else (item, ImageError)
+    name = type(item).__name__.lower() if is_medium else name
+    frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
+    size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
+    is_path = isinstance(source, str | os.PathLike)
+    if is_path:
+        name, path = os.fspath(source), Path(source)
+        try:
+            if is_medium and path.is_dir():
+                frames = [entry for entry in path.iterdir() if entry.is_file()]
+            elif path.is_file():
+                size = path.stat().st_size
+            else:  # a FIFO or device could block for ever
+                raise OSError("no regular file")
+        except (OSError, ValueError) as error:
+            raise refused(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
+
+    # The header says how many bytes the pixels take as RGB.
+    if size <= most and not is_medium and (is_path or isinstance(source, bytes) or hasattr(source, "getbands")):
+        with _opened(source, name) as image:
+            size = image.width * image.height * 3
+    for frame in frames:
+        size += expect_small(frame, most, f"{name}: frame") if size <= most else 0
+    if size > most:
+        raise refused(f"{name!r:.300}: got {size} bytes; expected at most {most}")
+    return size
+
+
+def items_of(items: Iterable[Any], what: str) -> list[Any]:
+    """Lists the items of a sequence; rejects iterables that are single items, such as a text, an array or a mapping.
+
+    Raises:
+      InputError: `items` is a single item, or empty.
+    """
+    # Each of these is iterable, and would be taken apart into letters, rows or keys.
+    is_single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
+    if is_single or not isinstance(items, Iterable):
+        shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
+        raise InputError(f"{what}: got {shown}; expected a sequence of items, such as [{type(items).__name__} …]")
+
+    result = list(items)
+    if not result:
+        raise InputError(f"{what}: got no items; expected at least one")
+    return result

@@ -1,0 +1,76 @@
+"""Samples of sounds: read from WAV files and other formats, and at another rate."""
+
+import io
+import wave
+
+import numpy as np
+import pytest
+
+from kvpatch_jax import Audio
+from kvpatch_jax.errors import InputError
+from models.inputs.sound import read_sound, resampled
+
+
+def wav(samples: np.ndarray, rate: int, width: int = 2) -> bytes:
+    """A WAV file of whole numbers [samples, channels] in `width` bytes."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(samples.shape[1])
+        out.setsampwidth(width)
+        out.setframerate(rate)
+        out.writeframes(
+            b"".join(int(value).to_bytes(width, "little", signed=width > 1) for value in samples.reshape(-1))
+        )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_samples_of_a_wav_file(width):
+    """Both channels' mean, as fractions of the format's range."""
+    numbers = np.round(np.linspace(-0.9, 0.9, 40)[:, None] * 2 ** (8 * width - 1) * np.array([1, 0.5]))
+    expected = (numbers / 2 ** (8 * width - 1)).mean(axis=1)
+    found = read_sound(Audio(wav(numbers + (128 if width == 1 else 0), 16000, width)), 16000)
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [0, 1, 999, 768_001, 2**32 - 5])
+def test_a_rate_that_no_sound_has_is_refused_before_it_takes_room(rate):
+    """A header may say anything: at the largest rate 34 GB would be asked for, at the least 16 000 numbers a sample."""
+    content = bytearray(wav(np.zeros((400, 1)), 16000, 2))
+    content[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(InputError, match=rf"got {rate} samples per second; expected 1000 to 768000"):
+        read_sound(Audio(bytes(content)), 16000)
+
+
+def test_whole_numbers_of_eight_bytes_are_read_by_pyav():
+    content = bytearray(wav(np.zeros((400, 1)), 16000, 4))
+    content[32:36] = (8).to_bytes(2, "little") + (64).to_bytes(2, "little")
+    assert len(read_sound(Audio(bytes(content)), 16000)) == 200
+
+
+def test_another_format_is_read_by_pyav():
+    import av
+
+    samples = (np.sin(np.arange(4096) / 20) * 20000).astype(np.int16)
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as container:
+        stream = container.add_stream("flac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    np.testing.assert_allclose(read_sound(Audio(file.getvalue()), 16000), samples / 2**15, atol=1e-7)
+    with pytest.raises(InputError, match="cannot be decoded"):
+        read_sound(Audio(b"no sound at all"), 16000)
+
+
+@pytest.mark.parametrize(("own", "rate"), [(44100, 16000), (8000, 16000), (16000, 24000), (16000, 16000)])
+def test_a_tone_keeps_its_frequency_at_another_rate(own, rate):
+    """Away from its ends, where there is silence beside it, a tone is that of the other rate to 1e-6."""
+    tone = lambda frequency, at: np.sin(2 * np.pi * frequency * np.arange(at) / at).astype(np.float32)
+    found = resampled(tone(440, own), own, rate)
+    assert found.shape == (rate,)
+    inner = slice(rate // 10, -rate // 10)
+    np.testing.assert_allclose(found[inner], tone(440, rate)[inner], atol=1e-5)
+    if rate < own:
+        assert np.abs(resampled(tone(9000, own), own, rate)[inner]).max() < 1e-3
