@@ -22,6 +22,7 @@ from .stored_kv import (
     decode_rows,
     differences,
     encode_rows,
+    encoding_of,
     expect_values,
     other_antecedents,
     recorded_kv,
@@ -67,7 +68,7 @@ def anchored(
             raise InputError(f"anchored.others[{place}].embedding: got None; expected a pooled embedding")
         anchors.append(jnp.asarray(other.embedding).astype(jnp.bfloat16))
 
-    fine, coarse = KVEncoding.of(precision), KVEncoding.of(encoding)
+    fine, coarse = encoding_of(precision), encoding_of(encoding)
     size = fine.nbytes(layout, tokens) + 2 * splice.tokens.embeddings.shape[-1]
     count = min(len(others), allowed // size)
     if not count:
@@ -133,7 +134,7 @@ def block_differences(
         source = other_antecedents(splice, "block_differences")[0].kv
     else:
         source = canonical_of(layout, splice)
-    master = encode_rows(layout, dict(source), KVEncoding.of(WHOLE), splice.length)
+    master = encode_rows(layout, dict(source), encoding_of(WHOLE), splice.length)
     delta = differences(dict(recorded), decode_rows(master))
     expect_values((delta, splice.length), "block_differences")
 

@@ -24,6 +24,7 @@ from .stored_kv import (
     allowed_bytes,
     decode_rows,
     encode_rows,
+    encoding_of,
     largest_fitting,
     most_bits,
     recorded_kv,
@@ -60,14 +61,14 @@ def quantised(
     Raises:
       InputError: unknown bits. LayoutError: a hybrid model in fewer bits than 16.
     """
-    encoding = None if bits is None else KVEncoding.of(bits)
+    encoding = None if bits is None else encoding_of(bits)
     if encoding is not None and axes is not None:
         encoding = dataclasses.replace(encoding, axes=axes, group=GROUP)
     hybrid = encoding is not None and encoding.decoding == 0
     allowed = allowed_bytes(backbone.layout, splice, budget, "quantised", hybrid=hybrid)
     recorded = recorded_kv(splice, "quantised")
     if encoding is None:
-        encoding = most_bits(backbone.layout, splice.slots.shape[1], KVEncoding.of(1), BITS, allowed, "quantised")
+        encoding = most_bits(backbone.layout, splice.slots.shape[1], encoding_of(1), BITS, allowed, "quantised")
     return _serve_encoded(backbone, splice, recorded, encoding, "quantised")
 
 
@@ -101,7 +102,7 @@ def joint_pair(
     if precision is None:
         encoding = most_bits(layout, before + tokens, KVEncoding(), (*BITS, WHOLE), allowed, "joint_pair")
     else:
-        encoding = KVEncoding.of(precision)
+        encoding = encoding_of(precision)
 
     # The pair is a chunk from the first slot on.
     ahead = {name: jnp.asarray(value)[:, :, :before].astype(jnp.float32) for name, value in splice.cache.items()}

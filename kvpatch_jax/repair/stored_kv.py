@@ -130,6 +130,15 @@ def expect_values(arrays: Any, method: str) -> None:
         raise InputError(f"{method}: got KV inside a trace; expected arrays, on whose values the form depends")
 
 
+def encoding_of(bits: KVEncoding | str | int) -> KVEncoding:
+    """Returns an encoding, that of its word, or of a number of bits: 1 to 8, each feature with one range, or 16.
+
+    Raises:
+      InputError: other bits, or not a word.
+    """
+    return KVEncoding.of_bits(bits) if isinstance(bits, int) else KVEncoding.of(bits)
+
+
 @jax.jit
 def differences(kv: KV, base: KV) -> dict[str, Float[Array, "L B T K H"]]:
     """Subtracts a base from KV in float32."""
