@@ -15,7 +15,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.cache import Likeness
 from kvpatch_jax.core import bucket
 from kvpatch_jax.patching import Accumulated, orders_of
-from kvpatch_jax.repair import SplicedCache, cacheblend
+from kvpatch_jax.repair import METHODS, SplicedCache
 from kvpatch_jax.window import Promise
 
 from ..harness.lines import KV, GrowingWindow, Line, cut, padded
@@ -176,7 +176,7 @@ class PromisedBatch:
             slots = np.broadcast_to(np.arange(where.start, where.stop), (len(self.windows.clusters), piece.size))
             tokens = piece.tokens.shift(line.starts[place]).pad(piece.size)
             splice = SplicedCache(tokens, {name: jnp.asarray(kv) for name, kv in served.items()}, jnp.asarray(slots))
-            served = cut(cacheblend(line.backbone, splice, PERCENT / 100).cache, slice(None))
+            served = cut(METHODS["cacheblend"](line.backbone, splice, PERCENT / 100).cache, slice(None))
         return cut(served, slice(line.size))
 
 

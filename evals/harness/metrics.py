@@ -10,8 +10,7 @@ from jaxtyping import Array
 
 from kvpatch_jax import KVLayout
 from kvpatch_jax.core import deficit
-from kvpatch_jax.repair import Repaired, SplicedCache, kv_bytes, reprefill_flops
-from kvpatch_jax.repair.spliced_cache import canonical_of, input_bytes
+from kvpatch_jax.repair import Repaired, SplicedCache, canonical_of, input_bytes, kv_bytes, reprefill_flops
 
 from . import intervals
 from .frame import Row, measured_row, rounded

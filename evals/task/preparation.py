@@ -7,8 +7,14 @@ import numpy as np
 
 from kvpatch_jax.backbone import KV
 from kvpatch_jax.patching import Basis, fit_basis
-from kvpatch_jax.repair import RATIOS, SplicedCache, greedy_schedule, logit_error, recomputed_sensitivity
-from kvpatch_jax.repair.patches import spliced_chunks
+from kvpatch_jax.repair import (
+    RATIOS,
+    SplicedCache,
+    greedy_schedule,
+    logit_error,
+    recomputed_sensitivity,
+    spliced_chunks,
+)
 from models import ModelBackbone
 
 from ..harness import datasets

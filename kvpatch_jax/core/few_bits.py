@@ -417,7 +417,10 @@ def _rounded_up(value: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def encode_kv(
-    layout: KVLayout, kv: Mapping[str, Float[AnyArray, "..."]], encoding: KVEncoding, length: int | None = None
+    layout: KVLayout,
+    kv: Mapping[str, Float[AnyArray, "..."]],
+    encoding: KVEncoding,
+    length: AnyArray | int | None = None,
 ) -> dict[str, Any]:
     """Encodes phase-free KV {channel: [L, ..., T, K, H]}; tokens from `length` on are padding.
 

@@ -1,86 +1,29 @@
 """Methods of reuse, all of one signature: `method(backbone, splice, budget, **settings) -> Repaired`.
 
-They work on identical KV and say what they cost: token-layers, bytes stored and moved, and FLOPs of serving. `METHODS`
-lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
+They work on identical KV and count what they cost: token-layers, bytes stored and moved, and FLOPs of serving.
+`METHODS` lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
 """
 
 from .attention_scores import READINGS as READINGS
 from .attention_scores import Reading as Reading
 from .attention_scores import attention_scores as attention_scores
-from .deviation import attention_shift as attention_shift
-from .deviation import cacheblend as cacheblend
-from .deviation import cacheblend_gradual as cacheblend_gradual
-from .deviation import kvshare as kvshare
-from .deviation import oracle_delta as oracle_delta
-from .deviation import random_tokens as random_tokens
-from .entropy_coding import cachegen as cachegen
-from .entropy_coding import coded_bytes as coded_bytes
-from .entropy_coding import decode_differences as decode_differences
-from .entropy_coding import encode_differences as encode_differences
-from .keys import attended_keys as attended_keys
-from .keys import scaled_queries as scaled_queries
-from .leading_tokens import attention_sink as attention_sink
-from .leading_tokens import first_k as first_k
-from .leading_tokens import vlcache as vlcache
 from .methods import METHODS as METHODS
-from .patches import patch as patch
-from .patches import patch_bytes as patch_bytes
-from .patches import pooled as pooled
-from .positions import Geometry as Geometry
-from .positions import chunk_scores as chunk_scores
-from .positions import placed_for_scoring as placed_for_scoring
-from .positions import reordered as reordered
+from .patches import spliced_chunks as spliced_chunks
 from .prompts import PromptPiece as PromptPiece
-from .prompts import mpic as mpic
 from .prompts import splice_prompt as splice_prompt
-from .prompts import two_step_reuse as two_step_reuse
-from .question_attention import infoflow as infoflow
-from .question_attention import infoflow_layers as infoflow_layers
-from .question_attention import page_numbers as page_numbers
-from .question_attention import page_order as page_order
-from .question_attention import prcr as prcr
-from .question_attention import prophetkv as prophetkv
-from .question_attention import quest as quest
-from .question_attention import question_scores as question_scores
 from .question_attention import reordered_by_question as reordered_by_question
-from .recomputation import LayerSet as LayerSet
-from .recomputation import padded_count as padded_count
-from .recomputation import recompute_sets as recompute_sets
-from .recomputation import repair_by_layer as repair_by_layer
-from .recomputation import repair_everywhere as repair_everywhere
-from .references import blind as blind
-from .references import encoder_cached_reprefill as encoder_cached_reprefill
-from .references import full_reprefill as full_reprefill
-from .references import joined_tokens as joined_tokens
-from .references import layer_reprefill as layer_reprefill
-from .references import prefix_caching as prefix_caching
 from .references import reprefill_flops as reprefill_flops
 from .repair_budget import RepairBudget as RepairBudget
 from .repair_budget import count_of_equal_bytes as count_of_equal_bytes
-from .repair_budget import fraction_to_count as fraction_to_count
 from .repair_budget import kv_bytes as kv_bytes
-from .rounding_error import gear as gear
+from .repaired import RepairBytes as RepairBytes
+from .repaired import Repaired as Repaired
+from .repaired import input_bytes as input_bytes
 from .schedules import RATIOS as RATIOS
 from .schedules import greedy_schedule as greedy_schedule
 from .schedules import logit_error as logit_error
 from .schedules import recomputed_sensitivity as recomputed_sensitivity
-from .shared_forms import anchor_weights as anchor_weights
-from .shared_forms import anchored as anchored
-from .shared_forms import joint_pair as joint_pair
-from .sparse_differences import block_differences as block_differences
-from .spliced_cache import Method as Method
 from .spliced_cache import OtherAntecedent as OtherAntecedent
-from .spliced_cache import RepairBytes as RepairBytes
-from .spliced_cache import Repaired as Repaired
 from .spliced_cache import SplicedCache as SplicedCache
-from .spliced_cache import check_repairable as check_repairable
-from .spliced_cache import deviation as deviation
-from .spliced_cache import largest as largest
-from .spliced_cache import live_tokens as live_tokens
+from .spliced_cache import canonical_of as canonical_of
 from .spliced_cache import pooled_embedding as pooled_embedding
-from .spliced_cache import read_slots as read_slots
-from .stored_forms import low_rank as low_rank
-from .stored_forms import quantised as quantised
-from .stored_forms import shadowkv as shadowkv
-from .stored_kv import KVPrecision as KVPrecision
-from .stored_kv import Precision as Precision

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..backbone import LayerAttention
+from ..backbone import KV, LayerAttention
+from ..core import KVLayout
 
 Reading = Literal["mass", "norm", "head_norm", "entropy", "head_entropy"]
 """How attention weights A [N heads, T question tokens, S keys] of a layer become one score per key.
@@ -53,3 +54,15 @@ def attention_scores(
     if reading in ("norm", "head_norm"):
         return jnp.sqrt(jnp.square(weights).sum((1, 2)))
     return -(weights * jnp.log(weights + LEAST_WEIGHT)).sum((1, 2))
+
+
+def scaled_queries(layer: LayerAttention) -> Float[Array, "B T N H"]:
+    """Returns queries in the engine frame times the scale of scores."""
+    return layer.query * layer.scale
+
+
+def attended_keys(layout: KVLayout, cache: KV, layer: int) -> Float[Array, "B S K H"]:
+    """Returns the keys that queries meet at a layer; for MLA the latent and the rotary key of one head."""
+    if layout.kind == "mla":
+        return jnp.concatenate([cache["ckv"][layer], cache["kpe"][layer]], axis=-1)
+    return cache["k"][layer]

@@ -8,25 +8,26 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import Backbone
-from ..core import KVLayout, to_engine
+from ..core import to_engine
 from ..errors import InputError
-from .keys import attended_keys, scaled_queries
-from .recomputation import LayerRun, LayerSet, begin, repair_everywhere, run_layers
-from .references import all_tokens, new_text_alone
+from .attention_scores import attended_keys, scaled_queries
+from .recomputation import LayerRun, LayerSet, all_tokens, begin, new_text_alone, recompute_scored, run_layers
 from .repair_budget import RepairBudget
+from .repaired import Repaired, counted, recompute_bytes
 from .spliced_cache import (
-    RepairBytes,
-    Repaired,
     SplicedCache,
     check_budget,
     choose_scored,
-    counted,
     deviation,
     live_tokens,
     read_slots,
-    recompute_bytes,
     required,
 )
+
+CHECK_LAYERS, SURPLUS = (1, 2, 3), 0.5
+"""Layers at which gradual filtering checks, and its surplus over the budget at the first of them."""
+KVSHARE_LAYER = 1
+"""The layer at which KVShare compares attention."""
 
 
 @counted
@@ -44,55 +45,39 @@ def cacheblend(
       check_layer: layer at which recomputed and spliced KV are compared.
 
     Raises:
-      InputError: the budget is out of range or by layer, or the backbone lacks the layer. ShapeError, LayoutError,
-        DtypeError: the splice does not match the backbone.
+      InputError: the backbone lacks the layer.
     """
     count = check_budget(backbone, splice, budget, "cacheblend")
-    _check_layers(backbone.layout, (check_layer,), "cacheblend.check_layer")
+    if not 0 <= check_layer < backbone.layout.layers:
+        raise InputError(f"cacheblend.check_layer: got {check_layer}; expected 0 to {backbone.layout.layers - 1}")
     if count == 0:
         return new_text_alone(backbone, splice)
     return _blend(backbone, splice, {check_layer: count})
 
 
 @counted
-def cacheblend_gradual(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float,
-    *,
-    check_layers: Sequence[int] = (1, 2, 3),
-    surplus: float = 0.5,
-) -> Repaired:
+def cacheblend_gradual(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Recomputes all tokens through the first check layer, and narrows the chosen tokens at each further one.
 
     Source: CacheBlend (Yao et al. 2025, section 4.3, "gradual filtering"): a first check chooses slightly more tokens
     than are wanted; recomputed through the next layer, those whose KV deviates most there stay, and so on. The paper
-    gives no ratios: here the surplus over the budget falls evenly from `surplus` at the first check to 0 at the last.
+    gives no ratios: here layers 1, 2 and 3 check, as far as there are layers above them, and the surplus over the
+    budget falls evenly from one half at the first check to 0 at the last.
 
     Args:
       budget: cached tokens above the last check layer; 0 returns the cache unchanged.
-      check_layers: ascending; those that the backbone lacks are left out.
-
-    Raises:
-      InputError: the budget is out of range or by layer, the first of the check layers is not in the backbone, they do
-        not ascend, or the surplus is negative. ShapeError, LayoutError, DtypeError: the splice does not match the
-        backbone.
     """
-    layout, checks = backbone.layout, tuple(check_layers)
+    layout = backbone.layout
     count = check_budget(backbone, splice, budget, "cacheblend_gradual")
-    _check_layers(layout, checks[:1], "cacheblend_gradual.check_layers")
-    if list(checks) != sorted(set(checks)) or not surplus >= 0:
-        found = f"check_layers {checks}, surplus {surplus}"
-        raise InputError(f"cacheblend_gradual: got {found}; expected ascending layers and a surplus of at least 0")
     if count == 0:
         return new_text_alone(backbone, splice)
 
     # A check of the last layer would choose nothing.
-    checks = tuple(layer for layer in checks if layer < layout.layers - 1) or checks[:1]
+    checks = tuple(layer for layer in CHECK_LAYERS if layer < layout.layers - 1) or (layout.layers - 1,)
     counts = {}
     for place, layer in enumerate(checks):
         left = (len(checks) - 1 - place) / max(1, len(checks) - 1)
-        counts[layer] = min(splice.cached_count, int(np.ceil(count * (1 + surplus * left))))
+        counts[layer] = min(splice.cached_count, int(np.ceil(count * (1 + SURPLUS * left))))
     return _blend(backbone, splice, counts)
 
 
@@ -116,19 +101,24 @@ def _blend(backbone: Backbone, splice: SplicedCache, counts: dict[int, int]) -> 
         score = jnp.where(run.chosen[layer], score, -jnp.inf)
         index = choose_scored(splice, score, count)
 
-    if start < layout.layers:
-        run = run_layers(backbone, splice, run, LayerSet(start, layout.layers, index))
     # Cached KV is read at the checks, to be compared with what overwrites it.
     compared = sum(chosen_at[layer] for layer in counts)
-    bytes = recompute_bytes(layout, splice, tuple(chosen_at), compared=compared)
-    return _result(run, bytes)
+    return _finished(backbone, splice, run, LayerSet(start, layout.layers, index), chosen_at, compared)
+
+
+def _finished(
+    backbone: Backbone, splice: SplicedCache, run: LayerRun, top: LayerSet, chosen_at: Sequence[int], compared: int
+) -> Repaired:
+    """Runs the topmost set, if it has layers, and returns the result."""
+    if top.start < top.stop:
+        run = run_layers(backbone, splice, run, top)
+    bytes = recompute_bytes(backbone.layout, splice, tuple(chosen_at), compared=compared)
+    return Repaired(run.cache, run.chosen, bytes, logits=run.logits)
 
 
 @counted
-def kvshare(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, check_layer: int = 1
-) -> Repaired:
-    """Recomputes all tokens through one layer, and above it those whose attention there deviates most.
+def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+    """Recomputes all tokens through layer 1, and above it those whose attention there deviates most.
 
     Source: KVShare (Yang et al. 2025, arXiv 2503.16525), as VLCache describes it ("the deviation of the attention
     map", Table 5 "Attn."): tokens are compared by attention maps over recomputed and over reused keys. Our reading of
@@ -137,41 +127,35 @@ def kvshare(
 
     Args:
       budget: cached tokens above the check layer; 0 returns the cache unchanged.
-
-    Raises:
-      InputError: the budget is out of range or by layer, or the backbone lacks the layer. ShapeError, LayoutError,
-        DtypeError: the splice does not match the backbone.
     """
     layout, T = backbone.layout, splice.slots.shape[1]
     count = check_budget(backbone, splice, budget, "kvshare")
-    _check_layers(layout, (check_layer,), "kvshare.check_layer")
     if count == 0:
         return new_text_alone(backbone, splice)
 
+    check = min(KVSHARE_LAYER, layout.layers - 1)
     everything, run = all_tokens(splice, np.arange(T)), begin(layout.layers, splice)
-    if check_layer:
-        run = run_layers(backbone, splice, run, LayerSet(0, check_layer, everything))
+    if check:
+        run = run_layers(backbone, splice, run, LayerSet(0, check, everything))
     entering = splice.tokens.embeddings if run.residual is None else run.residual
-    run = run_layers(backbone, splice, run, LayerSet(check_layer, check_layer + 1, everything))
+    run = run_layers(backbone, splice, run, LayerSet(check, check + 1, everything))
     queries = backbone.attention(
         splice.tokens._replace(embeddings=entering),
         run.cache,
         splice.mask,
-        layers=(check_layer,),
+        layers=(check,),
         reduce=scaled_queries,
         slots=splice.slots,
-        start_layer=check_layer,
+        start_layer=check,
     )
-    keys = [attended_keys(layout, cache, check_layer) for cache in (run.cache, splice.cache)]
+    keys = [attended_keys(layout, cache, check) for cache in (run.cache, splice.cache)]
     shift = attention_shift(queries[0], *keys, jnp.asarray(splice.slots), splice.mask)
-    live = live_tokens(splice)
-    score = jnp.where(live, jnp.take_along_axis(shift, jnp.asarray(splice.slots), axis=1), -jnp.inf)
-    index = choose_scored(splice, score, count)
+    score = jnp.take_along_axis(shift, jnp.asarray(splice.slots), axis=1)
+    index = choose_scored(splice, jnp.where(live_tokens(splice), score, -jnp.inf), count)
 
-    if check_layer + 1 < layout.layers:
-        run = run_layers(backbone, splice, run, LayerSet(check_layer + 1, layout.layers, index))
-    counts = [splice.cached_count] * (check_layer + 1) + [count] * (layout.layers - check_layer - 1)
-    return _result(run, recompute_bytes(layout, splice, tuple(counts), compared=splice.cached_count))
+    chosen_at = [splice.cached_count] * (check + 1) + [count] * (layout.layers - check - 1)
+    top = LayerSet(check + 1, layout.layers, index)
+    return _finished(backbone, splice, run, top, chosen_at, splice.cached_count)
 
 
 @jax.jit
@@ -212,56 +196,25 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget 
 
     Args:
       splice: with `conditioned`, which affects only the selection, never the values in the cache.
-
-    Raises:
-      InputError: `conditioned` is None, or the budget is out of range or by layer. ShapeError, LayoutError,
-        DtypeError: the splice does not match the backbone.
     """
     count = check_budget(backbone, splice, budget, "oracle_delta")
     conditioned = required(splice, "conditioned", "oracle_delta", "the chunk's phase-free KV in context")
-    if count == 0:
-        return new_text_alone(backbone, splice)
 
-    # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
-    true = to_engine(backbone.layout, conditioned, splice.tokens.positions, 0)
-    score = deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))
-    return repair_everywhere(backbone, splice, choose_scored(splice, score, count))
+    def scores() -> Float[Array, "B T"]:
+        # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
+        true = to_engine(backbone.layout, conditioned, splice.tokens.positions, 0)
+        return deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))
+
+    return recompute_scored(backbone, splice, count, scores)
 
 
 @counted
-def random_tokens(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float,
-    *,
-    seed: int | Sequence[int | Sequence[int]] = 0,
-) -> Repaired:
-    """Recomputes tokens drawn at random in context, at every layer: what choosing has to beat.
-
-    Args:
-      seed: of all rows, or one for each row.
-
-    Raises:
-      InputError: the budget is out of range or by layer, or there is another number of seeds than rows. ShapeError,
-        LayoutError, DtypeError: the splice does not match the backbone.
-    """
+def random_tokens(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+    """Recomputes tokens drawn at random in context, at every layer, in each row others: what choosing has to beat."""
     count, (B, T) = check_budget(backbone, splice, budget, "random_tokens"), splice.slots.shape
-    seeds = [(seed, row) for row in range(B)] if isinstance(seed, int) else list(seed)
-    if len(seeds) != B:
-        raise InputError(f"random_tokens.seed: got {len(seeds)} seeds; expected one, or one for each of {B} rows")
-    if count == 0:
-        return new_text_alone(backbone, splice)
 
-    score = np.stack([np.random.default_rng(number).random(T, np.float32) for number in seeds])
-    score = jnp.where(live_tokens(splice), jnp.asarray(score), -jnp.inf)
-    return repair_everywhere(backbone, splice, choose_scored(splice, score, count))
+    def scores() -> Float[Array, "B T"]:
+        rows = [np.random.default_rng((0, row)).random(T, np.float32) for row in range(B)]
+        return jnp.where(live_tokens(splice), jnp.asarray(np.stack(rows)), -jnp.inf)
 
-
-def _result(run: LayerRun, bytes: RepairBytes) -> Repaired:
-    return Repaired(run.cache, run.chosen, bytes, logits=run.logits)
-
-
-def _check_layers(layout: KVLayout, layers: Sequence[int], what: str) -> None:
-    for layer in layers or (-1,):
-        if not 0 <= layer < layout.layers:
-            raise InputError(f"{what}: got {layer}; expected 0 to {layout.layers - 1}")
+    return recompute_scored(backbone, splice, count, scores)

@@ -1,23 +1,20 @@
 """Entropy-coded KV: differences to anchor tokens in symbols, and the bytes that an ideal coder takes for them."""
 
-import bisect
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Int16
 
-from ..backbone import Backbone
-from ..core import PackedArray, unpack
-from ..core.few_bits import GROUP
+from ..backbone import KV, Backbone
+from ..core import GROUP, KVLayout, PackedArray, pack, packed_bytes, unpack
 from ..errors import InputError
 from .repair_budget import RepairBudget
-from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, recorded_of, with_flops
-from .stored_kv import allowed_bytes, array_bytes, encode_rows, phase_free_written
+from .repaired import RepairBytes, Repaired
+from .spliced_cache import AnyArray, SplicedCache
+from .stored_kv import StoredForm, allowed_bytes, expect_values, largest_fitting, recorded_kv, serve_form
 
 ANCHOR_GROUP = 10
 """Tokens of a group in CacheGen, its anchor the first."""
@@ -25,8 +22,8 @@ ANCHOR_BITS = 8
 """Bits of an anchor token's numbers."""
 STEP_RATIOS = (0.5, 1.0, 1.5)
 """Relative steps of the first, middle and last third of the layers: CacheGen rounds deeper layers more."""
-STEPS = tuple(2.0 ** (power / 4) for power in range(-16, 13))
-"""Steps that a budget chooses from, in standard deviations of a feature's differences: 1/16 to 8."""
+STEPS = tuple(2.0 ** (power / 4) for power in range(12, -17, -1))
+"""Steps that a budget chooses from, in standard deviations of a feature's differences: 8 down to 1/16."""
 MOST = 1023
 """The largest symbol; numbers beyond it are clipped."""
 
@@ -46,14 +43,7 @@ class CodedChannel(NamedTuple):
 
 
 def cachegen(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float,
-    *,
-    step: float | int | None = None,
-    group: int = ANCHOR_GROUP,
-    ratios: tuple[float | int, ...] = STEP_RATIOS,
-    tables: bool = True,
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, step: float | int | None = None
 ) -> Repaired:
     """Serves the recorded KV from entropy-coded differences to anchor tokens.
 
@@ -63,74 +53,51 @@ def cachegen(
     standard deviations of a feature's differences, and keys are taken before rotation, where tokens differ less.
     Bytes are those of an ideal coder, the symbols' empirical entropy, which no coder beats with a static table; its
     tables are counted, by feature or one for all features of a layer's channel, whichever takes fewer bytes in all. The
-    source's tables are of a model, learnt once and shared by all contexts; without `tables` bytes are the fewest that
-    any such tables could reach.
+    source's tables are of a model, learnt once and shared by all contexts.
 
     Args:
       budget: bytes of all that; the smallest step is taken with which every row fits. Bytes are the rows' mean.
       step: in place of the budget's.
-      group: tokens of a group.
-      ratios: relative steps of equal parts of the layers, from the first on.
-      tables: whether the coder's tables count.
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, or too small; a step or a ratio that is not positive,
-        no tokens in a group; or it is called inside a trace. ShapeError, LayoutError, DtypeError: the splice does not
-        match the backbone.
+      InputError: a step that is not positive, or it is called inside a trace.
     """
     layout = backbone.layout
     allowed = allowed_bytes(layout, splice, budget, "cachegen")
-    recorded = recorded_of(splice, "cachegen")
-    numbers = ratios if step is None else (*ratios, step)
-    if not ratios or min(numbers) <= 0 or group < 1:
-        found = f"step {step}, ratios {ratios}, group {group}"
-        raise InputError(f"cachegen: got {found}; expected positive numbers, and at least 1 token")
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((recorded, splice.length))):
-        raise InputError("cachegen: got KV inside a trace; expected arrays, because its bytes depend on their values")
+    recorded = recorded_kv(splice, "cachegen")
+    if step is not None and not step > 0:
+        raise InputError(f"cachegen.step: got {step}; expected a positive number")
+    expect_values((recorded, splice.length), "cachegen")
 
-    def coded(size: float | int) -> tuple[dict[str, CodedChannel], np.ndarray]:
-        channels = {}
-        for channel in layout.channels:
-            steps = _layer_steps(layout.layers, size, tuple(ratios))
-            value = jnp.asarray(recorded[channel.name])
-            channels[channel.name] = encode_differences(value, splice.length, steps, group)
-        return channels, coded_bytes(channels, splice.length, group, tables=tables)
+    def coded(step: float | int) -> tuple[dict[str, CodedChannel], np.ndarray]:
+        channels, steps = {}, _layer_steps(layout, step)
+        for name in layout.names:
+            channels[name] = encode_differences(jnp.asarray(recorded[name]), splice.length, steps)
+        return channels, coded_bytes(channels, splice.length)
 
     if step is None:
-        step = _smallest_step(lambda size: int(coded(size)[1].max()) <= allowed)
-    channels, sizes = coded(STEPS[-1] if step is None else step)
-    if step is None:
-        raise InputError(f"cachegen.budget: got {allowed} bytes; expected at least {sizes.max()}")
+        step = largest_fitting(STEPS, lambda step: int(coded(step)[1].max()), allowed, "cachegen")
+    channels, sizes = coded(step)
+    steps, stored = _layer_steps(layout, step), round(float(sizes.mean()))
 
-    stored = round(float(sizes.mean()))
-    bytes = RepairBytes(stored=stored, moved=stored)
-    steps = _layer_steps(layout.layers, step, tuple(ratios))
+    def decode() -> KV:
+        return {name: decode_differences(channel, steps) for name, channel in channels.items()}
 
-    def serve(own: SplicedCache) -> Repaired:
-        kv = {name: decode_differences(channel, steps, group) for name, channel in channels.items()}
-        return phase_free_written(layout, own, kv, bytes)
-
-    decoding = 2 * layout.numbers * splice.slots.shape[1]
-    return with_flops(serve(splice), serve, splice, backbone, ("cachegen", step, group, ratios, tables), decoding)
+    bytes, decoding = RepairBytes(stored=stored, moved=stored), 2 * layout.numbers * splice.slots.shape[1]
+    return serve_form(backbone, splice, StoredForm(decode, bytes, ("cachegen", step), decoding))
 
 
-def _smallest_step(fits: Callable[[float], bool]) -> float | None:
-    """The smallest of `STEPS` that fits, found by halving; None if none does."""
-    place = bisect.bisect_left(STEPS, True, key=fits)
-    return STEPS[place] if place < len(STEPS) else None
+def _layer_steps(layout: KVLayout, step: float | int) -> np.ndarray:
+    """Returns the steps of all layers, as many layers with each ratio as go."""
+    thirds = [layer * len(STEP_RATIOS) // layout.layers for layer in range(layout.layers)]
+    return np.asarray([step * STEP_RATIOS[third] for third in thirds], np.float32)
 
 
-def _layer_steps(layers: int, step: float | int, ratios: tuple[float | int, ...]) -> np.ndarray:
-    """Steps of all layers, as many layers with each ratio as go."""
-    return np.asarray([step * ratios[layer * len(ratios) // layers] for layer in range(layers)], np.float32)
-
-
-@functools.partial(jax.jit, static_argnames=("group",))
+@jax.jit
 def encode_differences(
     value: Float[AnyArray, "L B T K H"],
     length: Int[AnyArray, " B"] | None,
     steps: Float[AnyArray, " L"],
-    group: int = ANCHOR_GROUP,
 ) -> CodedChannel:
     """Encodes one channel as anchors and symbols.
 
@@ -139,10 +106,9 @@ def encode_differences(
       steps: of each layer, in standard deviations of a feature's differences.
     """
     wide = jnp.asarray(value).astype(jnp.float32)
-    anchors = encode_rows(wide[:, :, ::group], None, ANCHOR_BITS, GROUP, -1)
-    assert isinstance(anchors, PackedArray)
-    delta = wide - _spread_anchors(anchors, group, wide.shape[2])
-    counted = _counted_tokens(wide.shape[1:3], length, group)[..., None, None]
+    anchors = pack(wide[:, :, ::ANCHOR_GROUP], ANCHOR_BITS, heads=True)
+    delta = wide - _spread_anchors(anchors, wide.shape[2])
+    counted = _counted_tokens(wide.shape[1:3], length)[..., None, None]
     number = jnp.maximum(counted.sum(1, keepdims=True), 1)
     square = jnp.where(counted, jnp.square(delta), 0.0).sum(2, keepdims=True) / number
     deviation = jnp.sqrt(square).astype(jnp.bfloat16)
@@ -152,55 +118,48 @@ def encode_differences(
     return CodedChannel(anchors, deviation, symbols)
 
 
-@functools.partial(jax.jit, static_argnames=("group",))
-def decode_differences(
-    coded: CodedChannel, steps: Float[AnyArray, " L"], group: int = ANCHOR_GROUP
-) -> Float[Array, "L B T K H"]:
+@jax.jit
+def decode_differences(coded: CodedChannel, steps: Float[AnyArray, " L"]) -> Float[Array, "L B T K H"]:
     """Decodes one channel to float32."""
     size = steps[:, None, None, None, None] * coded.deviation.astype(jnp.float32)
-    return _spread_anchors(coded.anchors, group, coded.symbols.shape[2]) + coded.symbols.astype(jnp.float32) * size
+    return _spread_anchors(coded.anchors, coded.symbols.shape[2]) + coded.symbols.astype(jnp.float32) * size
 
 
-def _spread_anchors(anchors: PackedArray, group: int, tokens: int) -> Array:
-    return jnp.repeat(unpack(anchors, jnp.float32), group, axis=2)[:, :, :tokens]
+def _spread_anchors(anchors: PackedArray, tokens: int) -> Array:
+    return jnp.repeat(unpack(anchors, jnp.float32), ANCHOR_GROUP, axis=2)[:, :, :tokens]
 
 
-def _counted_tokens(shape: tuple[int, ...], length: AnyArray | None, group: int) -> Array:
+def _counted_tokens(shape: tuple[int, ...], length: AnyArray | None) -> Array:
     """Marks the tokens [B,T] that are coded as differences."""
     place = jnp.arange(shape[1])
-    counted = jnp.broadcast_to(place % group != 0, shape)
+    counted = jnp.broadcast_to(place % ANCHOR_GROUP != 0, shape)
     return counted if length is None else counted & (place < jnp.asarray(length)[:, None])
 
 
-def coded_bytes(
-    channels: Mapping[str, CodedChannel], length: AnyArray | None, group: int = ANCHOR_GROUP, *, tables: bool = True
-) -> np.ndarray:
+def coded_bytes(channels: Mapping[str, CodedChannel], length: AnyArray | None) -> np.ndarray:
     """Counts the bytes of each row, int64 [B]: anchors, deviations, symbols by an ideal coder, and its tables.
 
     An ideal coder takes −log2 of a symbol's frequency, among those of its layer and feature, or of its layer alone,
     whichever takes fewer bytes with their tables: of each symbol that occurs, itself in 8 bits (16 where one is beyond
     ±127) and its frequency in 16.
-
-    Args:
-      tables: whether tables count; without them the coder is by feature.
     """
     total = 0.0
     for coded in channels.values():
         L, B, T, K, H = coded.symbols.shape
-        anchors = array_bytes(coded.anchors.shape[2], K * H, ANCHOR_BITS, GROUP, -1)
+        anchors = packed_bytes(coded.anchors.shape[2], K * H, ANCHOR_BITS, GROUP, -1)
         symbols = np.asarray(coded.symbols).reshape(L, B, T, K * H).astype(np.int64)
-        counted = np.asarray(_counted_tokens((B, T), length, group))
-        own = []
+        counted = np.asarray(_counted_tokens((B, T), length))
+        rows = []
         for row in range(B):
-            found = symbols[:, row, counted[row]]
-            most = int(np.abs(found).max(initial=0))
+            levels = symbols[:, row, counted[row]]
+            most = int(np.abs(levels).max(initial=0))
             entry, width = 3 if most <= 127 else 4, 2 * most + 1
             # One histogram of all features at once: each feature's symbols have numbers of their own.
-            places = np.arange(L * K * H).reshape(L, 1, K * H) * width + most + found
+            places = np.arange(L * K * H).reshape(L, 1, K * H) * width + most + levels
             counts = np.bincount(places.ravel(), minlength=L * K * H * width).reshape(L, K * H, width)
-            sizes = [_ideal_bytes(part, entry if tables else 0) for part in (counts, counts.sum(1))]
-            own.append((min(sizes) if tables else sizes[0]) + L * (anchors + 2 * K * H))
-        total = total + np.asarray(own)
+            sizes = [_ideal_bytes(part, entry) for part in (counts, counts.sum(1))]
+            rows.append(min(sizes) + L * (anchors + 2 * K * H))
+        total = total + np.asarray(rows)
     return np.ceil(total).astype(np.int64)
 
 

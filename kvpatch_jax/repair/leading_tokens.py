@@ -9,21 +9,10 @@ import numpy as np
 from ..backbone import Backbone
 from ..core import fold, to_engine, transition_of
 from ..errors import InputError
-from .recomputation import repair_by_layer
-from .references import all_tokens
+from .recomputation import all_tokens, repair_by_layer
 from .repair_budget import RepairBudget, kv_bytes
-from .spliced_cache import (
-    Repaired,
-    SplicedCache,
-    blind_bytes,
-    check_splice,
-    counted,
-    input_bytes,
-    recompute_bytes,
-    required,
-    untouched,
-)
-from .stored_kv import engine_written
+from .repaired import Repaired, blind_bytes, counted, engine_written, input_bytes, recompute_bytes, untouched
+from .spliced_cache import SplicedCache, check_splice, required
 
 SINK_TOKENS = 4
 """Tokens that StreamingLLM (Xiao et al. 2024) keeps as attention sinks."""
@@ -45,10 +34,6 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | flo
 
     Returns:
       The repaired cache, the tokens rewritten [L,B,T], and the last token's logits if it is new text.
-
-    Raises:
-      InputError: the budget is out of range. ShapeError, LayoutError, DtypeError: the splice does not match the
-        backbone.
     """
     if backbone.layout.parts:
         return _first_of_hybrid(backbone, splice, RepairBudget.of(budget))
@@ -82,9 +67,8 @@ def _first_of_hybrid(backbone: Backbone, splice: SplicedCache, budget: RepairBud
     values = {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in rows}
     values |= fold([transition_of(piece) for piece in pieces])
     transition = kv_bytes(layout, 0) if stay is not None else 0
-    kept = blind_bytes(layout, splice)
-    inputs = input_bytes(splice) * count + transition
-    bytes = kept._replace(inputs=inputs, moved=kept.moved + inputs - kv_bytes(layout, count))
+    inputs, bytes = input_bytes(splice) * count + transition, blind_bytes(layout, splice)
+    bytes = bytes._replace(inputs=inputs, moved=bytes.moved + inputs - kv_bytes(layout, count))
     chosen = jnp.broadcast_to(np.arange(tokens) < count, (layout.layers, *splice.slots.shape))
     return dataclasses.replace(engine_written(layout, splice, values, bytes), chosen=chosen)
 
@@ -95,9 +79,6 @@ def attention_sink(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
     A chunk that was prefilled alone made sinks of them, which they are no longer behind other chunks. Source:
     StreamingLLM's number of sinks (Xiao et al. 2024); Kamera Table 5 compares with "a uniform attention sink".
-
-    Raises:
-      ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
     check_splice(backbone.layout, splice)
     RepairBudget.of(budget)
@@ -123,8 +104,7 @@ def vlcache(
       schedules: shares by layer in place of a share of all layers, by that share; None: none.
 
     Raises:
-      InputError: the budget is out of range, is not one share per layer, or increases with depth; there are schedules,
-        and none of the budget's share. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: there are schedules, and none of the budget's share.
     """
     budget = RepairBudget.of(budget)
     if schedules is not None:
@@ -140,40 +120,35 @@ def _first(
     """Recomputes the first tokens of every chunk, as many as the budget says at each layer, and all new text."""
     layout, layers = backbone.layout, backbone.layout.layers
     check_splice(layout, splice)
-    by_chunk = []
-    for first, last in splice.parts:
-        size = last - first
-        own = _per_chunk(budget, size, splice)
-        if floor and budget.kv_bytes is None and budget.tokens is None:
-            shares = budget.by_layer if budget.by_layer is not None else (budget.share,) * layers
-            budget.counts(layout, size, method)
-            # A product such as .29 · 100 lies just below the whole number that is meant.
-            by_chunk.append([int(share * size + 1e-9) for share in shares if share is not None])
-        else:
-            by_chunk.append(list(own.counts(layout, size, method)))
-
+    by_chunk = [_chunk_counts(backbone, splice, budget, last - first, method, floor) for first, last in splice.parts]
     new = np.flatnonzero(splice.new_text())
-    counts = tuple(len(new) + sum(column) for column in zip(*by_chunk, strict=True))
+    cached = tuple(sum(column) for column in zip(*by_chunk, strict=True))
+    counts = tuple(len(new) + count for count in cached)
     if counts[0] == 0:
         return untouched(layout, splice)
 
     # Tokens in the order in which layers drop them: new text never, and of chunks the later ones first.
     ranked = [(layers, int(token)) for token in new]
-    for (first, last), own in zip(splice.parts, by_chunk, strict=True):
-        for token in range(first, min(last, first + own[0])):
-            ranked.append((sum(count > token - first for count in own), token))
+    for (first, last), by_layer in zip(splice.parts, by_chunk, strict=True):
+        for token in range(first, min(last, first + by_layer[0])):
+            ranked.append((sum(count > token - first for count in by_layer), token))
     ranked.sort(key=lambda item: (-item[0], item[1]))
     order = np.array([token for _, token in ranked], np.int32)
-
-    cached = tuple(count - len(new) for count in counts)
     bytes = recompute_bytes(layout, splice, cached, inputs=cached[0])
     return repair_by_layer(backbone, splice, all_tokens(splice, order), counts, bytes)
 
 
-def _per_chunk(budget: RepairBudget, size: int, splice: SplicedCache) -> RepairBudget:
-    """Returns one chunk's part of a budget: its share, of a prompt at most k tokens, or bytes by its length."""
+def _chunk_counts(
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, size: int, method: str, floor: bool
+) -> tuple[int, ...]:
+    """Computes one chunk's tokens at each layer: its share, of a prompt at most k tokens, or bytes by its length."""
     if budget.tokens is not None and splice.chunks is not None:
-        return RepairBudget(tokens=min(budget.tokens, size))
+        budget = RepairBudget(tokens=min(budget.tokens, size))
     if budget.kv_bytes is not None:
-        return RepairBudget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
-    return budget
+        budget = RepairBudget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
+    counts = budget.counts(backbone.layout, size, method)
+    shares = budget.by_layer if budget.by_layer is not None else (budget.share,) * len(counts)
+    if not floor or shares[0] is None:
+        return counts
+    # A product such as .29 · 100 lies just below the integer that is meant.
+    return tuple(int(share * size + 1e-9) for share in shares if share is not None)

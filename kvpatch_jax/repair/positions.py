@@ -53,8 +53,7 @@ def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometr
         by = by.reshape(-1, *[1] * (positions.ndim - 1))
         moved = moved.at[:, first:last].add(by.astype(positions.dtype))
 
-    own = read_slots(splice.cache, splice.slots)
-    keys = relocate(layout, own, positions, moved)
+    keys = relocate(layout, read_slots(splice.cache, splice.slots), positions, moved)
     cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
     if geometry == "hl_hp":
         longest = functools.reduce(
@@ -75,12 +74,11 @@ def chunk_scores(splice: SplicedCache, score: Float[Array, "B T"], share: float)
 
     Source: InfoFlow KV, section 4.3: a first selection within each chunk, whose scores are compared between chunks.
     """
-    found, result = np.where(np.isfinite(score), score, 0.0), []
+    finite, sums = np.where(np.isfinite(score), score, 0.0), []
     for first, last in splice.parts:
         count = max(1, round(share * (last - first)))
-        own = np.sort(found[:, first:last], axis=1)
-        result.append(own[:, -count:].sum(1))
-    return np.stack(result, axis=1)
+        sums.append(np.sort(finite[:, first:last], axis=1)[:, -count:].sum(1))
+    return np.stack(sums, axis=1)
 
 
 def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> SplicedCache:
@@ -103,26 +101,24 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
         raise InputError(f"reordered.chunks: got {parts}; expected chunks without text between them")
 
     begin, end = parts[0][0], parts[-1][1]
-    index = np.concatenate([np.arange(*parts[number]) for number in order])
     positions = np.asarray(splice.tokens.positions)
     moved, chunks, place = positions.copy(), [], begin
     start = first_position(positions[:, begin])
     for number in order:
         first, last = parts[number]
-        own = positions[:, first:last]
-        begun = first_position(own[:, 0])
-        moved[:, place : place + last - first] = own + (start - begun).reshape(-1, *[1] * (positions.ndim - 1))
+        chunk = positions[:, first:last]
+        begun = first_position(chunk[:, 0])
+        moved[:, place : place + last - first] = chunk + (start - begun).reshape(-1, *[1] * (positions.ndim - 1))
         chunks.append((place, place + last - first))
-        start = start + end_position(own) + 1 - begun
+        start = start + end_position(chunk) + 1 - begun
         place += last - first
     check_positions(layout.rope, moved, np.zeros((), np.int32))
 
-    whole = np.arange(positions.shape[1])
-    whole[begin:end] = index
-    taken = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, whole], splice.tokens)
-    tokens = taken._replace(positions=moved)
-    kv = read_slots(splice.cache, jnp.asarray(splice.slots)[:, whole])
-    keys = relocate(layout, kv, positions[:, whole], moved)
+    places = np.arange(positions.shape[1])
+    places[begin:end] = np.concatenate([np.arange(*parts[number]) for number in order])
+    tokens = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, places], splice.tokens)._replace(positions=moved)
+    kv = read_slots(splice.cache, jnp.asarray(splice.slots)[:, places])
+    keys = relocate(layout, kv, positions[:, places], moved)
     cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
     return splice.replace(
         tokens=tokens, cache=cache, chunks=tuple(chunks), conditioned=None, recorded=None, hidden=None, canonical=None

@@ -13,10 +13,11 @@ from ..backbone import KV, Backbone, Tokens
 from ..core import EngineKV, to_engine
 from ..errors import InputError
 from .leading_tokens import first_k
-from .recomputation import LayerSet, begin, run_layers
-from .references import NOTHING, all_tokens, joined_tokens
+from .recomputation import LayerSet, all_tokens, begin, run_layers
+from .references import NOTHING
 from .repair_budget import RepairBudget
-from .spliced_cache import Repaired, SplicedCache, blind_bytes, check_splice, counted
+from .repaired import Repaired, blind_bytes, counted
+from .spliced_cache import SplicedCache, check_splice, joined_tokens
 
 MPIC_32 = RepairBudget(tokens=32)
 """The k that MPIC reports most (section 5.2)."""
@@ -81,41 +82,34 @@ def mpic(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float 
       The cache, and the logits of the last token [B,1,V].
 
     Raises:
-      InputError: the prompt does not end with new text, or the budget is out of range. ShapeError, LayoutError,
-        DtypeError: the splice does not match the backbone.
+      InputError: the prompt does not end with new text.
     """
     _check_prompt(backbone, splice, "mpic")
     return first_k(backbone, splice, budget)
 
 
 @counted
-def two_step_reuse(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = NOTHING, *, text_sees_chunks: bool = False
-) -> Repaired:
+def two_step_reuse(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = NOTHING) -> Repaired:
     """Computes the KV of new text first, and then the last token over all that is cached: full reuse in two steps.
 
     Source: MPIC section 2.2, after Prompt Cache (Gim et al. 2024): "the first step is to calculate the KV cache of
-    text, and the second step is to calculate the first output token using the concatenated KV cache".
-
-    Args:
-      text_sees_chunks: whether new text attends to chunks in the first step; the paper does not say.
+    text, and the second step is to calculate the first output token using the concatenated KV cache". The paper does
+    not say whether new text attends to chunks in the first step; here it does not.
 
     Raises:
-      InputError: the budget is not 0, or the prompt does not end with new text. ShapeError, LayoutError, DtypeError:
-        the splice does not match the backbone.
+      InputError: the prompt does not end with new text.
     """
     _check_prompt(backbone, splice, "two_step_reuse")
     if any(RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, "two_step_reuse")):
         raise InputError(f"two_step_reuse.budget: got {budget}; expected 0")
 
     new, layers = splice.new_text(), backbone.layout.layers
-    mask = splice.mask
-    if not text_sees_chunks:
-        B, S = len(splice.slots), next(iter(splice.cache.values())).shape[2]
-        # Slots outside the splice are in front of the prompt, and are seen.
-        hidden = jnp.zeros((B, S), bool).at[jnp.arange(B)[:, None], jnp.asarray(splice.slots)].set(jnp.asarray(~new))
-        allowed = jnp.arange(S) <= jnp.asarray(splice.slots)[..., None] if mask is None else jnp.asarray(mask)[:, 0]
-        mask = (allowed & ~hidden[:, None])[:, None]
+    B, S = len(splice.slots), next(iter(splice.cache.values())).shape[2]
+    slots = jnp.asarray(splice.slots)
+    # Slots outside the splice are in front of the prompt, and are seen.
+    hidden = jnp.zeros((B, S), bool).at[jnp.arange(B)[:, None], slots].set(jnp.asarray(~new))
+    allowed = jnp.arange(S) <= slots[..., None] if splice.mask is None else jnp.asarray(splice.mask)[:, 0]
+    mask = (allowed & ~hidden[:, None])[:, None]
 
     # Without chunks the first step reads no logits, which it has no use for.
     text, stored = all_tokens(splice, np.flatnonzero(new)), splice.replace(mask=mask, chunks=None)

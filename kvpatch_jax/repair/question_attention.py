@@ -16,26 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import Backbone, LayerAttention, Tokens
 from ..core import KVLayout
 from ..errors import InputError
-from .attention_scores import READINGS, Reading, attention_scores
-from .keys import attended_keys, scaled_queries
+from .attention_scores import READINGS, Reading, attended_keys, attention_scores, scaled_queries
 from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
-from .recomputation import LayerSet, recompute_sets, repair_everywhere
-from .references import all_tokens, new_text_alone
+from .recomputation import recompute_scored
 from .repair_budget import RepairBudget
-from .spliced_cache import (
-    AnyArray,
-    Repaired,
-    SplicedCache,
-    check_budget,
-    choose_scored,
-    counted,
-    largest,
-    live_tokens,
-    mark,
-    recompute_bytes,
-    required,
-    untouched,
-)
+from .repaired import Repaired, counted, untouched
+from .spliced_cache import AnyArray, SplicedCache, check_budget, largest, live_tokens, mark, required
 
 PAGE = 16
 """Tokens of a page, as in Quest (Tang et al. 2024, section 4)."""
@@ -83,13 +69,13 @@ def question_scores(
     required(splice, "question", "question_scores", "the question's tokens behind the cache")
     question, cache = placed_for_scoring(backbone.layout, splice, geometry)
     reduce = score_reduction(reading, next(iter(cache.values())).shape[2])
-    found = backbone.attention(question, cache, _question_mask(splice, question), layers=layers, reduce=reduce)
-    return _of_tokens(found, jnp.asarray(splice.slots), live_tokens(splice))
+    scores = backbone.attention(question, cache, _question_mask(splice, question), layers=layers, reduce=reduce)
+    return _mean_scores(scores, jnp.asarray(splice.slots), live_tokens(splice))
 
 
 @jax.jit
-def _of_tokens(found: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
-    return jnp.where(live, jnp.take_along_axis(found.mean(0), slots, axis=1), -jnp.inf)
+def _mean_scores(scores: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
+    return jnp.where(live, jnp.take_along_axis(scores.mean(0), slots, axis=1), -jnp.inf)
 
 
 def _question_mask(splice: SplicedCache, question: Tokens) -> Bool[Array, "B 1 Q _"] | None:
@@ -103,9 +89,9 @@ def _question_mask(splice: SplicedCache, question: Tokens) -> Bool[Array, "B 1 Q
         # Padding of the chunk is no key either.
         rows = jnp.arange(B)[:, None]
         seen = seen.at[rows, jnp.asarray(splice.slots)].min(live_tokens(splice))
-    own = jnp.tril(jnp.ones((Q, Q), bool))
+    causal = jnp.tril(jnp.ones((Q, Q), bool))
     return jnp.concatenate(
-        [jnp.broadcast_to(seen[:, None, None], (B, 1, Q, S)), jnp.broadcast_to(own, (B, 1, Q, Q))], axis=-1
+        [jnp.broadcast_to(seen[:, None, None], (B, 1, Q, S)), jnp.broadcast_to(causal, (B, 1, Q, Q))], axis=-1
     )
 
 
@@ -115,62 +101,32 @@ def infoflow(
     splice: SplicedCache,
     budget: RepairBudget | float,
     *,
-    layers: Sequence[int] | None = None,
     reading: Reading = "mass",
     geometry: Geometry = "global",
     whole_layers: int = 0,
-    first_tokens: int = 0,
 ) -> Repaired:
     """Recomputes in context the tokens that the question attends to most.
 
     Source: InfoFlow KV (arXiv 2603.05353), section 4.2; all layers are recomputed (appendix B). The released code
-    differs: its reading is a norm or an entropy, layer 0 is recomputed whole (`whole_layers=1`), and the first tokens
-    of each chunk may be added (`first_tokens`, its `chunk_k` of 0 to 16).
-
-    Args:
-      layers: that tokens are scored with; None: `infoflow_layers`.
-      first_tokens: of every chunk, chosen before others within the budget.
+    differs: its reading is a norm or an entropy, and layer 0 is recomputed for all tokens (`whole_layers=1`). Tokens
+    are scored at `infoflow_layers`.
 
     Raises:
-      InputError: no question, an unknown reading or geometry, layers out of range, or a budget that is out of range or
-        by layer. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: an unknown reading or geometry, or `whole_layers` out of range.
     """
-    layout, T = backbone.layout, splice.slots.shape[1]
+    layout = backbone.layout
     count = check_budget(backbone, splice, budget, "infoflow")
-    if not 0 <= whole_layers < layout.layers or first_tokens < 0:
-        found = f"whole_layers {whole_layers}, first_tokens {first_tokens}"
-        raise InputError(f"infoflow: got {found}; expected 0 to {layout.layers - 1} layers, and 0 tokens or more")
-    if count == 0:
-        return new_text_alone(backbone, splice)
+    if not 0 <= whole_layers < layout.layers:
+        raise InputError(f"infoflow.whole_layers: got {whole_layers}; expected 0 to {layout.layers - 1}")
 
-    chosen_layers = infoflow_layers(layout, reading) if layers is None else tuple(layers)
-    score = question_scores(backbone, splice, chosen_layers, reading, geometry)
-    if first_tokens:
-        leading = np.zeros(T, bool)
-        for first, last in splice.parts:
-            leading[first : min(last, first + first_tokens)] = True
-        # Raised above all others by no more than that: a large number would round what tells them apart.
-        above = 1 + jnp.max(score, axis=1, keepdims=True)
-        score = jnp.where(jnp.asarray(leading) & live_tokens(splice), score + above, score)
-    index = choose_scored(splice, score, count)
+    def scores() -> Float[Array, "B T"]:
+        return question_scores(backbone, splice, infoflow_layers(layout, reading), reading, geometry)
 
-    sets = [LayerSet(whole_layers, layout.layers, index)]
-    if whole_layers:
-        sets.insert(0, LayerSet(0, whole_layers, all_tokens(splice, np.arange(T))))
-    counts = (splice.cached_count,) * whole_layers + (count,) * (layout.layers - whole_layers)
     # The question reads all spliced keys before any of them is recomputed.
-    bytes = recompute_bytes(layout, splice, counts, compared=sum(counts))
-    return recompute_sets(backbone, splice, sets, bytes)
+    return recompute_scored(backbone, splice, count, scores, compared=True, whole_layers=whole_layers)
 
 
-def reordered_by_question(
-    backbone: Backbone,
-    splice: SplicedCache,
-    *,
-    share: float = 0.15,
-    layers: Sequence[int] | None = None,
-    reading: Reading = "mass",
-) -> SplicedCache:
+def reordered_by_question(backbone: Backbone, splice: SplicedCache, *, share: float = 0.15) -> SplicedCache:
     """Orders independent chunks by what the question attends to in them, the most important one nearest to it.
 
     The first stage of InfoFlow KV's reordering (section 4.3): tokens are scored within each chunk with its own
@@ -180,7 +136,6 @@ def reordered_by_question(
     Args:
       splice: of several chunks without text between them, and a question.
       share: of each chunk's tokens, whose scores count for it.
-      layers: that tokens are scored with; None: `infoflow_layers`.
 
     Raises:
       InputError: no question, fewer than two chunks, text between them, or rows whose orders differ: repair those one
@@ -188,8 +143,7 @@ def reordered_by_question(
     """
     if len(splice.parts) < 2:
         raise InputError(f"reordered_by_question.chunks: got {splice.chunks}; expected at least two")
-    wanted = infoflow_layers(backbone.layout, reading) if layers is None else tuple(layers)
-    score = question_scores(backbone, splice, wanted, reading, "hl_tp")
+    score = question_scores(backbone, splice, infoflow_layers(backbone.layout), geometry="hl_tp")
     orders = np.argsort(chunk_scores(splice, score, share), axis=1, kind="stable")
     if (orders != orders[0]).any():
         raise InputError(f"reordered_by_question: got orders {orders.tolist()}; expected one for all rows")
@@ -204,41 +158,31 @@ def prophetkv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | f
     and "a dual-stage recomputation pipeline to fuse layer-wise attention metrics into a high-utility set". Our
     reading: the question's pass over the spliced cache, each layer's attention over the splice divided by its sum,
     the mean over layers; then these tokens are recomputed.
-
-    Raises:
-      InputError: no question, or a budget that is out of range or by layer. ShapeError, LayoutError, DtypeError: the
-        splice does not match the backbone.
     """
     count = check_budget(backbone, splice, budget, "prophetkv")
-    if count == 0:
-        return new_text_alone(backbone, splice)
 
-    question = required(splice, "question", "prophetkv", "the question's tokens behind the cache")
-    found = backbone.attention(
-        question,
-        splice.cache,
-        _question_mask(splice, question),
-        layers=range(backbone.layout.layers),
-        reduce=score_reduction("mass", next(iter(splice.cache.values())).shape[2]),
-    )
-    score = _alike(found, jnp.asarray(splice.slots), live_tokens(splice))
-    index = choose_scored(splice, score, count)
-    counts = (count,) * backbone.layout.layers
-    return repair_everywhere(
-        backbone, splice, index, recompute_bytes(backbone.layout, splice, counts, compared=sum(counts))
-    )
+    def scores() -> Float[Array, "B T"]:
+        question = required(splice, "question", "prophetkv", "the question's tokens behind the cache")
+        masses = backbone.attention(
+            question,
+            splice.cache,
+            _question_mask(splice, question),
+            layers=range(backbone.layout.layers),
+            reduce=score_reduction("mass", next(iter(splice.cache.values())).shape[2]),
+        )
+        return _mean_shares(masses, jnp.asarray(splice.slots), live_tokens(splice))
+
+    return recompute_scored(backbone, splice, count, scores, compared=True)
 
 
 @jax.jit
-def _alike(found: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
-    own = jnp.take_along_axis(found, slots[None], axis=2) * live
-    return jnp.where(live, (own / own.sum(-1, keepdims=True)).mean(0), -jnp.inf)
+def _mean_shares(masses: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
+    masses = jnp.take_along_axis(masses, slots[None], axis=2) * live
+    return jnp.where(live, (masses / masses.sum(-1, keepdims=True)).mean(0), -jnp.inf)
 
 
 @counted
-def prcr(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, layers: Sequence[int] | None = None
-) -> Repaired:
+def prcr(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
     """Shows the question only the cached tokens that it attends to most, and recomputes none.
 
     Source: Position Rebinding Cache Reuse (arXiv 2606.26631). What is public describes raw visual KV kept with its
@@ -247,39 +191,30 @@ def prcr(
     rotated to its new place, the question reads the entries that its own attention selects, and no others.
 
     Raises:
-      InputError: no question, a whole prompt, or a budget that is out of range or by layer. ShapeError, LayoutError,
-        DtypeError: the splice does not match the backbone.
+      InputError: a prompt with new text.
     """
     count = check_budget(backbone, splice, budget, "prcr")
     if splice.new_text().any():
         raise InputError("prcr.chunks: got a prompt with new text; expected a splice of chunks alone")
-    wanted = infoflow_layers(backbone.layout) if layers is None else layers
-    score = question_scores(backbone, splice, wanted)
-    kept = mark(largest(score, count), live_tokens(splice)) if count else jnp.zeros(score.shape, bool)
+    score = question_scores(backbone, splice, infoflow_layers(backbone.layout))
+    shown = mark(largest(score, count), live_tokens(splice)) if count else jnp.zeros(score.shape, bool)
 
-    blind = untouched(backbone.layout, splice)
     size = next(iter(splice.cache.values())).shape[2]
-    seen = jnp.ones((len(kept), size), bool) if splice.seen is None else jnp.asarray(splice.seen)
-    return dataclasses.replace(blind, visible=_hidden(seen, jnp.asarray(splice.slots), kept))
+    seen = jnp.ones((len(shown), size), bool) if splice.seen is None else jnp.asarray(splice.seen)
+    visible = _hidden(seen, jnp.asarray(splice.slots), shown)
+    return dataclasses.replace(untouched(backbone.layout, splice), visible=visible)
 
 
 @jax.jit
-def _hidden(seen: Array, slots: AnyArray, kept: Array) -> Array:
-    return seen.at[jnp.arange(len(slots))[:, None], slots].min(kept)
+def _hidden(seen: Array, slots: AnyArray, shown: Array) -> Array:
+    return seen.at[jnp.arange(len(slots))[:, None], slots].min(shown)
 
 
 # ----------------------------------------------------------------------------------------------------------- pages
 
 
 @counted
-def quest(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float,
-    *,
-    layers: Sequence[int] | None = None,
-    page: int = PAGE,
-) -> Repaired:
+def quest(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, page: int = PAGE) -> Repaired:
     """Recomputes in context the pages of the splice that the question could attend to most, by Quest's bound.
 
     Source: Quest (Tang et al. 2024): each page keeps the least and the largest of its keys by feature, and a query's
@@ -289,35 +224,28 @@ def quest(
     last one its first tokens, so that the budget is met exactly.
 
     Args:
-      layers: whose heads vote; None: all.
       page: tokens of a page; pages are counted from each chunk's first token.
 
     Raises:
-      InputError: no question, a page below 1, or a budget that is out of range or by layer. ShapeError, LayoutError,
-        DtypeError: the splice does not match the backbone.
+      InputError: a page below 1.
     """
     layout = backbone.layout
     count = check_budget(backbone, splice, budget, "quest")
     if page < 1:
         raise InputError(f"quest.page: got {page}; expected at least 1")
-    if count == 0:
-        return new_text_alone(backbone, splice)
 
-    question = required(splice, "question", "quest", "the question's tokens behind the cache")
-    on_page = jnp.where(live_tokens(splice), jnp.asarray(page_numbers(splice, page)), -1)
-    wanted = tuple(range(layout.layers)) if layers is None else tuple(layers)
-    queries = backbone.attention(
-        question, splice.cache, _question_mask(splice, question), layers=wanted, reduce=scaled_queries
-    )
-    keys = jnp.stack([attended_keys(layout, splice.cache, layer) for layer in wanted])
-    own = jnp.take_along_axis(keys, jnp.asarray(splice.slots)[None, :, :, None, None], axis=2)
-    pages = int(page_numbers(splice, page).max()) + 1
-    order = page_order(queries, own, on_page, pages, -(-count // page))
-    score = jnp.where(on_page >= 0, jnp.take_along_axis(order, jnp.maximum(on_page, 0), axis=1), -jnp.inf)
-    index = choose_scored(splice, score, count)
-    counts = (count,) * layout.layers
-    bytes = recompute_bytes(layout, splice, counts, compared=sum(counts))
-    return repair_everywhere(backbone, splice, index, bytes)
+    def scores() -> Float[Array, "B T"]:
+        question = required(splice, "question", "quest", "the question's tokens behind the cache")
+        numbers = page_numbers(splice, page)
+        on_page = jnp.where(live_tokens(splice), jnp.asarray(numbers), -1)
+        mask, layers = _question_mask(splice, question), range(layout.layers)
+        queries = backbone.attention(question, splice.cache, mask, layers=layers, reduce=scaled_queries)
+        keys = jnp.stack([attended_keys(layout, splice.cache, layer) for layer in layers])
+        keys = jnp.take_along_axis(keys, jnp.asarray(splice.slots)[None, :, :, None, None], axis=2)
+        order = page_order(queries, keys, on_page, int(numbers.max()) + 1, -(-count // page))
+        return jnp.where(on_page >= 0, jnp.take_along_axis(order, jnp.maximum(on_page, 0), axis=1), -jnp.inf)
+
+    return recompute_scored(backbone, splice, count, scores, compared=True)
 
 
 def page_numbers(splice: SplicedCache, page: int) -> Int[np.ndarray, " T"]:
@@ -367,7 +295,7 @@ def page_order(
 def _least(key: Float[Array, "T K H"], member: Bool[Array, "P T"]) -> Float[Array, "P K H"]:
     """Returns the least key of each page by feature; 0 for pages without tokens."""
 
-    def of_page(own: Array) -> Array:
-        return jnp.where(own.any(), jnp.where(own[:, None, None], key, jnp.inf).min(0), 0.0)
+    def of_page(inside: Array) -> Array:
+        return jnp.where(inside.any(), jnp.where(inside[:, None, None], key, jnp.inf).min(0), 0.0)
 
     return jax.lax.map(of_page, member)

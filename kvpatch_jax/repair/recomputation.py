@@ -3,16 +3,17 @@ not run."""
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import Backbone, Tokens
-from .spliced_cache import AnyArray, RepairBytes, Repaired, SplicedCache, live_tokens, mark, recompute_bytes
+from .repaired import RepairBytes, Repaired, blind_bytes, recompute_bytes, untouched
+from .spliced_cache import AnyArray, SplicedCache, choose_scored, live_tokens
 
 LARGEST_STEP = 16
 """Numbers of recomputed tokens are padded to a multiple of a step of at most this."""
@@ -67,22 +68,19 @@ def run_layers(backbone: Backbone, splice: SplicedCache, run: LayerRun, part: La
     layers, T = backbone.layout.layers, splice.slots.shape[1]
     count = part.index.shape[1]
     # Padding repeats the last token: written twice with the same values.
-    index = fill_index(part.index, padded_count(count, T))
+    index = jnp.pad(part.index, ((0, 0), (0, padded_count(count, T) - count)), mode="edge")
     start = splice.tokens if run.residual is None else splice.tokens._replace(embeddings=run.residual)
-    tokens, slots, mask = gather_tokens(start, splice.slots, splice.mask, index)
+    tokens, slots, mask = _gather_tokens(start, splice.slots, splice.mask, index)
 
     live = live_tokens(splice)
-    written = mark(part.index, live)[None]
-    if part.counts is not None:
-        within = np.arange(count) < np.asarray(part.counts)[:, None, None]
-        written = _mark_each(part.index, jnp.asarray(within), live)
-    chosen = _chosen_at(run.chosen, written, part.start, part.stop)
-
+    counts = np.asarray(part.counts or (count,) * (part.stop - part.start), np.int32)
+    chosen = _mark_written(run.chosen, part.index, counts, live, part.start)
     keep = None
     if part.counts is not None or splice.length is not None:
-        keep = _keep(chosen, index)
-    whole = part.stop == layers
-    reads = whole and _reads_last(splice)
+        keep = jnp.take_along_axis(chosen, index[None], axis=2)
+    top = part.stop == layers
+    # The last token is new text, whose logits a forward over the prompt gives.
+    reads = top and splice.chunks is not None and bool(splice.new_text()[-1])
     step = backbone.recompute(
         tokens,
         run.cache,
@@ -92,9 +90,9 @@ def run_layers(backbone: Backbone, splice: SplicedCache, run: LayerRun, part: La
         _row_of(index, T - 1) if reads else jnp.zeros((index.shape[0], 0), jnp.int32),
         start_layer=part.start,
         stop_layer=part.stop,
-        hidden_at=() if whole else (part.stop,),
+        hidden_at=() if top else (part.stop,),
     )
-    residual = None if whole else _scatter(splice.tokens.embeddings, index, step.hidden[part.stop])
+    residual = None if top else _scatter(splice.tokens.embeddings, index, step.hidden[part.stop])
     return LayerRun(dict(step.cache), residual, chosen, step.logits if reads else None)
 
 
@@ -107,18 +105,50 @@ def recompute_sets(backbone: Backbone, splice: SplicedCache, sets: Sequence[Laye
 
 
 def repair_everywhere(
-    backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], bytes: RepairBytes | None = None
+    backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], bytes: RepairBytes
 ) -> Repaired:
-    """Recomputes one set of tokens at every layer.
+    """Recomputes one set of tokens at every layer."""
+    return recompute_sets(backbone, splice, [LayerSet(0, backbone.layout.layers, index)], bytes)
+
+
+def recompute_scored(
+    backbone: Backbone,
+    splice: SplicedCache,
+    count: int,
+    scores: Callable[[], Float[Array, "B T"]],
+    *,
+    compared: bool = False,
+    whole_layers: int = 0,
+) -> Repaired:
+    """Recomputes in context the `count` cached tokens with the largest scores, and all new text.
 
     Args:
-      bytes: of the repair; None: as for tokens that could have been any.
+      scores: computes a score for each token; not called where `count` is 0.
+      compared: whether scores read all cached KV, before any of it is recomputed.
+      whole_layers: lowest layers, at which all tokens are recomputed.
     """
     layers = backbone.layout.layers
-    if bytes is None:
-        cached = index.shape[1] - int(splice.new_text().sum())
-        bytes = recompute_bytes(backbone.layout, splice, (cached,) * layers)
-    return recompute_sets(backbone, splice, [LayerSet(0, layers, index)], bytes)
+    if count == 0:
+        return new_text_alone(backbone, splice)
+    sets = [LayerSet(whole_layers, layers, choose_scored(splice, scores(), count))]
+    if whole_layers:
+        sets.insert(0, LayerSet(0, whole_layers, all_tokens(splice, np.arange(splice.slots.shape[1]))))
+    counts = (splice.cached_count,) * whole_layers + (count,) * (layers - whole_layers)
+    bytes = recompute_bytes(backbone.layout, splice, counts, compared=sum(counts) if compared else 0)
+    return recompute_sets(backbone, splice, sets, bytes)
+
+
+def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
+    """Computes new text over the cache as it was spliced: what every repair returns for a budget of 0."""
+    new = np.flatnonzero(splice.new_text())
+    if not len(new):
+        return untouched(backbone.layout, splice)
+    return repair_everywhere(backbone, splice, all_tokens(splice, new), blind_bytes(backbone.layout, splice))
+
+
+def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:
+    """Returns the same token indices for every row, [B,n]."""
+    return jax.device_put(np.broadcast_to(tokens.astype(np.int32), (splice.slots.shape[0], len(tokens))))
 
 
 def repair_by_layer(
@@ -131,17 +161,11 @@ def repair_by_layer(
     T, sets = splice.slots.shape[1], []
     # Layers whose padded number is the same run in one program.
     for size, group in itertools.groupby(enumerate(counts), lambda item: padded_count(item[1], T)):
-        own = list(group)
+        layers, numbers = zip(*group, strict=True)
         if size == 0:
             break
-        most = own[0][1]
-        sets.append(LayerSet(own[0][0], own[-1][0] + 1, index[:, :most], tuple(count for _, count in own)))
+        sets.append(LayerSet(layers[0], layers[-1] + 1, index[:, : numbers[0]], numbers))
     return recompute_sets(backbone, splice, sets, bytes)
-
-
-def _reads_last(splice: SplicedCache) -> bool:
-    """Whether the last token is new text, whose logits a forward over the prompt gives."""
-    return splice.chunks is not None and bool(splice.new_text()[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("token",))
@@ -149,14 +173,8 @@ def _row_of(index: Int[Array, "B n"], token: int) -> Int[Array, "B 1"]:
     return jnp.argmax(index == token, axis=1, keepdims=True).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("size",))
-def fill_index(index: Int[Array, "B count"], size: int) -> Int[Array, "B size"]:
-    """Repeats the last index up to a size."""
-    return jnp.pad(index, ((0, 0), (0, size - index.shape[1])), mode="edge")
-
-
 @jax.jit
-def gather_tokens(
+def _gather_tokens(
     tokens: Tokens,
     slots: Int[AnyArray, "B T"],
     mask: Bool[AnyArray, "B 1 T S"] | None,
@@ -172,24 +190,19 @@ def gather_tokens(
     return jax.tree.map(take, tokens), take(slots), seen
 
 
-@jax.jit
-def _keep(chosen: Bool[Array, "L B T"], index: Int[Array, "B n"]) -> Bool[Array, "L B n"]:
-    return jnp.take_along_axis(chosen, index[None], axis=2)
-
-
-@jax.jit
-def _mark_each(
-    index: Int[Array, "B n"], within: Bool[Array, "l 1 n"], live: Bool[Array, "B T"]
-) -> Bool[Array, "l B T"]:
-    rows = jnp.arange(index.shape[0])[:, None]
-    within = jnp.broadcast_to(within, (within.shape[0], *index.shape))
-    marked = jnp.zeros((within.shape[0], *live.shape), bool).at[:, rows, index].set(within)
-    return marked & live
-
-
-@functools.partial(jax.jit, static_argnames=("start", "stop"))
-def _chosen_at(chosen: Bool[Array, "L B T"], written: Bool[Array, "n B T"], start: int, stop: int) -> Array:
-    return chosen.at[start:stop].set(written)
+@functools.partial(jax.jit, static_argnames=("start",))
+def _mark_written(
+    chosen: Bool[Array, "L B T"],
+    index: Int[Array, "B n"],
+    counts: Int[AnyArray, " l"],
+    live: Bool[Array, "B T"],
+    start: int,
+) -> Bool[Array, "L B T"]:
+    """Marks the first `counts` tokens of an index at the layers from `start` on, except padding."""
+    B, n = index.shape
+    within = jnp.broadcast_to(jnp.arange(n) < counts[:, None, None], (len(counts), B, n))
+    marked = jnp.zeros((len(counts), *live.shape), bool).at[:, jnp.arange(B)[:, None], index].set(within)
+    return chosen.at[start : start + len(counts)].set(marked & live)
 
 
 @jax.jit

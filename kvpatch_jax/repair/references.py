@@ -2,29 +2,16 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..backbone import Backbone, Tokens
+from ..backbone import Backbone
 from ..core import split_transition, to_engine
 from ..errors import InputError
-from .recomputation import repair_everywhere
+from .recomputation import LayerSet, all_tokens, begin, new_text_alone, repair_everywhere, run_layers
 from .repair_budget import NUMBER_BYTES, RepairBudget, fraction_to_count, kv_bytes
-from .spliced_cache import (
-    RepairBytes,
-    Repaired,
-    SplicedCache,
-    blind_bytes,
-    check_splice,
-    counted,
-    input_bytes,
-    live_tokens,
-    required,
-    untouched,
-    with_flops,
-    write_slots,
-)
+from .repaired import RepairBytes, Repaired, counted, input_bytes, untouched, with_flops
+from .spliced_cache import SplicedCache, check_splice, required, with_front, write_slots
 
 NOTHING, ALL = RepairBudget(tokens=0), RepairBudget(share=1.0)
 
@@ -34,9 +21,6 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float
     """Returns the cache as it was spliced; new text of a prompt is computed over it.
 
     Full reuse, as MPIC (section 2.2) and Prompt Cache call it, in one forward.
-
-    Raises:
-      InputError: the budget is not 0. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
     """
     check_splice(backbone.layout, splice, hybrid=True)
     counts = RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, "blind")
@@ -52,10 +36,6 @@ def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
     `splice.front` and `splice.tower_flops` say how much that is; where they are not given, it is the chunk alone. Of a
     hybrid model everything is prefilled, from `splice.front` on.
-
-    Raises:
-      InputError: the budget is not all tokens, or a hybrid's splice has no front. ShapeError, LayoutError, DtypeError:
-        the splice does not match.
     """
     repaired = _reprefill(backbone, splice, budget, "full_reprefill", RepairBytes())
     return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
@@ -63,14 +43,10 @@ def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
 @counted
 def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = ALL) -> Repaired:
-    """Recomputes everything in the decoder, from image features that were kept ("w/o ViT" in VLCache, Table 1).
-
-    Raises:
-      InputError: the budget is not all tokens. ShapeError, LayoutError, DtypeError: the splice does not match.
-    """
+    """Recomputes everything in the decoder, from image features that were kept ("w/o ViT" in VLCache, Table 1)."""
     tokens = splice.cached_count + (0 if splice.front is None else splice.front.embeddings.shape[1])
-    kept = input_bytes(splice) * tokens
-    return _reprefill(backbone, splice, budget, "encoder_cached_reprefill", RepairBytes(inputs=kept, moved=kept))
+    inputs = input_bytes(splice) * tokens
+    return _reprefill(backbone, splice, budget, "encoder_cached_reprefill", RepairBytes(inputs=inputs, moved=inputs))
 
 
 @counted
@@ -79,16 +55,13 @@ def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
 
     Of a whole prompt, the prefix is its first chunk, if the prompt begins with it. Of one chunk behind others, it is
     what precedes the chunk, whose KV is then right and counts in no cost.
-
-    Raises:
-      InputError: the budget is not all tokens. ShapeError, LayoutError, DtypeError: the splice does not match.
     """
     _check_all(backbone, splice, budget, "prefix_caching")
     first, last = splice.parts[0] if splice.chunks is not None else (0, 0)
-    kept = last if first == 0 else 0
-    index = all_tokens(splice, np.arange(kept, splice.slots.shape[1]))
-    unit = kv_bytes(backbone.layout, kept)
-    repaired = repair_everywhere(backbone, splice, index, RepairBytes(canonical=unit, moved=unit))
+    prefix = last if first == 0 else 0
+    index = all_tokens(splice, np.arange(prefix, splice.slots.shape[1]))
+    size = kv_bytes(backbone.layout, prefix)
+    repaired = repair_everywhere(backbone, splice, index, RepairBytes(canonical=size, moved=size))
     return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
 
 
@@ -99,16 +72,13 @@ def reprefill_flops(backbone: Backbone, splice: SplicedCache) -> float:
     """
     if backbone.layout.parts:
         return backbone.forward_costs.flops(splice.slots.shape[1], int(splice.slots[0, 0]))
-    nothing = untouched(backbone.layout, splice)
+    nothing = dataclasses.replace(untouched(backbone.layout, splice), bytes=RepairBytes())
     everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
-    counting = with_flops(
-        dataclasses.replace(nothing, bytes=RepairBytes()),
-        lambda own: repair_everywhere(backbone, own, everything).cache,
-        splice,
-        backbone,
-        "reprefill",
-    )
-    return counting.flops
+
+    def serve(splice: SplicedCache) -> Repaired:
+        return repair_everywhere(backbone, splice, everything, RepairBytes())
+
+    return with_flops(nothing, serve, splice, backbone, "reprefill").flops
 
 
 @counted
@@ -125,8 +95,7 @@ def layer_reprefill(
       boundary: the lowest layer that is run again, in place of the budget's.
 
     Raises:
-      InputError: the budget is no share, the boundary is no layer, the splice is a whole prompt, or has no residual at
-        the boundary. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: the boundary is no layer.
     """
     layout = backbone.layout
     check_splice(layout, splice)
@@ -143,42 +112,21 @@ def layer_reprefill(
 
     residual = splice.tokens.embeddings
     if boundary:
-        kept = required(splice, "hidden", "layer_reprefill", f"the residual entering layer {boundary}")
-        if boundary not in kept:
-            raise InputError(f"layer_reprefill.hidden: got layers {sorted(kept)}; expected one of layer {boundary}")
-        residual = kept[boundary]
+        residuals = required(splice, "hidden", "layer_reprefill", f"the residual entering layer {boundary}")
+        if boundary not in residuals:
+            raise InputError(
+                f"layer_reprefill.hidden: got layers {sorted(residuals)}; expected one of layer {boundary}"
+            )
+        residual = residuals[boundary]
 
-    live = live_tokens(splice)
-    chosen = jnp.broadcast_to(
-        live & (np.arange(layout.layers) >= boundary)[:, None, None], (layout.layers, *live.shape)
-    )
-    step = backbone.recompute(
-        splice.tokens._replace(embeddings=residual),
-        splice.cache,
-        splice.slots,
-        None if splice.length is None else jnp.broadcast_to(live, chosen.shape),
-        splice.mask,
-        jnp.zeros((live.shape[0], 0), jnp.int32),
-        start_layer=boundary,
-    )
+    run = begin(layout.layers, splice)._replace(residual=residual)
+    everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
+    run = run_layers(backbone, splice, run, LayerSet(boundary, layout.layers, everything))
     lower = kv_bytes(layout, splice.cached_count) // layout.layers * boundary
     # Embeddings come with what layers take of them deeper; a residual has taken it.
     unit = input_bytes(splice) if boundary == 0 else NUMBER_BYTES * residual.shape[-1]
-    kept = unit * splice.cached_count
-    return Repaired(dict(step.cache), chosen, RepairBytes(canonical=lower, inputs=kept, moved=lower + kept))
-
-
-def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
-    """Computes new text over the cache as it was spliced: what every repair returns for a budget of 0."""
-    new = np.flatnonzero(splice.new_text())
-    if not len(new):
-        return untouched(backbone.layout, splice)
-    return repair_everywhere(backbone, splice, all_tokens(splice, new), blind_bytes(backbone.layout, splice))
-
-
-def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:
-    """Returns the same token indices for every row, [B,n]."""
-    return jax.device_put(np.broadcast_to(tokens.astype(np.int32), (splice.slots.shape[0], len(tokens))))
+    inputs = unit * splice.cached_count
+    return Repaired(run.cache, run.chosen, RepairBytes(canonical=lower, inputs=inputs, moved=lower + inputs))
 
 
 def _check_all(
@@ -198,50 +146,20 @@ def _reprefill(
     _check_all(backbone, splice, budget, method, hybrid=bool(layout.parts))
     if layout.parts:
         return _prefilled(backbone, splice, method, bytes)
-    everything = all_tokens(splice, np.arange(splice.slots.shape[1]))
-    if splice.front is None:
-        return repair_everywhere(backbone, splice, everything, bytes)
-
-    P, S = splice.front.embeddings.shape[1], next(iter(splice.cache.values())).shape[2]
-    rows = splice.slots.shape[0]
-    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(P), (rows, P)), jnp.asarray(splice.slots)], axis=1)
-    mask = None
-    if splice.mask is not None:
-        own = jnp.broadcast_to(jnp.arange(S) <= jnp.arange(P)[:, None], (rows, 1, P, S))
-        mask = jnp.concatenate([own, jnp.asarray(splice.mask)], axis=2)
-    keep = None
-    if splice.length is not None:
-        live = jnp.pad(live_tokens(splice), ((0, 0), (P, 0)), constant_values=True)
-        keep = jnp.broadcast_to(live, (layout.layers, *live.shape))
-
-    tokens = joined_tokens(splice.front, splice.tokens)
-    none = jnp.zeros((rows, 0), jnp.int32)
-    cache = backbone.recompute(tokens, splice.cache, slots, keep, mask, none).cache
-    chosen = jnp.broadcast_to(live_tokens(splice), (layout.layers, *splice.slots.shape))
-    return Repaired(dict(cache), chosen, bytes)
+    extended = splice if splice.front is None else with_front(splice, splice.front)
+    everything = all_tokens(extended, np.arange(extended.slots.shape[1]))
+    repaired = repair_everywhere(backbone, extended, everything, bytes)
+    # What precedes the chunk counts in no token-layer.
+    return dataclasses.replace(repaired, chosen=repaired.chosen[:, :, -splice.slots.shape[1] :])
 
 
 def _prefilled(backbone: Backbone, splice: SplicedCache, method: str, bytes: RepairBytes) -> Repaired:
-    """Prefills a hybrid's whole sequence, whose cache has one transition of all its tokens."""
+    """Prefills a hybrid's sequence from its first token, as the cache has one transition of all tokens."""
     front = required(splice, "front", method, "the tokens in front of a hybrid model's chunk, in the first slots")
-    tokens, (rows, before) = joined_tokens(front, splice.tokens), front.embeddings.shape[:2]
-    kv = dict(to_engine(backbone.layout, backbone.prefill(tokens).kv, tokens.positions, 0))
+    extended, layout = with_front(splice, front), backbone.layout
+    kv = dict(to_engine(layout, backbone.prefill(extended.tokens).kv, extended.tokens.positions, 0))
     values, transition = split_transition(kv)
-    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
     cache = {name: splice.cache[name] for name in values}
-    cache = write_slots(cache, slots, values, jnp.ones(slots.shape, bool))
-    chosen = jnp.ones((backbone.layout.layers, *splice.slots.shape), bool)
+    cache = write_slots(cache, extended.slots, values, jnp.ones(extended.slots.shape, bool))
+    chosen = jnp.ones((layout.layers, *splice.slots.shape), bool)
     return Repaired({**cache, **(transition or {})}, chosen, bytes)
-
-
-def joined_tokens(*parts: Tokens) -> Tokens:
-    """Returns tokens behind one another; parts without deepstack features (texts among images) get zeros."""
-    features = [part.deepstack for part in parts if part.deepstack is not None]
-    if features:
-        like = jnp.asarray(features[0])
-        filled = []
-        for part in parts:
-            zeros = jnp.zeros((*part.embeddings.shape[:2], *like.shape[2:]), like.dtype)
-            filled.append(part if part.deepstack is not None else part._replace(deepstack=zeros))
-        parts = tuple(filled)
-    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1), *parts)

@@ -36,9 +36,9 @@ class RepairBudget:
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        given = {name: value for name, value in values.items() if value is not None}
-        if len(given) != 1:
-            raise InputError(f"budget: got {given or 'nothing'}; expected one of {', '.join(values)}")
+        amounts = {name: value for name, value in values.items() if value is not None}
+        if len(amounts) != 1:
+            raise InputError(f"budget: got {amounts or 'nothing'}; expected one of {', '.join(values)}")
 
         if self.share is not None:
             _check_share(self.share, "share")
@@ -124,23 +124,6 @@ def kv_bytes(layout: KVLayout, tokens: int) -> int:
     return NUMBER_BYTES * (layout.numbers * tokens + layout.transition_numbers)
 
 
-def patch_numbers(layout: KVLayout, rank: int | Mapping[str, int], tokens: int) -> int:
-    """Counts the numbers of one layer of a patch over `tokens` tokens: per channel m(n + F), and at most n·F.
-
-    Raises:
-      RankError: a rank is out of range. LayoutError: the layout lacks a channel.
-    """
-    ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
-    least = 1 if isinstance(rank, int) else 0
-    numbers = 0
-    for name, channel_rank in ranks.items():
-        if channel_rank < least:
-            raise RankError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
-        features = layout.channel(name).features
-        numbers += min(channel_rank * (tokens + features), tokens * features)
-    return numbers
-
-
 def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens: int) -> int:
     """Computes how many tokens' KV takes as many bytes as a patch of this rank over `tokens` tokens (Kamera Table 6).
 
@@ -157,6 +140,12 @@ def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens
     Raises:
       RankError: a rank is out of range. LayoutError: the layout lacks a channel.
     """
+    ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
     # Layers are the same factor on both sides, and left out.
-    numbers = patch_numbers(layout, rank, tokens)
+    numbers, least = 0, 1 if isinstance(rank, int) else 0
+    for name, channel_rank in ranks.items():
+        if channel_rank < least:
+            raise RankError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
+        features = layout.channel(name).features
+        numbers += min(channel_rank * (tokens + features), tokens * features)
     return int(numbers / sum(channel.features for channel in layout.channels) + 0.5)

@@ -1,4 +1,4 @@
-"""KV in few bits with what its rounding loses: low-rank factors of the error, and outliers whole."""
+"""GEAR: KV in few bits, low-rank factors of its rounding error, and outliers in 16 bits."""
 
 import functools
 
@@ -9,20 +9,12 @@ from jaxtyping import Array, Float
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import flatten_heads
-from ..core.few_bits import BITS, GROUP
+from ..core import BITS, KVEncoding, flatten_heads
 from ..errors import InputError, RankError
 from .repair_budget import RepairBudget
-from .spliced_cache import RepairBytes, Repaired, SplicedCache, live_tokens, recorded_of, with_flops
-from .stored_kv import (
-    Axes,
-    KVPrecision,
-    allowed_bytes,
-    decode_kv_rows,
-    encode_kv_rows,
-    most_bits,
-    phase_free_written,
-)
+from .repaired import RepairBytes, Repaired
+from .spliced_cache import SplicedCache, live_tokens
+from .stored_kv import StoredForm, allowed_bytes, decode_rows, encode_rows, most_bits, recorded_kv, serve_form
 
 GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
 """GEAR's rank of each head's error, and its share of numbers that are kept whole, by default."""
@@ -36,8 +28,6 @@ def gear(
     bits: int | None = None,
     rank: int = GEAR_RANK,
     outliers: float | int = GEAR_OUTLIERS,
-    group: int | None = GROUP,
-    axes: Axes = "kivi",
 ) -> Repaired:
     """Serves the recorded KV in few bits, with a low-rank approximation of the rest and a few numbers whole.
 
@@ -51,56 +41,49 @@ def gear(
       bits: in place of the budget's; 1 to 8.
       rank: of each head's error; 0: none.
       outliers: share of numbers that S keeps, half of it at either end, rounded half up; 0: none ("GEAR-L").
-      group, axes: of scales, as `quantised`.
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, or too small; unknown bits or axes, a share outside
-        0 … 0.5. RankError: the rank is out of range. ShapeError, LayoutError, DtypeError: the splice does not match.
+      InputError: unknown bits, a share outside 0 … 0.5. RankError: the rank is out of range.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "gear")
-    recorded = recorded_of(splice, "gear")
+    recorded = recorded_kv(splice, "gear")
     if not 0 <= outliers <= 0.5:
         raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
     highest = min(min(tokens, channel.width) for channel in layout.channels)
     if not 0 <= rank <= highest:
         raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
 
-    extra, ends = 0, {}
+    # Outliers lie along the axis of the groups, whatever their size.
+    extra, ends, axis_of = 0, {}, {channel.name: KVEncoding().of_channel(channel)[1] for channel in layout.channels}
     for channel in layout.channels:
-        # Outliers along the axis of the groups, whatever their size.
-        axis = KVPrecision(axes=axes).of_channel(channel)[1]
-        along, across = (tokens, channel.features) if axis == -2 else (channel.features, tokens)
+        by_feature = axis_of[channel.name] == -2
+        along, across = (tokens, channel.features) if by_feature else (channel.features, tokens)
         count = int(along * outliers / 2 + 0.5)
         ends[channel.name] = count
         extra += 2 * count * across * (2 + (2 if along <= 65_536 else 4))
         extra += 2 * rank * channel.heads * (tokens + channel.width)
     extra *= layout.layers
     if bits is None:
-        precision = most_bits(layout, allowed, tokens, "gear", KVPrecision(group=group, axes=axes), beside=extra)
-    elif bits in BITS:
-        precision = KVPrecision(bits, bits, group, axes)
+        encoding = most_bits(layout, tokens, KVEncoding(), BITS, allowed - extra, "gear")
     else:
-        raise InputError(f"gear.bits: got {bits}; expected bits of {BITS}")
+        encoding = KVEncoding(bits, bits)
 
-    size = extra + precision.nbytes(layout, tokens)
     live = live_tokens(splice)
     sparse: dict[str, tuple[Array, Array]] = {}
     rest: dict[str, Array] = {}
-    for channel in layout.channels:
-        value = jnp.asarray(recorded[channel.name]).astype(jnp.float32)
-        axis = precision.of_channel(channel)[1]
-        sparse[channel.name], rest[channel.name] = _without_outliers(value, live, axis, ends[channel.name])
-    dense = encode_kv_rows(layout, rest, precision, splice.length)
-    factors = _error_factors(rest, decode_kv_rows(dense), sparse, live, rank)
-    bytes = RepairBytes(stored=size, moved=size)
+    for name, value in recorded.items():
+        wide = jnp.asarray(value).astype(jnp.float32)
+        sparse[name], rest[name] = _without_outliers(wide, live, axis_of[name], ends[name])
+    dense = encode_rows(layout, rest, encoding, splice.length)
+    factors = _error_factors(rest, decode_rows(dense), sparse, live, rank)
 
-    def serve(own: SplicedCache) -> Repaired:
-        return phase_free_written(layout, own, _gear_sum(decode_kv_rows(dense), factors, sparse), bytes)
+    def decode() -> KV:
+        return _gear_sum(decode_rows(dense), factors, sparse)
 
-    return with_flops(
-        serve(splice), serve, splice, backbone, ("gear", precision, rank, outliers), 2 * layout.numbers * tokens
-    )
+    size = extra + encoding.nbytes(layout, tokens)
+    bytes, setting = RepairBytes(stored=size, moved=size), ("gear", encoding, rank, outliers)
+    return serve_form(backbone, splice, StoredForm(decode, bytes, setting, 2 * layout.numbers * tokens))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "count"))

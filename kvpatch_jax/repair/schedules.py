@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from ..backbone import KV, Backbone
 from ..errors import InputError
-from .recomputation import LayerSet, begin, run_layers
-from .references import all_tokens
+from .recomputation import LayerSet, all_tokens, begin, run_layers
 from .repair_budget import RepairBudget
 from .spliced_cache import AnyArray, SplicedCache, check_splice
 
@@ -60,15 +59,13 @@ def recomputed_sensitivity(
         reused = loss(number, dict(splice.cache))
         for place, ratio in enumerate(ratios):
             RepairBudget(share=float(ratio))
-            first = [
-                token
-                for begin_, end in splice.parts
-                for token in range(begin_, begin_ + int(ratio * (end - begin_) + 1e-9))
-            ]
-            if not first:
+            counts = [int(ratio * (last - first) + 1e-9) for first, last in splice.parts]
+            if not any(counts):
                 total[:, place] += reused
                 continue
-            index = all_tokens(splice, np.array(first))
+            parts = zip(splice.parts, counts, strict=True)
+            tokens = np.concatenate([np.arange(first, first + count) for (first, _), count in parts])
+            index = all_tokens(splice, tokens)
             for layer in range(layers):
                 total[layer, place] += loss(number, _recomputed_at(backbone, splice, index, layer))
 
@@ -77,16 +74,16 @@ def recomputed_sensitivity(
 
 def _recomputed_at(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], layer: int) -> KV:
     """Returns the cache with the tokens recomputed at one layer alone."""
-    layers, run = backbone.layout.layers, begin(backbone.layout.layers, splice)
+    run = begin(backbone.layout.layers, splice)
     if layer:
         below = run_layers(backbone, splice, run, LayerSet(0, layer, index, (0,) * layer))
         run = run._replace(residual=below.residual)
-    return run_layers(backbone, splice, run, LayerSet(layer, layer + 1, index)).cache if layers else {}
+    return run_layers(backbone, splice, run, LayerSet(layer, layer + 1, index)).cache
 
 
-def logit_error(expected: Float[AnyArray, "*B V"], found: Float[AnyArray, "*B V"]) -> float:
+def logit_error(expected: Float[AnyArray, "*B V"], logits: Float[AnyArray, "*B V"]) -> float:
     """Computes the mean squared error of logits (VLCache equation 5)."""
-    return float(jnp.mean(jnp.square(jnp.asarray(expected) - jnp.asarray(found))))
+    return float(jnp.mean(jnp.square(jnp.asarray(expected) - jnp.asarray(logits))))
 
 
 def greedy_schedule(
@@ -110,7 +107,12 @@ def greedy_schedule(
         the smallest ratio for every layer.
     """
     sensitivity, steps = np.asarray(sensitivity, np.float64), np.asarray(ratios, np.float64)
-    _check_sensitivity(sensitivity, ratios, "greedy_schedule")
+    ascending = all(small < large for small, large in itertools.pairwise(ratios))
+    if sensitivity.ndim != 2 or sensitivity.shape[1] != len(ratios) or not ascending or min(ratios, default=-1) < 0:
+        shapes = f"counts {list(ratios)}, sensitivity {sensitivity.shape}"
+        raise InputError(f"greedy_schedule: got {shapes}; expected ascending counts, one for each column")
+    if not np.isfinite(sensitivity).all():
+        raise InputError("greedy_schedule.sensitivity: got NaN or infinity; expected finite numbers")
     layers, rows = len(sensitivity), np.arange(len(sensitivity))
     if layers * steps[0] > target + 1e-12:
         raise InputError(f"greedy_schedule.target: got {target}; expected at least {layers * steps[0]}")
@@ -173,12 +175,3 @@ def _exchanged(sensitivity: np.ndarray, steps: np.ndarray, taken: np.ndarray, ta
         if values[best] >= sensitivity[rows, taken].sum() - 1e-12 * max(1.0, np.abs(sensitivity).max()):
             return taken
         taken = schedules[best]
-
-
-def _check_sensitivity(sensitivity: np.ndarray, ratios: Sequence[float | int], what: str) -> None:
-    ascending = all(small < large for small, large in itertools.pairwise(ratios))
-    if sensitivity.ndim != 2 or sensitivity.shape[1] != len(ratios) or not ascending or min(ratios, default=-1) < 0:
-        found = f"counts {list(ratios)}, sensitivity {sensitivity.shape}"
-        raise InputError(f"{what}: got {found}; expected ascending counts, one for each column")
-    if not np.isfinite(sensitivity).all():
-        raise InputError(f"{what}.sensitivity: got NaN or infinity; expected finite numbers")

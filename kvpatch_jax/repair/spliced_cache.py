@@ -1,13 +1,12 @@
-"""What repairs work on and what they return: a cache into which chunks were spliced blind, mended, with its cost.
+"""What repairs work on: a cache into which chunks were spliced blind, and the inputs of a repair.
 
 Kamera §6 and App. C.3 compare repairs with feature-axis patches at equal budget and at equal bytes.
 """
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import KV, Backbone, Tokens
 from ..core import KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
-from ..patching.patch_flops import ROTATION, composing_flops
 from ..utils.pytrees import pytree
-from ..utils.traced_flops import traced_flops
-from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
+from .repair_budget import RepairBudget
 
 AnyArray = jax.Array | np.ndarray
 
@@ -116,191 +113,7 @@ class SplicedCache:
         return new
 
 
-class RepairBytes(NamedTuple):
-    """Bytes of one row. Numbers count in 16 bits, as they are served, unless a method keeps them in fewer.
-
-    Attributes:
-      canonical: of the canonicals that are read, which are kept once for all antecedents.
-      stored: kept for this antecedent alone: a patch, or a form of the conditioned KV.
-      inputs: kept so that tokens can run again: their embeddings, or the residual at a boundary.
-      moved: read from where all this lies, for one reuse.
-      shared: kept once for all antecedents beside canonicals: another base, anchors, an average.
-    """
-
-    canonical: int = 0
-    stored: int = 0
-    inputs: int = 0
-    moved: int = 0
-    shared: int = 0
-
-    def per_antecedent(self, antecedents: int) -> float:
-        """Returns the bytes kept in all for each of a chunk's antecedents: `stored`, and a share of all the others.
-
-        Raises:
-          InputError: fewer than one antecedent.
-        """
-        if antecedents < 1:
-            raise InputError(f"bytes.antecedents: got {antecedents}; expected at least 1")
-        return self.stored + (self.canonical + self.inputs + self.shared) / antecedents
-
-
-NO_BYTES = RepairBytes()
-
-
-@pytree(
-    data=("cache", "chosen", "visible", "logits"),
-    static=("bytes", "tower_flops", "placing_flops", "forming_flops", "count_flops"),
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class Repaired:
-    """Repaired cache and what the repair took.
-
-    Attributes:
-      cache: {channel: [L,B,S,K,H]}, engine frame.
-      chosen: which of the splice's tokens were rewritten by running them, at each layer, [L,B,T].
-      bytes: stored and moved, per row.
-      visible: keys that the question may attend to, bool [B,S], where the method drops others; None: as the splice
-        says.
-      logits: of the last token [B,1,V], where the method's forward includes it; else None.
-      tower_flops: of encoding the images of one row again.
-      placing_flops: of one row, beside matrix products: of rotating what was kept, and bringing it back from few bits.
-      forming_flops: of factorising one row before its first reuse; forwards are not among them.
-      count_flops: counts FLOPs of the whole batch; None where the repair ran inside another trace.
-    """
-
-    cache: dict[str, Array]
-    chosen: Bool[Array, "L B T"]
-    bytes: RepairBytes = NO_BYTES
-    visible: Bool[Array, "B S"] | None = None
-    logits: Float[Array, "B 1 V"] | None = None
-    tower_flops: int = 0
-    placing_flops: int = 0
-    forming_flops: int = 0
-    count_flops: Callable[[], int] | None = None
-
-    @property
-    def token_layers(self) -> Int[Array, " B"]:
-        """Token-layers recomputed per row (re-prefilling the chunk takes L·T)."""
-        return self.chosen.sum((0, 2))
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of serving one row: the matrix products of what was run, counted from its trace, placing, the tower.
-
-        Raises:
-          InputError: the repair was called inside another trace.
-        """
-        if self.count_flops is None:
-            raise InputError("repaired.flops: got a repair inside a trace; expected one that was called eagerly")
-        return self.count_flops() / self.chosen.shape[1] + self.placing_flops + self.tower_flops
-
-
-@runtime_checkable
-class Method(Protocol):
-    """Signature of methods of reuse. Settings of a method are keyword arguments with defaults."""
-
-    def __call__(self, backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, /) -> Repaired:
-        """Repairs `splice` within a budget; a float is a share of the cached tokens.
-
-        Raises:
-          InputError: the budget is out of range or of a kind that the method does not take, or the splice lacks what
-            the method reads. ShapeError, LayoutError, DtypeError, FrameError: arrays do not match.
-        """
-        ...
-
-
-_COUNTED: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
-
-
-def counted[F: Callable[..., Repaired]](repair: F) -> F:
-    """Makes a repair say its FLOPs: traced again, when they are asked for, once per shape, budget and setting."""
-
-    @functools.wraps(repair)
-    def call(backbone: Backbone, splice: SplicedCache, *budget: Any, **settings: Any) -> Repaired:
-        repaired = repair(backbone, splice, *budget, **settings)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
-            return repaired
-        setting = (repair, *budget, *sorted(settings.items()))
-        return with_flops(repaired, lambda own: repair(backbone, own, *budget, **settings), splice, backbone, setting)
-
-    return cast(F, call)
-
-
-def with_flops(
-    repaired: Repaired,
-    serve: Callable[[SplicedCache], Any],
-    splice: SplicedCache,
-    backbone: Backbone,
-    setting: Any,
-    elementwise: int = 0,
-) -> Repaired:
-    """Returns a result that counts the FLOPs of `serve(splice)` when it is asked for them.
-
-    Args:
-      serve: what is run for one reuse.
-      setting: what the count depends on besides the shapes of the splice; equal ones are counted once.
-      elementwise: FLOPs of one row that are no matrix products, beside the rotation of what was kept.
-    """
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
-
-    def count() -> int:
-        known = _COUNTED.setdefault(backbone, {})
-        key = (repr(setting), jax.tree.structure(shapes), tuple(jax.tree.leaves(shapes)))
-        if key not in known:
-            known[key] = traced_flops(serve, shapes)
-        return known[key]
-
-    return with_placing(dataclasses.replace(repaired, count_flops=count), backbone.layout, splice, elementwise)
-
-
-def with_placing(repaired: Repaired, layout: KVLayout, splice: SplicedCache, elementwise: int = 0) -> Repaired:
-    """Returns a result that counts the rotation of what was kept, and other FLOPs of one row."""
-    kept = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
-    rotating = rotation_flops(layout, splice.cached_count) if kept else 0
-    count = repaired.count_flops or (lambda: 0)
-    return dataclasses.replace(repaired, placing_flops=rotating + elementwise, count_flops=count)
-
-
-def factorising_flops(layout: KVLayout, tokens: int, names: Iterable[str]) -> int:
-    """Counts the FLOPs of full thin singular value decompositions of some channels, layer by layer.
-
-    As in Golub and Van Loan, Matrix Computations, 4th edition, section 8.6: the lesser of 14 m n² + 8 n³ and 6 m n² +
-    20 n³ for U, Σ and V of m × n. No compiler sees into LAPACK.
-    """
-    total = 0
-    for name in names:
-        channel = layout.channel(name)
-        rows = channel.rows_for(tokens)
-        m, n = max(rows, channel.features), min(rows, channel.features)
-        total += layout.depth(name) * min(14 * m * n**2 + 8 * n**3, 6 * m * n**2 + 20 * n**3)
-    return total
-
-
-def rotation_flops(layout: KVLayout, tokens: int) -> int:
-    """Counts the FLOPs of turning the keys of some tokens, and of composing a hybrid's transition."""
-    numbers = sum(
-        layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels if channel.rotates
-    )
-    return ROTATION * tokens * numbers + composing_flops(layout)
-
-
 # --------------------------------------------------------------------------------------------------------- checks
-
-
-def check_repairable(layout: KVLayout) -> None:
-    """Refuses a layout whose cache a repair cannot mend token by token.
-
-    Raises:
-      LayoutError: a hybrid model's, or layers of unlike kinds.
-    """
-    if layout.parts:
-        layers = list(layout.layers_of(layout.parts[0].name))
-        raise LayoutError(
-            f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
-            "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits, first_k "
-            "and full_reprefill serve hybrid models)"
-        )
-    check_uniform(layout, "repair")
 
 
 def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False) -> None:
@@ -315,38 +128,43 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
     if not hybrid:
-        check_repairable(layout)
+        if layout.parts:
+            layers = list(layout.layers_of(layout.parts[0].name))
+            raise LayoutError(
+                f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
+                "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits, "
+                "first_k and full_reprefill serve hybrid models)"
+            )
+        check_uniform(layout, "repair")
     (B, T), first = splice.slots.shape, layout.token_channels[0].name
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
     L, S = layout.depth(first), splice.cache[first].shape[2]
+    width = splice.tokens.embeddings.shape[-1]
 
-    # The layout has checked heads and widths.
-    shapes = [("cache", splice.cache[first].shape[:3], (L, B, S))]
-    shapes += [("embeddings", splice.tokens.embeddings.shape[:2], (B, T))]
-    shapes += [("positions", splice.tokens.positions.shape[:2], (B, T))]
-    for name in ("conditioned", "recorded", "canonical"):
-        kv = getattr(splice, name)
+    # Shapes begin with these axes; the layout checks heads and widths.
+    expected = [
+        ("cache", splice.cache[first], (L, B, S)),
+        ("embeddings", splice.tokens.embeddings, (B, T)),
+        ("positions", splice.tokens.positions, (B, T)),
+        ("mask", splice.mask, (B, 1, T, S)),
+        ("seen", splice.seen, (B, S)),
+        ("length", splice.length, (B,)),
+    ]
+    versions = [(name, getattr(splice, name)) for name in ("conditioned", "recorded", "canonical")]
+    for place, other in enumerate(splice.others):
+        versions.append((f"others[{place}]", other.kv))
+        expected.append((f"others[{place}].embedding", other.embedding, (B, width)))
+    for name, kv in versions:
         if kv is not None:
             expect_frame(kv, f"repair: {name}", "phase_free")
             layout.check(kv, f"repair: {name}")
-            shapes += [(name, kv[first].shape[:3], (L, B, T))]
-    for place, other in enumerate(splice.others):
-        expect_frame(other.kv, f"repair: others[{place}]", "phase_free")
-        layout.check(other.kv, f"repair: others[{place}]")
-        shapes += [(f"others[{place}]", other.kv[first].shape[:3], (L, B, T))]
-        if other.embedding is not None:
-            width = splice.tokens.embeddings.shape[-1]
-            shapes += [(f"others[{place}].embedding", other.embedding.shape, (B, width))]
-    for name, expected in (("mask", (B, 1, T, S)), ("seen", (B, S)), ("length", (B,))):
-        if getattr(splice, name) is not None:
-            shapes += [(name, getattr(splice, name).shape, expected)]
+            expected.append((name, kv[first], (L, B, T)))
     for layer, residual in (splice.hidden or {}).items():
-        shapes += [(f"hidden[{layer}]", residual.shape, splice.tokens.embeddings.shape)]
-
-    for what, found, expected in shapes:
-        if tuple(found) != expected:
-            raise ShapeError(f"repair.{what}: got a shape that begins with {tuple(found)}; expected {expected}")
+        expected.append((f"hidden[{layer}]", residual, (B, T, width)))
+    for name, value, shape in expected:
+        if value is not None and tuple(value.shape[: len(shape)]) != shape:
+            raise ShapeError(f"repair.{name}: got a shape that begins with {tuple(value.shape)}; expected {shape}")
 
     edges = [edge for part in splice.parts for edge in part]
     empty = not edges or any(first == last for first, last in splice.parts)
@@ -376,22 +194,13 @@ def required(splice: SplicedCache, name: str, method: str, expected: str) -> Any
     return value
 
 
-def recorded_of(splice: SplicedCache, method: str) -> KV:
-    """Returns the KV that methods keep a form of.
-
-    Raises:
-      InputError: there is none.
-    """
-    return required(splice, "recorded", method, "KV that an earlier prefill behind the same antecedent left")
-
-
 def check_budget(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
     """Checks a splice, and returns how many cached tokens per row a budget allows; see `RepairBudget.count`."""
     check_splice(backbone.layout, splice)
     return RepairBudget.of(budget).count(backbone.layout, splice.cached_count, method)
 
 
-# ------------------------------------------------------------------------------------------------ tokens and bytes
+# ---------------------------------------------------------------------------------------------------- tokens and KV
 
 
 def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
@@ -445,42 +254,29 @@ def pooled_embedding(tokens: Tokens) -> Float[Array, "B D"]:
     return jnp.asarray(tokens.embeddings).astype(jnp.float32).mean(1)
 
 
-def input_bytes(splice: SplicedCache) -> int:
-    """Returns the bytes that one token is run from: its embedding, and what layers take of it beside that."""
-    deepstack = splice.tokens.deepstack
-    beside = 0 if deepstack is None else deepstack.shape[2] * deepstack.shape[3]
-    return NUMBER_BYTES * (splice.tokens.embeddings.shape[-1] + beside)
+def joined_tokens(*parts: Tokens) -> Tokens:
+    """Returns tokens behind one another; parts without deepstack features (texts among images) get zeros."""
+    features = [part.deepstack for part in parts if part.deepstack is not None]
+    if features:
+        like = jnp.asarray(features[0])
+        filled = []
+        for part in parts:
+            zeros = jnp.zeros((*part.embeddings.shape[:2], *like.shape[2:]), like.dtype)
+            filled.append(part if part.deepstack is not None else part._replace(deepstack=zeros))
+        parts = tuple(filled)
+    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1), *parts)
 
 
-def recompute_bytes(
-    layout: KVLayout, splice: SplicedCache, counts: tuple[int, ...], inputs: int | None = None, compared: int = 0
-) -> RepairBytes:
-    """Counts the bytes of a repair that recomputes `counts[l]` cached tokens at layer l.
-
-    Args:
-      inputs: tokens whose inputs are kept; None: all, because any may be chosen.
-      compared: token-layers whose cached KV is read to be compared, though it is overwritten.
-    """
-    unit, cached = kv_bytes(layout, 1) // layout.layers, splice.cached_count
-    read = sum(cached - count for count in counts) + compared
-    kept = cached if inputs is None else inputs
-    return RepairBytes(
-        canonical=unit * cached * layout.layers,
-        inputs=input_bytes(splice) * kept,
-        moved=unit * read + input_bytes(splice) * max(counts, default=0),
-    )
-
-
-def blind_bytes(layout: KVLayout, splice: SplicedCache) -> RepairBytes:
-    """Counts the bytes of splicing canonicals, without more."""
-    whole = kv_bytes(layout, splice.cached_count)
-    return RepairBytes(canonical=whole, moved=whole)
-
-
-def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
-    """Returns the result of every repair for a budget of 0: the cache unchanged, no token chosen."""
-    chosen = jnp.zeros((layout.layers, *splice.slots.shape), bool)
-    return Repaired(dict(splice.cache), chosen, blind_bytes(layout, splice))
+def with_front(splice: SplicedCache, front: Tokens) -> SplicedCache:
+    """Returns a splice of the tokens that precede, in the first slots, and the splice's own, as one chunk."""
+    (rows, before), size = front.embeddings.shape[:2], next(iter(splice.cache.values())).shape[2]
+    slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
+    mask = None
+    if splice.mask is not None:
+        causal = jnp.broadcast_to(jnp.arange(size) <= jnp.arange(before)[:, None], (rows, 1, before, size))
+        mask = jnp.concatenate([causal, jnp.asarray(splice.mask)], axis=2)
+    length = None if splice.length is None else before + jnp.asarray(splice.length)
+    return SplicedCache(joined_tokens(front, splice.tokens), splice.cache, slots, mask=mask, length=length)
 
 
 # ---------------------------------------------------------------------------------------------------------- scores

@@ -1,4 +1,4 @@
-"""Methods that store something of KV that a prefill in context left, in the canonical's place: fewer bits, lower rank.
+"""Stored forms of the KV itself, in the canonical's place: in few bits, in a lower rank, or with its antecedent.
 
 They read `splice.recorded` when they form what is kept, and nothing of it when they serve. A budget is bytes kept for
 one antecedent: `kv_bytes`, or a share of the chunk's KV. FLOPs are those of serving alone.
@@ -6,7 +6,6 @@ one antecedent: `kv_bytes`, or a share of the chunk's KV. FLOPs are those of ser
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +14,21 @@ from jaxtyping import Array, Float
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import flatten_heads, to_engine
-from ..core.few_bits import GROUP
-from ..errors import RankError
+from ..core import BITS, GROUP, WHOLE, Axes, KVEncoding, flatten_heads, to_engine, to_phase_free
+from ..errors import InputError, RankError
 from .repair_budget import NUMBER_BYTES, RepairBudget
-from .spliced_cache import (
-    RepairBytes,
-    Repaired,
-    SplicedCache,
-    factorising_flops,
-    live_tokens,
-    recorded_of,
-    with_flops,
-)
+from .repaired import RepairBytes, Repaired, factorising_flops, untouched
+from .spliced_cache import SplicedCache, live_tokens, required, with_front
 from .stored_kv import (
-    Axes,
-    KVPrecision,
-    Precision,
+    StoredForm,
     allowed_bytes,
-    decode_kv_rows,
-    encode_kv_rows,
-    engine_written,
+    decode_rows,
+    encode_rows,
+    encoding_of,
+    largest_fitting,
     most_bits,
-    phase_free_written,
+    recorded_kv,
+    serve_form,
 )
 
 SHADOW_CHUNK = 8
@@ -49,7 +40,7 @@ def quantised(
     splice: SplicedCache,
     budget: RepairBudget | float = 1.0,
     *,
-    bits: Precision | None = None,
+    bits: KVEncoding | str | int | None = None,
     axes: Axes | None = None,
 ) -> Repaired:
     """Serves the recorded KV itself in few bits, in the canonical's place.
@@ -68,58 +59,93 @@ def quantised(
         outlier features do not bear.
 
     Raises:
-      InputError: no recorded KV, a budget in tokens or by layer, or too small for 1 bit; unknown bits. LayoutError: a
-        hybrid model in fewer bits than 16. ShapeError, LayoutError, DtypeError: the splice does not match the backbone.
+      InputError: unknown bits. LayoutError: a hybrid model in fewer bits than 16.
     """
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    precision = None if bits is None else KVPrecision.of(bits)
-    if precision is not None and axes is not None:
-        precision = dataclasses.replace(precision, axes=axes, group=GROUP)
-    hybrid = precision is not None and precision.decoding == 0
-    allowed = allowed_bytes(layout, splice, budget, "quantised", hybrid=hybrid)
-    recorded = recorded_of(splice, "quantised")
+    encoding = None if bits is None else encoding_of(bits)
+    if encoding is not None and axes is not None:
+        encoding = dataclasses.replace(encoding, axes=axes, group=GROUP)
+    hybrid = encoding is not None and encoding.decoding == 0
+    allowed = allowed_bytes(backbone.layout, splice, budget, "quantised", hybrid=hybrid)
+    recorded = recorded_kv(splice, "quantised")
+    if encoding is None:
+        encoding = most_bits(backbone.layout, splice.slots.shape[1], encoding_of(1), BITS, allowed, "quantised")
+    return _serve_encoded(backbone, splice, recorded, encoding, "quantised")
+
+
+def joint_pair(
+    backbone: Backbone,
+    splice: SplicedCache,
+    budget: RepairBudget | float,
+    *,
+    precision: KVEncoding | str | int | None = None,
+) -> Repaired:
+    """Serves the antecedent and the chunk as one relocatable chunk [A B]: exact for that pair, up to its precision.
+
+    Prompt Cache calls it a scaffold (Gim et al. 2024): modules that attend to one another are encoded
+    together. `stored` is of the pair: A's KV is kept again for every chunk that it is paired with, where other
+    forms leave A to its own chunk, which no repair of B counts. At N antecedents of B there are N pairs.
+
+    Args:
+      budget: bytes of the pair; bfloat16 if it fits, else the most bits that do.
+      precision: in place of the budget's; such as 16 or "k4v4".
+
+    Raises:
+      InputError: unknown bits, or a `front` as long as the cache.
+    """
+    layout = backbone.layout
+    allowed = allowed_bytes(layout, splice, budget, "joint_pair")
+    recorded = recorded_kv(splice, "joint_pair")
+    front = required(splice, "front", "joint_pair", "the antecedent's tokens, in the first slots")
+    before, tokens = front.embeddings.shape[1], splice.slots.shape[1]
+    if before >= splice.cache[layout.names[0]].shape[2]:
+        raise InputError(f"joint_pair.front: got {before} tokens; expected fewer than the cache has slots")
     if precision is None:
-        precision = most_bits(layout, allowed, tokens, "quantised", KVPrecision.of(1))
+        encoding = most_bits(layout, before + tokens, KVEncoding(), (*BITS, WHOLE), allowed, "joint_pair")
+    else:
+        encoding = encoding_of(precision)
 
-    stored = encode_kv_rows(layout, recorded, precision, splice.length)
-    size = precision.nbytes(layout, tokens)
+    # The pair is a chunk from the first slot on.
+    ahead = {name: jnp.asarray(value)[:, :, :before].astype(jnp.float32) for name, value in splice.cache.items()}
+    ahead = to_phase_free(layout, ahead, front.positions)
+    joined = {}
+    for name in layout.names:
+        joined[name] = jnp.concatenate([ahead[name], jnp.asarray(recorded[name]).astype(jnp.float32)], axis=2)
+    repaired = _serve_encoded(backbone, with_front(splice, front), joined, encoding, "joint_pair")
+    return dataclasses.replace(repaired, chosen=untouched(layout, splice).chosen)
+
+
+def _serve_encoded(backbone: Backbone, splice: SplicedCache, kv: KV, encoding: KVEncoding, method: str) -> Repaired:
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    stored = encode_rows(layout, dict(kv), encoding, splice.length)
+    size = encoding.nbytes(layout, tokens)
     bytes = RepairBytes(stored=size, moved=size)
+    decoding = encoding.decoding * layout.numbers * tokens
+    form = StoredForm(functools.partial(decode_rows, stored), bytes, (method, encoding), decoding)
+    return serve_form(backbone, splice, form)
 
-    def serve(own: SplicedCache) -> Repaired:
-        return phase_free_written(layout, own, decode_kv_rows(stored), bytes)
 
-    decoding = precision.decoding * layout.numbers * tokens
-    return with_flops(serve(splice), serve, splice, backbone, ("quantised", precision), decoding)
+# -------------------------------------------------------------------------------------------------------- low rank
 
 
 def low_rank(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget | float = 1.0,
-    *,
-    rank: int | None = None,
-    channels: str | None = None,
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = 1.0, *, rank: int | None = None
 ) -> Repaired:
     """Serves the recorded KV itself in a lower rank, in the canonical's place: truncated SVD in the phase-free frame.
 
     Args:
-      budget: bytes of the factors, and of the channels that are kept whole; the largest rank that fits is taken.
+      budget: bytes of the factors; the largest rank that fits is taken.
       rank: in place of the budget's.
-      channels: the only channel that is reduced; None: all.
 
     Raises:
-      InputError: no recorded KV, or a budget in tokens or by layer. RankError: no rank fits, or it is out of range.
-        LayoutError: an unknown channel. ShapeError, DtypeError: the splice does not match the backbone.
+      RankError: the rank is out of range.
     """
-    layout = backbone.layout
-    names = layout.names if channels is None else (layout.channel(channels).name,)
-    return _reduced(backbone, splice, budget, rank, names, "low_rank", shadow=False)
+    return _reduced(backbone, splice, budget, rank, backbone.layout.names, "low_rank")
 
 
 def shadowkv(
     backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, rank: int | None = None
 ) -> Repaired:
-    """Serves the recorded KV with keys of low rank, landmarks' outliers whole, and whole values.
+    """Serves the recorded KV with keys of low rank, landmarks' outliers in full, and values in full.
 
     Source: ShadowKV (Sun et al. 2025, arXiv 2410.21465), sections 3 and 4: keys before rotation are low in rank;
     values stay as they are (there on the host); of chunks of 8 tokens, whose landmark is the mean of their rotated
@@ -132,7 +158,7 @@ def shadowkv(
       rank: of the keys, in place of the budget's.
 
     Raises:
-      InputError, RankError, ShapeError, LayoutError, DtypeError: as `low_rank`.
+      RankError: the rank is out of range.
     """
     names = tuple(channel.name for channel in backbone.layout.channels if channel.rotates)
     return _reduced(backbone, splice, budget, rank, names, "shadowkv", shadow=True)
@@ -145,48 +171,47 @@ def _reduced(
     rank: int | None,
     names: tuple[str, ...],
     method: str,
-    shadow: bool,
+    shadow: bool = False,
 ) -> Repaired:
+    """Serves some channels in a low rank and the others as they are; `shadow`: outlier tokens as they are too."""
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, method)
-    recorded = recorded_of(splice, method)
+    recorded = {name: jnp.asarray(value) for name, value in recorded_kv(splice, method).items()}
     widths = {name: layout.channel(name).features for name in names}
     blocks = -(-tokens // SHADOW_CHUNK)
     outliers = max(1, blocks // 64) if shadow else 0
 
-    def size(number: int) -> int:
-        kept = sum(channel.features for channel in layout.channels if channel.name not in names) * tokens
+    def nbytes(rank: int) -> int:
+        numbers = sum(channel.features for channel in layout.channels if channel.name not in names) * tokens
         for width in widths.values():
-            kept += min(number * (tokens + width), tokens * width)
+            numbers += min(rank * (tokens + width), tokens * width)
             # Outliers keep their keys, and every chunk its landmark.
-            kept += (min(tokens, outliers * SHADOW_CHUNK) + blocks) * width if shadow else 0
-        return kept * layout.layers * NUMBER_BYTES
+            numbers += (min(tokens, outliers * SHADOW_CHUNK) + blocks) * width if shadow else 0
+        return numbers * layout.layers * NUMBER_BYTES
 
     highest = max(min(tokens, width) for width in widths.values())
     if rank is None:
-        rank = max((number for number in range(1, highest + 1) if size(number) <= allowed), default=0)
+        rank = largest_fitting(range(1, highest + 1), nbytes, allowed, method)
     if not 1 <= rank <= highest:
-        raise RankError(f"{method}.rank: got {rank} for {allowed} bytes; expected 1 to {highest}, from {size(1)} bytes")
+        raise RankError(f"{method}.rank: got {rank}; expected 1 to {highest}")
 
     live = live_tokens(splice)
-    factors = _kv_factors(dict(recorded), live, tuple((name, min(rank, tokens, widths[name])) for name in names))
-    whole = {name: jnp.asarray(value) for name, value in recorded.items() if name not in names}
-    kept = None
+    factors = _kv_factors(recorded, live, tuple((name, min(rank, tokens, widths[name])) for name in names))
+    marked = None
     if shadow:
         rotated = to_engine(layout, recorded, splice.tokens.positions, 0)
-        kept = {name: _outlier_tokens(rotated[name], live, outliers) for name in names}
-    bytes = RepairBytes(stored=size(rank), moved=size(rank))
-    originals = {name: jnp.asarray(recorded[name]) for name in names}
+        marked = {name: _outlier_tokens(rotated[name], live, outliers)[..., None, None] for name in names}
 
-    def serve(own: SplicedCache) -> Repaired:
-        kv: dict[str, Any] = dict(whole)
+    def decode() -> KV:
+        kv = dict(recorded)
         for name, (u, v) in factors.items():
-            value = jnp.matmul(u, v).reshape(originals[name].shape)
-            kv[name] = value if kept is None else jnp.where(kept[name][..., None, None], originals[name], value)
-        return engine_written(layout, own, to_engine(layout, kv, own.tokens.positions, 0), bytes)
+            value = jnp.matmul(u, v).reshape(recorded[name].shape)
+            kv[name] = value if marked is None else jnp.where(marked[name], recorded[name], value)
+        return kv
 
-    repaired = with_flops(serve(splice), serve, splice, backbone, (method, rank, names))
-    return dataclasses.replace(repaired, forming_flops=factorising_flops(layout, tokens, names))
+    bytes = RepairBytes(stored=nbytes(rank), moved=nbytes(rank))
+    forming = factorising_flops(layout, tokens, names)
+    return serve_form(backbone, splice, StoredForm(decode, bytes, (method, rank), forming=forming))
 
 
 @functools.partial(jax.jit, static_argnames=("ranks",))

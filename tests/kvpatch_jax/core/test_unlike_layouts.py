@@ -25,7 +25,7 @@ from kvpatch_jax.core import (
 from kvpatch_jax.errors import LayoutError, ShapeError
 from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch, keep_layers
 from kvpatch_jax.pool import RAGGED, make_pool, read_slots, rotate_slots, splice
-from kvpatch_jax.repair import first_k
+from kvpatch_jax.repair import METHODS
 from kvpatch_jax.segments import SegmentOptions, SegmentStore
 
 LAYERS, TOKENS, START = 5, 6, 31
@@ -185,7 +185,7 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
         lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
         lambda: SegmentStore(StandIn(), SegmentOptions(reuse_layers=1)),
-        lambda: first_k(StandIn(), None, 0.1),
+        lambda: METHODS["first_k"](StandIn(), None, 0.1),
     ]
     for call in refused:
         with pytest.raises(LayoutError, match=what):

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.repair import METHODS as REGISTRY
-from kvpatch_jax.repair import RepairBudget, infoflow, infoflow_layers, quest
+from kvpatch_jax.repair import RepairBudget
+from kvpatch_jax.repair.methods import infoflow, quest
+from kvpatch_jax.repair.question_attention import infoflow_layers
 from tests.kvpatch_jax.repair.slow_decoder import SlowDecoder
 from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, SPARE, make_splice, tiny_backbone
 

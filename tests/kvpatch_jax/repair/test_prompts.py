@@ -5,18 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import (
-    METHODS,
-    PromptPiece,
-    RepairBudget,
-    blind,
-    first_k,
-    mpic,
-    splice_prompt,
-    two_step_reuse,
-    vlcache,
-)
+from kvpatch_jax.repair import METHODS, PromptPiece, RepairBudget, splice_prompt
+from kvpatch_jax.repair.methods import blind, first_k, mpic, two_step_reuse, vlcache
+from kvpatch_jax.repair.spliced_cache import joined_tokens
 from tests.kvpatch_jax.repair.splices import PIECES, ROWS, error, make_prompt, make_splice, text_tokens, tiny_backbone
 
 TOTAL, CHUNKS = sum(map(abs, PIECES)), ((3, 9), (11, 20))
@@ -71,13 +64,10 @@ def test_mpic_runs_new_text_and_the_first_k_of_each_chunk_in_one_forward(case):
 
 
 @pytest.mark.slow
-def test_full_reuse_in_one_forward_equals_two_where_text_sees_chunks(case):
+def test_two_step_reuse_computes_text_without_chunks(case):
     backbone, splice, _, _ = case
-    one, two = blind(backbone, splice), two_step_reuse(backbone, splice, text_sees_chunks=True)
-    assert error(one.logits, two.logits) <= 1e-5
-    apart = two_step_reuse(backbone, splice)
+    one, apart = blind(backbone, splice), two_step_reuse(backbone, splice)
     assert error(one.logits, apart.logits) > 1e-3  # text that sees no image is another text
-    assert one.flops < two.flops  # the last token runs twice
     first = slice(0, 3)
     for name, value in one.cache.items():
         assert error(apart.cache[name][:, :, first], value[:, :, first]) <= 1e-5  # nothing precedes it
@@ -129,3 +119,27 @@ def test_prompts_that_cannot_be(unchecked):
     with pytest.raises(InputError, match="expected 0"):
         blind(backbone, prompt, 0.5)
     assert first_k(backbone, prompt, RepairBudget(tokens=100)).token_layers.tolist() == [TOTAL * 4] * ROWS
+
+
+def numbered_tokens(first: int, count: int, deepstack: bool) -> Tokens:
+    embeddings = jnp.arange(first, first + 2 * count, dtype=jnp.float32).reshape(1, count, 2)
+    features = jnp.ones((1, count, 3, 2), jnp.float32) if deepstack else None
+    return Tokens(embeddings, np.arange(first, first + count)[None], features)
+
+
+def test_texts_among_images_with_deepstack_features_have_zeros():
+    joined = joined_tokens(numbered_tokens(0, 2, False), numbered_tokens(10, 3, True), numbered_tokens(20, 1, False))
+    assert joined.deepstack is not None
+    np.testing.assert_array_equal(np.asarray(joined.deepstack)[0, :, 0, 0], [0, 0, 1, 1, 1, 0])
+    np.testing.assert_array_equal(np.asarray(joined.positions)[0], [0, 1, 10, 11, 12, 20])
+    np.testing.assert_array_equal(np.asarray(joined.embeddings)[0, :, 0], [0, 2, 10, 12, 14, 20])
+    assert joined_tokens(numbered_tokens(0, 2, False), numbered_tokens(5, 1, False)).deepstack is None
+
+
+@pytest.mark.slow
+def test_two_step_reuse_costs_one_token_more_through_the_layers_and_no_logits_more():
+    backbone = tiny_backbone()
+    splice, _, _ = make_prompt(backbone)
+    one_step = blind(backbone, splice).flops
+    token = (mpic(backbone, splice, RepairBudget(tokens=1)).flops - one_step) / len(splice.parts)
+    assert two_step_reuse(backbone, splice).flops - one_step == token

@@ -8,18 +8,10 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError, LayoutError, RankError, ShapeError
-from kvpatch_jax.repair import (
-    METHODS,
-    RepairBudget,
-    SplicedCache,
-    cacheblend,
-    count_of_equal_bytes,
-    deviation,
-    first_k,
-    fraction_to_count,
-    oracle_delta,
-    vlcache,
-)
+from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache, count_of_equal_bytes
+from kvpatch_jax.repair.methods import cacheblend, first_k, oracle_delta, vlcache
+from kvpatch_jax.repair.repair_budget import fraction_to_count
+from kvpatch_jax.repair.spliced_cache import deviation
 from models import ModelBackbone
 from tests.compilations import compilations
 from tests.kvpatch_jax.repair.splices import (

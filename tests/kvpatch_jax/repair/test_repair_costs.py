@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import (
-    METHODS,
-    RepairBudget,
+from kvpatch_jax.repair import METHODS, RepairBudget
+from kvpatch_jax.repair.methods import (
     blind,
     encoder_cached_reprefill,
     first_k,
