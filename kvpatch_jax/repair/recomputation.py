@@ -77,7 +77,8 @@ def run_layers(backbone: Backbone, splice: SplicedCache, run: LayerRun, part: La
     chosen = _mark_written(run.chosen, part.index, counts, live, part.start)
     keep = None
     if part.counts is not None or splice.length is not None:
-        keep = jnp.take_along_axis(chosen, index[None], axis=2)
+        # Sets are nested, and layers below are not run.
+        keep = jnp.take_along_axis(chosen.at[: part.start].set(True), index[None], axis=2)
     top = part.stop == layers
     # The last token is new text, whose logits a forward over the prompt gives.
     reads = top and splice.chunks is not None and bool(splice.new_text()[-1])

@@ -76,6 +76,12 @@ def test_every_method_runs_with_the_signature(case, name):
     assert all(np.isfinite(np.asarray(value)).all() for value in repaired.cache.values())
     assert repaired.flops >= 0
     assert min(repaired.bytes) >= 0
+    if splice.chunks is None:
+        # Slots of padding stay as they are.
+        padded = METHODS[name](backbone, splice.replace(length=jnp.asarray([TOKENS - 9, TOKENS])), budget, **settings)
+        behind = slice(BEFORE + TOKENS - 9, BEFORE + TOKENS)
+        for key, value in padded.cache.items():
+            np.testing.assert_array_equal(np.asarray(value)[:, 0, behind], splice.cache[key][:, 0, behind])
 
 
 # ------------------------------------------------------------------------------------------------------- the patch
