@@ -1,8 +1,8 @@
 """Scores of context tokens by a question's attention: which tokens InfoFlow KV recomputes (section 4.2).
 
 The paper and the code that its authors released differ. The paper's equation 7 is attention mass; it names no reduction
-over heads. The code (github.com/tx467/InfoFlow-KV) takes norms or entropies: of the mean over heads for its language
-models, over heads and queries for its vision-language models. All are here.
+over heads. The code (github.com/tx467/InfoFlow-KV) takes norms: of the mean over heads for its language models, over
+heads and queries for its vision-language models. (Its other choice, entropies, is left out.)
 """
 
 from typing import Literal, get_args
@@ -14,16 +14,13 @@ from jaxtyping import Array, Float
 from ..backbone import KV, LayerAttention
 from ..core import KVLayout
 
-Reading = Literal["mass", "norm", "head_norm", "entropy", "head_entropy"]
+Reading = Literal["mass", "norm", "head_norm"]
 """How attention weights A [N heads, T question tokens, S keys] of a layer become one score per key.
 
 "mass": Σ_q mean_h A (equation 7, the mean over heads ours). "norm": sqrt(Σ_q (mean_h A)²), the code's for language
-models. "head_norm": sqrt(Σ_{h,q} A²), the code's for vision-language models. "entropy", "head_entropy": Σ −A ln A in
-place of the norm, over the same.
+models. "head_norm": sqrt(Σ_{h,q} A²), the code's for vision-language models.
 """
 READINGS: tuple[str, ...] = get_args(Reading)
-LEAST_WEIGHT = 1e-10
-"""What the logarithm of a weight of zero is taken of, as in the released code."""
 
 
 def attention_scores(
@@ -49,11 +46,9 @@ def attention_scores(
 
     if reading == "mass":
         return weights.mean(1).sum(1)
-    if reading in ("norm", "entropy"):
+    if reading == "norm":
         weights = weights.mean(1, keepdims=True)
-    if reading in ("norm", "head_norm"):
-        return jnp.sqrt(jnp.square(weights).sum((1, 2)))
-    return -(weights * jnp.log(weights + LEAST_WEIGHT)).sum((1, 2))
+    return jnp.sqrt(jnp.square(weights).sum((1, 2)))
 
 
 def scaled_queries(layer: LayerAttention) -> Float[Array, "B T N H"]:

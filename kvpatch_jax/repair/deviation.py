@@ -1,7 +1,5 @@
 """Repairs that choose tokens by how far their KV, or the attention over it, is from what it should be."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,18 +9,10 @@ from ..backbone import Backbone
 from ..core import to_engine
 from ..errors import InputError
 from .attention_scores import attended_keys, scaled_queries
-from .recomputation import LayerRun, LayerSet, all_tokens, begin, new_text_alone, recompute_scored, run_layers
+from .recomputation import Recompute, choose_scored, new_text_alone, recompute_bytes, recompute_scored
 from .repair_budget import RepairBudget
-from .repaired import Repaired, counted, recompute_bytes
-from .spliced_cache import (
-    SplicedCache,
-    check_budget,
-    choose_scored,
-    deviation,
-    live_tokens,
-    read_slots,
-    required,
-)
+from .repaired import Repaired, method
+from .spliced_cache import SplicedCache, deviation, live_tokens, read_slots, required
 
 CHECK_LAYERS, SURPLUS = (1, 2, 3), 0.5
 """Layers at which gradual filtering checks, and its surplus over the budget at the first of them."""
@@ -30,10 +20,8 @@ KVSHARE_LAYER = 1
 """The layer at which KVShare compares attention."""
 
 
-@counted
-def cacheblend(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, check_layer: int = 1
-) -> Repaired:
+@method()
+def cacheblend(backbone: Backbone, splice: SplicedCache, budget: RepairBudget, *, check_layer: int = 1) -> Repaired:
     """Recomputes all tokens through one layer, and above it those whose KV deviates most there.
 
     The single check of CacheBlend's released code (LMCache, `check_layers` of one layer). Tokens that are not chosen
@@ -43,20 +31,14 @@ def cacheblend(
     Args:
       budget: cached tokens above the check layer; 0 returns the cache unchanged (of a prompt: `blind`).
       check_layer: layer at which recomputed and spliced KV are compared.
-
-    Raises:
-      InputError: the backbone lacks the layer.
     """
-    count = check_budget(backbone, splice, budget, "cacheblend")
     if not 0 <= check_layer < backbone.layout.layers:
         raise InputError(f"cacheblend.check_layer: got {check_layer}; expected 0 to {backbone.layout.layers - 1}")
-    if count == 0:
-        return new_text_alone(backbone, splice)
-    return _blend(backbone, splice, {check_layer: count})
+    return _blend(backbone, splice, {check_layer: budget.count(backbone.layout, splice.cached_count)})
 
 
-@counted
-def cacheblend_gradual(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method()
+def cacheblend_gradual(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes all tokens through the first check layer, and narrows the chosen tokens at each further one.
 
     Source: CacheBlend (Yao et al. 2025, section 4.3, "gradual filtering"): a first check chooses slightly more tokens
@@ -68,10 +50,7 @@ def cacheblend_gradual(backbone: Backbone, splice: SplicedCache, budget: RepairB
       budget: cached tokens above the last check layer; 0 returns the cache unchanged.
     """
     layout = backbone.layout
-    count = check_budget(backbone, splice, budget, "cacheblend_gradual")
-    if count == 0:
-        return new_text_alone(backbone, splice)
-
+    count = budget.count(layout, splice.cached_count)
     # A check of the last layer would choose nothing.
     checks = tuple(layer for layer in CHECK_LAYERS if layer < layout.layers - 1) or (layout.layers - 1,)
     counts = {}
@@ -83,12 +62,13 @@ def cacheblend_gradual(backbone: Backbone, splice: SplicedCache, budget: RepairB
 
 def _blend(backbone: Backbone, splice: SplicedCache, counts: dict[int, int]) -> Repaired:
     """Recomputes nested sets: all tokens up to the first check, `counts[layer]` cached tokens above each check."""
-    layout, T = backbone.layout, splice.slots.shape[1]
-    index, run, start = all_tokens(splice, np.arange(T)), begin(backbone.layout.layers, splice), 0
-    chosen_at = [splice.cached_count] * layout.layers
+    layout, run = backbone.layout, Recompute(backbone, splice)
+    index, start, chosen_at = np.arange(splice.slots.shape[1]), 0, [splice.cached_count] * layout.layers
+    if not any(counts.values()):
+        return new_text_alone(backbone, splice)
 
     for layer, count in counts.items():
-        run = run_layers(backbone, splice, run, LayerSet(start, layer + 1, index))
+        run.run(start, layer + 1, index)
         start = layer + 1
         chosen_at[start:] = [count] * (layout.layers - start)
         if start == layout.layers:
@@ -98,26 +78,16 @@ def _blend(backbone: Backbone, splice: SplicedCache, counts: dict[int, int]) -> 
         # were dropped below have no fresh KV, so that they cannot come back.
         fresh, spliced = (read_slots(cache, splice.slots, layer) for cache in (run.cache, splice.cache))
         score = deviation(fresh, spliced, live_tokens(splice))
-        score = jnp.where(run.chosen[layer], score, -jnp.inf)
-        index = choose_scored(splice, score, count)
+        index = choose_scored(splice, jnp.where(run.chosen[layer], score, -jnp.inf), count)
 
+    run.run(start, layout.layers, index)
     # Cached KV is read at the checks, to be compared with what overwrites it.
     compared = sum(chosen_at[layer] for layer in counts)
-    return _finished(backbone, splice, run, LayerSet(start, layout.layers, index), chosen_at, compared)
+    return run.repaired(recompute_bytes(layout, splice, chosen_at, compared=compared))
 
 
-def _finished(
-    backbone: Backbone, splice: SplicedCache, run: LayerRun, top: LayerSet, chosen_at: Sequence[int], compared: int
-) -> Repaired:
-    """Runs the topmost set, if it has layers, and returns the result."""
-    if top.start < top.stop:
-        run = run_layers(backbone, splice, run, top)
-    bytes = recompute_bytes(backbone.layout, splice, tuple(chosen_at), compared=compared)
-    return Repaired(run.cache, run.chosen, bytes, logits=run.logits)
-
-
-@counted
-def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method()
+def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes all tokens through layer 1, and above it those whose attention there deviates most.
 
     Source: KVShare (Yang et al. 2025, arXiv 2503.16525), as VLCache describes it ("the deviation of the attention
@@ -128,19 +98,17 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | flo
     Args:
       budget: cached tokens above the check layer; 0 returns the cache unchanged.
     """
-    layout, T = backbone.layout, splice.slots.shape[1]
-    count = check_budget(backbone, splice, budget, "kvshare")
+    layout, everything = backbone.layout, np.arange(splice.slots.shape[1])
+    count = budget.count(layout, splice.cached_count)
     if count == 0:
         return new_text_alone(backbone, splice)
 
-    check = min(KVSHARE_LAYER, layout.layers - 1)
-    everything, run = all_tokens(splice, np.arange(T)), begin(layout.layers, splice)
-    if check:
-        run = run_layers(backbone, splice, run, LayerSet(0, check, everything))
-    entering = splice.tokens.embeddings if run.residual is None else run.residual
-    run = run_layers(backbone, splice, run, LayerSet(check, check + 1, everything))
+    check, run = min(KVSHARE_LAYER, layout.layers - 1), Recompute(backbone, splice)
+    run.run(0, check, everything)
+    entering = splice.tokens if run.residual is None else splice.tokens._replace(embeddings=run.residual)
+    run.run(check, check + 1, everything)
     queries = backbone.attention(
-        splice.tokens._replace(embeddings=entering),
+        entering,
         run.cache,
         splice.mask,
         layers=(check,),
@@ -151,11 +119,9 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | flo
     keys = [attended_keys(layout, cache, check) for cache in (run.cache, splice.cache)]
     shift = attention_shift(queries[0], *keys, jnp.asarray(splice.slots), splice.mask)
     score = jnp.take_along_axis(shift, jnp.asarray(splice.slots), axis=1)
-    index = choose_scored(splice, jnp.where(live_tokens(splice), score, -jnp.inf), count)
-
-    chosen_at = [splice.cached_count] * (check + 1) + [count] * (layout.layers - check - 1)
-    top = LayerSet(check + 1, layout.layers, index)
-    return _finished(backbone, splice, run, top, chosen_at, splice.cached_count)
+    run.run(check + 1, layout.layers, choose_scored(splice, jnp.where(live_tokens(splice), score, -jnp.inf), count))
+    counts = [splice.cached_count] * (check + 1) + [count] * (layout.layers - check - 1)
+    return run.repaired(recompute_bytes(layout, splice, counts, compared=splice.cached_count))
 
 
 @jax.jit
@@ -185,8 +151,8 @@ def attention_shift(
     return jax.lax.scan(of_head, start, jnp.arange(queries.shape[2]))[0]
 
 
-@counted
-def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method()
+def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes in context, at every layer, the tokens with the largest true deficit ‖Δ‖.
 
     It cannot be used in serving, because it needs Δ. It is not an upper bound of token selection either: a question
@@ -197,24 +163,22 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget 
     Args:
       splice: with `conditioned`, which affects only the selection, never the values in the cache.
     """
-    count = check_budget(backbone, splice, budget, "oracle_delta")
-    conditioned = required(splice, "conditioned", "oracle_delta", "the chunk's phase-free KV in context")
+    # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
+    true = to_engine(backbone.layout, required(splice, "conditioned"), splice.tokens.positions, 0)
 
     def scores() -> Float[Array, "B T"]:
-        # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
-        true = to_engine(backbone.layout, conditioned, splice.tokens.positions, 0)
         return deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))
 
-    return recompute_scored(backbone, splice, count, scores)
+    return recompute_scored(backbone, splice, budget, scores)
 
 
-@counted
-def random_tokens(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method()
+def random_tokens(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes tokens drawn at random in context, at every layer, in each row others: what choosing has to beat."""
-    count, (B, T) = check_budget(backbone, splice, budget, "random_tokens"), splice.slots.shape
+    B, T = splice.slots.shape
 
     def scores() -> Float[Array, "B T"]:
         rows = [np.random.default_rng((0, row)).random(T, np.float32) for row in range(B)]
         return jnp.where(live_tokens(splice), jnp.asarray(np.stack(rows)), -jnp.inf)
 
-    return recompute_scored(backbone, splice, count, scores)
+    return recompute_scored(backbone, splice, budget, scores)

@@ -11,32 +11,22 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..backbone import KV, Backbone
-from ..core import WHOLE, KVEncoding, KVLayout
+from ..core import WHOLE, AnyArray, KVEncoding, KVLayout
 from ..errors import InputError
 from .repair_budget import RepairBudget, kv_bytes
-from .repaired import RepairBytes, Repaired
-from .spliced_cache import AnyArray, SplicedCache, canonical_of, live_tokens, pooled_embedding, required
-from .stored_kv import (
-    StoredForm,
-    allowed_bytes,
-    decode_rows,
-    differences,
-    encode_rows,
-    encoding_of,
-    expect_values,
-    other_antecedents,
-    recorded_kv,
-    serve_form,
-)
+from .repaired import RepairBytes, Repaired, method
+from .spliced_cache import SplicedCache, canonical_of, live_tokens, pooled_embedding, required
+from .stored_kv import allowed_bytes, decode_rows, differences, encode_rows, encoding_of, expect_values, serve_form
 
 BLOCK_TOKENS = 16
 """Tokens of a block of TokenDance: a page of its engine's cache."""
 
 
+@method()
 def anchored(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     precision: KVEncoding | str | int = WHOLE,
     encoding: KVEncoding | str | int = WHOLE,
@@ -54,25 +44,20 @@ def anchored(
         that fit.
       precision: of a deviation; 16: bfloat16, as the source keeps KV.
       encoding: of the canonical that they deviate from.
-
-    Raises:
-      InputError: unknown bits.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "anchored")
-    others = other_antecedents(splice, "anchored")
-    embedding = pooled_embedding(required(splice, "front", "anchored", "the tokens that precede"))
-    anchors = []
+    allowed, others = allowed_bytes(layout, splice, budget), required(splice, "others")
+    embedding, anchors = pooled_embedding(required(splice, "front")), []
     for place, other in enumerate(others):
         if other.embedding is None:
-            raise InputError(f"anchored.others[{place}].embedding: got None; expected a pooled embedding")
+            raise InputError(f"splice.others[{place}].embedding: got None; expected a pooled embedding")
         anchors.append(jnp.asarray(other.embedding).astype(jnp.bfloat16))
 
     fine, coarse = encoding_of(precision), encoding_of(encoding)
     size = fine.nbytes(layout, tokens) + 2 * splice.tokens.embeddings.shape[-1]
     count = min(len(others), allowed // size)
     if not count:
-        raise InputError(f"anchored.budget: got {allowed} bytes; expected at least {size}, of one anchor")
+        raise InputError(f"budget: got {allowed} bytes; expected at least {size}, of one anchor")
 
     stored = encode_rows(layout, canonical_of(layout, splice), coarse, splice.length)
     base, deviations = decode_rows(stored), []
@@ -87,7 +72,7 @@ def anchored(
     canonical, shared = coarse.nbytes(layout, tokens), count * size
     bytes = RepairBytes(canonical=canonical, shared=shared, moved=canonical + shared)
     adding = (2 + fine.decoding) * count * layout.numbers * tokens
-    return serve_form(backbone, splice, StoredForm(decode, bytes, ("anchored", fine, count, coarse), adding))
+    return serve_form(backbone, splice, bytes, decode, adding)
 
 
 def anchor_weights(embedding: Float[AnyArray, "B D"], anchors: Float[AnyArray, "N B D"]) -> Float[Array, "N B"]:
@@ -104,10 +89,11 @@ def _interpolated(base: KV, deviations: list[dict[str, Array]], weights: Array) 
     return total
 
 
+@method()
 def block_differences(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     base: Literal["canonical", "first"] = "canonical",
 ) -> Repaired:
@@ -121,19 +107,12 @@ def block_differences(
     Args:
       budget: bytes of the blocks' differences and indices (16 bits each, or 32 beyond 65 536 blocks).
       base: the master: the canonical, or the KV behind the first of the others.
-
-    Raises:
-      InputError: another base, or it is called inside a trace.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "block_differences")
-    recorded = recorded_kv(splice, "block_differences")
+    allowed, recorded = allowed_bytes(layout, splice, budget), required(splice, "recorded")
     if base not in ("canonical", "first"):
         raise InputError(f"block_differences.base: got {base!r:.80}; expected 'canonical' or 'first'")
-    if base == "first":
-        source = other_antecedents(splice, "block_differences")[0].kv
-    else:
-        source = canonical_of(layout, splice)
+    source = required(splice, "others")[0].kv if base == "first" else canonical_of(layout, splice)
     master = encode_rows(layout, dict(source), encoding_of(WHOLE), splice.length)
     delta = differences(dict(recorded), decode_rows(master))
     expect_values((delta, splice.length), "block_differences")
@@ -152,13 +131,9 @@ def block_differences(
         return {name: value + blocks[name].astype(jnp.float32) for name, value in decode_rows(master).items()}
 
     size = kv_bytes(layout, tokens)
-    if base == "canonical":
-        bytes = RepairBytes(canonical=size, stored=stored, moved=size + stored)
-    else:
-        bytes = RepairBytes(shared=size, stored=stored, moved=size + stored)
+    bytes = RepairBytes(stored=stored, moved=size + stored, **{"canonical" if base == "canonical" else "shared": size})
     # Every number is brought back, and the sum of both taken.
-    form = StoredForm(decode, bytes, ("block_differences", base), 3 * layout.numbers * tokens)
-    return serve_form(backbone, splice, form)
+    return serve_form(backbone, splice, bytes, decode, 3 * layout.numbers * tokens)
 
 
 def _block_costs(layout: KVLayout, tokens: int) -> np.ndarray:

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int16
 
 from ..backbone import KV, Backbone
-from ..core import GROUP, KVLayout, PackedArray, pack, packed_bytes, unpack
+from ..core import GROUP, AnyArray, KVLayout, PackedArray, pack, packed_bytes, unpack
 from ..errors import InputError
 from .repair_budget import RepairBudget
-from .repaired import RepairBytes, Repaired
-from .spliced_cache import AnyArray, SplicedCache
-from .stored_kv import StoredForm, allowed_bytes, expect_values, largest_fitting, recorded_kv, serve_form
+from .repaired import RepairBytes, Repaired, method
+from .spliced_cache import SplicedCache, required
+from .stored_kv import allowed_bytes, expect_values, largest_fitting, serve_form
 
 ANCHOR_GROUP = 10
 """Tokens of a group in CacheGen, its anchor the first."""
@@ -42,8 +42,9 @@ class CodedChannel(NamedTuple):
     symbols: Int16[Array, "L B T K H"]
 
 
+@method()
 def cachegen(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, step: float | int | None = None
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, *, step: float | int | None = None
 ) -> Repaired:
     """Serves the recorded KV from entropy-coded differences to anchor tokens.
 
@@ -58,33 +59,28 @@ def cachegen(
     Args:
       budget: bytes of all that; the smallest step is taken with which every row fits. Bytes are the rows' mean.
       step: in place of the budget's.
-
-    Raises:
-      InputError: a step that is not positive, or it is called inside a trace.
     """
-    layout = backbone.layout
-    allowed = allowed_bytes(layout, splice, budget, "cachegen")
-    recorded = recorded_kv(splice, "cachegen")
+    layout, tokens = backbone.layout, splice.slots.shape[1]
+    allowed, recorded = allowed_bytes(layout, splice, budget), required(splice, "recorded")
     if step is not None and not step > 0:
         raise InputError(f"cachegen.step: got {step}; expected a positive number")
     expect_values((recorded, splice.length), "cachegen")
 
-    def coded(step: float | int) -> tuple[dict[str, CodedChannel], np.ndarray]:
-        channels, steps = {}, _layer_steps(layout, step)
-        for name in layout.names:
-            channels[name] = encode_differences(jnp.asarray(recorded[name]), splice.length, steps)
-        return channels, coded_bytes(channels, splice.length)
+    def coded(step: float | int) -> dict[str, CodedChannel]:
+        steps = _layer_steps(layout, step)
+        return {name: encode_differences(jnp.asarray(recorded[name]), splice.length, steps) for name in layout.names}
 
-    if step is None:
-        step = largest_fitting(STEPS, lambda step: int(coded(step)[1].max()), allowed, "cachegen")
-    channels, sizes = coded(step)
-    steps, stored = _layer_steps(layout, step), round(float(sizes.mean()))
+    def most_bytes(step: float | int) -> int:
+        return int(coded_bytes(coded(step), splice.length).max())
+
+    size = largest_fitting(STEPS, most_bytes, allowed) if step is None else step
+    channels, steps = coded(size), _layer_steps(layout, size)
+    stored = round(float(coded_bytes(channels, splice.length).mean()))
 
     def decode() -> KV:
         return {name: decode_differences(channel, steps) for name, channel in channels.items()}
 
-    bytes, decoding = RepairBytes(stored=stored, moved=stored), 2 * layout.numbers * splice.slots.shape[1]
-    return serve_form(backbone, splice, StoredForm(decode, bytes, ("cachegen", step), decoding))
+    return serve_form(backbone, splice, RepairBytes(stored=stored, moved=stored), decode, 2 * layout.numbers * tokens)
 
 
 def _layer_steps(layout: KVLayout, step: float | int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Repairs that recompute the first tokens of every chunk: EPIC and MPIC, attention sinks, VLCache's schedules."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -9,17 +10,17 @@ import numpy as np
 from ..backbone import Backbone
 from ..core import fold, to_engine, transition_of
 from ..errors import InputError
-from .recomputation import all_tokens, repair_by_layer
-from .repair_budget import RepairBudget, kv_bytes
-from .repaired import Repaired, blind_bytes, counted, engine_written, input_bytes, recompute_bytes, untouched
-from .spliced_cache import SplicedCache, check_splice, required
+from .recomputation import Recompute, padded_count, recompute_bytes
+from .repair_budget import NOTHING, RepairBudget, kv_bytes
+from .repaired import Repaired, engine_written, input_bytes, method, untouched
+from .spliced_cache import SplicedCache, required
 
 SINK_TOKENS = 4
 """Tokens that StreamingLLM (Xiao et al. 2024) keeps as attention sinks."""
 
 
-@counted
-def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method(hybrid=True)
+def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes the first tokens of every chunk in context, at every layer.
 
     A chunk that is prefilled alone has its attention sink there. Source: EPIC (Hu et al. 2025, LegoLink) and its
@@ -31,25 +32,21 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | flo
 
     Args:
       budget: `tokens` is k, of each chunk (shorter ones are recomputed whole); a share is of each chunk.
-
-    Returns:
-      The repaired cache, the tokens rewritten [L,B,T], and the last token's logits if it is new text.
     """
     if backbone.layout.parts:
-        return _first_of_hybrid(backbone, splice, RepairBudget.of(budget))
-    return _first(backbone, splice, RepairBudget.of(budget), "first_k")
+        return _first_of_hybrid(backbone, splice, budget)
+    return recompute_first(backbone, splice, first_counts(backbone, splice, budget))
 
 
 def _first_of_hybrid(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Runs the first tokens of a hybrid's chunk in context, and composes what the others leave alone behind them."""
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    check_splice(layout, splice, hybrid=True)
-    count = budget.count(layout, tokens, "first_k")
+    count = budget.count(layout, tokens)
     if splice.chunks is not None or splice.length is not None:
         raise InputError("first_k: got chunks or padding of a hybrid model; expected one whole chunk")
     if count == 0:
         return untouched(layout, splice)
-    before = required(splice, "before", "first_k", "the transition of what precedes the chunk")
+    before = required(splice, "before")
 
     # The canonical in two pieces: the rest is prefilled behind the first tokens alone.
     alone = splice.tokens._replace(positions=splice.tokens.positions - splice.tokens.positions.min(1, keepdims=True))
@@ -67,30 +64,28 @@ def _first_of_hybrid(backbone: Backbone, splice: SplicedCache, budget: RepairBud
     values = {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in rows}
     values |= fold([transition_of(piece) for piece in pieces])
     transition = kv_bytes(layout, 0) if stay is not None else 0
-    inputs, bytes = input_bytes(splice) * count + transition, blind_bytes(layout, splice)
+    inputs, bytes = input_bytes(splice) * count + transition, untouched(layout, splice).bytes
     bytes = bytes._replace(inputs=inputs, moved=bytes.moved + inputs - kv_bytes(layout, count))
     chosen = jnp.broadcast_to(np.arange(tokens) < count, (layout.layers, *splice.slots.shape))
     return dataclasses.replace(engine_written(layout, splice, values, bytes), chosen=chosen)
 
 
-@counted
-def attention_sink(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = 0.0) -> Repaired:
+@method()
+def attention_sink(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = NOTHING) -> Repaired:
     """Recomputes the first 4 tokens of every chunk in context, whatever the budget.
 
     A chunk that was prefilled alone made sinks of them, which they are no longer behind other chunks. Source:
     StreamingLLM's number of sinks (Xiao et al. 2024); Kamera Table 5 compares with "a uniform attention sink".
     """
-    check_splice(backbone.layout, splice)
-    RepairBudget.of(budget)
     smallest = min(last - first for first, last in splice.parts)
-    return _first(backbone, splice, RepairBudget(tokens=min(SINK_TOKENS, smallest)), "attention_sink")
+    return recompute_first(backbone, splice, [[min(SINK_TOKENS, smallest)]] * len(splice.parts))
 
 
-@counted
+@method()
 def vlcache(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     schedules: Mapping[float, Sequence[float]] | None = None,
 ) -> Repaired:
@@ -101,54 +96,59 @@ def vlcache(
     it), with one share its static ratio. As there, ⌊share · T⌋ tokens of a chunk of T.
 
     Args:
-      schedules: shares by layer in place of a share of all layers, by that share; None: none.
-
-    Raises:
-      InputError: there are schedules, and none of the budget's share.
+      schedules: shares by layer, not increasing with depth, in place of a share of all layers, by that share.
     """
-    budget = RepairBudget.of(budget)
-    if schedules is not None:
-        if budget.share is None or budget.share not in schedules:
-            raise InputError(f"vlcache.budget: got {budget}; expected a share of {sorted(schedules)}")
-        budget = RepairBudget(by_layer=tuple(schedules[budget.share]))
-    return _first(backbone, splice, budget, "vlcache", floor=True)
-
-
-def _first(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, method: str, floor: bool = False
-) -> Repaired:
-    """Recomputes the first tokens of every chunk, as many as the budget says at each layer, and all new text."""
-    layout, layers = backbone.layout, backbone.layout.layers
-    check_splice(layout, splice)
-    by_chunk = [_chunk_counts(backbone, splice, budget, last - first, method, floor) for first, last in splice.parts]
-    new = np.flatnonzero(splice.new_text())
-    cached = tuple(sum(column) for column in zip(*by_chunk, strict=True))
-    counts = tuple(len(new) + count for count in cached)
-    if counts[0] == 0:
-        return untouched(layout, splice)
-
-    # Tokens in the order in which layers drop them: new text never, and of chunks the later ones first.
-    ranked = [(layers, int(token)) for token in new]
-    for (first, last), by_layer in zip(splice.parts, by_chunk, strict=True):
-        for token in range(first, min(last, first + by_layer[0])):
-            ranked.append((sum(count > token - first for count in by_layer), token))
-    ranked.sort(key=lambda item: (-item[0], item[1]))
-    order = np.array([token for _, token in ranked], np.int32)
-    bytes = recompute_bytes(layout, splice, cached, inputs=cached[0])
-    return repair_by_layer(backbone, splice, all_tokens(splice, order), counts, bytes)
-
-
-def _chunk_counts(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, size: int, method: str, floor: bool
-) -> tuple[int, ...]:
-    """Computes one chunk's tokens at each layer: its share, of a prompt at most k tokens, or bytes by its length."""
-    if budget.tokens is not None and splice.chunks is not None:
-        budget = RepairBudget(tokens=min(budget.tokens, size))
-    if budget.kv_bytes is not None:
-        budget = RepairBudget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
-    counts = budget.counts(backbone.layout, size, method)
-    shares = budget.by_layer if budget.by_layer is not None else (budget.share,) * len(counts)
-    if not floor or shares[0] is None:
-        return counts
+    layers, share = backbone.layout.layers, budget.share
+    if schedules is not None and share not in schedules:
+        raise InputError(f"vlcache.budget: got {budget}; expected a share of {sorted(schedules)}")
+    if share is None:
+        return recompute_first(backbone, splice, first_counts(backbone, splice, budget))
+    shares = (share,) * layers if schedules is None else tuple(schedules[share])
+    if len(shares) != layers or any(upper > lower for lower, upper in itertools.pairwise((1.0, *shares, 0.0))):
+        raise InputError(
+            f"vlcache.schedules: got {list(shares)}; expected {layers} shares, none larger than the one below it"
+        )
     # A product such as .29 · 100 lies just below the integer that is meant.
-    return tuple(int(share * size + 1e-9) for share in shares if share is not None)
+    by_chunk = [[int(share * (last - first) + 1e-9) for share in shares] for first, last in splice.parts]
+    return recompute_first(backbone, splice, by_chunk)
+
+
+def recompute_first(backbone: Backbone, splice: SplicedCache, by_chunk: Sequence[Sequence[int]]) -> Repaired:
+    """Recomputes the first tokens of every chunk and all new text.
+
+    Tokens that a layer does not need are dropped below it: their attention and MLP are not run.
+
+    Args:
+      by_chunk: number of tokens for each chunk and layer, not increasing with depth; one number is for all layers.
+    """
+    layers, T = backbone.layout.layers, splice.slots.shape[1]
+    # How many layers need each token: all of them new text.
+    depth = np.where(splice.new_text(), layers, 0)
+    for (first, last), counts in zip(splice.parts, by_chunk, strict=True):
+        counts = np.broadcast_to(np.asarray(counts), (layers,))
+        depth[first:last] = (counts[:, None] > np.arange(last - first)).sum(0)
+    counts = (depth > np.arange(layers)[:, None]).sum(1).tolist()
+    if counts[0] == 0:
+        return untouched(backbone.layout, splice)
+
+    order, run = np.argsort(-depth, kind="stable"), Recompute(backbone, splice)
+    # Layers whose padded number is the same run in one program.
+    for size, group in itertools.groupby(enumerate(counts), lambda item: padded_count(item[1], T)):
+        numbers = dict(group)
+        if size:
+            run.run(min(numbers), max(numbers) + 1, order[: numbers[min(numbers)]], tuple(numbers.values()))
+    cached = [count - int(splice.new_text().sum()) for count in counts]
+    return run.repaired(recompute_bytes(backbone.layout, splice, cached, inputs=cached[0]))
+
+
+def first_counts(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> list[list[int]]:
+    """Computes the tokens of each chunk: its share, of a prompt at most k tokens, or bytes by its length."""
+    counts = []
+    for first, last in splice.parts:
+        size, amount = last - first, budget
+        if budget.tokens is not None and splice.chunks is not None:
+            amount = RepairBudget(tokens=min(budget.tokens, size))
+        if budget.kv_bytes is not None:
+            amount = RepairBudget(kv_bytes=budget.kv_bytes * size // splice.cached_count)
+        counts.append([amount.count(backbone.layout, size)])
+    return counts

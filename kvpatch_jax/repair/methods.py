@@ -14,46 +14,26 @@ from .repaired import Repaired
 from .rounding_error import gear
 from .stored_forms import joint_pair, low_rank, quantised, shadowkv
 
-METHODS: dict[str, Callable[..., Repaired]] = {
+_METHODS = (
     # Nothing is repaired, or everything is computed.
-    "blind": blind,
-    "full_reprefill": full_reprefill,
-    "encoder_cached_reprefill": encoder_cached_reprefill,
-    "prefix_caching": prefix_caching,
-    "layer_reprefill": layer_reprefill,
+    *(blind, full_reprefill, encoder_cached_reprefill, prefix_caching, layer_reprefill),
     # A patch beside the canonical.
-    "patch": patch,
-    "pooled": pooled,
+    *(patch, pooled),
     # Tokens run again.
-    "first_k": first_k,
-    "attention_sink": attention_sink,
-    "vlcache": vlcache,
-    "cacheblend": cacheblend,
-    "cacheblend_gradual": cacheblend_gradual,
-    "kvshare": kvshare,
-    "infoflow": infoflow,
-    "prophetkv": prophetkv,
-    "quest": quest,
-    "prcr": prcr,
-    "oracle_delta": oracle_delta,
-    "random_tokens": random_tokens,
+    *(first_k, attention_sink, vlcache, cacheblend, cacheblend_gradual, kvshare),
+    *(infoflow, prophetkv, quest, prcr, oracle_delta, random_tokens),
     # A form of the KV in context.
-    "quantised": quantised,
-    "low_rank": low_rank,
-    "shadowkv": shadowkv,
-    "cachegen": cachegen,
-    "gear": gear,
-    "block_differences": block_differences,
-    "anchored": anchored,
-    "joint_pair": joint_pair,
+    *(quantised, low_rank, shadowkv, cachegen, gear, block_differences, anchored, joint_pair),
     # Prompts in which chunks and new text alternate.
-    "mpic": mpic,
-    "two_step_reuse": two_step_reuse,
-}
+    *(mpic, two_step_reuse),
+)
+METHODS: dict[str, Callable[..., Repaired]] = {function.__name__: function for function in _METHODS}
 """Every method of reuse, this library's and published ones, of one signature; oracles are named so.
 
-Settings are keyword arguments with defaults. A budget that is a float is a share of the cached tokens; of stored forms,
-of the bytes of the chunk's KV. All methods raise InputError for a budget that is out of range or of a kind that they
-do not take, and for a splice that lacks what they read (a question, recorded KV, other antecedents, …); ShapeError,
-LayoutError, DtypeError and FrameError for arrays that do not match the backbone. What else they raise, each one says.
+Settings are keyword arguments with defaults. A budget is a `RepairBudget`, or a float: a share of the cached tokens; of
+stored forms, of the bytes of the chunk's KV. All methods raise InputError for a budget or setting that is out of range
+or of a kind that they do not take (RankError for a rank), and for a splice that lacks what they read (a question,
+recorded KV, other antecedents, …); ShapeError, LayoutError, DtypeError and FrameError for arrays that do not match the
+backbone. Those that keep bytes take a splice of one chunk. `patch`, `pooled`, `cachegen` and `block_differences` choose
+by values, and refuse KV inside a trace. What else they raise, each one says.
 """

@@ -11,14 +11,14 @@ from jaxtyping import Array
 
 from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
-from ..core import KVEncoding, KVLayout, PackedArray, arrays_of, to_engine
-from ..errors import InputError, LayoutError, RankError
+from ..core import KVEncoding, PackedArray, arrays_of, to_engine
+from ..errors import InputError, RankError
 from ..patching import Basis, ByteBudget, apply_patch, form_in_basis, form_patch, mean_base
 from ..patching.patch_flops import adding_flops, transition_adding_flops
-from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
-from .repaired import RepairBytes, Repaired, engine_written, factorising_flops, with_placing
-from .spliced_cache import SplicedCache, canonical_of
-from .stored_kv import allowed_bytes, expect_values, other_antecedents, recorded_kv
+from .repair_budget import ALL, NUMBER_BYTES, RepairBudget, kv_bytes
+from .repaired import RepairBytes, Repaired, engine_written, factorising_flops, method
+from .spliced_cache import SplicedCache, canonical_of, required
+from .stored_kv import allowed_bytes, expect_values
 
 Base = Literal["canonical", "mean", "others"]
 """What a patch is added to: the canonical; the mean of KV behind all antecedents, or all but the splice's own."""
@@ -43,13 +43,13 @@ class SplicedChunk(NamedTuple):
     conditioned: KV
 
 
+@method(hybrid=True)
 def patch(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     rank: int | None = None,
-    transition: int | None = None,
     channels: str | None = None,
     from_layer: int = 0,
     dtype: str | None = None,
@@ -65,7 +65,6 @@ def patch(
       budget: bytes of the factors, where there is no rank: a `ByteBudget`, with a rank for each layer and channel of
         each row.
       rank: of every channel, in place of the budget; 0: the base alone.
-      transition: of a hybrid model's transition, in place of `rank`; 0: none.
       channels: the only channel that is patched; None: all.
       from_layer: the lowest layer that is patched.
       dtype: of the factors, as `form_patch` takes it: "int2" to "int8", "bfloat16", …; None: `form_patch`'s own.
@@ -73,46 +72,39 @@ def patch(
       base: what the patch is added to: "canonical"; "mean": of the KV behind all antecedents; "others": of
         `splice.others` alone.
       frame: "phase_free"; "engine": formed after the rotation, as the paper's listing does.
-
-    Raises:
-      InputError: another base or frame, KV inside a trace. RankError: the rank is out of range. LayoutError: an
-        unknown channel. Else as `form_patch`.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "patch", hybrid=True)
-    highest = max(min(tokens, channel.features) for channel in layout.channels)
+    allowed = allowed_bytes(layout, splice, budget)
+    highest = max(min(channel.rows_for(tokens), channel.features) for channel in layout.channels)
     if rank is not None and not 0 <= rank <= highest:
         raise RankError(f"patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
     for setting, value, words in (("base", base, get_args(Base)), ("frame", frame, get_args(Frame))):
         if value not in words:
             raise InputError(f"patch.{setting}: got {value!r:.80}; expected one of {words}")
-    ranks = _ranks(layout, rank, transition, channels)
-    options: dict[str, Any] = {"layers": range(from_layer, layout.layers)} if from_layer else {}
 
+    names = layout.names if channels is None else (layout.channel(channels).name,)
+    size = ByteBudget(allowed) if rank is None and allowed else dict.fromkeys(names, rank) if rank else None
+    layers = range(from_layer, layout.layers) if from_layer else None
     pieces = []
     # A budget is of one chunk.
-    for part in spliced_chunks(backbone, splice, base, encoding, rank is None):
+    for part in spliced_chunks(backbone, splice, base, encoding, single=rank is None):
         part, formed = _rotated(part) if frame == "engine" else part, None
-        if rank is None and allowed:
-            formed = form_patch(part.chunk, part.conditioned, ByteBudget(allowed), ANTECEDENT, dtype=dtype, **options)
-        elif ranks:
-            exact = {**options, "method": "exact", "dtype": dtype}
-            formed = form_patch(part.chunk, part.conditioned, ranks, ANTECEDENT, **exact)
+        if size is not None:
+            formed = form_patch(
+                part.chunk, part.conditioned, size, ANTECEDENT, layers=layers, method="exact", dtype=dtype
+            )
         pieces.append((part, formed))
 
-    stored = sum(_factor_bytes(formed.factors) for _, formed in pieces if formed is not None)
-    bytes = _bytes(layout, splice, encoding, base, stored)
-    # Bringing back from few bits takes two FLOPs a number: its product with the scale, and the least value added.
-    decoding = 0 if encoding is None else 2 * layout.numbers * tokens
+    repaired = _served(backbone, splice, pieces, encoding, base)
     patched = {name for _, formed in pieces if formed is not None for name in formed.factors}
-    repaired = _served(backbone, splice, pieces, bytes, decoding)
     return dataclasses.replace(repaired, forming_flops=factorising_flops(layout, tokens, patched))
 
 
+@method()
 def pooled(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float = 1.0,
+    budget: RepairBudget = ALL,
     *,
     basis: Basis | None = None,
     rank: int | None = None,
@@ -122,64 +114,22 @@ def pooled(
     Args:
       basis: fitted on chunks that nothing is served of. Kept once, so its bytes are `shared`.
       rank: how many of its directions, the strongest first; None: as many as the budget's bytes hold coefficients of.
-
-    Raises:
-      InputError: no basis. RankError: a rank below 1, or none fits. Else as `form_patch`.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "pooled")
+    allowed = allowed_bytes(layout, splice, budget)
     if basis is None:
         raise InputError("pooled.basis: got None; expected directions that `fit_basis` found on other chunks")
     per_rank = NUMBER_BYTES * tokens * layout.layers * len(basis.directions)
     size = min(allowed // per_rank, max(basis.ranks.values())) if rank is None else rank
 
-    pieces, stored = [], 0
+    pieces = []
     for part in spliced_chunks(backbone, splice):
-        formed = form_in_basis(part.chunk, part.conditioned, basis, ANTECEDENT, size)
-        coefficients = [factors[0] for factors in formed.factors.values()]  # pyright: ignore[reportIndexIssue]
-        stored += _factor_bytes(coefficients)
-        pieces.append((part, formed))
+        pieces.append((part, form_in_basis(part.chunk, part.conditioned, basis, ANTECEDENT, size)))
+    repaired = _served(backbone, splice, pieces)
     numbers = layout.layers * sum(min(size, most) * layout.channel(name).features for name, most in basis.ranks.items())
-    bytes = _bytes(layout, splice, None, "canonical", stored)._replace(shared=NUMBER_BYTES * numbers)
+    bytes = repaired.bytes._replace(shared=NUMBER_BYTES * numbers)
     # Coefficients are one product with the directions, as serving is.
-    return dataclasses.replace(_served(backbone, splice, pieces, bytes, 0), forming_flops=numbers * 2 * tokens)
-
-
-def _ranks(layout: KVLayout, rank: int | None, transition: int | None, channels: str | None) -> dict[str, int]:
-    """Returns the rank of each channel that is patched."""
-    parts = {channel.name for channel in layout.parts}
-    if transition is not None and not parts:
-        raise LayoutError(f"patch.transition: got rank {transition}; expected None, as the model has no transition")
-    names = layout.names if channels is None else (layout.channel(channels).name,)
-    ranks = {name: transition if name in parts and transition is not None else rank for name in names}
-    return {name: number for name, number in ranks.items() if number}
-
-
-def _factor_bytes(factors: Any) -> int:
-    """Counts the bytes of factors: 16 bits a number, fewer where they have fewer, with their scales."""
-    total = 0
-    for leaf in jax.tree.leaves(factors, is_leaf=lambda leaf: isinstance(leaf, PackedArray)):
-        if isinstance(leaf, PackedArray):
-            total += leaf.nbytes
-        else:
-            # Indices of ragged factors are integers, which are kept as they are.
-            number = NUMBER_BYTES if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype.itemsize
-            total += number * leaf.size
-    return total
-
-
-def _bytes(
-    layout: KVLayout, splice: SplicedCache, encoding: KVEncoding | str | None, base: Base, factors: int
-) -> RepairBytes:
-    rows, tokens = splice.slots.shape
-    size = kv_bytes(layout, tokens) if encoding is None else KVEncoding.of(encoding).nbytes(layout, tokens)
-    stored = round(factors / rows)
-    if base == "canonical":
-        return RepairBytes(canonical=size, stored=stored, moved=size + stored)
-    return RepairBytes(shared=size, stored=stored, moved=size + stored)
-
-
-# ------------------------------------------------------------------------------------------------ chunks of a splice
+    return dataclasses.replace(repaired, bytes=bytes, forming_flops=numbers * 2 * tokens)
 
 
 def spliced_chunks(
@@ -194,7 +144,7 @@ def spliced_chunks(
     Args:
       single: whether every row is a chunk by itself.
     """
-    layout, recorded = backbone.layout, recorded_kv(splice, "patch")
+    layout, recorded = backbone.layout, required(splice, "recorded")
     canonical = canonical_of(layout, splice)
     expect_values((recorded, canonical, splice.tokens.positions, splice.length, splice.others), "patch")
 
@@ -218,7 +168,7 @@ def spliced_chunks(
             backbone=backbone.fingerprint,
         )
         if base != "canonical":
-            versions = [_rows(other.kv, group) for other in other_antecedents(splice, "patch")]
+            versions = [_rows(other.kv, group) for other in required(splice, "others")]
             versions = [conditioned, *versions] if base == "mean" else versions
             chunk = mean_base(chunk, versions, [[f"antecedent {place}"] for place in range(len(versions))])
         chunk = chunk if encoding is None else encode_chunk(chunk, encoding)
@@ -228,9 +178,7 @@ def spliced_chunks(
 
 
 def _rows(kv: Mapping[str, Any], rows: slice | int) -> dict[str, Array]:
-    if isinstance(rows, slice):
-        return dict(kv)
-    return {name: jnp.asarray(value)[:, rows] for name, value in kv.items()}
+    return dict(kv) if isinstance(rows, slice) else {name: jnp.asarray(value)[:, rows] for name, value in kv.items()}
 
 
 def _rotated(part: SplicedChunk) -> SplicedChunk:
@@ -249,19 +197,39 @@ def _served(
     backbone: Backbone,
     splice: SplicedCache,
     pieces: list[tuple[SplicedChunk, Patch | None]],
-    bytes: RepairBytes,
-    decoding: int,
+    encoding: KVEncoding | str | None = None,
+    base: Base = "canonical",
 ) -> Repaired:
-    """Applies the patches, and writes the result into the cache."""
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    placed, flops = [], 0
+    """Applies the patches, writes the result into the cache, and counts the bytes of base and factors."""
+    layout, (rows, tokens) = backbone.layout, splice.slots.shape
+    placed, adding, stored = [], 0, 0
     for part, formed in pieces:
-        kv = dict(apply_patch(part.chunk, formed, part.start, ANTECEDENT))
-        batched = isinstance(part.rows, slice)
+        kv, batched = dict(apply_patch(part.chunk, formed, part.start, ANTECEDENT)), isinstance(part.rows, slice)
         placed.append(kv if batched else {name: value[:, None] for name, value in kv.items()})
-        adding = 0 if formed is None else adding_flops(formed) * tokens + transition_adding_flops(formed)
-        flops += adding * (len(splice.slots) if batched else 1)
+        if formed is not None:
+            flops = adding_flops(formed) * tokens + transition_adding_flops(formed)
+            adding += flops * (rows if batched else 1)
+            stored += _factor_bytes(formed)
     if len(placed) > 1:
         placed = [{name: jnp.concatenate([kv[name] for kv in placed], axis=1) for name in placed[0]}]
+
+    size = kv_bytes(layout, tokens) if encoding is None else KVEncoding.of(encoding).nbytes(layout, tokens)
+    stored = round(stored / rows)
+    bytes = RepairBytes(stored=stored, moved=size + stored, **{"canonical" if base == "canonical" else "shared": size})
+    # Bringing back from few bits takes two FLOPs a number: its product with the scale, and the least value added.
+    decoding = 0 if encoding is None else 2 * layout.numbers * tokens
     repaired = engine_written(layout, splice, placed[0], bytes)
-    return with_placing(repaired, layout, splice, round(flops / len(splice.slots)) + decoding)
+    return dataclasses.replace(repaired, placing_flops=round(adding / rows) + decoding, count_flops=lambda: 0)
+
+
+def _factor_bytes(patch: Patch) -> int:
+    """Counts the bytes of factors without a shared basis: 16 bits a number, fewer where they are packed."""
+    factors: Any = patch.factors
+    if patch.metadata.basis is not None:
+        factors = [coefficients for coefficients, _ in factors.values()]
+    total = 0
+    for leaf in jax.tree.leaves(factors, is_leaf=lambda leaf: isinstance(leaf, PackedArray)):
+        # Indices of ragged factors are integers, which are kept as they are.
+        served = not isinstance(leaf, PackedArray) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        total += NUMBER_BYTES * leaf.size if served else leaf.nbytes
+    return total

@@ -3,10 +3,9 @@
 Axis letters: B batch, T tokens, A position axes, Q tokens of the question.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,41 +31,41 @@ def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometr
     Raises:
       InputError: an unknown geometry, or no question.
     """
-    question = required(splice, "question", "geometry", "the question's tokens behind the cache")
+    question = required(splice, "question")
     if geometry not in get_args(Geometry):
         raise InputError(f"geometry: got {geometry!r}; expected one of {', '.join(get_args(Geometry))}")
     if geometry == "global":
         return question, dict(splice.cache)
 
-    positions, starts, ends = jnp.asarray(splice.tokens.positions), [], []
+    positions = moved = jnp.asarray(splice.tokens.positions)
+    tail, longest = first_position(jnp.asarray(question.positions)), jnp.zeros((), jnp.int32)
     for first, last in splice.parts:
-        starts.append(positions[:, first])
-        ends.append(end_position(positions[:, first:last]) + 1)
-
-    tail, moved = jnp.asarray(question.positions)[:, 0], positions
-    for (first, last), start, end in zip(splice.parts, starts, ends, strict=True):
-        # All axes move by the same distance, so that an image keeps its rows and columns.
-        if geometry == "tl_tp":
-            by = first_position(tail) - end
-        else:
-            by = -first_position(start)
-        by = by.reshape(-1, *[1] * (positions.ndim - 1))
-        moved = moved.at[:, first:last].add(by.astype(positions.dtype))
-
-    keys = relocate(layout, read_slots(splice.cache, splice.slots), positions, moved)
-    cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
+        chunk = positions[:, first:last]
+        start, end = first_position(chunk), end_position(chunk) + 1
+        moved = moved.at[:, first:last].set(shifted(chunk, tail - end if geometry == "tl_tp" else -start))
+        longest = jnp.maximum(longest, end - start)
     if geometry == "hl_hp":
-        longest = functools.reduce(
-            jnp.maximum, (end - first_position(start) for start, end in zip(starts, ends, strict=True))
-        )
-        by = (longest - first_position(tail)).reshape(-1, *[1] * (positions.ndim - 1))
-        question = question._replace(positions=jnp.asarray(question.positions) + by.astype(positions.dtype))
-    return question, cache
+        question = question._replace(positions=shifted(jnp.asarray(question.positions), longest - tail))
+    return question, _relocated(layout, splice, np.arange(positions.shape[1]), positions, moved)
 
 
-def first_position[P: (np.ndarray, jax.Array)](position: P) -> P:
-    """Returns one number per row for a position [B] or [B,A]: chunks and text begin with equal axes."""
-    return position if position.ndim == 1 else position.max(-1)
+def first_position(positions: Any) -> Any:
+    """Returns one number per row for positions [B,T] or [B,T,A]: chunks and text begin with equal axes."""
+    return positions[:, 0] if positions.ndim == 2 else positions[:, 0].max(-1)
+
+
+def shifted(positions: Any, by: Any) -> Any:
+    """Moves positions [B,T] or [B,T,A] by one number per row; all axes alike, so that an image keeps its rows."""
+    return positions + by.reshape(-1, *[1] * (positions.ndim - 1)).astype(positions.dtype)
+
+
+def _relocated(
+    layout: KVLayout, splice: SplicedCache, order: np.ndarray, positions: Any, moved: Any
+) -> dict[str, Array]:
+    """Returns the cache with the splice's tokens in an order, their keys moved between positions of that order."""
+    kv = read_slots(splice.cache, jnp.asarray(splice.slots)[:, order])
+    keys = relocate(layout, kv, positions, moved)
+    return write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
 
 
 def chunk_scores(splice: SplicedCache, score: Float[Array, "B T"], share: float) -> Float[np.ndarray, "B chunks"]:
@@ -91,35 +90,27 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
       order: the chunk (by its number) at each place.
 
     Raises:
-      InputError: it is no order of the chunks, or new text stands between them. InputError: a position leaves the
-        rope's regime.
+      InputError: new text stands between chunks, or a position leaves the rope's regime.
     """
     parts = splice.parts
-    if sorted(order) != list(range(len(parts))):
-        raise InputError(f"reordered.order: got {list(order)}; expected an order of {len(parts)} chunks")
     if any(left[1] != right[0] for left, right in itertools.pairwise(parts)):
         raise InputError(f"reordered.chunks: got {parts}; expected chunks without text between them")
 
-    begin, end = parts[0][0], parts[-1][1]
-    positions = np.asarray(splice.tokens.positions)
-    moved, chunks, place = positions.copy(), [], begin
-    start = first_position(positions[:, begin])
+    place, positions = parts[0][0], np.asarray(splice.tokens.positions)
+    places, moved, chunks = np.arange(positions.shape[1]), positions.copy(), []
+    start = first_position(positions[:, place:])
     for number in order:
         first, last = parts[number]
-        chunk = positions[:, first:last]
-        begun = first_position(chunk[:, 0])
-        moved[:, place : place + last - first] = chunk + (start - begun).reshape(-1, *[1] * (positions.ndim - 1))
-        chunks.append((place, place + last - first))
-        start = start + end_position(chunk) + 1 - begun
-        place += last - first
+        chunk, stop = positions[:, first:last], place + last - first
+        moved[:, place:stop] = shifted(chunk, start - first_position(chunk))
+        places[place:stop] = np.arange(first, last)
+        chunks.append((place, stop))
+        start, place = start + end_position(chunk) + 1 - first_position(chunk), stop
     check_positions(layout.rope, moved, np.zeros((), np.int32))
 
-    places = np.arange(positions.shape[1])
-    places[begin:end] = np.concatenate([np.arange(*parts[number]) for number in order])
-    tokens = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, places], splice.tokens)._replace(positions=moved)
-    kv = read_slots(splice.cache, jnp.asarray(splice.slots)[:, places])
-    keys = relocate(layout, kv, positions[:, places], moved)
-    cache = write_slots(dict(splice.cache), jnp.asarray(splice.slots), dict(keys), live_tokens(splice))
     return splice.replace(
-        tokens=tokens, cache=cache, chunks=tuple(chunks), conditioned=None, recorded=None, hidden=None, canonical=None
+        tokens=jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, places], splice.tokens)._replace(positions=moved),
+        cache=_relocated(layout, splice, places, positions[:, places], moved),
+        chunks=tuple(chunks),
+        **dict.fromkeys(("conditioned", "recorded", "hidden", "canonical")),
     )

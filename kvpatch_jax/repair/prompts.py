@@ -3,6 +3,7 @@
 Source: MPIC (Zhao et al. 2025, arXiv 2502.01960), sections 2.2 and 4.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,11 +13,11 @@ import numpy as np
 from ..backbone import KV, Backbone, Tokens
 from ..core import EngineKV, to_engine
 from ..errors import InputError
-from .leading_tokens import first_k
-from .recomputation import LayerSet, all_tokens, begin, run_layers
-from .references import NOTHING
-from .repair_budget import RepairBudget
-from .repaired import Repaired, blind_bytes, counted
+from .leading_tokens import first_counts, recompute_first
+from .recomputation import Recompute
+from .references import expect_nothing
+from .repair_budget import NOTHING, RepairBudget
+from .repaired import Repaired, method, untouched
 from .spliced_cache import SplicedCache, check_splice, joined_tokens
 
 MPIC_32 = RepairBudget(tokens=32)
@@ -42,8 +43,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
     overwrites them before anything attends there.
 
     Raises:
-      InputError: no pieces, or none that is cached. ShapeError, LayoutError, DtypeError, FrameError, InputError: KV
-        does not match the backbone or its tokens.
+      InputError: none that is cached. Else as a method: KV does not match the backbone or its tokens.
     """
     layout, parts, chunks, first = backbone.layout, [], [], 0
     if not any(piece.kv is not None for piece in pieces):
@@ -68,8 +68,8 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
     return splice
 
 
-@counted
-def mpic(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = MPIC_32) -> Repaired:
+@method()
+def mpic(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = MPIC_32) -> Repaired:
     """Computes new text and the first k tokens of every chunk in one forward, and reads the last token there.
 
     MPIC-k (section 4.2), as selective attention in a single step: `first_k` of a whole prompt.
@@ -77,32 +77,24 @@ def mpic(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float 
     Args:
       splice: of a prompt that ends with new text, as `splice_prompt` makes it.
       budget: `tokens` is k.
-
-    Returns:
-      The cache, and the logits of the last token [B,1,V].
-
-    Raises:
-      InputError: the prompt does not end with new text.
     """
-    _check_prompt(backbone, splice, "mpic")
-    return first_k(backbone, splice, budget)
+    _expect_prompt(splice)
+    return recompute_first(backbone, splice, first_counts(backbone, splice, budget))
 
 
-@counted
-def two_step_reuse(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = NOTHING) -> Repaired:
+@method()
+def two_step_reuse(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = NOTHING) -> Repaired:
     """Computes the KV of new text first, and then the last token over all that is cached: full reuse in two steps.
 
     Source: MPIC section 2.2, after Prompt Cache (Gim et al. 2024): "the first step is to calculate the KV cache of
     text, and the second step is to calculate the first output token using the concatenated KV cache". The paper does
     not say whether new text attends to chunks in the first step; here it does not.
 
-    Raises:
-      InputError: the prompt does not end with new text.
+    Args:
+      splice: of a prompt that ends with new text.
     """
-    _check_prompt(backbone, splice, "two_step_reuse")
-    if any(RepairBudget.of(budget).counts(backbone.layout, splice.cached_count, "two_step_reuse")):
-        raise InputError(f"two_step_reuse.budget: got {budget}; expected 0")
-
+    _expect_prompt(splice)
+    expect_nothing(backbone, splice, budget)
     new, layers = splice.new_text(), backbone.layout.layers
     B, S = len(splice.slots), next(iter(splice.cache.values())).shape[2]
     slots = jnp.asarray(splice.slots)
@@ -112,20 +104,12 @@ def two_step_reuse(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
     mask = (allowed & ~hidden[:, None])[:, None]
 
     # Without chunks the first step reads no logits, which it has no use for.
-    text, stored = all_tokens(splice, np.flatnonzero(new)), splice.replace(mask=mask, chunks=None)
-    first = run_layers(backbone, stored, begin(layers, splice), LayerSet(0, layers, text))
-    last = all_tokens(splice, np.array([splice.slots.shape[1] - 1]))
-    second = run_layers(
-        backbone,
-        splice.replace(cache=first.cache),
-        begin(layers, splice)._replace(cache=first.cache),
-        LayerSet(0, layers, last),
-    )
-    chosen = first.chosen | second.chosen
-    return Repaired(second.cache, chosen, blind_bytes(backbone.layout, splice), logits=second.logits)
+    text = Recompute(backbone, splice.replace(mask=mask, chunks=None)).run(0, layers, np.flatnonzero(new))
+    last = Recompute(backbone, splice.replace(cache=text.cache)).run(0, layers, np.array([len(new) - 1]))
+    repaired = last.repaired(untouched(backbone.layout, splice).bytes)
+    return dataclasses.replace(repaired, chosen=text.chosen | last.chosen)
 
 
-def _check_prompt(backbone: Backbone, splice: SplicedCache, method: str) -> None:
-    check_splice(backbone.layout, splice)
+def _expect_prompt(splice: SplicedCache) -> None:
     if splice.chunks is None or not splice.new_text()[-1]:
-        raise InputError(f"{method}.chunks: got {splice.chunks}; expected a prompt that ends with new text")
+        raise InputError(f"splice.chunks: got {splice.chunks}; expected a prompt that ends with new text")

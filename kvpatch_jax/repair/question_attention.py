@@ -20,17 +20,11 @@ from .attention_scores import READINGS, Reading, attended_keys, attention_scores
 from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
 from .recomputation import recompute_scored
 from .repair_budget import RepairBudget
-from .repaired import Repaired, counted, untouched
-from .spliced_cache import AnyArray, SplicedCache, check_budget, largest, live_tokens, mark, required
+from .repaired import Repaired, method, untouched
+from .spliced_cache import SplicedCache, largest, live_tokens, required
 
 PAGE = 16
 """Tokens of a page, as in Quest (Tang et al. 2024, section 4)."""
-
-
-@functools.cache
-def score_reduction(reading: Reading, context: int) -> Callable[[LayerAttention], Float[Array, "B S"]]:
-    """Returns `attention_scores` of a context as a reduction; the same function each time, so that it compiles once."""
-    return functools.partial(attention_scores, reading=reading, context=context)
 
 
 def infoflow_layers(layout: KVLayout, reading: Reading = "mass") -> tuple[int, ...]:
@@ -45,37 +39,45 @@ def infoflow_layers(layout: KVLayout, reading: Reading = "mass") -> tuple[int, .
     return tuple(range(min(first, layout.layers - 1), min(max(first, last), layout.layers - 1) + 1))
 
 
-def question_scores(
+@functools.cache
+def _score_reduction(reading: Reading, context: int) -> Callable[[LayerAttention], Float[Array, "B S"]]:
+    """Returns `attention_scores` of a context as a reduction; the same function each time, so that it compiles once."""
+    return functools.partial(attention_scores, reading=reading, context=context)
+
+
+def layer_scores(
     backbone: Backbone,
     splice: SplicedCache,
     layers: Sequence[int],
     reading: Reading = "mass",
     geometry: Geometry = "global",
-) -> Float[Array, "B T"]:
-    """Scores the splice's tokens by the attention of its question over the spliced cache; padding has −inf.
-
-    Source: InfoFlow KV (arXiv 2603.05353), section 4.2, equations 7 and 8, and its released code.
+) -> Float[Array, "L B T"]:
+    """Scores the splice's tokens at each of some layers by the attention of its question over the spliced cache.
 
     Args:
-      layers: whose scores are averaged.
       reading: how a layer's attention becomes a score.
       geometry: the positions that context and question have while tokens are scored; see `positions`.
 
     Raises:
-      InputError: no question, an unknown reading or geometry, or layers that the backbone lacks.
+      InputError: no question, or an unknown reading or geometry.
     """
     if reading not in READINGS:
-        raise InputError(f"question_scores.reading: got {reading!r}; expected one of {', '.join(READINGS)}")
-    required(splice, "question", "question_scores", "the question's tokens behind the cache")
+        raise InputError(f"infoflow.reading: got {reading!r}; expected one of {', '.join(READINGS)}")
     question, cache = placed_for_scoring(backbone.layout, splice, geometry)
-    reduce = score_reduction(reading, next(iter(cache.values())).shape[2])
+    reduce = _score_reduction(reading, next(iter(cache.values())).shape[2])
     scores = backbone.attention(question, cache, _question_mask(splice, question), layers=layers, reduce=reduce)
-    return _mean_scores(scores, jnp.asarray(splice.slots), live_tokens(splice))
+    return jnp.take_along_axis(scores, jnp.asarray(splice.slots)[None], axis=2)
 
 
-@jax.jit
-def _mean_scores(scores: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
-    return jnp.where(live, jnp.take_along_axis(scores.mean(0), slots, axis=1), -jnp.inf)
+def question_scores(
+    backbone: Backbone, splice: SplicedCache, reading: Reading = "mass", geometry: Geometry = "global"
+) -> Float[Array, "B T"]:
+    """Scores tokens as InfoFlow KV does: the mean over its layers of `layer_scores`; padding has −inf.
+
+    Source: InfoFlow KV (arXiv 2603.05353), section 4.2, equations 7 and 8, and its released code.
+    """
+    scores = layer_scores(backbone, splice, infoflow_layers(backbone.layout, reading), reading, geometry)
+    return jnp.where(live_tokens(splice), scores.mean(0), -jnp.inf)
 
 
 def _question_mask(splice: SplicedCache, question: Tokens) -> Bool[Array, "B 1 Q _"] | None:
@@ -83,23 +85,24 @@ def _question_mask(splice: SplicedCache, question: Tokens) -> Bool[Array, "B 1 Q
     if splice.seen is None and splice.length is None:
         return None
     B, Q = question.embeddings.shape[:2]
-    S = next(iter(splice.cache.values())).shape[2]
-    seen = jnp.ones((B, S), bool) if splice.seen is None else jnp.asarray(splice.seen)
-    if splice.length is not None:
-        # Padding of the chunk is no key either.
-        rows = jnp.arange(B)[:, None]
-        seen = seen.at[rows, jnp.asarray(splice.slots)].min(live_tokens(splice))
-    causal = jnp.tril(jnp.ones((Q, Q), bool))
-    return jnp.concatenate(
-        [jnp.broadcast_to(seen[:, None, None], (B, 1, Q, S)), jnp.broadcast_to(causal, (B, 1, Q, Q))], axis=-1
-    )
+    # Padding of the chunk is no key either.
+    seen = seen_keys(splice, live_tokens(splice))[:, None, None]
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((Q, Q), bool)), (B, 1, Q, Q))
+    return jnp.concatenate([jnp.broadcast_to(seen, (B, 1, Q, seen.shape[-1])), causal], axis=-1)
 
 
-@counted
+def seen_keys(splice: SplicedCache, shown: Bool[Array, "B T"]) -> Bool[Array, "B S"]:
+    """Returns the keys that a question may attend to, of the splice's tokens those that are shown."""
+    B, size = len(splice.slots), next(iter(splice.cache.values())).shape[2]
+    seen = jnp.ones((B, size), bool) if splice.seen is None else jnp.asarray(splice.seen)
+    return seen.at[jnp.arange(B)[:, None], jnp.asarray(splice.slots)].min(shown)
+
+
+@method()
 def infoflow(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     reading: Reading = "mass",
     geometry: Geometry = "global",
@@ -108,22 +111,22 @@ def infoflow(
     """Recomputes in context the tokens that the question attends to most.
 
     Source: InfoFlow KV (arXiv 2603.05353), section 4.2; all layers are recomputed (appendix B). The released code
-    differs: its reading is a norm or an entropy, and layer 0 is recomputed for all tokens (`whole_layers=1`). Tokens
-    are scored at `infoflow_layers`.
+    differs: its reading is a norm, and layer 0 is recomputed for all tokens (`whole_layers=1`). Tokens are scored at
+    `infoflow_layers`.
 
-    Raises:
-      InputError: an unknown reading or geometry, or `whole_layers` out of range.
+    Args:
+      reading: how attention becomes a score; see `Reading`.
+      geometry: positions while tokens are scored, "global", "hl_hp", "hl_tp" or "tl_tp"; see `positions`.
+      whole_layers: lowest layers, at which all tokens are recomputed.
     """
-    layout = backbone.layout
-    count = check_budget(backbone, splice, budget, "infoflow")
-    if not 0 <= whole_layers < layout.layers:
-        raise InputError(f"infoflow.whole_layers: got {whole_layers}; expected 0 to {layout.layers - 1}")
+    if not 0 <= whole_layers < backbone.layout.layers:
+        raise InputError(f"infoflow.whole_layers: got {whole_layers}; expected 0 to {backbone.layout.layers - 1}")
 
     def scores() -> Float[Array, "B T"]:
-        return question_scores(backbone, splice, infoflow_layers(layout, reading), reading, geometry)
+        return question_scores(backbone, splice, reading, geometry)
 
     # The question reads all spliced keys before any of them is recomputed.
-    return recompute_scored(backbone, splice, count, scores, compared=True, whole_layers=whole_layers)
+    return recompute_scored(backbone, splice, budget, scores, compared=True, whole_layers=whole_layers)
 
 
 def reordered_by_question(backbone: Backbone, splice: SplicedCache, *, share: float = 0.15) -> SplicedCache:
@@ -143,15 +146,15 @@ def reordered_by_question(backbone: Backbone, splice: SplicedCache, *, share: fl
     """
     if len(splice.parts) < 2:
         raise InputError(f"reordered_by_question.chunks: got {splice.chunks}; expected at least two")
-    score = question_scores(backbone, splice, infoflow_layers(backbone.layout), geometry="hl_tp")
+    score = question_scores(backbone, splice, geometry="hl_tp")
     orders = np.argsort(chunk_scores(splice, score, share), axis=1, kind="stable")
     if (orders != orders[0]).any():
         raise InputError(f"reordered_by_question: got orders {orders.tolist()}; expected one for all rows")
     return reordered(backbone.layout, splice, orders[0].tolist())
 
 
-@counted
-def prophetkv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method()
+def prophetkv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes in context the tokens that the question attends to most, all layers weighing alike.
 
     Source: ProphetKV (arXiv 2602.02579). What is public describes tokens ranked by their relevance to the user's query
@@ -159,30 +162,17 @@ def prophetkv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | f
     reading: the question's pass over the spliced cache, each layer's attention over the splice divided by its sum,
     the mean over layers; then these tokens are recomputed.
     """
-    count = check_budget(backbone, splice, budget, "prophetkv")
 
     def scores() -> Float[Array, "B T"]:
-        question = required(splice, "question", "prophetkv", "the question's tokens behind the cache")
-        masses = backbone.attention(
-            question,
-            splice.cache,
-            _question_mask(splice, question),
-            layers=range(backbone.layout.layers),
-            reduce=score_reduction("mass", next(iter(splice.cache.values())).shape[2]),
-        )
-        return _mean_shares(masses, jnp.asarray(splice.slots), live_tokens(splice))
+        live = live_tokens(splice)
+        masses = layer_scores(backbone, splice, range(backbone.layout.layers)) * live
+        return jnp.where(live, (masses / masses.sum(-1, keepdims=True)).mean(0), -jnp.inf)
 
-    return recompute_scored(backbone, splice, count, scores, compared=True)
+    return recompute_scored(backbone, splice, budget, scores, compared=True)
 
 
-@jax.jit
-def _mean_shares(masses: Float[Array, "L B S"], slots: Array, live: Array) -> Float[Array, "B T"]:
-    masses = jnp.take_along_axis(masses, slots[None], axis=2) * live
-    return jnp.where(live, (masses / masses.sum(-1, keepdims=True)).mean(0), -jnp.inf)
-
-
-@counted
-def prcr(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float) -> Repaired:
+@method()
+def prcr(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Shows the question only the cached tokens that it attends to most, and recomputes none.
 
     Source: Position Rebinding Cache Reuse (arXiv 2606.26631). What is public describes raw visual KV kept with its
@@ -193,28 +183,19 @@ def prcr(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float)
     Raises:
       InputError: a prompt with new text.
     """
-    count = check_budget(backbone, splice, budget, "prcr")
     if splice.new_text().any():
         raise InputError("prcr.chunks: got a prompt with new text; expected a splice of chunks alone")
-    score = question_scores(backbone, splice, infoflow_layers(backbone.layout))
-    shown = mark(largest(score, count), live_tokens(splice)) if count else jnp.zeros(score.shape, bool)
-
-    size = next(iter(splice.cache.values())).shape[2]
-    seen = jnp.ones((len(shown), size), bool) if splice.seen is None else jnp.asarray(splice.seen)
-    visible = _hidden(seen, jnp.asarray(splice.slots), shown)
-    return dataclasses.replace(untouched(backbone.layout, splice), visible=visible)
-
-
-@jax.jit
-def _hidden(seen: Array, slots: AnyArray, shown: Array) -> Array:
-    return seen.at[jnp.arange(len(slots))[:, None], slots].min(shown)
+    count, live = budget.count(backbone.layout, splice.cached_count), live_tokens(splice)
+    best = largest(question_scores(backbone, splice), count)
+    shown = jnp.zeros(live.shape, bool).at[jnp.arange(len(live))[:, None], best].set(True) & live
+    return dataclasses.replace(untouched(backbone.layout, splice), visible=seen_keys(splice, shown))
 
 
 # ----------------------------------------------------------------------------------------------------------- pages
 
 
-@counted
-def quest(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, page: int = PAGE) -> Repaired:
+@method()
+def quest(backbone: Backbone, splice: SplicedCache, budget: RepairBudget, *, page: int = PAGE) -> Repaired:
     """Recomputes in context the pages of the splice that the question could attend to most, by Quest's bound.
 
     Source: Quest (Tang et al. 2024): each page keeps the least and the largest of its keys by feature, and a query's
@@ -225,27 +206,24 @@ def quest(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float
 
     Args:
       page: tokens of a page; pages are counted from each chunk's first token.
-
-    Raises:
-      InputError: a page below 1.
     """
     layout = backbone.layout
-    count = check_budget(backbone, splice, budget, "quest")
     if page < 1:
         raise InputError(f"quest.page: got {page}; expected at least 1")
 
     def scores() -> Float[Array, "B T"]:
-        question = required(splice, "question", "quest", "the question's tokens behind the cache")
+        question, layers = required(splice, "question"), range(layout.layers)
         numbers = page_numbers(splice, page)
         on_page = jnp.where(live_tokens(splice), jnp.asarray(numbers), -1)
-        mask, layers = _question_mask(splice, question), range(layout.layers)
+        mask = _question_mask(splice, question)
         queries = backbone.attention(question, splice.cache, mask, layers=layers, reduce=scaled_queries)
         keys = jnp.stack([attended_keys(layout, splice.cache, layer) for layer in layers])
         keys = jnp.take_along_axis(keys, jnp.asarray(splice.slots)[None, :, :, None, None], axis=2)
-        order = page_order(queries, keys, on_page, int(numbers.max()) + 1, -(-count // page))
+        taken = -(-budget.count(layout, splice.cached_count) // page)
+        order = page_order(queries, keys, on_page, int(numbers.max()) + 1, taken)
         return jnp.where(on_page >= 0, jnp.take_along_axis(order, jnp.maximum(on_page, 0), axis=1), -jnp.inf)
 
-    return recompute_scored(backbone, splice, count, scores, compared=True)
+    return recompute_scored(backbone, splice, budget, scores, compared=True)
 
 
 def page_numbers(splice: SplicedCache, page: int) -> Int[np.ndarray, " T"]:

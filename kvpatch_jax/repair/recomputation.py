@@ -2,9 +2,7 @@
 not run."""
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import Backbone, Tokens
-from .repaired import RepairBytes, Repaired, blind_bytes, recompute_bytes, untouched
-from .spliced_cache import AnyArray, SplicedCache, choose_scored, live_tokens
+from ..core import AnyArray, KVLayout
+from .repair_budget import RepairBudget, kv_bytes
+from .repaired import RepairBytes, Repaired, input_bytes, untouched
+from .spliced_cache import SplicedCache, largest, live_tokens
 
 LARGEST_STEP = 16
 """Numbers of recomputed tokens are padded to a multiple of a step of at most this."""
@@ -28,145 +28,136 @@ def padded_count(count: int, tokens: int) -> int:
     return min(tokens, -(-count // step) * step)
 
 
-class LayerSet(NamedTuple):
-    """Tokens that are run through some layers.
+class Recompute:
+    """A recompute in progress: nested sets of a splice's tokens run through layers, from the lowest layer up.
 
     Attributes:
-      start, stop: layers start … stop-1.
-      index: the tokens [B,n], a subset of those of the set below.
-      counts: how many of the index's tokens, its first ones, are written at each of these layers; None: all.
+      cache: engine-frame KV so far.
+      chosen: tokens that were written, at each layer, [L,B,T].
+      residual: [B,T,D] that leaves the layers run so far, filled where tokens were run; None: no layer has run.
+      logits: of a prompt's last token, once the last layer has run it; else None.
     """
 
-    start: int
-    stop: int
-    index: Int[Array, "B n"]
-    counts: tuple[int, ...] | None = None
+    def __init__(self, backbone: Backbone, splice: SplicedCache):
+        self.backbone, self.splice = backbone, splice
+        self.cache = dict(splice.cache)
+        self.chosen = jnp.zeros((backbone.layout.layers, *splice.slots.shape), bool)
+        self.residual: Array | None = None
+        self.logits: Array | None = None
+
+    def run(
+        self, start: int, stop: int, index: Int[AnyArray, "*B n"], counts: tuple[int, ...] | None = None
+    ) -> "Recompute":
+        """Runs a set of tokens through layers start … stop-1, from the embeddings or from the residual; returns itself.
+
+        They attend to each other's new KV and to the rest of the cache, as the splice's mask says.
+
+        Args:
+          index: the tokens, [n] or of each row [B,n], a subset of those of the set below.
+          counts: how many of the index's tokens, its first ones, are written at each of these layers; None: all.
+        """
+        splice, layers, (B, T) = self.splice, self.backbone.layout.layers, self.splice.slots.shape
+        if start == stop:
+            return self
+        if index.ndim == 1:
+            index = np.broadcast_to(np.asarray(index, np.int32), (B, len(index)))
+        index, count = jax.device_put(index), index.shape[1]
+        written = np.asarray(counts or (count,) * (stop - start), np.int32)
+        self.chosen = _mark_written(self.chosen, index, written, live_tokens(splice), start)
+
+        # Padding repeats the last token: written twice with the same values.
+        index = jnp.pad(index, ((0, 0), (0, padded_count(count, T) - count)), mode="edge")
+        entering = splice.tokens if self.residual is None else splice.tokens._replace(embeddings=self.residual)
+        tokens, slots, mask = _gather_tokens(entering, splice.slots, splice.mask, index)
+        keep = None
+        if counts is not None or splice.length is not None:
+            # Sets are nested, and layers below are not run.
+            keep = jnp.take_along_axis(self.chosen.at[:start].set(True), index[None], axis=2)
+        top = stop == layers
+        # The last token is new text, whose logits a forward over the prompt gives.
+        reads = top and splice.chunks is not None and bool(splice.new_text()[-1])
+        step = self.backbone.recompute(
+            tokens,
+            self.cache,
+            slots,
+            keep,
+            mask,
+            _row_of(index, T - 1) if reads else jnp.zeros((B, 0), jnp.int32),
+            start_layer=start,
+            stop_layer=stop,
+            hidden_at=() if top else (stop,),
+        )
+        self.cache = dict(step.cache)
+        self.residual = None if top else _scatter(splice.tokens.embeddings, index, step.hidden[stop])
+        self.logits = step.logits if reads else None
+        return self
+
+    def repaired(self, bytes: RepairBytes) -> Repaired:
+        """Returns what was recomputed."""
+        return Repaired(self.cache, self.chosen, bytes, logits=self.logits)
 
 
-class LayerRun(NamedTuple):
-    """State of a recompute between two sets: the cache so far, the residual of the tokens that were run, and which
-    tokens these are ([B,T] residual rows by token, filled where they were run).
-    """
-
-    cache: dict[str, Array]
-    residual: Array | None
-    chosen: Bool[Array, "L B T"]
-    logits: Array | None = None
+def recompute_everything(backbone: Backbone, splice: SplicedCache, bytes: RepairBytes) -> Repaired:
+    """Recomputes all tokens at every layer."""
+    return Recompute(backbone, splice).run(0, backbone.layout.layers, np.arange(splice.slots.shape[1])).repaired(bytes)
 
 
-def begin(layers: int, splice: SplicedCache) -> LayerRun:
-    """Returns the state before any set has run."""
-    return LayerRun(dict(splice.cache), None, jnp.zeros((layers, *splice.slots.shape), bool))
-
-
-def run_layers(backbone: Backbone, splice: SplicedCache, run: LayerRun, part: LayerSet) -> LayerRun:
-    """Runs one set of tokens through its layers, from the embeddings or from the residual that `run` has of them.
-
-    They attend to each other's new KV and to the rest of the cache, as the splice's mask says. The last set's logits
-    are those of its last token.
-    """
-    layers, T = backbone.layout.layers, splice.slots.shape[1]
-    count = part.index.shape[1]
-    # Padding repeats the last token: written twice with the same values.
-    index = jnp.pad(part.index, ((0, 0), (0, padded_count(count, T) - count)), mode="edge")
-    start = splice.tokens if run.residual is None else splice.tokens._replace(embeddings=run.residual)
-    tokens, slots, mask = _gather_tokens(start, splice.slots, splice.mask, index)
-
-    live = live_tokens(splice)
-    counts = np.asarray(part.counts or (count,) * (part.stop - part.start), np.int32)
-    chosen = _mark_written(run.chosen, part.index, counts, live, part.start)
-    keep = None
-    if part.counts is not None or splice.length is not None:
-        # Sets are nested, and layers below are not run.
-        keep = jnp.take_along_axis(chosen.at[: part.start].set(True), index[None], axis=2)
-    top = part.stop == layers
-    # The last token is new text, whose logits a forward over the prompt gives.
-    reads = top and splice.chunks is not None and bool(splice.new_text()[-1])
-    step = backbone.recompute(
-        tokens,
-        run.cache,
-        slots,
-        keep,
-        mask,
-        _row_of(index, T - 1) if reads else jnp.zeros((index.shape[0], 0), jnp.int32),
-        start_layer=part.start,
-        stop_layer=part.stop,
-        hidden_at=() if top else (part.stop,),
-    )
-    residual = None if top else _scatter(splice.tokens.embeddings, index, step.hidden[part.stop])
-    return LayerRun(dict(step.cache), residual, chosen, step.logits if reads else None)
-
-
-def recompute_sets(backbone: Backbone, splice: SplicedCache, sets: Sequence[LayerSet], bytes: RepairBytes) -> Repaired:
-    """Runs nested sets from the lowest layers up; see `run_layers`."""
-    run = begin(backbone.layout.layers, splice)
-    for part in sets:
-        run = run_layers(backbone, splice, run, part)
-    return Repaired(run.cache, run.chosen, bytes, logits=run.logits)
-
-
-def repair_everywhere(
-    backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], bytes: RepairBytes
-) -> Repaired:
-    """Recomputes one set of tokens at every layer."""
-    return recompute_sets(backbone, splice, [LayerSet(0, backbone.layout.layers, index)], bytes)
+def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
+    """Computes new text over the cache as it was spliced: what every repair returns for a budget of 0."""
+    new, bytes = np.flatnonzero(splice.new_text()), untouched(backbone.layout, splice).bytes
+    run = Recompute(backbone, splice)
+    return (run.run(0, backbone.layout.layers, new) if len(new) else run).repaired(bytes)
 
 
 def recompute_scored(
     backbone: Backbone,
     splice: SplicedCache,
-    count: int,
+    budget: RepairBudget,
     scores: Callable[[], Float[Array, "B T"]],
     *,
     compared: bool = False,
     whole_layers: int = 0,
 ) -> Repaired:
-    """Recomputes in context the `count` cached tokens with the largest scores, and all new text.
+    """Recomputes in context the cached tokens with the largest scores, as many as a budget allows, and all new text.
 
     Args:
-      scores: computes a score for each token; not called where `count` is 0.
+      scores: computes a score for each token; not called where the budget is 0.
       compared: whether scores read all cached KV, before any of it is recomputed.
       whole_layers: lowest layers, at which all tokens are recomputed.
     """
-    layers = backbone.layout.layers
+    layout, count = backbone.layout, budget.count(backbone.layout, splice.cached_count)
     if count == 0:
         return new_text_alone(backbone, splice)
-    sets = [LayerSet(whole_layers, layers, choose_scored(splice, scores(), count))]
-    if whole_layers:
-        sets.insert(0, LayerSet(0, whole_layers, all_tokens(splice, np.arange(splice.slots.shape[1]))))
-    counts = (splice.cached_count,) * whole_layers + (count,) * (layers - whole_layers)
-    bytes = recompute_bytes(backbone.layout, splice, counts, compared=sum(counts) if compared else 0)
-    return recompute_sets(backbone, splice, sets, bytes)
+    index, run = choose_scored(splice, scores(), count), Recompute(backbone, splice)
+    run.run(0, whole_layers, np.arange(splice.slots.shape[1])).run(whole_layers, layout.layers, index)
+    counts = (splice.cached_count,) * whole_layers + (count,) * (layout.layers - whole_layers)
+    return run.repaired(recompute_bytes(layout, splice, counts, compared=sum(counts) if compared else 0))
 
 
-def new_text_alone(backbone: Backbone, splice: SplicedCache) -> Repaired:
-    """Computes new text over the cache as it was spliced: what every repair returns for a budget of 0."""
-    new = np.flatnonzero(splice.new_text())
-    if not len(new):
-        return untouched(backbone.layout, splice)
-    return repair_everywhere(backbone, splice, all_tokens(splice, new), blind_bytes(backbone.layout, splice))
+def choose_scored(splice: SplicedCache, score: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
+    """Chooses all new text, and of the cached tokens the `count` with the largest scores; ascending indices."""
+    new = splice.new_text()
+    if new.any():
+        score = jnp.where(jnp.asarray(new), jnp.inf, score)
+    return largest(score, count + int(new.sum()))
 
 
-def all_tokens(splice: SplicedCache, tokens: np.ndarray) -> jax.Array:
-    """Returns the same token indices for every row, [B,n]."""
-    return jax.device_put(np.broadcast_to(tokens.astype(np.int32), (splice.slots.shape[0], len(tokens))))
+def recompute_bytes(
+    layout: KVLayout, splice: SplicedCache, counts: Sequence[int], inputs: int | None = None, compared: int = 0
+) -> RepairBytes:
+    """Counts the bytes of a repair that recomputes `counts[l]` cached tokens at layer l.
 
-
-def repair_by_layer(
-    backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], counts: Sequence[int], bytes: RepairBytes
-) -> Repaired:
-    """Recomputes the first `counts[l]` tokens of an index at layer l, counts not increasing with depth.
-
-    Tokens that a layer does not need are dropped below it: their attention and MLP are not run.
+    Args:
+      inputs: tokens whose inputs are kept; None: all, because any may be chosen.
+      compared: token-layers whose cached KV is read to be compared, though it is overwritten.
     """
-    T, sets = splice.slots.shape[1], []
-    # Layers whose padded number is the same run in one program.
-    for size, group in itertools.groupby(enumerate(counts), lambda item: padded_count(item[1], T)):
-        layers, numbers = zip(*group, strict=True)
-        if size == 0:
-            break
-        sets.append(LayerSet(layers[0], layers[-1] + 1, index[:, : numbers[0]], numbers))
-    return recompute_sets(backbone, splice, sets, bytes)
+    unit, cached = kv_bytes(layout, 1) // layout.layers, splice.cached_count
+    read = sum(cached - count for count in counts) + compared
+    return RepairBytes(
+        canonical=unit * cached * layout.layers,
+        inputs=input_bytes(splice) * (cached if inputs is None else inputs),
+        moved=unit * read + input_bytes(splice) * max(counts),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("token",))
@@ -176,10 +167,7 @@ def _row_of(index: Int[Array, "B n"], token: int) -> Int[Array, "B 1"]:
 
 @jax.jit
 def _gather_tokens(
-    tokens: Tokens,
-    slots: Int[AnyArray, "B T"],
-    mask: Bool[AnyArray, "B 1 T S"] | None,
-    index: Int[Array, "B n"],
+    tokens: Tokens, slots: Int[AnyArray, "B T"], mask: Bool[AnyArray, "B 1 T S"] | None, index: Int[Array, "B n"]
 ) -> tuple[Tokens, Int[Array, "B n"], Bool[Array, "B 1 n S"] | None]:
     """Gathers the tokens at `index` with their slots and rows of the mask, in one program."""
 

@@ -1,10 +1,10 @@
-"""What repairs return: a mended cache with its bytes, its FLOPs and the tokens that ran."""
+"""What repairs return: a mended cache with its bytes, its FLOPs and the tokens that ran; and what they all share."""
 
 import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import Backbone
-from ..core import KVLayout, compose, split_transition
+from ..core import AnyArray, KVLayout, compose, split_transition
 from ..errors import InputError
 from ..patching.patch_flops import ROTATION, composing_flops
 from ..utils.pytrees import pytree
 from ..utils.traced_flops import traced_flops
-from .repair_budget import NUMBER_BYTES, kv_bytes
-from .spliced_cache import AnyArray, SplicedCache, live_tokens, required, write_slots
+from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
+from .spliced_cache import SplicedCache, check_splice, live_tokens, required, write_slots
 
 
 class RepairBytes(NamedTuple):
@@ -98,13 +98,55 @@ class Repaired:
         return self.count_flops() / self.chosen.shape[1] + self.placing_flops + self.tower_flops
 
 
+def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Callable[..., Repaired]]:
+    """Makes a function a method of reuse: its splice and budget are checked, and what serving costs is counted.
+
+    FLOPs are those of the function, traced again when they are asked for, unless it says what else serves.
+
+    Args:
+      hybrid: whether it serves hybrid models, too.
+    """
+
+    def decorate(function: Callable[..., Repaired]) -> Callable[..., Repaired]:
+        @functools.wraps(function)
+        def call(
+            backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float | None = None, **settings: Any
+        ) -> Repaired:
+            check_splice(backbone.layout, splice, hybrid=hybrid)
+            # Without a budget, the function's own default.
+            budgets = () if budget is None else (RepairBudget.of(budget),)
+            repaired = function(backbone, splice, *budgets, **settings)
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
+                return repaired
+
+            def count() -> int:
+                def serve(splice: SplicedCache) -> Repaired:
+                    return function(backbone, splice, *budgets, **settings)
+
+                return (repaired.count_flops or trace_counter(serve, splice))()
+
+            # Whatever was kept is rotated to its place.
+            kept = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
+            rotating = rotation_flops(backbone.layout, splice.cached_count) if kept else 0
+            return dataclasses.replace(
+                repaired,
+                placing_flops=repaired.placing_flops + rotating,
+                count_flops=counted_once(backbone, splice, (function.__name__, budgets, settings), count),
+            )
+
+        return call
+
+    return decorate
+
+
 # -------------------------------------------------------------------------------------------------------- results
 
 
 def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
-    """Returns the cache unchanged, with no token chosen."""
+    """Returns the cache unchanged, with no token chosen and the bytes of splicing canonicals."""
+    size = kv_bytes(layout, splice.cached_count)
     chosen = jnp.zeros((layout.layers, *splice.slots.shape), bool)
-    return Repaired(dict(splice.cache), chosen, blind_bytes(layout, splice))
+    return Repaired(dict(splice.cache), chosen, RepairBytes(canonical=size, moved=size))
 
 
 def engine_written(layout: KVLayout, splice: SplicedCache, kv: Mapping[str, AnyArray], bytes: RepairBytes) -> Repaired:
@@ -116,15 +158,14 @@ def engine_written(layout: KVLayout, splice: SplicedCache, kv: Mapping[str, AnyA
     cache = {name: splice.cache[name] for name in rows}
     cache = write_slots(cache, jnp.asarray(splice.slots), rows, live_tokens(splice))
     if transition is not None:
-        before = required(splice, "before", "repair", "the transition of what precedes the chunk")
-        cache |= _jitted_compose(dict(before), transition)
+        cache |= _jitted_compose(dict(required(splice, "before")), transition)
     return dataclasses.replace(untouched(layout, splice), cache=cache, bytes=bytes)
 
 
 _jitted_compose = jax.jit(compose)
 
 
-# ---------------------------------------------------------------------------------------------------------- bytes
+# ---------------------------------------------------------------------------------------------------------- costs
 
 
 def input_bytes(splice: SplicedCache) -> int:
@@ -134,95 +175,37 @@ def input_bytes(splice: SplicedCache) -> int:
     return NUMBER_BYTES * (splice.tokens.embeddings.shape[-1] + beside)
 
 
-def recompute_bytes(
-    layout: KVLayout, splice: SplicedCache, counts: tuple[int, ...], inputs: int | None = None, compared: int = 0
-) -> RepairBytes:
-    """Counts the bytes of a repair that recomputes `counts[l]` cached tokens at layer l.
-
-    Args:
-      inputs: tokens whose inputs are kept; None: all, because any may be chosen.
-      compared: token-layers whose cached KV is read to be compared, though it is overwritten.
-    """
-    unit, cached = kv_bytes(layout, 1) // layout.layers, splice.cached_count
-    read = sum(cached - count for count in counts) + compared
-    kept = cached if inputs is None else inputs
-    return RepairBytes(
-        canonical=unit * cached * layout.layers,
-        inputs=input_bytes(splice) * kept,
-        moved=unit * read + input_bytes(splice) * max(counts, default=0),
-    )
-
-
-def blind_bytes(layout: KVLayout, splice: SplicedCache) -> RepairBytes:
-    """Counts the bytes of splicing canonicals, without more."""
-    size = kv_bytes(layout, splice.cached_count)
-    return RepairBytes(canonical=size, moved=size)
-
-
-# ---------------------------------------------------------------------------------------------------------- FLOPs
-
 _COUNTED: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
-def counted[F: Callable[..., Repaired]](repair: F) -> F:
-    """Makes a repair count its FLOPs: traced again, when they are asked for, once per shape, budget and setting."""
+def counted_once(backbone: Backbone, splice: SplicedCache, setting: Any, count: Callable[[], int]) -> Callable[[], int]:
+    """Returns a count of FLOPs that is made once per backbone, shapes of a splice, and setting."""
+    shapes = _shapes(splice)
 
-    @functools.wraps(repair)
-    def call(backbone: Backbone, splice: SplicedCache, *budget: Any, **settings: Any) -> Repaired:
-        repaired = repair(backbone, splice, *budget, **settings)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
-            return repaired
-        setting = (repair, *budget, *sorted(settings.items()))
-
-        def serve(splice: SplicedCache) -> Repaired:
-            return repair(backbone, splice, *budget, **settings)
-
-        return with_flops(repaired, serve, splice, backbone, setting)
-
-    return cast(F, call)
-
-
-def with_flops(
-    repaired: Repaired,
-    serve: Callable[[SplicedCache], Any],
-    splice: SplicedCache,
-    backbone: Backbone,
-    setting: Any,
-    elementwise: int = 0,
-) -> Repaired:
-    """Returns a result that counts the FLOPs of `serve(splice)` when it is asked for them.
-
-    Args:
-      serve: what is run for one reuse.
-      setting: what the count depends on besides the shapes of the splice; equal ones are counted once.
-      elementwise: FLOPs of one row that are no matrix products, beside the rotation of what was kept.
-    """
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
-
-    def count() -> int:
+    def counted() -> int:
         counts = _COUNTED.setdefault(backbone, {})
         key = (repr(setting), jax.tree.structure(shapes), tuple(jax.tree.leaves(shapes)))
         if key not in counts:
-            counts[key] = traced_flops(serve, shapes)
+            counts[key] = count()
         return counts[key]
 
-    return with_placing(dataclasses.replace(repaired, count_flops=count), backbone.layout, splice, elementwise)
+    return counted
 
 
-def with_placing(repaired: Repaired, layout: KVLayout, splice: SplicedCache, elementwise: int = 0) -> Repaired:
-    """Returns a result that counts the rotation of what was kept, and other FLOPs of one row."""
-    kept = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
-    rotating = rotation_flops(layout, splice.cached_count) if kept else 0
-    count = repaired.count_flops or (lambda: 0)
-    return dataclasses.replace(repaired, placing_flops=rotating + elementwise, count_flops=count)
+def trace_counter(serve: Callable[[SplicedCache], Any], splice: SplicedCache) -> Callable[[], int]:
+    """Returns a count of the FLOPs of `serve(splice)`, which is then traced."""
+    shapes = _shapes(splice)
+    return lambda: traced_flops(serve, shapes)
+
+
+def _shapes(splice: SplicedCache) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
 
 
 def rotation_flops(layout: KVLayout, tokens: int) -> int:
     """Counts the FLOPs of turning the keys of some tokens, and of composing a hybrid's transition."""
-    numbers = sum(
-        layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels if channel.rotates
-    )
-    return ROTATION * tokens * numbers + composing_flops(layout)
+    numbers = [layout.depth(channel.name) * channel.heads * channel.rotary for channel in layout.channels]
+    return ROTATION * tokens * sum(numbers) + composing_flops(layout)
 
 
 def factorising_flops(layout: KVLayout, tokens: int, names: Iterable[str]) -> int:

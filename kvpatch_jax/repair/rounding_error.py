@@ -12,18 +12,19 @@ from ..backbone import KV, Backbone
 from ..core import BITS, KVEncoding, flatten_heads
 from ..errors import InputError, RankError
 from .repair_budget import RepairBudget
-from .repaired import RepairBytes, Repaired
-from .spliced_cache import SplicedCache, live_tokens
-from .stored_kv import StoredForm, allowed_bytes, decode_rows, encode_rows, most_bits, recorded_kv, serve_form
+from .repaired import RepairBytes, Repaired, method
+from .spliced_cache import SplicedCache, live_tokens, required
+from .stored_kv import allowed_bytes, decode_rows, encode_rows, most_bits, serve_form
 
 GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
 """GEAR's rank of each head's error, and its share of numbers that are kept whole, by default."""
 
 
+@method()
 def gear(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     bits: int | None = None,
     rank: int = GEAR_RANK,
@@ -41,40 +42,32 @@ def gear(
       bits: in place of the budget's; 1 to 8.
       rank: of each head's error; 0: none.
       outliers: share of numbers that S keeps, half of it at either end, rounded half up; 0: none ("GEAR-L").
-
-    Raises:
-      InputError: unknown bits, a share outside 0 … 0.5. RankError: the rank is out of range.
     """
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, "gear")
-    recorded = recorded_kv(splice, "gear")
+    layout, tokens, live = backbone.layout, splice.slots.shape[1], live_tokens(splice)
+    allowed, recorded = allowed_bytes(layout, splice, budget), required(splice, "recorded")
     if not 0 <= outliers <= 0.5:
         raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
     highest = min(min(tokens, channel.width) for channel in layout.channels)
     if not 0 <= rank <= highest:
         raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
 
-    # Outliers lie along the axis of the groups, whatever their size.
-    extra, ends, axis_of = 0, {}, {channel.name: KVEncoding().of_channel(channel)[1] for channel in layout.channels}
-    for channel in layout.channels:
-        by_feature = axis_of[channel.name] == -2
-        along, across = (tokens, channel.features) if by_feature else (channel.features, tokens)
-        count = int(along * outliers / 2 + 0.5)
-        ends[channel.name] = count
-        extra += 2 * count * across * (2 + (2 if along <= 65_536 else 4))
-        extra += 2 * rank * channel.heads * (tokens + channel.width)
-    extra *= layout.layers
-    if bits is None:
-        encoding = most_bits(layout, tokens, KVEncoding(), BITS, allowed - extra, "gear")
-    else:
-        encoding = KVEncoding(bits, bits)
-
-    live = live_tokens(splice)
+    extra = 0
     sparse: dict[str, tuple[Array, Array]] = {}
     rest: dict[str, Array] = {}
-    for name, value in recorded.items():
-        wide = jnp.asarray(value).astype(jnp.float32)
-        sparse[name], rest[name] = _without_outliers(wide, live, axis_of[name], ends[name])
+    for channel in layout.channels:
+        # Outliers lie along the axis of the groups, whatever their size.
+        _, axis = KVEncoding().of_channel(channel)
+        along, across = (tokens, channel.features) if axis == -2 else (channel.features, tokens)
+        count = int(along * outliers / 2 + 0.5)
+        extra += 2 * count * across * (2 + (2 if along <= 65_536 else 4))
+        extra += 2 * rank * channel.heads * (tokens + channel.width)
+        wide = jnp.asarray(recorded[channel.name]).astype(jnp.float32)
+        sparse[channel.name], rest[channel.name] = _without_outliers(wide, live, axis, count)
+    extra *= layout.layers
+    if bits is None:
+        encoding = most_bits(layout, tokens, KVEncoding(), BITS, allowed - extra)
+    else:
+        encoding = KVEncoding(bits, bits)
     dense = encode_rows(layout, rest, encoding, splice.length)
     factors = _error_factors(rest, decode_rows(dense), sparse, live, rank)
 
@@ -82,8 +75,7 @@ def gear(
         return _gear_sum(decode_rows(dense), factors, sparse)
 
     size = extra + encoding.nbytes(layout, tokens)
-    bytes, setting = RepairBytes(stored=size, moved=size), ("gear", encoding, rank, outliers)
-    return serve_form(backbone, splice, StoredForm(decode, bytes, setting, 2 * layout.numbers * tokens))
+    return serve_form(backbone, splice, RepairBytes(stored=size, moved=size), decode, 2 * layout.numbers * tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "count"))

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from ..backbone import KV, Backbone
 from ..errors import InputError
-from .recomputation import LayerSet, all_tokens, begin, run_layers
-from .repair_budget import RepairBudget
+from .recomputation import Recompute
 from .spliced_cache import AnyArray, SplicedCache, check_splice
 
 RATIOS = tuple(round(0.002 * step, 3) for step in range(1, 151))
@@ -43,42 +42,31 @@ def recomputed_sensitivity(
       The mean over proxies, one row per layer.
 
     Raises:
-      InputError: no proxies, one without a cached chunk, or a ratio out of range. ShapeError, LayoutError, DtypeError:
-        a splice does not match the backbone.
+      InputError: no proxies, or a ratio out of range. Else as a method: a splice does not match the backbone.
     """
     layers = backbone.layout.layers
     if not proxies:
         raise InputError("recomputed_sensitivity.proxies: got none; expected splices of cached images")
+    if min(ratios, default=0) < 0 or max(ratios, default=0) > 1:
+        raise InputError(f"recomputed_sensitivity.ratios: got {list(ratios)}; expected shares, 0 to 1")
     for splice in proxies:
-        if splice.chunks == ():
-            raise InputError("recomputed_sensitivity.proxies: got a prompt without cached images; expected some")
         check_splice(backbone.layout, splice)
 
     total = np.zeros((layers, len(ratios)))
     for number, splice in enumerate(proxies):
         reused = loss(number, dict(splice.cache))
         for place, ratio in enumerate(ratios):
-            RepairBudget(share=float(ratio))
-            counts = [int(ratio * (last - first) + 1e-9) for first, last in splice.parts]
-            if not any(counts):
+            index = [np.arange(first, first + int(ratio * (last - first) + 1e-9)) for first, last in splice.parts]
+            tokens = np.concatenate(index)
+            if not len(tokens):
                 total[:, place] += reused
                 continue
-            parts = zip(splice.parts, counts, strict=True)
-            tokens = np.concatenate([np.arange(first, first + count) for (first, _), count in parts])
-            index = all_tokens(splice, tokens)
             for layer in range(layers):
-                total[layer, place] += loss(number, _recomputed_at(backbone, splice, index, layer))
+                # Nothing is written at the layers below.
+                run = Recompute(backbone, splice).run(0, layer, tokens, (0,) * layer).run(layer, layer + 1, tokens)
+                total[layer, place] += loss(number, run.cache)
 
     return total / len(proxies)
-
-
-def _recomputed_at(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B n"], layer: int) -> KV:
-    """Returns the cache with the tokens recomputed at one layer alone."""
-    run = begin(backbone.layout.layers, splice)
-    if layer:
-        below = run_layers(backbone, splice, run, LayerSet(0, layer, index, (0,) * layer))
-        run = run._replace(residual=below.residual)
-    return run_layers(backbone, splice, run, LayerSet(layer, layer + 1, index)).cache
 
 
 def logit_error(expected: Float[AnyArray, "*B V"], logits: Float[AnyArray, "*B V"]) -> float:

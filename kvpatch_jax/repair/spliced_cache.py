@@ -14,13 +14,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from ..backbone import KV, Backbone, Tokens
-from ..core import KVLayout, check_uniform, expect_frame, to_phase_free
+from ..backbone import KV, Tokens
+from ..core import AnyArray, KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
 from ..utils.pytrees import pytree
-from .repair_budget import RepairBudget
-
-AnyArray = jax.Array | np.ndarray
 
 
 class OtherAntecedent(NamedTuple):
@@ -115,27 +112,40 @@ class SplicedCache:
 
 # --------------------------------------------------------------------------------------------------------- checks
 
+EXPECTED = {
+    "front": "the tokens that precede, in the first slots",
+    "question": "the question's tokens behind the cache",
+    "conditioned": "the chunk's phase-free KV in context",
+    "recorded": "KV that an earlier prefill behind the same antecedent left",
+    "hidden": "residuals of the chunk alone",
+    "others": "KV of the chunk behind at least one other antecedent",
+    "canonical": "a hybrid model's KV of the chunk alone, with its transition",
+    "before": "the transition of what precedes the chunk",
+}
 
-def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False) -> None:
-    """Checks that the arrays of a splice match one another.
 
-    Args:
-      hybrid: accept layouts of hybrid models, and of layers of unlike kinds, because the chunk is served whole.
+def required(splice: SplicedCache, name: str) -> Any:
+    """Returns an optional attribute of a splice.
 
     Raises:
-      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs, or layers are of unlike kinds.
-      FrameError: the cache or the conditioned KV is in another frame.
+      InputError: the splice lacks it.
+    """
+    value = getattr(splice, name)
+    if value is None or (name == "others" and not value):
+        raise InputError(f"splice.{name}: got {value}; expected {EXPECTED[name]}")
+    return value
+
+
+def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False) -> None:
+    """Checks that the arrays of a splice match one another, and the layout unless `hybrid`; see `check_rows`.
+
+    Raises:
+      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs.
+      FrameError: the cache or other KV is in another frame.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
     if not hybrid:
-        if layout.parts:
-            layers = list(layout.layers_of(layout.parts[0].name))
-            raise LayoutError(
-                f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
-                "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits, "
-                "first_k and full_reprefill serve hybrid models)"
-            )
-        check_uniform(layout, "repair")
+        check_rows(layout)
     (B, T), first = splice.slots.shape, layout.token_channels[0].name
     expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
@@ -172,32 +182,27 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
         raise InputError(f"repair.chunks: got {splice.chunks}; expected ascending parts of the {T} tokens")
 
     # Slots of padding are ignored, and those that are traced have no values yet.
-    if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
-        return
-    slots = np.asarray(splice.slots)
-    outside = (slots < 0) | (slots >= S)
-    if splice.length is not None:
-        outside &= np.arange(T) < np.asarray(splice.length)[:, None]
-    if outside.any():
-        raise InputError(f"repair.slots: got {slots[outside][0]}; expected 0 to {S - 1}, inside the cache")
+    if not any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
+        slots = np.asarray(splice.slots)
+        outside = ((slots < 0) | (slots >= S)) & np.asarray(live_tokens(splice))
+        if outside.any():
+            raise InputError(f"repair.slots: got {slots[outside][0]}; expected 0 to {S - 1}, inside the cache")
 
 
-def required(splice: SplicedCache, name: str, method: str, expected: str) -> Any:
-    """Returns an optional attribute of a splice.
+def check_rows(layout: KVLayout) -> None:
+    """Checks that a model keeps a row per token, alike at all layers.
 
     Raises:
-      InputError: it is None.
+      LayoutError: it is a hybrid model, or has layers of unlike kinds.
     """
-    value = getattr(splice, name)
-    if value is None:
-        raise InputError(f"{method}.{name}: got None; expected {expected}")
-    return value
-
-
-def check_budget(backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, method: str) -> int:
-    """Checks a splice, and returns how many cached tokens per row a budget allows; see `RepairBudget.count`."""
-    check_splice(backbone.layout, splice)
-    return RepairBudget.of(budget).count(backbone.layout, splice.cached_count, method)
+    if layout.parts:
+        layers = list(layout.layers_of(layout.parts[0].name))
+        raise LayoutError(
+            f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
+            "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits, "
+            "first_k and full_reprefill serve hybrid models)"
+        )
+    check_uniform(layout, "repair")
 
 
 # ---------------------------------------------------------------------------------------------------- tokens and KV
@@ -205,14 +210,9 @@ def check_budget(backbone: Backbone, splice: SplicedCache, budget: RepairBudget 
 
 def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
     """Marks the tokens that are not padding."""
-    return _live(splice.length, splice.slots.shape)
-
-
-@functools.partial(jax.jit, static_argnames=("shape",))
-def _live(length: Int[AnyArray, " B"] | None, shape: tuple[int, ...]) -> Bool[Array, "B T"]:
-    if length is None:
-        return jnp.ones(shape, bool)
-    return jnp.arange(shape[1]) < length[:, None]
+    B, T = splice.slots.shape
+    length = jnp.full(B, T) if splice.length is None else jnp.asarray(splice.length)
+    return jnp.arange(T) < length[:, None]
 
 
 @functools.partial(jax.jit, static_argnames=("layer",))
@@ -244,7 +244,7 @@ def canonical_of(layout: KVLayout, splice: SplicedCache) -> dict[str, Array]:
     if splice.canonical is not None:
         return dict(splice.canonical)
     if layout.parts:
-        required(splice, "canonical", "repair", "a hybrid model's KV of the chunk alone, with its transition")
+        required(splice, "canonical")
     spliced = {name: value.astype(jnp.float32) for name, value in read_slots(splice.cache, splice.slots).items()}
     return dict(to_phase_free(layout, spliced, splice.tokens.positions))
 
@@ -310,18 +310,3 @@ def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B 
 def largest(score: Float[Array, "B T"], count: int) -> Int[Array, "B count"]:
     """Returns the indices of the `count` largest scores of each row, ascending; ties go to earlier tokens."""
     return jnp.sort(jax.lax.top_k(score, count)[1], axis=-1)
-
-
-@jax.jit
-def mark(index: Int[Array, "B count"], live: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Converts indices of chosen tokens to a mask, which excludes padding; `live` is as of `live_tokens`."""
-    rows = jnp.arange(index.shape[0])[:, None]
-    return jnp.zeros(live.shape, bool).at[rows, index].set(True) & live
-
-
-def choose_scored(splice: SplicedCache, score: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
-    """Chooses all new text, and of the cached tokens the `count` with the largest scores; ascending indices."""
-    new = splice.new_text()
-    if new.any():
-        score = jnp.where(jnp.asarray(new), jnp.inf, score)
-    return largest(score, count + int(new.sum()))

@@ -16,29 +16,20 @@ from pallas_kernels import factorise
 from ..backbone import KV, Backbone
 from ..core import BITS, GROUP, WHOLE, Axes, KVEncoding, flatten_heads, to_engine, to_phase_free
 from ..errors import InputError, RankError
-from .repair_budget import NUMBER_BYTES, RepairBudget
-from .repaired import RepairBytes, Repaired, factorising_flops, untouched
-from .spliced_cache import SplicedCache, live_tokens, required, with_front
-from .stored_kv import (
-    StoredForm,
-    allowed_bytes,
-    decode_rows,
-    encode_rows,
-    encoding_of,
-    largest_fitting,
-    most_bits,
-    recorded_kv,
-    serve_form,
-)
+from .repair_budget import ALL, NUMBER_BYTES, RepairBudget
+from .repaired import RepairBytes, Repaired, factorising_flops, method, rotation_flops, untouched
+from .spliced_cache import SplicedCache, check_rows, live_tokens, required, with_front
+from .stored_kv import allowed_bytes, decode_rows, encode_rows, encoding_of, largest_fitting, most_bits, serve_form
 
 SHADOW_CHUNK = 8
 """Tokens of one landmark in ShadowKV (Sun et al. 2025, section 4.2)."""
 
 
+@method(hybrid=True)
 def quantised(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float = 1.0,
+    budget: RepairBudget = ALL,
     *,
     bits: KVEncoding | str | int | None = None,
     axes: Axes | None = None,
@@ -57,25 +48,23 @@ def quantised(
         KIVI's groups. Hybrid models: 16.
       axes: in place of those that follow from bits, in groups of 32: "token" keeps keys by token too, which models with
         outlier features do not bear.
-
-    Raises:
-      InputError: unknown bits. LayoutError: a hybrid model in fewer bits than 16.
     """
-    encoding = None if bits is None else encoding_of(bits)
-    if encoding is not None and axes is not None:
-        encoding = dataclasses.replace(encoding, axes=axes, group=GROUP)
-    hybrid = encoding is not None and encoding.decoding == 0
-    allowed = allowed_bytes(backbone.layout, splice, budget, "quantised", hybrid=hybrid)
-    recorded = recorded_kv(splice, "quantised")
+    layout, encoding = backbone.layout, None if bits is None else encoding_of(bits)
+    if encoding is None or encoding.decoding:
+        check_rows(layout)
+    allowed = allowed_bytes(layout, splice, budget)
     if encoding is None:
-        encoding = most_bits(backbone.layout, splice.slots.shape[1], encoding_of(1), BITS, allowed, "quantised")
-    return _serve_encoded(backbone, splice, recorded, encoding, "quantised")
+        encoding = most_bits(layout, splice.slots.shape[1], encoding_of(1), BITS, allowed)
+    elif axes is not None:
+        encoding = dataclasses.replace(encoding, axes=axes, group=GROUP)
+    return _serve_encoded(backbone, splice, required(splice, "recorded"), encoding)
 
 
+@method()
 def joint_pair(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     *,
     precision: KVEncoding | str | int | None = None,
 ) -> Repaired:
@@ -86,21 +75,17 @@ def joint_pair(
     forms leave A to its own chunk, which no repair of B counts. At N antecedents of B there are N pairs.
 
     Args:
+      splice: with a `front` that is shorter than the cache.
       budget: bytes of the pair; bfloat16 if it fits, else the most bits that do.
       precision: in place of the budget's; such as 16 or "k4v4".
-
-    Raises:
-      InputError: unknown bits, or a `front` as long as the cache.
     """
-    layout = backbone.layout
-    allowed = allowed_bytes(layout, splice, budget, "joint_pair")
-    recorded = recorded_kv(splice, "joint_pair")
-    front = required(splice, "front", "joint_pair", "the antecedent's tokens, in the first slots")
+    layout, allowed = backbone.layout, allowed_bytes(backbone.layout, splice, budget)
+    recorded, front = required(splice, "recorded"), required(splice, "front")
     before, tokens = front.embeddings.shape[1], splice.slots.shape[1]
     if before >= splice.cache[layout.names[0]].shape[2]:
-        raise InputError(f"joint_pair.front: got {before} tokens; expected fewer than the cache has slots")
+        raise InputError(f"splice.front: got {before} tokens; expected fewer than the cache has slots")
     if precision is None:
-        encoding = most_bits(layout, before + tokens, KVEncoding(), (*BITS, WHOLE), allowed, "joint_pair")
+        encoding = most_bits(layout, before + tokens, KVEncoding(), (*BITS, WHOLE), allowed)
     else:
         encoding = encoding_of(precision)
 
@@ -110,41 +95,37 @@ def joint_pair(
     joined = {}
     for name in layout.names:
         joined[name] = jnp.concatenate([ahead[name], jnp.asarray(recorded[name]).astype(jnp.float32)], axis=2)
-    repaired = _serve_encoded(backbone, with_front(splice, front), joined, encoding, "joint_pair")
-    return dataclasses.replace(repaired, chosen=untouched(layout, splice).chosen)
+    repaired = _serve_encoded(backbone, with_front(splice, front), joined, encoding)
+    placing = repaired.placing_flops + rotation_flops(layout, before)
+    return dataclasses.replace(repaired, chosen=untouched(layout, splice).chosen, placing_flops=placing)
 
 
-def _serve_encoded(backbone: Backbone, splice: SplicedCache, kv: KV, encoding: KVEncoding, method: str) -> Repaired:
+def _serve_encoded(backbone: Backbone, splice: SplicedCache, kv: KV, encoding: KVEncoding) -> Repaired:
     layout, tokens = backbone.layout, splice.slots.shape[1]
-    stored = encode_rows(layout, dict(kv), encoding, splice.length)
-    size = encoding.nbytes(layout, tokens)
-    bytes = RepairBytes(stored=size, moved=size)
+    stored, size = encode_rows(layout, dict(kv), encoding, splice.length), encoding.nbytes(layout, tokens)
     decoding = encoding.decoding * layout.numbers * tokens
-    form = StoredForm(functools.partial(decode_rows, stored), bytes, (method, encoding), decoding)
-    return serve_form(backbone, splice, form)
+    bytes = RepairBytes(stored=size, moved=size)
+    return serve_form(backbone, splice, bytes, functools.partial(decode_rows, stored), decoding)
 
 
 # -------------------------------------------------------------------------------------------------------- low rank
 
 
+@method()
 def low_rank(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float = 1.0, *, rank: int | None = None
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget = ALL, *, rank: int | None = None
 ) -> Repaired:
     """Serves the recorded KV itself in a lower rank, in the canonical's place: truncated SVD in the phase-free frame.
 
     Args:
       budget: bytes of the factors; the largest rank that fits is taken.
       rank: in place of the budget's.
-
-    Raises:
-      RankError: the rank is out of range.
     """
-    return _reduced(backbone, splice, budget, rank, backbone.layout.names, "low_rank")
+    return _reduced(backbone, splice, budget, rank, backbone.layout.names)
 
 
-def shadowkv(
-    backbone: Backbone, splice: SplicedCache, budget: RepairBudget | float, *, rank: int | None = None
-) -> Repaired:
+@method()
+def shadowkv(backbone: Backbone, splice: SplicedCache, budget: RepairBudget, *, rank: int | None = None) -> Repaired:
     """Serves the recorded KV with keys of low rank, landmarks' outliers in full, and values in full.
 
     Source: ShadowKV (Sun et al. 2025, arXiv 2410.21465), sections 3 and 4: keys before rotation are low in rank;
@@ -156,27 +137,23 @@ def shadowkv(
     Args:
       budget: bytes of factors, outliers, landmarks and values; the largest rank that fits is taken.
       rank: of the keys, in place of the budget's.
-
-    Raises:
-      RankError: the rank is out of range.
     """
     names = tuple(channel.name for channel in backbone.layout.channels if channel.rotates)
-    return _reduced(backbone, splice, budget, rank, names, "shadowkv", shadow=True)
+    return _reduced(backbone, splice, budget, rank, names, shadow=True)
 
 
 def _reduced(
     backbone: Backbone,
     splice: SplicedCache,
-    budget: RepairBudget | float,
+    budget: RepairBudget,
     rank: int | None,
     names: tuple[str, ...],
-    method: str,
     shadow: bool = False,
 ) -> Repaired:
     """Serves some channels in a low rank and the others as they are; `shadow`: outlier tokens as they are too."""
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    allowed = allowed_bytes(layout, splice, budget, method)
-    recorded = {name: jnp.asarray(value) for name, value in recorded_kv(splice, method).items()}
+    layout, tokens, live = backbone.layout, splice.slots.shape[1], live_tokens(splice)
+    allowed = allowed_bytes(layout, splice, budget)
+    recorded = {name: jnp.asarray(value) for name, value in required(splice, "recorded").items()}
     widths = {name: layout.channel(name).features for name in names}
     blocks = -(-tokens // SHADOW_CHUNK)
     outliers = max(1, blocks // 64) if shadow else 0
@@ -191,11 +168,10 @@ def _reduced(
 
     highest = max(min(tokens, width) for width in widths.values())
     if rank is None:
-        rank = largest_fitting(range(1, highest + 1), nbytes, allowed, method)
+        rank = largest_fitting(range(1, highest + 1), nbytes, allowed)
     if not 1 <= rank <= highest:
-        raise RankError(f"{method}.rank: got {rank}; expected 1 to {highest}")
+        raise RankError(f"rank: got {rank}; expected 1 to {highest}")
 
-    live = live_tokens(splice)
     factors = _kv_factors(recorded, live, tuple((name, min(rank, tokens, widths[name])) for name in names))
     marked = None
     if shadow:
@@ -209,9 +185,8 @@ def _reduced(
             kv[name] = value if marked is None else jnp.where(marked[name], recorded[name], value)
         return kv
 
-    bytes = RepairBytes(stored=nbytes(rank), moved=nbytes(rank))
-    forming = factorising_flops(layout, tokens, names)
-    return serve_form(backbone, splice, StoredForm(decode, bytes, (method, rank), forming=forming))
+    repaired = serve_form(backbone, splice, RepairBytes(stored=nbytes(rank), moved=nbytes(rank)), decode)
+    return dataclasses.replace(repaired, forming_flops=factorising_flops(layout, tokens, names))
 
 
 @functools.partial(jax.jit, static_argnames=("ranks",))

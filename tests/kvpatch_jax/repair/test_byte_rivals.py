@@ -10,11 +10,11 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.core import KVEncoding
-from kvpatch_jax.errors import InputError, LayoutError, RankError
+from kvpatch_jax.errors import InputError, RankError
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes
 from kvpatch_jax.repair.differences import anchor_weights
 from kvpatch_jax.repair.methods import anchored, blind, block_differences, cachegen, gear, joint_pair, patch, quantised
-from kvpatch_jax.repair.stored_kv import encode_rows
+from kvpatch_jax.repair.stored_kv import encode_rows, encoding_of
 from tests.kvpatch_jax.repair import byte_oracles as oracles
 from tests.kvpatch_jax.repair.splices import (
     BEFORE,
@@ -210,7 +210,7 @@ def test_cachegen_is_that_of_numpy_with_the_entropy_of_its_symbols(case, step):
 @pytest.mark.parametrize("precision", [16, "k4v4"])
 def test_anchors_are_weighted_by_the_distance_of_antecedents(case, precision):
     backbone, splice, _ = case
-    allowed = 2 * KVEncoding.of(precision).nbytes(backbone.layout, TOKENS) + 300
+    allowed = 2 * encoding_of(precision).nbytes(backbone.layout, TOKENS) + 300
     # The own antecedent's KV is not read: it may be new.
     new = splice.replace(recorded=None, conditioned=None)
     repaired = anchored(backbone, new, RepairBudget(kv_bytes=allowed), precision=precision, encoding="k8v8")
@@ -367,10 +367,10 @@ def test_bytes_are_shared_over_antecedents():
 @pytest.mark.slow
 def test_forms_that_are_refused(case, unchecked):
     backbone, splice, _ = case
-    with pytest.raises(InputError, match="others: got none"):
+    with pytest.raises(InputError, match=r"others: got \(\)"):
         anchored(backbone, splice.replace(others=()), PLENTY)
     for base in ("mean", "others"):
-        with pytest.raises(InputError, match=r"patch\.others: got none"):
+        with pytest.raises(InputError, match=r"others: got \(\)"):
             patch(backbone, splice.replace(others=()), PLENTY, base=base)
     with pytest.raises(InputError, match="base: got 'last'"):
         block_differences(backbone, splice, PLENTY, base="last")
@@ -382,11 +382,9 @@ def test_forms_that_are_refused(case, unchecked):
         patch(backbone, splice, PLENTY, rank=2, dtype="int9")
     with pytest.raises(InputError, match="encoding: got 'k44'"):
         patch(backbone, splice, PLENTY, rank=2, encoding="k44")
-    with pytest.raises(LayoutError, match=r"patch\.transition: got rank 2"):
-        patch(backbone, splice, PLENTY, rank=2, transition=2)
     with pytest.raises(InputError, match="block_differences: got KV inside a trace"):
         jax.make_jaxpr(lambda own: block_differences(backbone, own, PLENTY).cache)(splice)
-    with pytest.raises(InputError, match=r"gear\.budget: got .* bytes; expected at least"):
+    with pytest.raises(InputError, match=r"budget: got .* bytes; expected at least"):
         gear(backbone, splice, RepairBudget(kv_bytes=100))
     with pytest.raises(RankError, match=r"gear\.rank: got 99"):
         gear(backbone, splice, PLENTY, rank=99)
@@ -396,7 +394,7 @@ def test_forms_that_are_refused(case, unchecked):
         gear(backbone, splice, PLENTY, outliers=0.9)
     with pytest.raises(InputError, match="expected a positive number"):
         cachegen(backbone, splice, PLENTY, step=0.0)
-    with pytest.raises(InputError, match=r"cachegen\.budget: got 10 bytes"):
+    with pytest.raises(InputError, match="budget: got 10 bytes"):
         cachegen(backbone, splice, RepairBudget(kv_bytes=10))
     with pytest.raises(InputError, match="inside a trace"):
         jax.make_jaxpr(lambda own: cachegen(backbone, own, PLENTY).cache)(splice)

@@ -91,7 +91,7 @@ def test_vlcache_takes_the_first_tokens_of_every_image_by_layer(case):
     backbone, splice, _, _ = case
     layers = backbone.layout.layers
     shares = tuple(np.linspace(0.7, 0.1, layers).tolist())
-    repaired = vlcache(backbone, splice, RepairBudget(by_layer=shares))
+    repaired = vlcache(backbone, splice, 0.4, schedules={0.4: shares})
     for layer, share in enumerate(shares):
         wanted = list(NEW)
         for first, last in CHUNKS:

@@ -10,7 +10,6 @@ from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError, LayoutError, RankError, ShapeError
 from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache, count_of_equal_bytes
 from kvpatch_jax.repair.methods import cacheblend, first_k, oracle_delta, vlcache
-from kvpatch_jax.repair.repair_budget import fraction_to_count
 from kvpatch_jax.repair.spliced_cache import deviation
 from models import ModelBackbone
 from tests.compilations import compilations
@@ -126,12 +125,12 @@ def test_oracle_takes_the_largest_deficits(backbone, spliced):
 @pytest.mark.slow
 def test_vlcache_equals_first_k_of_like_counts_and_leaves_the_rest(backbone, spliced):
     splice, _ = spliced
-    like = vlcache(backbone, splice, RepairBudget(by_layer=(5 / CHUNK,) * LAYERS))
+    like = vlcache(backbone, splice, 5 / CHUNK)
     for channel, value in first_k(backbone, splice, FIVE).cache.items():
         np.testing.assert_allclose(like.cache[channel], value, atol=1e-6)
 
     counts = (5, 5, 2, 0)
-    repaired = vlcache(backbone, splice, RepairBudget(by_layer=tuple(count / CHUNK for count in counts)))
+    repaired = vlcache(backbone, splice, 0.5, schedules={0.5: [count / CHUNK for count in counts]})
     chosen = np.asarray(repaired.chosen)
     assert repaired.token_layers.tolist() == [sum(counts)] * ROWS
     assert chosen[..., 0, :].sum(-1).tolist() == list(counts)
@@ -145,8 +144,9 @@ def test_vlcache_equals_first_k_of_like_counts_and_leaves_the_rest(backbone, spl
 def test_dropping_tokens_below_a_layer_changes_no_number(backbone, spliced):
     """What is really not run equals a pass of all tokens in which it is not written."""
     splice, _ = spliced
-    for name, budget in (("vlcache", RepairBudget(by_layer=(0.8, 0.5, 0.5, 0.2))), ("cacheblend_gradual", THREE)):
-        repaired = METHODS[name](backbone, splice, budget)
+    schedules = {0.5: (0.8, 0.5, 0.5, 0.2)}
+    for name, budget, settings in (("vlcache", 0.5, {"schedules": schedules}), ("cacheblend_gradual", THREE, {})):
+        repaired = METHODS[name](backbone, splice, budget, **settings)
         once = backbone.recompute(splice.tokens, splice.cache, splice.slots, keep=repaired.chosen).cache
         for channel, value in once.items():
             assert error(repaired.cache[channel], value) <= 1e-5
@@ -248,9 +248,6 @@ def test_budgets_out_of_range(backbone, spliced, name, unchecked):
         ({"tokens": -1}, "got -1"),
         ({"tokens": True}, "got True"),
         ({"kv_bytes": 2.5}, "got 2.5"),
-        ({"by_layer": (0.1, 0.2)}, "none larger than the one below"),
-        ({"by_layer": ()}, "expected 0"),
-        ({"by_layer": (0.1, -0.2)}, "got -0.2"),
     ],
 )
 def test_budgets_that_cannot_be(settings, words, unchecked):
@@ -258,11 +255,10 @@ def test_budgets_that_cannot_be(settings, words, unchecked):
         RepairBudget(**settings)
 
 
-def test_a_schedule_of_another_depth_is_refused(backbone, spliced):
-    with pytest.raises(InputError, match="expected 4, none larger"):
-        vlcache(backbone, spliced[0], RepairBudget(by_layer=(0.5, 0.2)))
-    with pytest.raises(InputError, match="got shares by layer"):
-        cacheblend(backbone, spliced[0], RepairBudget(by_layer=(0.5,) * LAYERS))
+@pytest.mark.parametrize("shares", [(0.5, 0.2), (0.1, 0.2, 0.1, 0.1), (1.1, 0.2, 0.1, 0.1), (0.1, 0.1, 0.1, -0.2)])
+def test_schedules_that_layers_cannot_follow_are_refused(backbone, spliced, shares):
+    with pytest.raises(InputError, match="expected 4 shares, none larger"):
+        vlcache(backbone, spliced[0], 0.2, schedules={0.2: shares})
 
 
 def test_splices_that_do_not_fit(backbone, spliced, unchecked):
@@ -296,15 +292,9 @@ def test_equal_bytes_buy_the_papers_counts_of_tokens():
     paper = kvp.KVLayout.gqa(layers=28, kv_heads=4, head_dim=128, rope=kvp.Rope(theta=1e6, dim=128))
     assert count_of_equal_bytes(paper, 16, 480) == 31
     assert count_of_equal_bytes(paper, 64, 480) == 124
-    assert count_of_equal_bytes(paper, {"k": 16, "v": 0}, 480) == 16  # 15.5: K alone is half the bytes
     assert count_of_equal_bytes(paper, 400, 480) == 480  # dense: never more than the chunk itself
     latent = kvp.KVLayout.mla(layers=4, rope=kvp.Rope(theta=1e4, dim=64))
     assert count_of_equal_bytes(latent, 64, 480) == round((64 * (480 + 512) + 480 * 64) / 576)
     with pytest.raises(RankError, match="rank: got 0"):
         count_of_equal_bytes(paper, 0, 480)
-    with pytest.raises(LayoutError, match="ckv"):
-        count_of_equal_bytes(paper, {"ckv": 3}, 480)
-    assert [fraction_to_count(share, 480) for share in (0.0, 0.1, 0.15, 1.0)] == [0, 48, 72, 480]
-    for share in (-0.1, 1.5):
-        with pytest.raises(InputError, match="fraction"):
-            fraction_to_count(share, 480)
+    assert [RepairBudget(share=share).count(paper, 480) for share in (0.0, 0.1, 0.15, 1.0)] == [0, 48, 72, 480]

@@ -46,8 +46,8 @@ def test_first_k_costs_its_share_of_a_reprefill(spliced):
     placing = blind(backbone, splice).flops
     assert placing == 3 * CHUNK * LAYERS * 2 * 16  # a product of two and a sum for each number of the keys
     assert first_k(backbone, splice, 0.5).flops == whole / 2 + placing
-    schedule = RepairBudget(by_layer=(1.0, 0.5, 0.25, 0.25))
-    assert vlcache(backbone, splice, schedule).flops == pytest.approx(whole / 2 + placing)
+    schedules = {0.5: (1.0, 0.5, 0.25, 0.25)}
+    assert vlcache(backbone, splice, 0.5, schedules=schedules).flops == pytest.approx(whole / 2 + placing)
 
 
 @pytest.mark.slow

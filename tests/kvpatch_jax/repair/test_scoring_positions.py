@@ -10,7 +10,7 @@ from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import PromptPiece, reordered_by_question, splice_prompt
 from kvpatch_jax.repair.methods import infoflow
 from kvpatch_jax.repair.positions import chunk_scores, placed_for_scoring, reordered
-from kvpatch_jax.repair.question_attention import infoflow_layers, question_scores
+from kvpatch_jax.repair.question_attention import question_scores
 from tests.kvpatch_jax.repair.splices import ROWS, error, text_tokens, tiny_backbone
 
 LENGTHS, ASKED = (5, 7, 4), 3
@@ -121,7 +121,7 @@ def test_the_chunk_that_the_question_looks_at_most_comes_last(case):
         question=one.question.__class__(one.question.embeddings[:1], one.question.positions[:1]),
     )
     found = reordered_by_question(backbone, one, share=1.0)
-    score = np.asarray(question_scores(backbone, one, infoflow_layers(backbone.layout), geometry="hl_tp"))[0]
+    score = np.asarray(question_scores(backbone, one, geometry="hl_tp"))[0]
     sums = [score[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)]
     order = np.argsort(sums)
     assert [last - first for first, last in found.parts] == [LENGTHS[number] for number in order]
