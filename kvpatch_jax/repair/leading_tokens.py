@@ -13,7 +13,7 @@ from ..errors import InputError
 from .recomputation import Recompute, padded_count, recompute_bytes
 from .repair_budget import NOTHING, RepairBudget, kv_bytes
 from .repaired import Repaired, engine_written, input_bytes, method, untouched
-from .spliced_cache import SplicedCache, required
+from .spliced_cache import SplicedCache, check_rows, required
 
 SINK_TOKENS = 4
 """Tokens that StreamingLLM (Xiao et al. 2024) keeps as attention sinks."""
@@ -35,6 +35,7 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> R
     """
     if backbone.layout.parts:
         return _first_of_hybrid(backbone, splice, budget)
+    check_rows(backbone.layout)
     return recompute_first(backbone, splice, first_counts(backbone, splice, budget))
 
 

@@ -11,7 +11,7 @@ from ..errors import InputError
 from .recomputation import Recompute, new_text_alone, recompute_everything
 from .repair_budget import ALL, NOTHING, NUMBER_BYTES, RepairBudget, kv_bytes
 from .repaired import RepairBytes, Repaired, counted_once, input_bytes, method, trace_counter, untouched
-from .spliced_cache import SplicedCache, required, with_front, write_slots
+from .spliced_cache import SplicedCache, check_rows, required, with_front, write_slots
 
 
 @method(hybrid=True)
@@ -48,6 +48,7 @@ def _reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget, b
     _expect_all(splice, budget)
     layout = backbone.layout
     if not layout.parts:
+        check_rows(layout)
         extended = splice if splice.front is None else with_front(splice, splice.front)
         repaired = recompute_everything(backbone, extended, bytes)
         # What precedes the chunk counts in no token-layer.

@@ -185,7 +185,7 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
         lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
         lambda: SegmentStore(StandIn(), SegmentOptions(reuse_layers=1)),
-        lambda: METHODS["first_k"](StandIn(), None, 0.1),
+        lambda: METHODS["cacheblend"](StandIn(), None, 0.1),
     ]
     for call in refused:
         with pytest.raises(LayoutError, match=what):
