@@ -99,7 +99,6 @@ class TaskBatch:
             place(layout, self.prefix, self.alone, MOVED),
             jnp.asarray(np.broadcast_to(np.arange(where.start, where.stop), (count, where.stop - where.start))),
             front=served.take(0, where.start),
-            conditioned=self.conditioned[-1],
             recorded=self.conditioned[-1],
             hidden=page.hidden if hidden_at else None,
             canonical=page.kv,

@@ -10,7 +10,7 @@ from kvpatch_jax.patching import Basis, fit_basis
 from kvpatch_jax.repair import (
     RATIOS,
     SplicedCache,
-    greedy_schedule,
+    best_schedule,
     logit_error,
     recomputed_sensitivity,
     spliced_chunks,
@@ -53,7 +53,7 @@ def schedules(
 ) -> dict[float, tuple[float, ...]]:
     """Fits VLCache's shares of tokens by layer, for each mean share up to its largest ratio.
 
-    Source: VLCache, equations 5 to 9: the error of what is answered, greedy allocation.
+    Source: VLCache, equations 5 to 9: the error of what is answered, and the best allocation.
     """
     tokens, layers = batch.splice.slots.shape[1], backbone.layout.layers
     # Of the paper's ratios only those that differ in whole tokens of this page.
@@ -67,7 +67,7 @@ def schedules(
 
     sensitivity = recomputed_sensitivity(backbone, [batch.splice], ratios, loss)
     allowed = [share for share in shares if share <= max(ratios)]
-    return {share: greedy_schedule(sensitivity, ratios, share * layers) for share in allowed}
+    return {share: best_schedule(sensitivity, ratios, share * layers) for share in allowed}
 
 
 def _answers(batch: datasets.Batch, cache: KV) -> np.ndarray:

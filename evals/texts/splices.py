@@ -156,7 +156,6 @@ def spliced(
         {name: jnp.concatenate([reference[name][:, :, :behind], value], axis=2) for name, value in blind.items()},
         jnp.asarray(np.repeat(positions[None, behind:], len(chunk), axis=0)),
         front=tokens.take(0, behind),
-        conditioned=recorded,
         recorded=recorded,
     )
     return splice, dict(reference)

@@ -20,7 +20,7 @@ from .repaired import RepairBytes as RepairBytes
 from .repaired import Repaired as Repaired
 from .repaired import input_bytes as input_bytes
 from .schedules import RATIOS as RATIOS
-from .schedules import greedy_schedule as greedy_schedule
+from .schedules import best_schedule as best_schedule
 from .schedules import logit_error as logit_error
 from .schedules import recomputed_sensitivity as recomputed_sensitivity
 from .spliced_cache import OtherAntecedent as OtherAntecedent

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..backbone import Backbone
 from ..core import to_engine
@@ -110,14 +110,13 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> R
     queries = backbone.attention(
         entering,
         run.cache,
-        splice.mask,
         layers=(check,),
         reduce=scaled_queries,
         slots=splice.slots,
         start_layer=check,
     )
     keys = [attended_keys(layout, cache, check) for cache in (run.cache, splice.cache)]
-    shift = attention_shift(queries[0], *keys, jnp.asarray(splice.slots), splice.mask)
+    shift = attention_shift(queries[0], *keys, jnp.asarray(splice.slots))
     score = jnp.take_along_axis(shift, jnp.asarray(splice.slots), axis=1)
     run.run(check + 1, layout.layers, choose_scored(splice, jnp.where(live_tokens(splice), score, -jnp.inf), count))
     counts = [splice.cached_count] * (check + 1) + [count] * (layout.layers - check - 1)
@@ -130,14 +129,13 @@ def attention_shift(
     fresh: Float[Array, "B S K H"],
     spliced: Float[Array, "B S K H"],
     slots: Int[Array, "B T"],
-    mask: Bool[Array, "B 1 T S"] | None,
 ) -> Float[Array, "B S"]:
     """Computes how the attention that each key receives differs between two caches' keys: Σ |difference|.
 
     The sum is over heads and over the queries, which are scaled and in the engine frame. Heads are compared one after
     another, so that one head's maps [B,T,S] are in memory.
     """
-    allowed = jnp.arange(fresh.shape[1]) <= slots[..., None] if mask is None else mask[:, 0]
+    allowed = jnp.arange(fresh.shape[1]) <= slots[..., None]
     group = queries.shape[2] // fresh.shape[2]
 
     def of_head(total: Array, head: Array) -> tuple[Array, None]:
@@ -157,14 +155,12 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget)
 
     It cannot be used in serving, because it needs Δ. It is not an upper bound of token selection either: a question
     need not read the tokens with the largest Δ, and a selection by the question's attention can do better with fewer
-    tokens. ‖Δ‖ is ‖conditioned − spliced‖ over each channel's typical norm, summed over layers and channels. Source:
+    tokens. ‖Δ‖ is ‖recorded − spliced‖ over each channel's typical norm, summed over layers and channels. Source:
     Kamera App. C.3, Fig. 6a (an oracle that selects tokens by true Δ-magnitude needs about half of them).
-
-    Args:
-      splice: with `conditioned`, which affects only the selection, never the values in the cache.
+    What is recorded affects only the selection, never the values in the cache.
     """
     # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
-    true = to_engine(backbone.layout, required(splice, "conditioned"), splice.tokens.positions, 0)
+    true = to_engine(backbone.layout, required(splice, "recorded"), splice.tokens.positions, 0)
 
     def scores() -> Float[Array, "B T"]:
         return deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))

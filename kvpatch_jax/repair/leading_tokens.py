@@ -93,7 +93,7 @@ def vlcache(
     """Recomputes the first tokens of every chunk in context, with a share for each layer.
 
     Tokens that a layer does not need are dropped below it: regions of computation are contiguous, and shrink with
-    depth. Source: VLCache (Qin et al. 2025, section 4), with a schedule its dynamic ratio (`greedy_schedule` computes
+    depth. Source: VLCache (Qin et al. 2025, section 4), with a schedule its dynamic ratio (`best_schedule` computes
     it), with one share its static ratio. As there, ⌊share · T⌋ tokens of a chunk of T.
 
     Args:

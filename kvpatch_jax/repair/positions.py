@@ -83,8 +83,8 @@ def chunk_scores(splice: SplicedCache, score: Float[Array, "B T"], share: float)
 def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> SplicedCache:
     """Returns a splice whose chunks stand in another order, the same for all rows, their keys moved with them.
 
-    Slots and positions are filled from the first chunk's on; new text and what surrounds the chunks stays. Truth and
-    recorded KV belong to the old order, and are left out.
+    Slots and positions are filled from the first chunk's on; new text and what surrounds the chunks stays.
+    Recorded KV belongs to the old order, and is left out.
 
     Args:
       order: the chunk (by its number) at each place.
@@ -112,5 +112,5 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
         tokens=jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, places], splice.tokens)._replace(positions=moved),
         cache=_relocated(layout, splice, places, positions[:, places], moved),
         chunks=tuple(chunks),
-        **dict.fromkeys(("conditioned", "recorded", "hidden", "canonical")),
+        **dict.fromkeys(("recorded", "hidden", "canonical")),
     )

@@ -100,11 +100,10 @@ def two_step_reuse(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
     slots = jnp.asarray(splice.slots)
     # Slots outside the splice are in front of the prompt, and are seen.
     hidden = jnp.zeros((B, S), bool).at[jnp.arange(B)[:, None], slots].set(jnp.asarray(~new))
-    allowed = jnp.arange(S) <= slots[..., None] if splice.mask is None else jnp.asarray(splice.mask)[:, 0]
-    mask = (allowed & ~hidden[:, None])[:, None]
+    mask = ((jnp.arange(S) <= slots[..., None]) & ~hidden[:, None])[:, None]
 
     # Without chunks the first step reads no logits, which it has no use for.
-    text = Recompute(backbone, splice.replace(mask=mask, chunks=None)).run(0, layers, np.flatnonzero(new))
+    text = Recompute(backbone, splice.replace(chunks=None), mask).run(0, layers, np.flatnonzero(new))
     last = Recompute(backbone, splice.replace(cache=text.cache)).run(0, layers, np.array([len(new) - 1]))
     repaired = last.repaired(untouched(backbone.layout, splice).bytes)
     return dataclasses.replace(repaired, chosen=text.chosen | last.chosen)

@@ -38,8 +38,8 @@ class Recompute:
       logits: of a prompt's last token, once the last layer has run it; else None.
     """
 
-    def __init__(self, backbone: Backbone, splice: SplicedCache):
-        self.backbone, self.splice = backbone, splice
+    def __init__(self, backbone: Backbone, splice: SplicedCache, mask: Bool[AnyArray, "B 1 T S"] | None = None):
+        self.backbone, self.splice, self.mask = backbone, splice, mask
         self.cache = dict(splice.cache)
         self.chosen = jnp.zeros((backbone.layout.layers, *splice.slots.shape), bool)
         self.residual: Array | None = None
@@ -50,7 +50,7 @@ class Recompute:
     ) -> "Recompute":
         """Runs a set of tokens through layers start … stop-1, from the embeddings or from the residual; returns itself.
 
-        They attend to each other's new KV and to the rest of the cache, as the splice's mask says.
+        They attend to each other's new KV and to the rest of the cache, where the mask (None: causal) allows.
 
         Args:
           index: the tokens, [n] or of each row [B,n], a subset of those of the set below.
@@ -68,7 +68,7 @@ class Recompute:
         # Padding repeats the last token: written twice with the same values.
         index = jnp.pad(index, ((0, 0), (0, padded_count(count, T) - count)), mode="edge")
         entering = splice.tokens if self.residual is None else splice.tokens._replace(embeddings=self.residual)
-        tokens, slots, mask = _gather_tokens(entering, splice.slots, splice.mask, index)
+        tokens, slots, mask = _gather_tokens(entering, splice.slots, self.mask, index)
         keep = None
         if counts is not None or splice.length is not None:
             # Sets are nested, and layers below are not run.

@@ -26,18 +26,16 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = NOTHI
 
 @method(hybrid=True)
 def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = ALL) -> Repaired:
-    """Recomputes everything, with nothing kept: the tower, what precedes the chunk, and the chunk.
+    """Recomputes everything in the decoder, with nothing kept: what precedes the chunk (`splice.front`), and the chunk.
 
-    `splice.front` and `splice.tower_flops` say how much that is; where they are not given, it is the chunk alone. Of a
-    hybrid model everything is prefilled, from `splice.front` on.
+    Encoding images again, which it takes too, is not counted. Of a hybrid model everything is prefilled.
     """
-    repaired = _reprefill(backbone, splice, budget, RepairBytes())
-    return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
+    return _reprefill(backbone, splice, budget, RepairBytes())
 
 
 @method(hybrid=True)
 def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = ALL) -> Repaired:
-    """Recomputes everything in the decoder, from image features that were kept ("w/o ViT" in VLCache, Table 1)."""
+    """Recomputes everything from image features that were kept ("w/o ViT" in VLCache, Table 1)."""
     tokens = splice.cached_count + (0 if splice.front is None else splice.front.embeddings.shape[1])
     inputs = input_bytes(splice) * tokens
     return _reprefill(backbone, splice, budget, RepairBytes(inputs=inputs, moved=inputs))
@@ -76,8 +74,7 @@ def prefix_caching(backbone: Backbone, splice: SplicedCache, budget: RepairBudge
     prefix = last if first == 0 else 0
     run, size = Recompute(backbone, splice), kv_bytes(backbone.layout, prefix)
     run.run(0, backbone.layout.layers, np.arange(prefix, splice.slots.shape[1]))
-    repaired = run.repaired(RepairBytes(canonical=size, moved=size))
-    return dataclasses.replace(repaired, tower_flops=splice.tower_flops)
+    return run.repaired(RepairBytes(canonical=size, moved=size))
 
 
 def reprefill_flops(backbone: Backbone, splice: SplicedCache) -> float:

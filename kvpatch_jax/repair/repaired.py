@@ -52,7 +52,7 @@ class RepairBytes(NamedTuple):
 
 @pytree(
     data=("cache", "chosen", "visible", "logits"),
-    static=("bytes", "tower_flops", "placing_flops", "forming_flops", "count_flops"),
+    static=("bytes", "placing_flops", "forming_flops", "count_flops"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repaired:
@@ -65,7 +65,6 @@ class Repaired:
       visible: keys that the question may attend to, bool [B,S], where the method drops others; None: as the splice
         says.
       logits: of the last token [B,1,V], where the method's forward includes it; else None.
-      tower_flops: of encoding the images of one row again.
       placing_flops: of one row, beside matrix products: of rotating what was kept, and bringing it back from few bits.
       forming_flops: of factorising one row before its first reuse; forwards are not among them.
       count_flops: counts FLOPs of the whole batch; None where the repair ran inside another trace.
@@ -76,7 +75,6 @@ class Repaired:
     bytes: RepairBytes
     visible: Bool[Array, "B S"] | None = None
     logits: Float[Array, "B 1 V"] | None = None
-    tower_flops: int = 0
     placing_flops: int = 0
     forming_flops: int = 0
     count_flops: Callable[[], int] | None = None
@@ -88,14 +86,14 @@ class Repaired:
 
     @property
     def flops(self) -> float:
-        """FLOPs of serving one row: the matrix products of what was run, counted from its trace, placing, the tower.
+        """FLOPs of serving one row: the matrix products of what was run, counted from its trace, and placing.
 
         Raises:
           InputError: the repair was called inside another trace.
         """
         if self.count_flops is None:
             raise InputError("repaired.flops: got a repair inside a trace; expected one that was called eagerly")
-        return self.count_flops() / self.chosen.shape[1] + self.placing_flops + self.tower_flops
+        return self.count_flops() / self.chosen.shape[1] + self.placing_flops
 
 
 def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Callable[..., Repaired]]:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ..backbone import KV, Backbone
+from ..core import AnyArray
 from ..errors import InputError
 from .recomputation import Recompute
-from .spliced_cache import AnyArray, SplicedCache, check_splice
+from .spliced_cache import SplicedCache, check_splice
 
 RATIOS = tuple(round(0.002 * step, 3) for step in range(1, 151))
 """VLCache's ratios, 0.002 to 0.300 (equation 9)."""
-MOST_STARTS, MOST_EXCHANGES = 64, 2_000_000
-"""First moves that a greedy schedule tries, and numbers of one round of exchanges, at most."""
 
 
 def recomputed_sensitivity(
@@ -74,16 +73,13 @@ def logit_error(expected: Float[AnyArray, "*B V"], logits: Float[AnyArray, "*B V
     return float(jnp.mean(jnp.square(jnp.asarray(expected) - jnp.asarray(logits))))
 
 
-def greedy_schedule(
+def best_schedule(
     sensitivity: Float[np.ndarray, "L n"], ratios: Sequence[float | int], target: float
 ) -> tuple[float, ...]:
-    """Allocates a ratio to each layer, not increasing with depth, so that the sum of sensitivities is small.
+    """Allocates a ratio to each layer, not increasing with depth, so that the sum of sensitivities is least.
 
-    Source: VLCache section 4.1, equations 6 to 9, "a simple greedy algorithm", of which it says no more. Here the move
-    that lowers the sum most for each unit of ratio is made until the total is spent; a move raises the layers 1 … l to
-    at least a ratio, which keeps the order. By itself that was up to 43 % above the optimum of five layers and six
-    ratios, so it starts from the smallest ratio everywhere and once more behind each of the best first moves, and the
-    best end is improved while raising some layers and lowering others helps (within 3 % then, of 12 000 drawn).
+    Source: VLCache section 4.1, equations 6 to 9, which it solves by "a simple greedy algorithm", of which it says no
+    more; here the optimum is found, by dynamic programming.
 
     Args:
       sensitivity: S_i(r), one row per layer and one column per ratio.
@@ -94,72 +90,27 @@ def greedy_schedule(
       InputError: ratios do not ascend or do not match the columns, a sensitivity is not finite, or the target is below
         the smallest ratio for every layer.
     """
-    sensitivity, steps = np.asarray(sensitivity, np.float64), np.asarray(ratios, np.float64)
+    sensitivity = np.asarray(sensitivity, np.float64)
     ascending = all(small < large for small, large in itertools.pairwise(ratios))
-    if sensitivity.ndim != 2 or sensitivity.shape[1] != len(ratios) or not ascending or min(ratios, default=-1) < 0:
-        shapes = f"counts {list(ratios)}, sensitivity {sensitivity.shape}"
-        raise InputError(f"greedy_schedule: got {shapes}; expected ascending counts, one for each column")
+    if sensitivity.shape[1:] != (len(ratios),) or not ascending or min(ratios, default=-1) < 0:
+        shapes = f"ratios {list(ratios)}, sensitivity {sensitivity.shape}"
+        raise InputError(f"best_schedule: got {shapes}; expected ascending ratios, one for each column")
     if not np.isfinite(sensitivity).all():
-        raise InputError("greedy_schedule.sensitivity: got NaN or infinity; expected finite numbers")
-    layers, rows = len(sensitivity), np.arange(len(sensitivity))
-    if layers * steps[0] > target + 1e-12:
-        raise InputError(f"greedy_schedule.target: got {target}; expected at least {layers * steps[0]}")
+        raise InputError("best_schedule.sensitivity: got NaN or infinity; expected finite numbers")
+    if len(sensitivity) * ratios[0] > target + 1e-12:
+        raise InputError(f"best_schedule.target: got {target}; expected at least {len(sensitivity) * ratios[0]}")
 
-    # A schedule is a step for each layer. First moves are tried in the order of what they leave.
-    firsts = np.unique(_raised(np.zeros(layers, int), len(steps)).reshape(-1, layers), axis=0)
-    firsts = firsts[steps[firsts].sum(axis=1) <= target + 1e-12]
-    tried = min(MOST_STARTS, max(4, 200_000 // (layers * layers * len(steps))))
-    order = np.argsort(sensitivity[rows, firsts].sum(axis=1), kind="stable")[:tried]
-
-    best = np.zeros(layers, int)
-    for start in (best, *firsts[order]):
-        taken = _completed(sensitivity, steps, start, target)
-        if sensitivity[rows, taken].sum() < sensitivity[rows, best].sum():
-            best = taken
-    best = _exchanged(sensitivity, steps, best, target)
-    return tuple(float(steps[step]) for step in best)
-
-
-def _raised(taken: np.ndarray, count: int) -> Int[np.ndarray, "L count L"]:
-    """Raises the layers up to each layer to at least each step: one schedule for each of both."""
-    rows = np.arange(len(taken))
-    return np.where(rows <= rows[:, None, None], np.maximum(taken, np.arange(count)[:, None]), taken)
-
-
-def _completed(sensitivity: np.ndarray, steps: np.ndarray, taken: np.ndarray, target: float) -> np.ndarray:
-    """Makes the best move for each unit of ratio until none helps or fits."""
-    rows = np.arange(len(taken))
-    while True:
-        raised = _raised(taken, len(steps))
-        cost = steps[raised].sum(axis=-1) - steps[taken].sum()
-        gain = sensitivity[rows, taken].sum() - sensitivity[rows, raised].sum(axis=-1)
-        fits = (cost > 0) & (cost <= target - steps[taken].sum() + 1e-12) & (gain > 0)
-        if not fits.any():
-            return taken
-        rate = np.where(fits, gain / np.where(fits, cost, 1.0), -1.0)
-        taken = raised[np.unravel_index(rate.argmax(), rate.shape)]
-
-
-def _exchanged(sensitivity: np.ndarray, steps: np.ndarray, taken: np.ndarray, target: float) -> np.ndarray:
-    """Raises the lower layers and lowers the upper ones, or does either, while that helps and fits."""
-    layers, count = sensitivity.shape
-    rows = np.arange(layers)
-    # Of many layers and ratios only steps nearby are looked at.
-    reach = count
-    while reach > 1 and layers * (reach * layers) ** 2 > MOST_EXCHANGES:
-        reach -= 1
-
-    while True:
-        near = np.abs(_raised(taken, count) - taken).max(axis=-1) <= reach
-        raised = np.unique(np.concatenate([taken[None], _raised(taken, count)[near]]), axis=0)
-        candidates = [raised]
-        for layer in range(layers):
-            for step in range(max(0, taken[layer] - reach), min(count, taken[layer] + reach)):
-                candidates.append(np.where(rows >= layer, np.minimum(raised, step), raised))
-        schedules = np.unique(np.concatenate(candidates), axis=0)
-        schedules = schedules[steps[schedules].sum(axis=1) <= target + 1e-12]
-        values = sensitivity[rows, schedules].sum(axis=1)
-        best = values.argmin()
-        if values[best] >= sensitivity[rows, taken].sum() - 1e-12 * max(1.0, np.abs(sensitivity).max()):
-            return taken
-        taken = schedules[best]
+    # For each ratio, the schedules of the deepest layers that begin with at most that ratio: (cost, loss, ratios).
+    schedules: list[list[tuple[float, float, tuple[float, ...]]]] = [[(0.0, 0.0, ())] for _ in ratios]
+    for losses in sensitivity[::-1]:
+        raised, candidates = [], []
+        for ratio, loss, deeper in zip(ratios, losses, schedules, strict=True):
+            longer = [(round(cost + ratio, 9), rest + loss, (float(ratio), *tail)) for cost, rest, tail in deeper]
+            longer, candidates = sorted([*candidates, *longer]), []
+            # A schedule that costs more than another one and loses no less is part of no best one.
+            for candidate in longer:
+                if candidate[0] <= target + 1e-9 and (not candidates or candidate[1] < candidates[-1][1]):
+                    candidates.append(candidate)
+            raised.append(candidates)
+        schedules = raised
+    return min(schedules[-1], key=lambda schedule: schedule[1])[2]

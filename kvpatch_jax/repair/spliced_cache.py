@@ -34,10 +34,10 @@ class OtherAntecedent(NamedTuple):
 
 @pytree(
     data=(
-        *("tokens", "cache", "slots", "mask", "front", "question", "seen", "length"),
-        *("conditioned", "recorded", "hidden", "others", "canonical", "before"),
+        *("tokens", "cache", "slots", "front", "question", "seen", "length"),
+        *("recorded", "hidden", "others", "canonical", "before"),
     ),
-    static=("chunks", "tower_flops"),
+    static=("chunks",),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplicedCache:
@@ -49,17 +49,15 @@ class SplicedCache:
     Attributes:
       tokens: embeddings [B,T,D] and absolute positions: the chunk's, or the whole prompt's.
       cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}. At new text it may hold anything.
-      slots: indices of the tokens in the cache, int [B,T].
-      mask: True where a token may attend, bool [B,1,T,S]; None: to slots up to its own.
+      slots: indices of the tokens in the cache, int [B,T]. A token attends to slots up to its own.
       front: tokens that precede, in the first slots. Methods read it that keep nothing of them, that keep them with the
         chunk, or that compare antecedents by their embeddings.
       question: what is asked after the cache, with absolute positions. Query-aware methods read it.
       seen: keys that the question may attend to, bool [B,S]; None: all.
       length: int [B], tokens per row that are not padding; None: all. Padding is never recomputed.
-      conditioned: the tokens' true KV in context, phase-free as `prefill` returns it, {channel: [L,B,T,K,H]}. Only
-        oracles read it.
-      recorded: KV that an earlier prefill behind the same antecedent left, phase-free {channel: [L,B,T,K,H]}. Methods
-        that store a form of it (patches, quantised KV, low-rank keys) read it; no method that recomputes does.
+      recorded: the chunk's true KV in context, which an earlier prefill behind the same antecedent left, phase-free as
+        `prefill` returns it, {channel: [L,B,T,K,H]}. Methods that store a form of it (patches, quantised KV, low-rank
+        keys) and the oracle read it; no other method that recomputes does.
       hidden: {layer: [B,T,D]}, the residual of the chunk alone as it enters a layer, kept beside its canonical.
       others: the chunk's KV behind other antecedents, in the order in which they were met. Only methods read it that
         keep one form for all antecedents.
@@ -68,25 +66,21 @@ class SplicedCache:
       before: of a hybrid model, the transition of what precedes the chunk; the cache has that of the whole sequence.
       chunks: (first, one past the last) token of each cached chunk, ascending and static; what none of them covers is
         new text. None: all tokens are one chunk.
-      tower_flops: of encoding the images of one row, which methods pay that keep no embeddings.
     """
 
     tokens: Tokens
     cache: KV
     slots: Int[AnyArray, "B T"]
-    mask: Bool[AnyArray, "B 1 T S"] | None = None
     front: Tokens | None = None
     question: Tokens | None = None
     seen: Bool[AnyArray, "B S"] | None = None
     length: Int[AnyArray, " B"] | None = None
-    conditioned: KV | None = None
     recorded: KV | None = None
     hidden: Mapping[int, Array] | None = None
     others: tuple[OtherAntecedent, ...] = ()
     canonical: KV | None = None
     before: KV | None = None
     chunks: tuple[tuple[int, int], ...] | None = None
-    tower_flops: int = 0
 
     def replace(self, **changes: Any) -> "SplicedCache":
         """Returns a splice with other attributes."""
@@ -115,7 +109,6 @@ class SplicedCache:
 EXPECTED = {
     "front": "the tokens that precede, in the first slots",
     "question": "the question's tokens behind the cache",
-    "conditioned": "the chunk's phase-free KV in context",
     "recorded": "KV that an earlier prefill behind the same antecedent left",
     "hidden": "residuals of the chunk alone",
     "others": "KV of the chunk behind at least one other antecedent",
@@ -157,11 +150,10 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
         ("cache", splice.cache[first], (L, B, S)),
         ("embeddings", splice.tokens.embeddings, (B, T)),
         ("positions", splice.tokens.positions, (B, T)),
-        ("mask", splice.mask, (B, 1, T, S)),
         ("seen", splice.seen, (B, S)),
         ("length", splice.length, (B,)),
     ]
-    versions = [(name, getattr(splice, name)) for name in ("conditioned", "recorded", "canonical")]
+    versions = [(name, getattr(splice, name)) for name in ("recorded", "canonical")]
     for place, other in enumerate(splice.others):
         versions.append((f"others[{place}]", other.kv))
         expected.append((f"others[{place}].embedding", other.embedding, (B, width)))
@@ -269,14 +261,10 @@ def joined_tokens(*parts: Tokens) -> Tokens:
 
 def with_front(splice: SplicedCache, front: Tokens) -> SplicedCache:
     """Returns a splice of the tokens that precede, in the first slots, and the splice's own, as one chunk."""
-    (rows, before), size = front.embeddings.shape[:2], next(iter(splice.cache.values())).shape[2]
+    rows, before = front.embeddings.shape[:2]
     slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
-    mask = None
-    if splice.mask is not None:
-        causal = jnp.broadcast_to(jnp.arange(size) <= jnp.arange(before)[:, None], (rows, 1, before, size))
-        mask = jnp.concatenate([causal, jnp.asarray(splice.mask)], axis=2)
     length = None if splice.length is None else before + jnp.asarray(splice.length)
-    return SplicedCache(joined_tokens(front, splice.tokens), splice.cache, slots, mask=mask, length=length)
+    return SplicedCache(joined_tokens(front, splice.tokens), splice.cache, slots, length=length)
 
 
 # ---------------------------------------------------------------------------------------------------------- scores

@@ -72,7 +72,6 @@ def make_splice(
     room = ((0, 0), (0, 0), (0, SPARE), (0, 0), (0, 0))
     cache = {name: jnp.pad(jnp.concatenate([true[name][:, :, :BEFORE], blind[name]], 2), room) for name in true}
     slots = np.broadcast_to(np.arange(BEFORE, BEFORE + chunk), (ROWS, chunk))
-    conditioned = {name: value[:, :, BEFORE:] for name, value in whole.items()}
     expected = {name: np.pad(value, room) for name, value in true.items()}
     seen = np.broadcast_to(np.arange(BEFORE + chunk + SPARE) < BEFORE + chunk, (ROWS, BEFORE + chunk + SPARE))
     splice = SplicedCache(
@@ -82,8 +81,7 @@ def make_splice(
         front=tokens.take(0, BEFORE),
         question=question,
         seen=jnp.asarray(seen),
-        conditioned=conditioned,
-        recorded=conditioned,
+        recorded={name: value[:, :, BEFORE:] for name, value in whole.items()},
         hidden=alone.hidden,
     )
     return splice, expected

@@ -212,7 +212,7 @@ def test_anchors_are_weighted_by_the_distance_of_antecedents(case, precision):
     backbone, splice, _ = case
     allowed = 2 * encoding_of(precision).nbytes(backbone.layout, TOKENS) + 300
     # The own antecedent's KV is not read: it may be new.
-    new = splice.replace(recorded=None, conditioned=None)
+    new = splice.replace(recorded=None)
     repaired = anchored(backbone, new, RepairBudget(kv_bytes=allowed), precision=precision, encoding="k8v8")
     base, size = quantised_kv(backbone, canonical(backbone, splice), 8)
     asked = np.asarray(splice.front.embeddings, np.float64).mean(1)
@@ -284,7 +284,6 @@ def one_row(splice, row):
         question=None,
         seen=None,
         hidden=None,
-        conditioned=None,
         length=None if splice.length is None else splice.length[row : row + 1],
         recorded=take(splice.recorded),
         others=others,

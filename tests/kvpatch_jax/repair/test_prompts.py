@@ -77,8 +77,7 @@ def test_two_step_reuse_computes_text_without_chunks(case):
 @pytest.mark.parametrize("name", ["first_k", "cacheblend"])
 def test_new_text_is_always_computed_and_counts_in_no_budget(case, name):
     backbone, splice, _, _ = case
-    conditioned = backbone.prefill(splice.tokens).kv
-    repaired = METHODS[name](backbone, splice.replace(conditioned=conditioned), RepairBudget(tokens=1))
+    repaired = METHODS[name](backbone, splice, RepairBudget(tokens=1))
     chosen = np.asarray(repaired.chosen)
     assert chosen[:, :, NEW].all()
     wanted = len(NEW) + (2 if name == "first_k" else 1)

@@ -93,9 +93,9 @@ def test_what_is_not_chosen_is_not_touched_and_sets_are_nested(backbone, spliced
 @pytest.mark.parametrize("name", ["oracle_delta", "quest", pytest.param("infoflow", marks=pytest.mark.slow)])
 def test_the_truth_is_read_by_the_oracle_alone(backbone, spliced, name):
     splice, _ = spliced
-    without = splice.replace(conditioned=None, recorded=None, hidden=None, front=None)
+    without = splice.replace(recorded=None, hidden=None, front=None)
     if name == "oracle_delta":
-        with pytest.raises(InputError, match="conditioned"):
+        with pytest.raises(InputError, match="recorded"):
             oracle_delta(backbone, without, TWO)
         return
     found, expected = (METHODS[name](backbone, own, TWO) for own in (without, splice))
@@ -185,20 +185,6 @@ def test_padding_is_never_recomputed(backbone, spliced, name):
     assert not changed(repaired.cache, splice.cache)[:, 0, 3:].any()
 
 
-@pytest.mark.slow
-def test_a_mask_is_obeyed(backbone, spliced):
-    """Tokens that may not look at the antecedent come out as they were spliced: blind."""
-    splice, _ = spliced
-    size = splice.cache["k"].shape[2]
-    places = np.arange(size)
-    mask = (places >= BEFORE) & (places <= np.asarray(splice.slots)[..., None])
-    splice = splice.replace(mask=jnp.asarray(mask[:, None]))
-    for name in TOKEN_METHODS:
-        repaired = METHODS[name](backbone, splice, FIVE)
-        for channel, value in splice.cache.items():
-            assert error(repaired.cache[channel], value) <= 1e-5
-
-
 def test_another_chunk_and_place_compile_nothing(backbone, spliced):
     splice, _ = spliced
     for name in TOKEN_METHODS:
@@ -267,15 +253,13 @@ def test_splices_that_do_not_fit(backbone, spliced, unchecked):
         first_k(backbone, splice.replace(slots=splice.slots + SPARE + 1), TWO)
     with pytest.raises(ShapeError, match="embeddings"):
         first_k(backbone, splice.replace(tokens=splice.tokens.take(0, 5)), TWO)
-    with pytest.raises(ShapeError, match="mask"):
-        first_k(backbone, splice.replace(mask=jnp.ones((ROWS, 1, CHUNK, 3), bool)), TWO)
     with pytest.raises(ShapeError, match="seen"):
         first_k(backbone, splice.replace(seen=jnp.ones((ROWS, 3), bool)), TWO)
     with pytest.raises(ShapeError, match="length"):
         first_k(backbone, splice.replace(length=jnp.ones((ROWS + 1,), jnp.int32)), TWO)
-    cut = {name: value[:, :, :2] for name, value in (splice.conditioned or {}).items()}
-    with pytest.raises(ShapeError, match="conditioned"):
-        first_k(backbone, splice.replace(conditioned=cut), TWO)
+    cut = {name: value[:, :, :2] for name, value in (splice.recorded or {}).items()}
+    with pytest.raises(ShapeError, match="recorded"):
+        first_k(backbone, splice.replace(recorded=cut), TWO)
     with pytest.raises(LayoutError, match="repair: cache"):
         first_k(backbone, splice.replace(cache={"k": splice.cache["k"]}), TWO)
     for chunks in (((0, CHUNK + 1),), ((3, 2),), ((0, 0),), ((0, 4), (3, 5))):

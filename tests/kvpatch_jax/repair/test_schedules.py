@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import RATIOS, greedy_schedule, logit_error, recomputed_sensitivity
+from kvpatch_jax.repair import RATIOS, best_schedule, logit_error, recomputed_sensitivity
 from kvpatch_jax.repair.methods import vlcache
 from tests.kvpatch_jax.repair.splices import (
     CHUNK,
@@ -97,7 +97,7 @@ def drawn(seed: int, shape: str) -> tuple[np.ndarray, list[float], float]:
 
 
 def check(sensitivity: np.ndarray, ratios: list[float], target: float) -> None:
-    schedule = greedy_schedule(sensitivity, ratios, target)
+    schedule = best_schedule(sensitivity, ratios, target)
     assert len(schedule) == len(sensitivity)
     assert all(lower >= upper for lower, upper in itertools.pairwise(schedule))
     assert sum(schedule) <= target + 1e-9
@@ -126,4 +126,4 @@ def test_greedy_is_within_five_percent_of_the_optimum(seed, shape):
 )
 def test_schedules_that_cannot_be(sensitivity, ratios, target, words, unchecked):
     with pytest.raises(InputError, match=words):
-        greedy_schedule(sensitivity, ratios, target)
+        best_schedule(sensitivity, ratios, target)
