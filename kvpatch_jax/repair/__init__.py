@@ -4,13 +4,13 @@ They work on identical KV and count what they cost: token-layers, bytes stored a
 `METHODS` lists them. Patches correct features; most others recompute tokens in context (Kamera §6, App. C.3).
 """
 
-from .attention_scores import READINGS as READINGS
-from .attention_scores import Reading as Reading
-from .attention_scores import attention_scores as attention_scores
 from .methods import METHODS as METHODS
 from .patches import spliced_chunks as spliced_chunks
 from .prompts import PromptPiece as PromptPiece
 from .prompts import splice_prompt as splice_prompt
+from .question_attention import READINGS as READINGS
+from .question_attention import Reading as Reading
+from .question_attention import attention_scores as attention_scores
 from .question_attention import reordered_by_question as reordered_by_question
 from .references import reprefill_flops as reprefill_flops
 from .repair_budget import RepairBudget as RepairBudget

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..backbone import Backbone
-from ..core import to_engine
+from ..backbone import KV, Backbone, LayerAttention
+from ..core import KVLayout, to_engine
 from ..errors import InputError
-from .attention_scores import attended_keys, scaled_queries
 from .recomputation import Recompute, choose_scored, new_text_alone, recompute_bytes, recompute_scored
 from .repair_budget import RepairBudget
 from .repaired import Repaired, method
@@ -121,6 +120,18 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> R
     run.run(check + 1, layout.layers, choose_scored(splice, jnp.where(live_tokens(splice), score, -jnp.inf), count))
     counts = [splice.cached_count] * (check + 1) + [count] * (layout.layers - check - 1)
     return run.repaired(recompute_bytes(layout, splice, counts, compared=splice.cached_count))
+
+
+def scaled_queries(layer: LayerAttention) -> Float[Array, "B T N H"]:
+    """Returns queries in the engine frame times the scale of scores."""
+    return layer.query * layer.scale
+
+
+def attended_keys(layout: KVLayout, cache: KV, layer: int) -> Float[Array, "B S K H"]:
+    """Returns the keys that queries meet at a layer; for MLA the latent and the rotary key of one head."""
+    if layout.kind == "mla":
+        return jnp.concatenate([cache["ckv"][layer], cache["kpe"][layer]], axis=-1)
+    return cache["k"][layer]
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..backbone import KV, Backbone
-from ..core import WHOLE, AnyArray, KVEncoding, KVLayout
+from ..core import WHOLE, AnyArray, KVEncoding
 from ..errors import InputError
 from .repair_budget import RepairBudget, kv_bytes
 from .repaired import RepairBytes, Repaired, method
@@ -113,12 +113,15 @@ def block_differences(
     if base not in ("canonical", "first"):
         raise InputError(f"block_differences.base: got {base!r:.80}; expected 'canonical' or 'first'")
     source = required(splice, "others")[0].kv if base == "first" else canonical_of(layout, splice)
-    master = encode_rows(layout, dict(source), encoding_of(WHOLE), splice.length)
-    delta = differences(dict(recorded), decode_rows(master))
+    master = {name: jnp.asarray(value).astype(jnp.bfloat16).astype(jnp.float32) for name, value in source.items()}
+    delta = differences(dict(recorded), master)
     expect_values((delta, splice.length), "block_differences")
 
-    costs = _block_costs(layout, tokens)
-    marked = _marked_blocks(layout, delta, live_tokens(splice), costs, allowed)
+    # Bytes of each block with its index: [channels, layers, blocks].
+    lengths = np.array([min(BLOCK_TOKENS, tokens - first) for first in range(0, tokens, BLOCK_TOKENS)])
+    index = 2 if len(layout.channels) * layout.layers * len(lengths) <= 65_536 else 4
+    costs = np.asarray([[index + 2 * lengths * channel.features] * layout.layers for channel in layout.channels])
+    marked = _marked_blocks([delta[name] for name in layout.names], live_tokens(splice), costs, allowed)
     # Blocks of different channels may differ in size, so rows may fill their budget differently.
     stored = round(float((np.asarray(marked) * costs).sum((-1, -2, -3)).mean()))
     masks = jnp.repeat(marked, BLOCK_TOKENS, axis=-1)[..., :tokens]
@@ -128,7 +131,7 @@ def block_differences(
         blocks[name] = jnp.where(inside, delta[name], 0.0).astype(jnp.bfloat16)
 
     def decode() -> KV:
-        return {name: value + blocks[name].astype(jnp.float32) for name, value in decode_rows(master).items()}
+        return {name: value + blocks[name].astype(jnp.float32) for name, value in master.items()}
 
     size = kv_bytes(layout, tokens)
     bytes = RepairBytes(stored=stored, moved=size + stored, **{"canonical" if base == "canonical" else "shared": size})
@@ -136,18 +139,11 @@ def block_differences(
     return serve_form(backbone, splice, bytes, decode, 3 * layout.numbers * tokens)
 
 
-def _block_costs(layout: KVLayout, tokens: int) -> np.ndarray:
-    """Counts the bytes of each block with its index: [channels, layers, blocks]."""
-    lengths = np.array([min(BLOCK_TOKENS, tokens - first) for first in range(0, tokens, BLOCK_TOKENS)])
-    index = 2 if len(layout.channels) * layout.layers * len(lengths) <= 65_536 else 4
-    return np.asarray([[index + 2 * lengths * channel.features] * layout.layers for channel in layout.channels])
-
-
-def _marked_blocks(layout: KVLayout, delta: dict[str, Array], live: Array, costs: np.ndarray, allowed: int) -> Array:
+def _marked_blocks(deltas: list[Array], live: Array, costs: np.ndarray, allowed: int) -> Array:
     """Marks the blocks [B, channels, layers, blocks] with the most energy per byte, until the next one does not fit."""
     energies = []
-    for channel in layout.channels:
-        square = jnp.where(live, jnp.square(delta[channel.name]).sum((-1, -2)), 0.0)
+    for delta in deltas:
+        square = jnp.where(live, jnp.square(delta).sum((-1, -2)), 0.0)
         padded = jnp.pad(square, ((0, 0), (0, 0), (0, -square.shape[-1] % BLOCK_TOKENS)))
         energies.append(padded.reshape(*padded.shape[:2], -1, BLOCK_TOKENS).sum(-1))
     by_byte = jnp.moveaxis(jnp.stack(energies), 2, 0) / costs

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int16
 
 from ..backbone import KV, Backbone
-from ..core import GROUP, AnyArray, KVLayout, PackedArray, pack, packed_bytes, unpack
+from ..core import GROUP, AnyArray, PackedArray, pack, packed_bytes, unpack
 from ..errors import InputError
 from .repair_budget import RepairBudget
 from .repaired import RepairBytes, Repaired, method
@@ -29,16 +29,11 @@ MOST = 1023
 
 
 class CodedChannel(NamedTuple):
-    """One channel in symbols.
-
-    Attributes:
-      anchors: the first token of each group, [L,B,groups,K,H] in 8 bits.
-      deviation: bfloat16 [L,B,1,K,H], the standard deviation of each feature's differences.
-      symbols: int16 [L,B,T,K,H]; 0 at anchors, which have none.
-    """
+    """One channel in symbols: anchors, the first token of each group in 8 bits; steps, float32 [L,B,1,K,H]; symbols, 0 at
+    anchors, which have none."""
 
     anchors: PackedArray
-    deviation: Array
+    steps: Array
     symbols: Int16[Array, "L B T K H"]
 
 
@@ -66,27 +61,24 @@ def cachegen(
         raise InputError(f"cachegen.step: got {step}; expected a positive number")
     expect_values((recorded, splice.length), "cachegen")
 
+    # As many layers with each ratio as go.
+    ratios = [STEP_RATIOS[layer * len(STEP_RATIOS) // layout.layers] for layer in range(layout.layers)]
+
     def coded(step: float | int) -> dict[str, CodedChannel]:
-        steps = _layer_steps(layout, step)
+        steps = np.asarray([step * ratio for ratio in ratios], np.float32)
         return {name: encode_differences(jnp.asarray(recorded[name]), splice.length, steps) for name in layout.names}
 
     def most_bytes(step: float | int) -> int:
         return int(coded_bytes(coded(step), splice.length).max())
 
     size = largest_fitting(STEPS, most_bytes, allowed) if step is None else step
-    channels, steps = coded(size), _layer_steps(layout, size)
+    channels = coded(size)
     stored = round(float(coded_bytes(channels, splice.length).mean()))
 
     def decode() -> KV:
-        return {name: decode_differences(channel, steps) for name, channel in channels.items()}
+        return {name: decode_differences(channel) for name, channel in channels.items()}
 
     return serve_form(backbone, splice, RepairBytes(stored=stored, moved=stored), decode, 2 * layout.numbers * tokens)
-
-
-def _layer_steps(layout: KVLayout, step: float | int) -> np.ndarray:
-    """Returns the steps of all layers, as many layers with each ratio as go."""
-    thirds = [layer * len(STEP_RATIOS) // layout.layers for layer in range(layout.layers)]
-    return np.asarray([step * STEP_RATIOS[third] for third in thirds], np.float32)
 
 
 @jax.jit
@@ -107,18 +99,18 @@ def encode_differences(
     counted = _counted_tokens(wide.shape[1:3], length)[..., None, None]
     number = jnp.maximum(counted.sum(1, keepdims=True), 1)
     square = jnp.where(counted, jnp.square(delta), 0.0).sum(2, keepdims=True) / number
+    # Deviations are kept in bfloat16.
     deviation = jnp.sqrt(square).astype(jnp.bfloat16)
     size = steps[:, None, None, None, None] * deviation.astype(jnp.float32)
     levels = jnp.round(delta / jnp.where(size > 0, size, 1.0))
     symbols = jnp.where(counted, jnp.clip(levels, -MOST, MOST), 0.0).astype(jnp.int16)
-    return CodedChannel(anchors, deviation, symbols)
+    return CodedChannel(anchors, size, symbols)
 
 
 @jax.jit
-def decode_differences(coded: CodedChannel, steps: Float[AnyArray, " L"]) -> Float[Array, "L B T K H"]:
+def decode_differences(coded: CodedChannel) -> Float[Array, "L B T K H"]:
     """Decodes one channel to float32."""
-    size = steps[:, None, None, None, None] * coded.deviation.astype(jnp.float32)
-    return _spread_anchors(coded.anchors, coded.symbols.shape[2]) + coded.symbols.astype(jnp.float32) * size
+    return _spread_anchors(coded.anchors, coded.symbols.shape[2]) + coded.symbols.astype(jnp.float32) * coded.steps
 
 
 def _spread_anchors(anchors: PackedArray, tokens: int) -> Array:

@@ -7,6 +7,7 @@ question, N query heads, K KV heads, H head width, P pages.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import Backbone, LayerAttention, Tokens
 from ..core import KVLayout
 from ..errors import InputError
-from .attention_scores import READINGS, Reading, attended_keys, attention_scores, scaled_queries
+from .deviation import attended_keys, scaled_queries
 from .positions import Geometry, chunk_scores, placed_for_scoring, reordered
 from .recomputation import recompute_scored
 from .repair_budget import RepairBudget
@@ -25,15 +26,52 @@ from .spliced_cache import SplicedCache, largest, live_tokens, required
 
 PAGE = 16
 """Tokens of a page, as in Quest (Tang et al. 2024, section 4)."""
+Reading = Literal["mass", "norm", "head_norm"]
+"""How attention weights A [N heads, T question tokens, S keys] of a layer become one score per key.
+
+"mass": Σ_q mean_h A (equation 7, the mean over heads ours). "norm": sqrt(Σ_q (mean_h A)²), the code's for language
+models. "head_norm": sqrt(Σ_{h,q} A²), the code's for vision-language models.
+"""
+READINGS: tuple[str, ...] = get_args(Reading)
+
+# Equation 7 of the paper is attention mass, and names no reduction over heads. The code that its authors released
+# (github.com/tx467/InfoFlow-KV) takes norms instead, or entropies, which are left out.
+
+
+def attention_scores(
+    seen: LayerAttention, reading: Reading, context: int, axis: str | None = None
+) -> Float[Array, "B context"]:
+    """Scores the first `context` keys of one layer by the attention that they get.
+
+    The softmax runs over all that the question sees: the context and the question's own earlier tokens. Over a mesh its
+    mass is summed over devices. (The released code leaves each device its own softmax, so that its scores of two
+    devices do not compare; here selection is that of one device.)
+
+    Args:
+      seen: a question over its context; over a mesh, over the keys of this device.
+      axis: the mesh axis that keys lie over, inside `jax.shard_map`; None: all keys are here.
+    """
+    scores = seen.scores()
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = top if axis is None else jax.lax.pmax(top, axis)
+    weights = jnp.exp(scores - top)
+    mass = jnp.sum(weights, axis=-1, keepdims=True)
+    mass = mass if axis is None else jax.lax.psum(mass, axis)
+    weights = weights[..., :context] / mass
+
+    if reading == "mass":
+        return weights.mean(1).sum(1)
+    if reading == "norm":
+        weights = weights.mean(1, keepdims=True)
+    return jnp.sqrt(jnp.square(weights).sum((1, 2)))
 
 
 def infoflow_layers(layout: KVLayout, reading: Reading = "mass") -> tuple[int, ...]:
     """Returns the layers that InfoFlow KV scores with, for a model of another depth than its own.
 
-    Layers 22 to 25 of 40 (appendix B, Qwen3-14B); the last two for the readings of vision-language models, as in the
-    released code.
+    Layers 22 to 25 of 40 (appendix B, Qwen3-14B); for "head_norm" the last two, as in the released code.
     """
-    if reading in ("head_norm", "head_entropy"):
+    if reading == "head_norm":
         return tuple(range(max(0, layout.layers - 2), layout.layers))
     first, last = round(0.55 * layout.layers), round(0.65 * layout.layers)
     return tuple(range(min(first, layout.layers - 1), min(max(first, last), layout.layers - 1) + 1))

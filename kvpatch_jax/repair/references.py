@@ -10,7 +10,7 @@ from ..core import split_transition, to_engine
 from ..errors import InputError
 from .recomputation import Recompute, new_text_alone, recompute_everything
 from .repair_budget import ALL, NOTHING, NUMBER_BYTES, RepairBudget, kv_bytes
-from .repaired import RepairBytes, Repaired, counted_once, input_bytes, method, trace_counter, untouched
+from .repaired import RepairBytes, Repaired, flops_counter, input_bytes, method, untouched
 from .spliced_cache import SplicedCache, check_rows, required, with_front, write_slots
 
 
@@ -88,7 +88,7 @@ def reprefill_flops(backbone: Backbone, splice: SplicedCache) -> float:
     def serve(splice: SplicedCache) -> Repaired:
         return recompute_everything(backbone, splice, RepairBytes())
 
-    return counted_once(backbone, splice, "reprefill", trace_counter(serve, splice))() / len(splice.slots)
+    return flops_counter(backbone, splice, "reprefill", serve)() / len(splice.slots)
 
 
 @method()

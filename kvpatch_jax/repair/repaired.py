@@ -97,12 +97,12 @@ class Repaired:
 
 
 def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Callable[..., Repaired]]:
-    """Makes a function a method of reuse: its splice and budget are checked, and what serving costs is counted.
+    """Makes a function a method of reuse: checks its splice and budget, and counts what serving costs.
 
-    FLOPs are those of the function, traced again when they are asked for, unless it says what else serves.
+    FLOPs are those of the function, traced again when they are asked for, unless it counts them itself.
 
     Args:
-      hybrid: whether it serves hybrid models, too.
+      hybrid: whether it serves chunks of hybrid models, too.
     """
 
     def decorate(function: Callable[..., Repaired]) -> Callable[..., Repaired]:
@@ -113,24 +113,20 @@ def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Calla
             check_splice(backbone.layout, splice, hybrid=hybrid)
             # Without a budget, the function's own default.
             budgets = () if budget is None else (RepairBudget.of(budget),)
-            repaired = function(backbone, splice, *budgets, **settings)
+
+            def serve(splice: SplicedCache) -> Repaired:
+                return function(backbone, splice, *budgets, **settings)
+
+            repaired = serve(splice)
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
                 return repaired
-
-            def count() -> int:
-                def serve(splice: SplicedCache) -> Repaired:
-                    return function(backbone, splice, *budgets, **settings)
-
-                return (repaired.count_flops or trace_counter(serve, splice))()
-
             # Whatever was kept is rotated to its place.
             kept = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
-            rotating = rotation_flops(backbone.layout, splice.cached_count) if kept else 0
-            return dataclasses.replace(
-                repaired,
-                placing_flops=repaired.placing_flops + rotating,
-                count_flops=counted_once(backbone, splice, (function.__name__, budgets, settings), count),
+            placing = repaired.placing_flops + (rotation_flops(backbone.layout, splice.cached_count) if kept else 0)
+            count = repaired.count_flops or flops_counter(
+                backbone, splice, (function.__name__, *budgets, settings), serve
             )
+            return dataclasses.replace(repaired, placing_flops=placing, count_flops=count)
 
         return call
 
@@ -176,28 +172,20 @@ def input_bytes(splice: SplicedCache) -> int:
 _COUNTED: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
-def counted_once(backbone: Backbone, splice: SplicedCache, setting: Any, count: Callable[[], int]) -> Callable[[], int]:
-    """Returns a count of FLOPs that is made once per backbone, shapes of a splice, and setting."""
-    shapes = _shapes(splice)
+def flops_counter(
+    backbone: Backbone, splice: SplicedCache, setting: Any, serve: Callable[[SplicedCache], Any]
+) -> Callable[[], int]:
+    """Returns a count of the FLOPs of `serve(splice)`, which traces it once per backbone, shapes and setting."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
 
-    def counted() -> int:
+    def count() -> int:
         counts = _COUNTED.setdefault(backbone, {})
         key = (repr(setting), jax.tree.structure(shapes), tuple(jax.tree.leaves(shapes)))
         if key not in counts:
-            counts[key] = count()
+            counts[key] = traced_flops(serve, shapes)
         return counts[key]
 
-    return counted
-
-
-def trace_counter(serve: Callable[[SplicedCache], Any], splice: SplicedCache) -> Callable[[], int]:
-    """Returns a count of the FLOPs of `serve(splice)`, which is then traced."""
-    shapes = _shapes(splice)
-    return lambda: traced_flops(serve, shapes)
-
-
-def _shapes(splice: SplicedCache) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
+    return count
 
 
 def rotation_flops(layout: KVLayout, tokens: int) -> int:

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 from ..backbone import KV, Backbone
 from ..core import AnyArray, KVEncoding, KVLayout, PackedArray, encode_kv, to_engine, unpack
 from ..errors import InputError
+from ..utils.traced_flops import traced_flops
 from .repair_budget import RepairBudget, kv_bytes
-from .repaired import RepairBytes, Repaired, engine_written, trace_counter
+from .repaired import RepairBytes, Repaired, engine_written
 from .spliced_cache import SplicedCache
 
 StoredKV = dict[str, PackedArray | Array]
@@ -40,7 +41,7 @@ def serve_form(
         kv = to_engine(layout, dict(decode()), splice.tokens.positions, 0)
         return engine_written(layout, splice, kv, bytes)
 
-    return dataclasses.replace(serve(splice), placing_flops=decoding, count_flops=trace_counter(serve, splice))
+    return dataclasses.replace(serve(splice), placing_flops=decoding, count_flops=lambda: traced_flops(serve, splice))
 
 
 # ---------------------------------------------------------------------------------------------------------- budgets
