@@ -206,7 +206,7 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens, what: str = "c
 
 def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
     """Joins tokens at their positions to one prompt; parts without deepstack features get zeros."""
-    deepstack = None
+    deepstack, traced = None, any(isinstance(part.positions, Array) for part in parts)
     known = [part.deepstack for part in parts if part.deepstack is not None]
     if known:
         features = []
@@ -217,7 +217,7 @@ def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
 
     return Tokens(
         jnp.concatenate([part.embeddings for part in parts], axis=1),
-        np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
+        (jnp if traced else np).concatenate([part.positions for part in parts], axis=1),
         deepstack,
         ahead_of(parts),
     )

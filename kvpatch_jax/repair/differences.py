@@ -16,7 +16,7 @@ from ..errors import InputError
 from .repair_budget import RepairBudget, kv_bytes
 from .repaired import RepairBytes, Repaired, method
 from .spliced_cache import SplicedCache, canonical_of, live_tokens, pooled_embedding, required
-from .stored_kv import allowed_bytes, decode_rows, differences, encode_rows, encoding_of, expect_values, serve_form
+from .stored_forms import allowed_bytes, decode_rows, differences, encode_rows, encoding_of, expect_values, serve_form
 
 BLOCK_TOKENS = 16
 """Tokens of a block of TokenDance: a page of its engine's cache."""

@@ -14,7 +14,7 @@ from ..errors import InputError
 from .repair_budget import RepairBudget
 from .repaired import RepairBytes, Repaired, method
 from .spliced_cache import SplicedCache, required
-from .stored_kv import allowed_bytes, expect_values, largest_fitting, serve_form
+from .stored_forms import allowed_bytes, expect_values, largest_fitting, serve_form
 
 ANCHOR_GROUP = 10
 """Tokens of a group in CacheGen, its anchor the first."""
@@ -29,8 +29,13 @@ MOST = 1023
 
 
 class CodedChannel(NamedTuple):
-    """One channel in symbols: anchors, the first token of each group in 8 bits; steps, float32 [L,B,1,K,H]; symbols, 0 at
-    anchors, which have none."""
+    """One channel in symbols.
+
+    Attributes:
+      anchors: the first token of each group, in 8 bits.
+      steps: float32 [L,B,1,K,H], of each feature.
+      symbols: differences to the anchors in steps; 0 at anchors, which have none.
+    """
 
     anchors: PackedArray
     steps: Array

@@ -18,7 +18,7 @@ from ..patching.patch_flops import adding_flops, transition_adding_flops
 from .repair_budget import ALL, NUMBER_BYTES, RepairBudget, kv_bytes
 from .repaired import RepairBytes, Repaired, engine_written, factorising_flops, method
 from .spliced_cache import SplicedCache, canonical_of, required
-from .stored_kv import allowed_bytes, expect_values
+from .stored_forms import allowed_bytes, expect_values
 
 Base = Literal["canonical", "mean", "others"]
 """What a patch is added to: the canonical; the mean of KV behind all antecedents, or all but the splice's own."""

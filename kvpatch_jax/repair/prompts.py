@@ -13,12 +13,13 @@ import numpy as np
 from ..backbone import KV, Backbone, Tokens
 from ..core import EngineKV, to_engine
 from ..errors import InputError
+from ..patching.canonical import one_behind_the_other
 from .leading_tokens import first_counts, recompute_first
 from .recomputation import Recompute
 from .references import expect_nothing
 from .repair_budget import NOTHING, RepairBudget
 from .repaired import Repaired, method, untouched
-from .spliced_cache import SplicedCache, check_splice, joined_tokens
+from .spliced_cache import SplicedCache, check_splice
 
 MPIC_32 = RepairBudget(tokens=32)
 """The k that MPIC reports most (section 5.2)."""
@@ -61,7 +62,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
         first += n
 
     cache = {name: jnp.concatenate([part[name] for part in parts], axis=2) for name in layout.names}
-    tokens = joined_tokens(*(piece.tokens for piece in pieces))
+    tokens = one_behind_the_other([piece.tokens for piece in pieces])
     slots = jnp.asarray(np.broadcast_to(np.arange(first, dtype=np.int32), (tokens.embeddings.shape[0], first)))
     splice = SplicedCache(tokens, EngineKV(cache), slots, chunks=tuple(chunks))
     check_splice(layout, splice)

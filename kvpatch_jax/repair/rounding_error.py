@@ -14,7 +14,7 @@ from ..errors import InputError, RankError
 from .repair_budget import RepairBudget
 from .repaired import RepairBytes, Repaired, method
 from .spliced_cache import SplicedCache, live_tokens, required
-from .stored_kv import allowed_bytes, decode_rows, encode_rows, most_bits, serve_form
+from .stored_forms import allowed_bytes, decode_rows, encode_rows, most_bits, serve_form
 
 GEAR_RANK, GEAR_OUTLIERS = 4, 0.02
 """GEAR's rank of each head's error, and its share of numbers that are kept whole, by default."""

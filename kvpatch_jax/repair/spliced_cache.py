@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..backbone import KV, Tokens
 from ..core import AnyArray, KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
+from ..patching.canonical import one_behind_the_other
 from ..utils.pytrees import pytree
 
 
@@ -246,25 +247,12 @@ def pooled_embedding(tokens: Tokens) -> Float[Array, "B D"]:
     return jnp.asarray(tokens.embeddings).astype(jnp.float32).mean(1)
 
 
-def joined_tokens(*parts: Tokens) -> Tokens:
-    """Returns tokens behind one another; parts without deepstack features (texts among images) get zeros."""
-    features = [part.deepstack for part in parts if part.deepstack is not None]
-    if features:
-        like = jnp.asarray(features[0])
-        filled = []
-        for part in parts:
-            zeros = jnp.zeros((*part.embeddings.shape[:2], *like.shape[2:]), like.dtype)
-            filled.append(part if part.deepstack is not None else part._replace(deepstack=zeros))
-        parts = tuple(filled)
-    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves], axis=1), *parts)
-
-
 def with_front(splice: SplicedCache, front: Tokens) -> SplicedCache:
     """Returns a splice of the tokens that precede, in the first slots, and the splice's own, as one chunk."""
     rows, before = front.embeddings.shape[:2]
     slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
     length = None if splice.length is None else before + jnp.asarray(splice.length)
-    return SplicedCache(joined_tokens(front, splice.tokens), splice.cache, slots, length=length)
+    return SplicedCache(one_behind_the_other([front, splice.tokens]), splice.cache, slots, length=length)
 
 
 # ---------------------------------------------------------------------------------------------------------- scores

@@ -14,7 +14,7 @@ from kvpatch_jax.errors import InputError, RankError
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes
 from kvpatch_jax.repair.differences import anchor_weights
 from kvpatch_jax.repair.methods import anchored, blind, block_differences, cachegen, gear, joint_pair, patch, quantised
-from kvpatch_jax.repair.stored_kv import encode_rows, encoding_of
+from kvpatch_jax.repair.stored_forms import encode_rows, encoding_of
 from tests.kvpatch_jax.repair import byte_oracles as oracles
 from tests.kvpatch_jax.repair.splices import (
     BEFORE,
