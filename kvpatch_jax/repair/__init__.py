@@ -14,7 +14,6 @@ from .question_attention import attention_scores as attention_scores
 from .question_attention import reordered_by_question as reordered_by_question
 from .references import reprefill_flops as reprefill_flops
 from .repair_budget import RepairBudget as RepairBudget
-from .repair_budget import count_of_equal_bytes as count_of_equal_bytes
 from .repair_budget import kv_bytes as kv_bytes
 from .repaired import RepairBytes as RepairBytes
 from .repaired import Repaired as Repaired

@@ -1,25 +1,22 @@
 """Repairs that recompute the first tokens of every chunk: EPIC and MPIC, attention sinks, VLCache's schedules."""
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone
-from ..core import fold, to_engine, transition_of
 from ..errors import InputError
 from .recomputation import Recompute, padded_count, recompute_bytes
-from .repair_budget import NOTHING, RepairBudget, kv_bytes
-from .repaired import Repaired, engine_written, input_bytes, method, untouched
-from .spliced_cache import SplicedCache, check_rows, required
+from .repair_budget import NOTHING, RepairBudget
+from .repaired import Repaired, method, untouched
+from .spliced_cache import SplicedCache
 
 SINK_TOKENS = 4
 """Tokens that StreamingLLM (Xiao et al. 2024) keeps as attention sinks."""
 
 
-@method(hybrid=True)
+@method()
 def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
     """Recomputes the first tokens of every chunk in context, at every layer.
 
@@ -27,48 +24,10 @@ def first_k(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> R
     multimodal form MPIC-k (Zhao et al. 2025, section 4.2): k tokens at the beginning of each image, and all new text,
     in one forward.
 
-    Of a hybrid model the first tokens of one chunk run behind what precedes it, and the others stay as they are
-    behind the first ones alone, with a transition of their own, which is kept beside the canonical's.
-
     Args:
       budget: `tokens` is k, of each chunk (shorter ones are recomputed whole); a share is of each chunk.
     """
-    if backbone.layout.parts:
-        return _first_of_hybrid(backbone, splice, budget)
-    check_rows(backbone.layout)
     return recompute_first(backbone, splice, first_counts(backbone, splice, budget))
-
-
-def _first_of_hybrid(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> Repaired:
-    """Runs the first tokens of a hybrid's chunk in context, and composes what the others leave alone behind them."""
-    layout, tokens = backbone.layout, splice.slots.shape[1]
-    count = budget.count(layout, tokens)
-    if splice.chunks is not None or splice.length is not None:
-        raise InputError("first_k: got chunks or padding of a hybrid model; expected one whole chunk")
-    if count == 0:
-        return untouched(layout, splice)
-    before = required(splice, "before")
-
-    # The canonical in two pieces: the rest is prefilled behind the first tokens alone.
-    alone = splice.tokens._replace(positions=splice.tokens.positions - splice.tokens.positions.min(1, keepdims=True))
-    first, rest = alone.take(0, count), alone.take(count, tokens)
-    ahead = dict(to_engine(layout, backbone.prefill(first).kv, first.positions, 0))
-    stay = backbone.prefill(rest, ahead).kv if count < tokens else None
-
-    begin = int(splice.slots[0, 0])
-    rows = {channel.name: splice.cache[channel.name][:, :, :begin] for channel in layout.token_channels}
-    moved = splice.tokens.take(0, count)
-    again = dict(to_engine(layout, backbone.prefill(moved, {**rows, **before}).kv, moved.positions, 0))
-    pieces = [again]
-    if stay is not None:
-        pieces.append(dict(to_engine(layout, stay, splice.tokens.take(count, tokens).positions, 0)))
-    values = {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in rows}
-    values |= fold([transition_of(piece) for piece in pieces])
-    transition = kv_bytes(layout, 0) if stay is not None else 0
-    inputs, bytes = input_bytes(splice) * count + transition, untouched(layout, splice).bytes
-    bytes = bytes._replace(inputs=inputs, moved=bytes.moved + inputs - kv_bytes(layout, count))
-    chosen = jnp.broadcast_to(np.arange(tokens) < count, (layout.layers, *splice.slots.shape))
-    return dataclasses.replace(engine_written(layout, splice, values, bytes), chosen=chosen)
 
 
 @method()

@@ -286,32 +286,25 @@ def page_order(
     Args:
       queries: scaled, engine frame. keys: of the splice's tokens. on_page: each token's page; −1: none.
     """
-    inside = (on_page[..., None] == jnp.arange(pages)).transpose(0, 2, 1)  # [B,P,T]
-    group = queries.shape[3] // keys.shape[3]
+    exists = (on_page[..., None] == jnp.arange(pages)).any(1)
+    # Padding and new text lie on a page behind the last one, which counts nowhere.
+    segments, group = jnp.where(on_page < 0, pages, on_page), queries.shape[3] // keys.shape[3]
+    lowest, highest = (
+        jax.vmap(functools.partial(reduce, num_segments=pages)) for reduce in (jax.ops.segment_min, jax.ops.segment_max)
+    )
 
     def of_layer(total: tuple[Array, Array], layer: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
         query, key = layer
-        least, most = jax.vmap(_least)(key, inside), -jax.vmap(_least)(-key, inside)
         B, Q, N, H = query.shape
         grouped = query.reshape(B, Q, N // group, group, H)
         # Σ_h max(q·min, q·max): positive features of a query meet the largest key, negative ones the least.
-        bound = jnp.einsum("BQKGH,BPKH->BQKGP", jnp.maximum(grouped, 0), most)
-        bound = bound + jnp.einsum("BQKGH,BPKH->BQKGP", jnp.minimum(grouped, 0), least)
-        exists = inside.any(-1)[:, None, None, None]
-        bound = jnp.where(exists, bound, -jnp.inf)
+        bound = jnp.einsum("BQKGH,BPKH->BQKGP", jnp.maximum(grouped, 0), highest(key, segments))
+        bound = bound + jnp.einsum("BQKGH,BPKH->BQKGP", jnp.minimum(grouped, 0), lowest(key, segments))
+        bound = jnp.where(exists[:, None, None, None], bound, -jnp.inf)
         threshold = jax.lax.top_k(bound, min(taken, pages))[0][..., -1:]
-        votes = ((bound >= threshold) & exists).sum((1, 2, 3))
+        votes = ((bound >= threshold) & exists[:, None, None, None]).sum((1, 2, 3))
         return (total[0] + votes, total[1] + jax.nn.softmax(bound, axis=-1).sum((1, 2, 3))), None
 
-    zero = jnp.zeros(inside.shape[:2], jnp.float32)
+    zero = jnp.zeros(exists.shape, jnp.float32)
     (votes, share), _ = jax.lax.scan(of_layer, (zero, zero), (queries, keys))
     return votes + share / (share.sum(-1, keepdims=True) + 1e-6) / 2
-
-
-def _least(key: Float[Array, "T K H"], member: Bool[Array, "P T"]) -> Float[Array, "P K H"]:
-    """Returns the least key of each page by feature; 0 for pages without tokens."""
-
-    def of_page(inside: Array) -> Array:
-        return jnp.where(inside.any(), jnp.where(inside[:, None, None], key, jnp.inf).min(0), 0.0)
-
-    return jax.lax.map(of_page, member)

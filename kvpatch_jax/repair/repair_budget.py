@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from ..core import KVLayout
-from ..errors import InputError, RankError
+from ..errors import InputError
 
 NUMBER_BYTES = 2
 """Bytes of a number of KV, of factors and of embeddings, as they are served: in 16 bits, whatever dtype computes."""
@@ -19,8 +19,8 @@ class RepairBudget:
     Attributes:
       share: share of the cached tokens, rounded half up; of stored forms, of the bytes of the chunk's KV. 0 … 1.
       tokens: number of cached tokens per row.
-      kv_bytes: bytes per row. A repair that recomputes takes as many tokens as have KV of these bytes; one that stores
-        a correction stores at most these bytes.
+      kv_bytes: bytes per row. A repair that recomputes takes as many tokens as have KV of these bytes (Kamera Table 6:
+        those of a patch of rank 16 over 480 tokens at width 512 are 31); one that stores a form stores at most these.
 
     Raises:
       InputError: none or several are set, or a value is out of range.
@@ -76,21 +76,3 @@ NOTHING, ALL = RepairBudget(share=0.0), RepairBudget(share=1.0)
 def kv_bytes(layout: KVLayout, tokens: int) -> int:
     """Counts the bytes of some tokens' KV as it is served, and of a hybrid's transition once."""
     return NUMBER_BYTES * (layout.numbers * tokens + layout.transition_numbers)
-
-
-def count_of_equal_bytes(layout: KVLayout, rank: int, tokens: int) -> int:
-    """Computes how many tokens' KV takes as many bytes as a patch of this rank over `tokens` tokens (Kamera Table 6).
-
-    Per layer and channel of width F, a rank-m patch over n tokens takes m(n + F) numbers (at most n·F, because it is
-    stored dense beyond that) and a token takes F. At width 512 and 480 tokens, rank 16 equals 31 tokens and rank 64
-    equals 124.
-
-    Raises:
-      RankError: a rank below 1.
-    """
-    if rank < 1:
-        raise RankError(f"rank: got {rank}; expected at least 1")
-    # Layers are the same factor on both sides, and left out.
-    widths = [channel.features for channel in layout.channels]
-    numbers = sum(min(rank * (tokens + width), tokens * width) for width in widths)
-    return int(numbers / sum(widths) + 0.5)

@@ -192,8 +192,8 @@ def check_rows(layout: KVLayout) -> None:
         layers = list(layout.layers_of(layout.parts[0].name))
         raise LayoutError(
             f"repair: got a hybrid model, with linear attention on layers {layers}; expected layers with a row "
-            "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits, "
-            "first_k and full_reprefill serve hybrid models)"
+            "per token, because a state keeps nothing of single tokens (blind, patch, quantised in 16 bits and "
+            "full_reprefill serve hybrid models)"
         )
     check_uniform(layout, "repair")
 

@@ -7,8 +7,8 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Backbone
-from kvpatch_jax.errors import InputError, LayoutError, RankError, ShapeError
-from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache, count_of_equal_bytes
+from kvpatch_jax.errors import InputError, LayoutError, ShapeError
+from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache
 from kvpatch_jax.repair.methods import cacheblend, first_k, oracle_delta, vlcache
 from kvpatch_jax.repair.spliced_cache import deviation
 from models import ModelBackbone
@@ -274,11 +274,6 @@ def test_splices_that_do_not_fit(backbone, spliced, unchecked):
 
 def test_equal_bytes_buy_the_papers_counts_of_tokens():
     paper = kvp.KVLayout.gqa(layers=28, kv_heads=4, head_dim=128, rope=kvp.Rope(theta=1e6, dim=128))
-    assert count_of_equal_bytes(paper, 16, 480) == 31
-    assert count_of_equal_bytes(paper, 64, 480) == 124
-    assert count_of_equal_bytes(paper, 400, 480) == 480  # dense: never more than the chunk itself
-    latent = kvp.KVLayout.mla(layers=4, rope=kvp.Rope(theta=1e4, dim=64))
-    assert count_of_equal_bytes(latent, 64, 480) == round((64 * (480 + 512) + 480 * 64) / 576)
-    with pytest.raises(RankError, match="rank: got 0"):
-        count_of_equal_bytes(paper, 0, 480)
+    for rank, count in ((16, 31), (64, 124), (10**6, 480)):
+        assert RepairBudget(kv_bytes=2 * 28 * 2 * rank * (480 + 512)).count(paper, 480) == count
     assert [RepairBudget(share=share).count(paper, 480) for share in (0.0, 0.1, 0.15, 1.0)] == [0, 48, 72, 480]
