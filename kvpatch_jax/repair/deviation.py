@@ -107,12 +107,7 @@ def kvshare(backbone: Backbone, splice: SplicedCache, budget: RepairBudget) -> R
     entering = splice.tokens if run.residual is None else splice.tokens._replace(embeddings=run.residual)
     run.run(check, check + 1, everything)
     queries = backbone.attention(
-        entering,
-        run.cache,
-        layers=(check,),
-        reduce=scaled_queries,
-        slots=splice.slots,
-        start_layer=check,
+        entering, run.cache, layers=(check,), reduce=scaled_queries, slots=splice.slots, start_layer=check
     )
     keys = [attended_keys(layout, cache, check) for cache in (run.cache, splice.cache)]
     shift = attention_shift(queries[0], *keys, jnp.asarray(splice.slots))

@@ -91,11 +91,7 @@ def _interpolated(base: KV, deviations: list[dict[str, Array]], weights: Array) 
 
 @method()
 def block_differences(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget,
-    *,
-    base: Literal["canonical", "first"] = "canonical",
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, *, base: Literal["canonical", "first"] = "canonical"
 ) -> Repaired:
     """Adds the largest blocks of the deficit to a master copy: block-sparse differences, both in bfloat16.
 

@@ -29,16 +29,10 @@ MOST = 1023
 
 
 class CodedChannel(NamedTuple):
-    """One channel in symbols.
-
-    Attributes:
-      anchors: the first token of each group, in 8 bits.
-      steps: float32 [L,B,1,K,H], of each feature.
-      symbols: differences to the anchors in steps; 0 at anchors, which have none.
-    """
+    """One channel as anchors, in 8 bits, and differences to them in steps of each feature; 0 at anchors."""
 
     anchors: PackedArray
-    steps: Array
+    steps: Float[Array, "L B 1 K H"]
     symbols: Int16[Array, "L B T K H"]
 
 
@@ -88,16 +82,10 @@ def cachegen(
 
 @jax.jit
 def encode_differences(
-    value: Float[AnyArray, "L B T K H"],
-    length: Int[AnyArray, " B"] | None,
-    steps: Float[AnyArray, " L"],
+    value: Float[AnyArray, "L B T K H"], length: Int[AnyArray, " B"] | None, steps: Float[AnyArray, " L"]
 ) -> CodedChannel:
-    """Encodes one channel as anchors and symbols.
-
-    Args:
-      length: tokens of a row that are not padding, which has symbols 0 and counts in no deviation; None: all.
-      steps: of each layer, in standard deviations of a feature's differences.
-    """
+    """Encodes one channel as anchors and symbols, with steps of each layer in standard deviations of a feature's
+    differences; padding has symbols 0 and counts in no deviation."""
     wide = jnp.asarray(value).astype(jnp.float32)
     anchors = pack(wide[:, :, ::ANCHOR_GROUP], ANCHOR_BITS, heads=True)
     delta = wide - _spread_anchors(anchors, wide.shape[2])

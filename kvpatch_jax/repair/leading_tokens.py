@@ -74,9 +74,7 @@ def vlcache(
 
 
 def recompute_first(backbone: Backbone, splice: SplicedCache, by_chunk: Sequence[Sequence[int]]) -> Repaired:
-    """Recomputes the first tokens of every chunk and all new text.
-
-    Tokens that a layer does not need are dropped below it: their attention and MLP are not run.
+    """Recomputes the first tokens of every chunk, and all new text; what a layer does not need is dropped below it.
 
     Args:
       by_chunk: number of tokens for each chunk and layer, not increasing with depth; one number is for all layers.

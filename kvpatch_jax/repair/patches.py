@@ -32,7 +32,6 @@ class SplicedChunk(NamedTuple):
 
     Attributes:
       rows: of the splice; a number: one row, which has no batch axis then.
-      chunk: of these rows.
       start: the position of each row's chunk, int32 [B] or [B,A]; without B where rows have one start.
       conditioned: the recorded KV of these rows, phase-free.
     """

@@ -24,13 +24,7 @@ every chunk right before the question, which is as served."""
 
 
 def placed_for_scoring(layout: KVLayout, splice: SplicedCache, geometry: Geometry) -> tuple[Tokens, dict[str, Array]]:
-    """Returns question and cache with the positions that a geometry gives them.
-
-    Of one chunk behind others only the chunk moves; what precedes it stays.
-
-    Raises:
-      InputError: an unknown geometry, or no question.
-    """
+    """Returns question and cache with the positions that a geometry gives them; what precedes the chunks stays."""
     question = required(splice, "question")
     if geometry not in get_args(Geometry):
         raise InputError(f"geometry: got {geometry!r}; expected one of {', '.join(get_args(Geometry))}")
@@ -83,14 +77,11 @@ def chunk_scores(splice: SplicedCache, score: Float[Array, "B T"], share: float)
 def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> SplicedCache:
     """Returns a splice whose chunks stand in another order, the same for all rows, their keys moved with them.
 
-    Slots and positions are filled from the first chunk's on; new text and what surrounds the chunks stays.
-    Recorded KV belongs to the old order, and is left out.
+    Slots and positions are filled from the first chunk's on; what surrounds the chunks stays. Recorded KV belongs to
+    the old order, and is left out.
 
     Args:
-      order: the chunk (by its number) at each place.
-
-    Raises:
-      InputError: new text stands between chunks, or a position leaves the rope's regime.
+      order: the chunk (by its number) at each place. No text stands between chunks.
     """
     parts = splice.parts
     if any(left[1] != right[0] for left, right in itertools.pairwise(parts)):

@@ -90,15 +90,7 @@ def layer_scores(
     reading: Reading = "mass",
     geometry: Geometry = "global",
 ) -> Float[Array, "L B T"]:
-    """Scores the splice's tokens at each of some layers by the attention of its question over the spliced cache.
-
-    Args:
-      reading: how a layer's attention becomes a score.
-      geometry: the positions that context and question have while tokens are scored; see `positions`.
-
-    Raises:
-      InputError: no question, or an unknown reading or geometry.
-    """
+    """Scores the splice's tokens at each of some layers by the attention of its question over the spliced cache."""
     if reading not in READINGS:
         raise InputError(f"infoflow.reading: got {reading!r}; expected one of {', '.join(READINGS)}")
     question, cache = placed_for_scoring(backbone.layout, splice, geometry)
@@ -283,8 +275,7 @@ def page_order(
 ) -> Float[Array, "B P"]:
     """Ranks pages by Quest's bound: votes of (layer, head, query) for their `taken` highest, and a share below 1.
 
-    Args:
-      queries: scaled, engine frame. keys: of the splice's tokens. on_page: each token's page; −1: none.
+    Queries are scaled, in the engine frame; keys are of the splice's tokens, each on a page (−1: on none).
     """
     exists = (on_page[..., None] == jnp.arange(pages)).any(1)
     # Padding and new text lie on a page behind the last one, which counts nowhere.

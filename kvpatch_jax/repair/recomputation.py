@@ -76,19 +76,14 @@ class Recompute:
         top = stop == layers
         # The last token is new text, whose logits a forward over the prompt gives.
         reads = top and splice.chunks is not None and bool(splice.new_text()[-1])
+        rows = jnp.argmax(index == T - 1, axis=1, keepdims=True).astype(jnp.int32)
         step = self.backbone.recompute(
-            tokens,
-            self.cache,
-            slots,
-            keep,
-            mask,
-            _row_of(index, T - 1) if reads else jnp.zeros((B, 0), jnp.int32),
-            start_layer=start,
-            stop_layer=stop,
-            hidden_at=() if top else (stop,),
+            tokens, self.cache, slots, keep, mask, rows if reads else rows[:, :0], start, stop, () if top else (stop,)
         )
         self.cache = dict(step.cache)
-        self.residual = None if top else _scatter(splice.tokens.embeddings, index, step.hidden[stop])
+        if not top:
+            residual = jnp.zeros(splice.tokens.embeddings.shape, step.hidden[stop].dtype)
+            self.residual = residual.at[jnp.arange(B)[:, None], index].set(step.hidden[stop])
         self.logits = step.logits if reads else None
         return self
 
@@ -160,11 +155,6 @@ def recompute_bytes(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("token",))
-def _row_of(index: Int[Array, "B n"], token: int) -> Int[Array, "B 1"]:
-    return jnp.argmax(index == token, axis=1, keepdims=True).astype(jnp.int32)
-
-
 @jax.jit
 def _gather_tokens(
     tokens: Tokens, slots: Int[AnyArray, "B T"], mask: Bool[AnyArray, "B 1 T S"] | None, index: Int[Array, "B n"]
@@ -192,9 +182,3 @@ def _mark_written(
     within = jnp.broadcast_to(jnp.arange(n) < counts[:, None, None], (len(counts), B, n))
     marked = jnp.zeros((len(counts), *live.shape), bool).at[:, jnp.arange(B)[:, None], index].set(within)
     return chosen.at[start : start + len(counts)].set(marked & live)
-
-
-@jax.jit
-def _scatter(like: Array, index: Int[Array, "B n"], residual: Array) -> Array:
-    rows = jnp.arange(index.shape[0])[:, None]
-    return jnp.zeros(like.shape, residual.dtype).at[rows, index].set(residual)

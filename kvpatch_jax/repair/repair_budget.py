@@ -42,11 +42,7 @@ class RepairBudget:
 
     @classmethod
     def of(cls, budget: "RepairBudget | float") -> "RepairBudget":
-        """Returns a budget; a float is a share.
-
-        Raises:
-          InputError: neither.
-        """
+        """Returns a budget; a float is a share, and anything else raises InputError."""
         if isinstance(budget, RepairBudget):
             return budget
         if not isinstance(budget, float):

@@ -51,8 +51,7 @@ class RepairBytes(NamedTuple):
 
 
 @pytree(
-    data=("cache", "chosen", "visible", "logits"),
-    static=("bytes", "placing_flops", "forming_flops", "count_flops"),
+    data=("cache", "chosen", "visible", "logits"), static=("bytes", "placing_flops", "forming_flops", "count_flops")
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repaired:

@@ -21,10 +21,7 @@ RATIOS = tuple(round(0.002 * step, 3) for step in range(1, 151))
 
 
 def recomputed_sensitivity(
-    backbone: Backbone,
-    proxies: Sequence[SplicedCache],
-    ratios: Sequence[float | int],
-    loss: Callable[[int, KV], float],
+    backbone: Backbone, proxies: Sequence[SplicedCache], ratios: Sequence[float | int], loss: Callable[[int, KV], float]
 ) -> Float[np.ndarray, "L n"]:
     """Measures VLCache's S_i(r): the loss when layer i alone is recomputed for the first tokens of every chunk.
 

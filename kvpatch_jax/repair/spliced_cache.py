@@ -119,11 +119,7 @@ EXPECTED = {
 
 
 def required(splice: SplicedCache, name: str) -> Any:
-    """Returns an optional attribute of a splice.
-
-    Raises:
-      InputError: the splice lacks it.
-    """
+    """Returns an optional attribute of a splice, or raises InputError where it lacks it."""
     value = getattr(splice, name)
     if value is None or (name == "others" and not value):
         raise InputError(f"splice.{name}: got {value}; expected {EXPECTED[name]}")
@@ -131,11 +127,10 @@ def required(splice: SplicedCache, name: str) -> Any:
 
 
 def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False) -> None:
-    """Checks that the arrays of a splice match one another, and the layout unless `hybrid`; see `check_rows`.
+    """Checks that the arrays of a splice match the layout and one another, and, unless `hybrid`, as `check_rows`.
 
     Raises:
-      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs.
-      FrameError: the cache or other KV is in another frame.
+      LayoutError, DtypeError, ShapeError, FrameError: channels, a dtype, a shape or a frame differs.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
     if not hybrid:
@@ -183,11 +178,7 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
 
 
 def check_rows(layout: KVLayout) -> None:
-    """Checks that a model keeps a row per token, alike at all layers.
-
-    Raises:
-      LayoutError: it is a hybrid model, or has layers of unlike kinds.
-    """
+    """Raises LayoutError for a hybrid model, and for layers of unlike kinds."""
     if layout.parts:
         layers = list(layout.layers_of(layout.parts[0].name))
         raise LayoutError(

@@ -68,11 +68,7 @@ def serve_form(
 
 
 def allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: RepairBudget) -> int:
-    """Returns the bytes per row of a budget that is given in bytes, or as a share of the chunk's KV.
-
-    Raises:
-      InputError: a budget in tokens, or a splice of a whole prompt.
-    """
+    """Returns the bytes per row of a budget in bytes, or a share of one chunk's KV; raises InputError for others."""
     if splice.chunks is not None:
         raise InputError(f"splice.chunks: got {splice.chunks}; expected a splice of one chunk")
     if budget.kv_bytes is not None:
@@ -83,11 +79,7 @@ def allowed_bytes(layout: KVLayout, splice: SplicedCache, budget: RepairBudget) 
 
 
 def largest_fitting[T](options: Sequence[T], nbytes: Callable[[T], int], allowed: int) -> T:
-    """Returns the last option that takes at most the allowed bytes, of options that take ever more.
-
-    Raises:
-      InputError: not even the first one fits.
-    """
+    """Returns the last option that takes at most the allowed bytes, of options that take ever more."""
     place = bisect.bisect_right(options, allowed, key=nbytes)
     if not place:
         raise InputError(f"budget: got {allowed} bytes; expected at least {nbytes(options[0])}")
@@ -124,11 +116,7 @@ def differences(kv: KV, base: KV) -> dict[str, Float[Array, "L B T K H"]]:
 def encode_rows(
     layout: KVLayout, kv: Mapping[str, AnyArray], encoding: KVEncoding, length: Int[AnyArray, " B"] | None = None
 ) -> StoredKV:
-    """Encodes phase-free KV, each row by itself.
-
-    Args:
-      length: tokens of a row that are not padding; None: all.
-    """
+    """Encodes phase-free KV, each row by itself, of its first `length` tokens (None: of all)."""
     if length is None:
         return encode_kv(layout, kv, encoding)
 
@@ -188,11 +176,7 @@ def quantised(
 
 @method()
 def joint_pair(
-    backbone: Backbone,
-    splice: SplicedCache,
-    budget: RepairBudget,
-    *,
-    precision: KVEncoding | str | int | None = None,
+    backbone: Backbone, splice: SplicedCache, budget: RepairBudget, *, precision: KVEncoding | str | int | None = None
 ) -> Repaired:
     """Serves the antecedent and the chunk as one relocatable chunk [A B]: exact for that pair, up to its precision.
 

@@ -16,13 +16,7 @@ from kvpatch_jax.repair.differences import anchor_weights
 from kvpatch_jax.repair.methods import anchored, blind, block_differences, cachegen, gear, joint_pair, patch, quantised
 from kvpatch_jax.repair.stored_forms import encode_rows, encoding_of
 from tests.kvpatch_jax.repair import byte_oracles as oracles
-from tests.kvpatch_jax.repair.splices import (
-    BEFORE,
-    ROWS,
-    make_splice,
-    other_antecedents,
-    tiny_backbone,
-)
+from tests.kvpatch_jax.repair.splices import BEFORE, ROWS, make_splice, other_antecedents, tiny_backbone
 
 TOKENS = 40
 PLENTY = RepairBudget(kv_bytes=10**7)
@@ -102,12 +96,7 @@ def assert_near(found, expected, tolerance=2e-4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "values", "group", "axes"),
-    [
-        (5, 4, 64, "kivi"),
-        (8, 3, None, "token"),
-        (16, 2, 7, "feature"),
-    ],
+    ("keys", "values", "group", "axes"), [(5, 4, 64, "kivi"), (8, 3, None, "token"), (16, 2, 7, "feature")]
 )
 def test_kv_in_few_bits_is_that_of_numpy(case, keys, values, group, axes):
     backbone, splice, _ = case

@@ -247,12 +247,7 @@ def hybrid() -> tuple[ModelBackbone, SplicedCache, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("full_reprefill", {}),
-        ("quantised", {"bits": 16}),
-        ("patch", {"rank": 12}),
-    ],
+    ("name", "settings"), [("full_reprefill", {}), ("quantised", {"bits": 16}), ("patch", {"rank": 12})]
 )
 def test_a_hybrids_chunk_is_served_whole(hybrid, name, settings):
     backbone, splice, expected = hybrid

@@ -247,29 +247,33 @@ def test_schedules_that_layers_cannot_follow_are_refused(backbone, spliced, shar
         vlcache(backbone, spliced[0], 0.2, schedules={0.2: shares})
 
 
-def test_splices_that_do_not_fit(backbone, spliced, unchecked):
+@pytest.mark.parametrize(
+    ("error", "words", "changes"),
+    [
+        (InputError, "got 18; expected 0 to 17", lambda splice: {"slots": splice.slots + SPARE + 1}),
+        (ShapeError, "embeddings", lambda splice: {"tokens": splice.tokens.take(0, 5)}),
+        (ShapeError, "seen", lambda splice: {"seen": jnp.ones((ROWS, 3), bool)}),
+        (ShapeError, "length", lambda splice: {"length": jnp.ones((ROWS + 1,), jnp.int32)}),
+        (ShapeError, "recorded", lambda splice: {"recorded": {n: kv[:, :, :2] for n, kv in splice.recorded.items()}}),
+        (LayoutError, "repair: cache", lambda splice: {"cache": {"k": splice.cache["k"]}}),
+        *[
+            (InputError, r"repair\.chunks", lambda splice, chunks=chunks: {"chunks": chunks})
+            for chunks in (((0, CHUNK + 1),), ((3, 2),), ((0, 0),), ((0, 4), (3, 5)), ())
+        ],
+    ],
+)
+def test_splices_that_do_not_fit(backbone, spliced, unchecked, error, words, changes):
     splice, _ = spliced
-    with pytest.raises(InputError, match="got 18; expected 0 to 17"):
-        first_k(backbone, splice.replace(slots=splice.slots + SPARE + 1), TWO)
-    with pytest.raises(ShapeError, match="embeddings"):
-        first_k(backbone, splice.replace(tokens=splice.tokens.take(0, 5)), TWO)
-    with pytest.raises(ShapeError, match="seen"):
-        first_k(backbone, splice.replace(seen=jnp.ones((ROWS, 3), bool)), TWO)
-    with pytest.raises(ShapeError, match="length"):
-        first_k(backbone, splice.replace(length=jnp.ones((ROWS + 1,), jnp.int32)), TWO)
-    cut = {name: value[:, :, :2] for name, value in (splice.recorded or {}).items()}
-    with pytest.raises(ShapeError, match="recorded"):
-        first_k(backbone, splice.replace(recorded=cut), TWO)
-    with pytest.raises(LayoutError, match="repair: cache"):
-        first_k(backbone, splice.replace(cache={"k": splice.cache["k"]}), TWO)
-    for chunks in (((0, CHUNK + 1),), ((3, 2),), ((0, 0),), ((0, 4), (3, 5))):
-        with pytest.raises(InputError, match=r"repair\.chunks"):
-            first_k(backbone, splice.replace(chunks=chunks), TWO)
+    with pytest.raises(error, match=words):
+        first_k(backbone, splice.replace(**changes(splice)), TWO)
+
+
+@pytest.mark.parametrize("name", ["infoflow", "prophetkv", "quest"])
+def test_settings_and_inputs_that_are_missing(backbone, spliced, name):
     with pytest.raises(InputError, match="check_layer: got 4; expected 0 to 3"):
-        cacheblend(backbone, splice, TWO, check_layer=LAYERS)
-    for name in ("infoflow", "prophetkv", "quest"):
-        with pytest.raises(InputError, match="question"):
-            METHODS[name](backbone, splice.replace(question=None), TWO)
+        cacheblend(backbone, spliced[0], TWO, check_layer=LAYERS)
+    with pytest.raises(InputError, match="question: got None"):
+        METHODS[name](backbone, spliced[0].replace(question=None), TWO)
 
 
 def test_equal_bytes_buy_the_papers_counts_of_tokens():

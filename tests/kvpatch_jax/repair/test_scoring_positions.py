@@ -54,12 +54,7 @@ def starts_of(backbone, cache, pieces):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("geometry", "starts", "asked"),
-    [
-        ("global", [0, 5, 12], 16),
-        ("hl_tp", [0, 0, 0], 16),
-        ("tl_tp", [11, 9, 12], 16),
-    ],
+    ("geometry", "starts", "asked"), [("global", [0, 5, 12], 16), ("hl_tp", [0, 0, 0], 16), ("tl_tp", [11, 9, 12], 16)]
 )
 def test_geometries_place_chunks_and_question_as_the_paper_says(case, geometry, starts, asked):
     backbone, splice, pieces = case
