@@ -94,7 +94,7 @@ def encode_differences(
     square = jnp.where(counted, jnp.square(delta), 0.0).sum(2, keepdims=True) / number
     # Deviations are kept in bfloat16.
     deviation = jnp.sqrt(square).astype(jnp.bfloat16)
-    size = steps[:, None, None, None, None] * deviation.astype(jnp.float32)
+    size = jnp.asarray(steps)[:, None, None, None, None] * deviation.astype(jnp.float32)
     levels = jnp.round(delta / jnp.where(size > 0, size, 1.0))
     symbols = jnp.where(counted, jnp.clip(levels, -MOST, MOST), 0.0).astype(jnp.int16)
     return CodedChannel(anchors, size, symbols)

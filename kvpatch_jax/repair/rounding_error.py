@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
-from ..core import BITS, KVEncoding, flatten_heads
+from ..core import BITS, AnyArray, KVEncoding, flatten_heads
 from ..errors import InputError, RankError
 from .repair_budget import RepairBudget
 from .repaired import RepairBytes, Repaired, method
@@ -51,9 +51,7 @@ def gear(
     if not 0 <= rank <= highest:
         raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
 
-    extra = 0
-    sparse: dict[str, tuple[Array, Array]] = {}
-    rest: dict[str, Array] = {}
+    extra, sparse, rest = 0, {}, {}
     for channel in layout.channels:
         # Outliers lie along the axis of the groups, whatever their size.
         _, axis = KVEncoding().of_channel(channel)
@@ -61,18 +59,20 @@ def gear(
         count = int(along * outliers / 2 + 0.5)
         extra += 2 * count * across * (2 + (2 if along <= 65_536 else 4))
         extra += 2 * rank * channel.heads * (tokens + channel.width)
-        wide = jnp.asarray(recorded[channel.name]).astype(jnp.float32)
-        sparse[channel.name], rest[channel.name] = _without_outliers(wide, live, axis, count)
+        sparse[channel.name], rest[channel.name] = _without_outliers(recorded[channel.name], live, axis, count)
     extra *= layout.layers
     if bits is None:
         encoding = most_bits(layout, tokens, KVEncoding(), BITS, allowed - extra)
     else:
         encoding = KVEncoding(bits, bits)
-    dense = encode_rows(layout, rest, encoding, splice.length)
-    factors = _error_factors(rest, decode_rows(dense), sparse, live, rank)
+    dense, factors = encode_rows(layout, rest, encoding, splice.length), {}
+    for name, decoded in decode_rows(dense).items():
+        # Where numbers are kept whole there is no error.
+        inside = live[..., None, None] & ~sparse[name][0]
+        factors[name] = _error_factors(rest[name], decoded, inside, rank)
 
     def decode() -> KV:
-        return _gear_sum(decode_rows(dense), factors, sparse)
+        return {name: _gear_sum(value, *factors[name], *sparse[name]) for name, value in decode_rows(dense).items()}
 
     size = extra + encoding.nbytes(layout, tokens)
     return serve_form(backbone, splice, RepairBytes(stored=size, moved=size), decode, 2 * layout.numbers * tokens)
@@ -80,14 +80,12 @@ def gear(
 
 @functools.partial(jax.jit, static_argnames=("axis", "count"))
 def _without_outliers(
-    value: Float[Array, "L B T K H"], live: Array, axis: int, count: int
+    kv: Float[AnyArray, "L B T K H"], live: Array, axis: int, count: int
 ) -> tuple[tuple[Array, Array], Array]:
     """Returns which numbers are kept whole, with the numbers in bfloat16 (zero elsewhere), and KV without them."""
+    value = jnp.asarray(kv).astype(jnp.float32)
     flat = flatten_heads(value)
     there = jnp.broadcast_to(live[..., None], flat.shape)
-    if not count:
-        return (jnp.zeros(value.shape, bool), jnp.zeros(value.shape, jnp.bfloat16)), value
-
     # Ranks from either end, padding last in both.
     order = jnp.argsort(jnp.argsort(jnp.where(there, -flat, jnp.inf), axis=axis), axis=axis)
     back = jnp.argsort(jnp.argsort(jnp.where(there, flat, jnp.inf), axis=axis), axis=axis)
@@ -102,27 +100,14 @@ def _without_outliers(
 
 
 @functools.partial(jax.jit, static_argnames=("rank",))
-def _error_factors(
-    rest: KV, decoded: KV, sparse: dict[str, tuple[Array, Array]], live: Array, rank: int
-) -> dict[str, tuple[Array, Array]]:
-    factors = {}
-    for name, value in rest.items() if rank else ():
-        # Where numbers are kept whole there is no error.
-        error = jnp.where(live[..., None, None] & ~sparse[name][0], value - decoded[name], 0.0)
-        u, v = factorise(jnp.swapaxes(error, -3, -2), rank, method="exact")
-        factors[name] = u.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-    return factors
+def _error_factors(rest: Array, decoded: Array, inside: Array, rank: int) -> tuple[Array, Array]:
+    """Factorises each head's rounding error, in bfloat16."""
+    error = jnp.swapaxes(jnp.where(inside, rest - decoded, 0.0), -3, -2)
+    u, v = factorise(error, max(1, rank), method="exact")
+    return u[..., :rank].astype(jnp.bfloat16), v[..., :rank, :].astype(jnp.bfloat16)
 
 
 @jax.jit
-def _gear_sum(
-    dense: dict[str, Array], factors: dict[str, tuple[Array, Array]], sparse: dict[str, tuple[Array, Array]]
-) -> dict[str, Array]:
-    total = {}
-    for name, value in dense.items():
-        if name in factors:
-            u, v = (leaf.astype(jnp.float32) for leaf in factors[name])
-            value = value + jnp.swapaxes(jnp.matmul(u, v), -3, -2)
-        whole, numbers = sparse[name]
-        total[name] = jnp.where(whole, numbers.astype(jnp.float32), value)
-    return total
+def _gear_sum(dense: Array, u: Array, v: Array, whole: Array, numbers: Array) -> Float[Array, "L B T K H"]:
+    error = jnp.matmul(u.astype(jnp.float32), v.astype(jnp.float32))
+    return jnp.where(whole, numbers.astype(jnp.float32), dense + jnp.swapaxes(error, -3, -2))

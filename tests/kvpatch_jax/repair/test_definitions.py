@@ -1,6 +1,5 @@
 """What each repair chooses equals a slow transcription of its paper, on random chunks, antecedents and questions."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,12 +16,6 @@ FEW, MANY = 2, 24
 """Random splices by default and among the slow tests; of each every row and several budgets are a case."""
 SIZE = BEFORE + CHUNK + SPARE
 TOKENS = range(CHUNK)
-
-
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 class SlowRow:
@@ -181,17 +174,16 @@ def check(method, seeds, counts):
     return cases
 
 
-@pytest.mark.parametrize(
-    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK), *QUICK]
-)
+SLOWER = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+
+
+@pytest.mark.parametrize("method", SLOWER)
 def test_the_chosen_tokens_are_the_papers(method):
     assert check(method, range(FEW), (2, 5)) == 2 * FEW * ROWS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in QUICK), *QUICK]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_chosen_tokens_are_the_papers_in_two_hundred_cases(method):
     assert check(method, range(MANY), (1, 2, 3, 5, 7)) >= 200
 

@@ -16,12 +16,6 @@ TOTAL, CHUNKS = sum(map(abs, PIECES)), ((3, 9), (11, 20))
 NEW = [token for token in range(TOTAL) if not any(first <= token < last for first, last in CHUNKS)]
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(scope="module", params=["gqa", "mla"])
 def case(request):
     backbone = tiny_backbone(request.param)

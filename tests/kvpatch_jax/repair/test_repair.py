@@ -8,10 +8,9 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError, LayoutError, ShapeError
-from kvpatch_jax.repair import METHODS, RepairBudget, SplicedCache
+from kvpatch_jax.repair import METHODS, RepairBudget
 from kvpatch_jax.repair.methods import cacheblend, first_k, oracle_delta, vlcache
 from kvpatch_jax.repair.spliced_cache import deviation
-from models import ModelBackbone
 from tests.compilations import compilations
 from tests.kvpatch_jax.repair.splices import (
     BEFORE,
@@ -24,28 +23,10 @@ from tests.kvpatch_jax.repair.splices import (
     error,
     in_chunk,
     make_splice,
-    tiny_backbone,
 )
 
 COUNTS = (RepairBudget(tokens=2), RepairBudget(tokens=5))
 TWO, THREE, FIVE = RepairBudget(tokens=2), RepairBudget(tokens=3), RepairBudget(tokens=5)
-
-
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def backbone() -> ModelBackbone:
-    return tiny_backbone()
-
-
-@pytest.fixture(scope="module")
-def spliced(backbone: ModelBackbone) -> tuple[SplicedCache, dict[str, np.ndarray]]:
-    with jax.default_matmul_precision("highest"):
-        return make_splice(backbone)
 
 
 QUICK = ("cacheblend_gradual",)

@@ -16,19 +16,13 @@ from kvpatch_jax.repair.methods import (
     vlcache,
 )
 from tests.compiled_flops import hlo_flops
-from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, error, make_splice, tiny_backbone
-
-
-@pytest.fixture(scope="module")
-def spliced():
-    return make_splice(tiny_backbone())
+from tests.kvpatch_jax.repair.splices import ASKED, BEFORE, CHUNK, LAYERS, ROWS, error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first_k", "cacheblend", "infoflow"])
-def test_counted_flops_are_those_of_the_compiled_program(spliced, name):
+def test_counted_flops_are_those_of_the_compiled_program(backbone, spliced, name):
     splice, _ = spliced
-    backbone = tiny_backbone()
     budget = RepairBudget(share=0.5)
     repaired = METHODS[name](backbone, splice, budget)
     compiled = jax.jit(lambda own: METHODS[name](backbone, own, budget).cache).lower(splice).compile()
@@ -39,9 +33,8 @@ def test_counted_flops_are_those_of_the_compiled_program(spliced, name):
 
 
 @pytest.mark.slow
-def test_first_k_costs_its_share_of_a_reprefill(spliced):
+def test_first_k_costs_its_share_of_a_reprefill(backbone, spliced):
     splice, _ = spliced
-    backbone = tiny_backbone()
     whole = prefix_caching(backbone, splice).flops
     placing = blind(backbone, splice).flops
     assert placing == 3 * CHUNK * LAYERS * 2 * 16  # a product of two and a sum for each number of the keys
@@ -51,9 +44,8 @@ def test_first_k_costs_its_share_of_a_reprefill(spliced):
 
 
 @pytest.mark.slow
-def test_reprefills_count_what_is_kept_of_nothing(spliced):
+def test_reprefills_count_what_is_kept_of_nothing(backbone, spliced):
     splice, expected = spliced
-    backbone = tiny_backbone()
     found = {repair: repair(backbone, splice) for repair in (full_reprefill, encoder_cached_reprefill, prefix_caching)}
     for repaired in found.values():
         for name, value in expected.items():
@@ -70,9 +62,8 @@ def test_reprefills_count_what_is_kept_of_nothing(spliced):
 
 
 @pytest.mark.slow
-def test_bytes_are_of_what_is_read_and_kept(spliced):
+def test_bytes_are_of_what_is_read_and_kept(backbone, spliced):
     splice, _ = spliced
-    backbone = tiny_backbone()
     token = 2 * 2 * 2 * 16  # a token's keys and values at one layer, in 16 bits
     repaired = first_k(backbone, splice, RepairBudget(tokens=3))
     assert repaired.bytes.canonical == token * CHUNK * LAYERS
@@ -85,9 +76,8 @@ def test_bytes_are_of_what_is_read_and_kept(spliced):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
-def test_layers_from_the_residual_equal_a_prefill_over_what_is_below(spliced, share):
+def test_layers_from_the_residual_equal_a_prefill_over_what_is_below(backbone, spliced, share):
     splice, expected = spliced
-    backbone = tiny_backbone()
     repaired = layer_reprefill(backbone, splice, share)
     boundary = LAYERS - round(share * LAYERS)
     assert np.asarray(repaired.chosen).any((1, 2)).tolist() == [layer >= boundary for layer in range(LAYERS)]

@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -11,24 +10,7 @@ from hypothesis import strategies as st
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import RATIOS, best_schedule, logit_error, recomputed_sensitivity
 from kvpatch_jax.repair.methods import vlcache
-from tests.kvpatch_jax.repair.splices import CHUNK, LAYERS, changed, error, in_chunk, make_splice, tiny_backbone
-
-
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return tiny_backbone()
-
-
-@pytest.fixture(scope="module")
-def spliced(backbone):
-    with jax.default_matmul_precision("highest"):
-        return make_splice(backbone)
+from tests.kvpatch_jax.repair.splices import CHUNK, LAYERS, changed, error, in_chunk, make_splice
 
 
 @pytest.mark.slow

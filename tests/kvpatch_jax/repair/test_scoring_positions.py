@@ -17,12 +17,6 @@ LENGTHS, ASKED = (5, 7, 4), 3
 STARTS = (0, 5, 12)
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(scope="module", params=["gqa", "mla"])
 def case(request):
     """Three cached chunks behind one another, and a question."""
