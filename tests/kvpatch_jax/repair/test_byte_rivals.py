@@ -13,7 +13,18 @@ from kvpatch_jax.core import KVEncoding
 from kvpatch_jax.errors import InputError, RankError
 from kvpatch_jax.repair import METHODS, OtherAntecedent, RepairBudget, RepairBytes
 from kvpatch_jax.repair.differences import anchor_weights
-from kvpatch_jax.repair.methods import anchored, blind, block_differences, cachegen, gear, joint_pair, quantised
+from kvpatch_jax.repair.methods import (
+    anchored,
+    blind,
+    block_differences,
+    cachegen,
+    gear,
+    joint_pair,
+    low_rank,
+    patch,
+    quantised,
+    shadowkv,
+)
 from kvpatch_jax.repair.stored_forms import encode_rows, encoding_of
 from tests.kvpatch_jax.repair import byte_oracles as oracles
 from tests.kvpatch_jax.repair.splices import (
