@@ -101,6 +101,19 @@ def other_antecedents(
     return tuple(others)
 
 
+def one_row(splice: SplicedCache, row: int) -> SplicedCache:
+    """The splice of one row alone."""
+
+    def rows(tree: Any, axis: int = 0) -> Any:
+        return jax.tree.map(lambda leaf: jnp.take(jnp.asarray(leaf), jnp.asarray([row]), axis), tree)
+
+    by_row = ("tokens", "slots", "front", "question", "seen", "length", "hidden")
+    changes = {name: rows(getattr(splice, name)) for name in by_row}
+    others = tuple(OtherAntecedent(rows(dict(other.kv), 1), rows(other.embedding)) for other in splice.others)
+    recorded = None if splice.recorded is None else rows(dict(splice.recorded), 1)
+    return splice.replace(**changes, cache=rows(dict(splice.cache), 1), recorded=recorded, others=others)
+
+
 PIECES = (3, -6, 2, -9, 4)
 """Lengths of a prompt's pieces; negative ones are cached chunks."""
 

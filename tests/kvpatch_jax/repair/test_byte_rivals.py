@@ -1,8 +1,6 @@
 """Stored and shared forms against slow transcriptions in NumPy, with the bytes that their arrays really take."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +31,7 @@ from tests.kvpatch_jax.repair.splices import (
     STORED_METHODS,
     error,
     make_splice,
+    one_row,
     other_antecedents,
     tiny_backbone,
 )
@@ -273,26 +272,6 @@ def test_a_pair_is_kept_whole_and_counts_its_antecedent(case, bits):
 
 
 # ----------------------------------------------------------------------------------------------------- guarantees
-
-
-def one_row(splice, row):
-    """The splice of one row alone."""
-    take = lambda kv: {name: jnp.asarray(value)[:, row : row + 1] for name, value in kv.items()}
-    tokens = lambda own: jax.tree.map(lambda leaf: jnp.asarray(leaf)[row : row + 1], own)
-    others = tuple(OtherAntecedent(take(o.kv), jnp.asarray(o.embedding)[row : row + 1]) for o in splice.others)
-    return dataclasses.replace(
-        splice,
-        tokens=tokens(splice.tokens),
-        cache=take(splice.cache),
-        slots=splice.slots[row : row + 1],
-        front=tokens(splice.front),
-        question=None,
-        seen=None,
-        hidden=None,
-        length=None if splice.length is None else splice.length[row : row + 1],
-        recorded=take(splice.recorded),
-        others=others,
-    )
 
 
 SETTINGS = {

@@ -1,6 +1,5 @@
 """Where chunks stand while they are scored, and in which order they are served."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from kvpatch_jax.repair import PromptPiece, reordered_by_question, splice_prompt
 from kvpatch_jax.repair.methods import infoflow
 from kvpatch_jax.repair.positions import chunk_scores, placed_for_scoring, reordered
 from kvpatch_jax.repair.question_attention import question_scores
-from tests.kvpatch_jax.repair.splices import ROWS, error, text_tokens, tiny_backbone
+from tests.kvpatch_jax.repair.splices import ROWS, error, one_row, text_tokens, tiny_backbone
 
 LENGTHS, ASKED = (5, 7, 4), 3
 STARTS = (0, 5, 12)
@@ -102,13 +101,7 @@ def test_chunks_are_ranked_by_their_own_best_tokens(case):
 @pytest.mark.slow
 def test_the_chunk_that_the_question_looks_at_most_comes_last(case):
     backbone, splice, _ = case
-    one = jax.tree.map(lambda leaf: jnp.asarray(leaf), splice)
-    one = one.replace(
-        tokens=one.tokens.__class__(one.tokens.embeddings[:1], one.tokens.positions[:1]),
-        cache={name: value[:, :1] for name, value in one.cache.items()},
-        slots=one.slots[:1],
-        question=one.question.__class__(one.question.embeddings[:1], one.question.positions[:1]),
-    )
+    one = one_row(splice, 0)
     found = reordered_by_question(backbone, one, share=1.0)
     score = np.asarray(question_scores(backbone, one, geometry="hl_tp"))[0]
     sums = [score[start : start + length].sum() for start, length in zip(STARTS, LENGTHS, strict=True)]
