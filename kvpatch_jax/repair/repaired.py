@@ -120,8 +120,8 @@ def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Calla
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(splice)):
                 return repaired
             # Whatever was kept is rotated to its place.
-            kept = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
-            placing = repaired.placing_flops + (rotation_flops(backbone.layout, splice.cached_count) if kept else 0)
+            reused = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
+            placing = repaired.placing_flops + (rotation_flops(backbone.layout, splice.cached_count) if reused else 0)
             count = repaired.count_flops or flops_counter(
                 backbone, splice, (function.__name__, *budgets, settings), serve
             )

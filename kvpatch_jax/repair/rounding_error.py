@@ -85,18 +85,18 @@ def _without_outliers(
     """Returns which numbers are kept whole, with the numbers in bfloat16 (zero elsewhere), and KV without them."""
     value = jnp.asarray(kv).astype(jnp.float32)
     flat = flatten_heads(value)
-    there = jnp.broadcast_to(live[..., None], flat.shape)
+    live_numbers = jnp.broadcast_to(live[..., None], flat.shape)
     # Ranks from either end, padding last in both.
-    order = jnp.argsort(jnp.argsort(jnp.where(there, -flat, jnp.inf), axis=axis), axis=axis)
-    back = jnp.argsort(jnp.argsort(jnp.where(there, flat, jnp.inf), axis=axis), axis=axis)
-    whole = ((order < count) | (back < count)) & there
-    left = there & ~whole
-    low = jnp.min(jnp.where(left, flat, jnp.inf), axis=axis, keepdims=True)
-    high = jnp.max(jnp.where(left, flat, -jnp.inf), axis=axis, keepdims=True)
+    order = jnp.argsort(jnp.argsort(jnp.where(live_numbers, -flat, jnp.inf), axis=axis), axis=axis)
+    back = jnp.argsort(jnp.argsort(jnp.where(live_numbers, flat, jnp.inf), axis=axis), axis=axis)
+    marked = ((order < count) | (back < count)) & live_numbers
+    others = live_numbers & ~marked
+    low = jnp.min(jnp.where(others, flat, jnp.inf), axis=axis, keepdims=True)
+    high = jnp.max(jnp.where(others, flat, -jnp.inf), axis=axis, keepdims=True)
     middle = jnp.where(jnp.isfinite(low) & jnp.isfinite(high), (low + high) / 2, 0.0)
-    rest = jnp.where(whole, middle, flat).reshape(value.shape)
-    whole = whole.reshape(value.shape)
-    return (whole, jnp.where(whole, value, 0.0).astype(jnp.bfloat16)), rest
+    rest = jnp.where(marked, middle, flat).reshape(value.shape)
+    marked = marked.reshape(value.shape)
+    return (marked, jnp.where(marked, value, 0.0).astype(jnp.bfloat16)), rest
 
 
 @functools.partial(jax.jit, static_argnames=("rank",))
@@ -108,6 +108,6 @@ def _error_factors(rest: Array, decoded: Array, inside: Array, rank: int) -> tup
 
 
 @jax.jit
-def _gear_sum(dense: Array, u: Array, v: Array, whole: Array, numbers: Array) -> Float[Array, "L B T K H"]:
+def _gear_sum(dense: Array, u: Array, v: Array, marked: Array, numbers: Array) -> Float[Array, "L B T K H"]:
     error = jnp.matmul(u.astype(jnp.float32), v.astype(jnp.float32))
-    return jnp.where(whole, numbers.astype(jnp.float32), dense + jnp.swapaxes(error, -3, -2))
+    return jnp.where(marked, numbers.astype(jnp.float32), dense + jnp.swapaxes(error, -3, -2))

@@ -250,21 +250,21 @@ def with_front(splice: SplicedCache, front: Tokens) -> SplicedCache:
 
 
 @jax.jit
-def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Computes the deviation of each token's KV in float32: ‖true − found‖ summed over channels and layers.
+def deviation(true: KV, spliced: KV, live: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Computes the deviation of each token's KV in float32: ‖true − spliced‖ summed over channels and layers.
 
     Each term is divided by the channel's root-mean-square token norm at that layer, so that channels and layers have
     equal weight while tokens compare by magnitude. Padding has −inf, so that it is chosen last.
 
     Args:
-      true, found: {channel: [L,B,T,K,H]}, both in the same frame (a rotation does not change norms).
+      true, spliced: {channel: [L,B,T,K,H]}, both in the same frame (a rotation does not change norms).
     """
     total = jnp.zeros(live.shape, jnp.float32)
     tokens = jnp.maximum(live.sum(-1), 1)
     # Differences of bfloat16 numbers would lose most of their bits.
     for name, value in true.items():
         wide = value.astype(jnp.float32)
-        norm = jnp.sqrt(jnp.square(wide - found[name].astype(jnp.float32)).sum((-2, -1)))
+        norm = jnp.sqrt(jnp.square(wide - spliced[name].astype(jnp.float32)).sum((-2, -1)))
         energy = jnp.where(live, jnp.square(wide).sum((-2, -1)), 0.0).sum(-1, keepdims=True)
         typical = jnp.sqrt(energy / tokens[:, None])
         # A channel that is zero in every token has no typical norm, and does not count.

@@ -91,4 +91,4 @@ def test_a_run_measures_methods_at_the_same_bytes_and_tokens(tmp_path):
     assert first["stored_bytes"] == 0
     assert patch["serving_flops"] < 0.1 < first["serving_flops"] < 0.2
     (reason,) = results["config"]["unserved"].values()
-    assert "expected bits of" in reason
+    assert "bytes; expected at least" in reason
