@@ -36,29 +36,22 @@ _SUFFIXES: dict[Sort, str] = {
     "audio": "aac flac m4a mp3 oga ogg opus wav wma",
 }
 _SORTS: dict[str, Sort] = {f".{word}": sort for sort, words in _SUFFIXES.items() for word in words.split()}
-
-_MOST_WORDS = 8
-"""Maximum number of words in a file's name; more make a sentence."""
-_LONGEST = 4096
-"""Maximum length of a path (Linux's limit) or address, in characters; longer strings are texts."""
-
-_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
-_PATH_START = re.compile(r"/\w|\.{1,2}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w", re.IGNORECASE)
-_MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
-_ANY_FILE = re.compile(r"[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}", re.IGNORECASE | re.ASCII)
-_SEPARATED = re.compile(
-    r"(?!(?:[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+)\Z)[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+", re.IGNORECASE | re.ASCII
-)
-"""A word with a `/`, except plain words (and/or) and numbers (1/2)."""
-
 _IMAGE_START = re.compile(
     rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|(?:RIFF....|....ftyp)(?:WEBP|avif|avis)", re.DOTALL
 )
-"""How encoded images begin."""
 
-
-# --------------------------------------------------------------------------------------------------------------- texts
+_ADDRESS = r"[a-z][a-z0-9+.-]+://\S|file:/\S"
+ADDRESS = re.compile(_ADDRESS, re.IGNORECASE)
+_DATA_URL = re.compile(r"\s*data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
+_MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
+_FILE = re.compile(
+    rf"(?:{_ADDRESS}|/\w|\.{{1,2}}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w).*"
+    r"|(?a:[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}"
+    # A word with a `/`, except plain words (and/or) and numbers (1/2).
+    r"|(?!(?:[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+)\Z)[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+)",
+    re.IGNORECASE,
+)
+"""One word that is an address, a path, or the name of a file."""
 
 
 class Text(str):
@@ -80,18 +73,11 @@ def looks_like_a_file(text: str) -> bool:
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
-    # A data URL may be longer than any path, so only its beginning is looked at.
-    if _DATA_URL.match(text.lstrip()[:200]):
-        return True
-
+    # A data URL may be longer than any path, of which Linux takes 4096 characters.
     line = text.strip()
-    if len(line) > _LONGEST or len(line.splitlines()) != 1 or len(line.split()) > _MOST_WORDS:
-        return False
-    if _MEDIA_FILE.fullmatch(line):
-        return True
-    begins = ADDRESS.match(line) or _PATH_START.match(line)
-    is_word = len(line.split()) == 1
-    return is_word and bool(begins or _ANY_FILE.fullmatch(line) or _SEPARATED.fullmatch(line))
+    if _DATA_URL.match(text) or len(line) > 4096 or len(line.splitlines()) != 1 or len(line.split()) > 8:
+        return _DATA_URL.match(text) is not None
+    return bool(_MEDIA_FILE.fullmatch(line) or (len(line.split()) == 1 and _FILE.fullmatch(line)))
 
 
 def check_text(text: str, what: str) -> None:
@@ -105,9 +91,6 @@ def check_text(text: str, what: str) -> None:
             f"{what}: got {text[:300]!r}, which looks like a file's name or an address; expected pathlib.Path(...) for "
             "a file (what has an address is to be downloaded first), or kvpatch_jax.Text(...) for this very text"
         )
-
-
-# --------------------------------------------------------------------------------------------------- videos and sounds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,8 +142,18 @@ class Video(_Medium):
         for pair in (("fps", "frames"), ("rate", "timestamps"), ("fps", "timestamps"), ("frames", "timestamps")):
             if all(getattr(self, name) is not None for name in pair):
                 raise InputError(f"video: got both {pair[0]} and {pair[1]}; expected one of them")
-        if self.timestamps is not None:
-            object.__setattr__(self, "timestamps", _rising(self.timestamps))
+        if self.timestamps is None:
+            return
+        try:
+            times = np.asarray(self.timestamps, np.float64)
+            rises = times.ndim == 1 and times[0] >= 0 and (np.diff(times) > 0).all() and np.isfinite(times[-1])
+        except (TypeError, ValueError, OverflowError, IndexError):
+            rises = False
+        if not rises:
+            raise InputError(
+                f"video: got timestamps {self.timestamps!r:.80}; expected seconds that rise from 0 or more"
+            )
+        object.__setattr__(self, "timestamps", tuple(times.tolist()))
 
     def read(self) -> "Video":
         """Returns the video with a source of its own: a file's bytes, or frames as uint8 [N,H,W,3].
@@ -174,31 +167,25 @@ class Video(_Medium):
             path = Path(source)
             name = str(path)
             source = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else _bytes_of(path)
-
-        has_times = self.rate is not None or self.timestamps is not None
-        if isinstance(source, bytes):
-            if has_times:
-                raise InputError(f"{name}: got a file with rate or timestamps; expected them of frames alone")
+        is_file, has_times = isinstance(source, bytes), self.rate is not None or self.timestamps is not None
+        if is_file == has_times or (self.sound and not is_file):
+            shown = f"{'a file' if is_file else 'frames'} with {self.options}"
+            raise InputError(f"{name}: got {shown}; expected rate or timestamps of frames, and sound of a file alone")
+        if is_file:
             return dataclasses.replace(self, source=source)
-        if self.sound:
-            raise InputError(f"{name}: got frames with sound=True; expected a file, whose own sound it is")
-        if not has_times:
-            raise InputError(f"{name}: got frames without their times; expected rate= or timestamps=")
 
         # Frames in one array of their own.
         source = np.asarray(source) if isinstance(source, jax.Array) else source
-        if isinstance(source, np.ndarray) and source.ndim != 4:
-            raise InputError(f"{name}: got frames of shape {list(source.shape)}; expected [frames, height, width, 3]")
-        if not isinstance(source, np.ndarray | list | tuple) or not len(source):
-            kind = type(source).__name__
-            raise InputError(f"{name}: got a {kind} without frames; expected a file, a folder or frames")
+        shape = getattr(source, "shape", None)
+        if not isinstance(source, np.ndarray | list | tuple) or not len(source) or (shape and len(shape) != 4):
+            shown = f"a {type(source).__name__} of shape {shape}" if shape else f"a {type(source).__name__}"
+            raise InputError(f"{name}: got {shown}; expected a file, a folder, images or [frames, height, width, 3]")
         frames = [decoded(frame, f"{name}: frame {number}") for number, frame in enumerate(source)]
         sizes = sorted({frame.shape for frame in frames})
-        if len(sizes) != 1:
-            raise InputError(f"{name}: got frames of sizes {sizes}; expected one size")
-        if self.timestamps is not None and len(self.timestamps) != len(frames):
-            times = len(self.timestamps)
-            raise InputError(f"{name}: got {times} timestamps; expected one for each of {len(frames)} frames")
+        times = len(frames) if self.timestamps is None else len(self.timestamps)
+        if len(sizes) != 1 or times != len(frames):
+            shown = f"{len(frames)} frames of sizes {sizes} and {times} timestamps"
+            raise InputError(f"{name}: got {shown}; expected frames of one size, with one timestamp each")
         return dataclasses.replace(self, source=np.stack(frames))
 
 
@@ -263,25 +250,11 @@ def _positive(what: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _rising(values: Any) -> tuple[float, ...]:
-    """Returns timestamps as floats."""
-    try:
-        times = np.asarray(values, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        times = np.zeros(())
-    if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times[0] < 0 or (np.diff(times) <= 0).any():
-        raise InputError(f"video: got timestamps {values!r:.80}; expected seconds that rise from 0 or more")
-    return tuple(map(float, times))
-
-
 def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"{str(path)!r}: got no readable file ({error}); expected a video or audio file") from error
-
-
-# -------------------------------------------------------------------------------------------------------------- images
 
 
 def is_encoded(content: bytes) -> bool:
@@ -307,38 +280,31 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
       another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
-        image = np.asarray(source)
-        if not is_pixels(image):
+        pixels = np.asarray(source)
+        if not is_pixels(pixels) or not pixels.size:
             raise ImageError(
-                f"{name}: got {image.dtype} {list(image.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
-                "[H, W, 4]; normalised values go through patchify"
+                f"{name}: got {pixels.dtype} {list(pixels.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
+                "[H, W, 4], not empty; normalised values go through patchify"
             )
-        image = image[..., None] if image.ndim == 2 else image
-        image = np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    elif isinstance(source, bytes | str | os.PathLike) or hasattr(source, "getbands"):
-        with _opened(source, name) as file:
-            # Modes of 16 or 32 bits: Pillow clips instead of scaling.
-            if file.mode.startswith(("I", "F")):
-                raise ImageError(f"{name}: got mode {file.mode}; expected at most 8 bits a value (rescale it first)")
-            turned = require("PIL.ImageOps", "Pillow").exif_transpose(file)
-            # A palette may have a transparent colour without a channel of its own.
-            alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
-            image = np.array(turned.convert("RGBA" if alpha else "RGB"))
-    else:
+        if pixels.shape[2:] == (3,):
+            return pixels
+        if pixels.shape[2:] != (4,):
+            return np.repeat(pixels.reshape(*pixels.shape[:2], 1), 3, axis=-1)
+        source = require("PIL.Image", "Pillow").fromarray(pixels)
+    elif not isinstance(source, bytes | os.PathLike) and not hasattr(source, "getbands"):
         raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
 
-    if image.size == 0:
-        raise ImageError(f"{name}: got {image.shape[0]}×{image.shape[1]} pixels; expected an image that is not empty")
-    if image.shape[-1] == 3:
-        return image
-    opacity = image[..., 3:].astype(np.uint16)
-    if opacity.min() == 255:
-        return np.ascontiguousarray(image[..., :3])
-
-    # Over white, with the bits of Pillow's `alpha_composite`: divided by 255 and rounded, without leaving 16 bits, by
-    # x / 255 ≈ (x + x / 256) / 256.
-    blended = image[..., :3] * opacity + 255 * (255 - opacity) + 128
-    return ((blended + (blended >> 8)) >> 8).astype(np.uint8)
+    with _opened(source, name) as file:
+        # Modes of 16 or 32 bits: Pillow clips instead of scaling.
+        if file.mode.startswith(("I", "F")) or 0 in file.size:
+            shown = f"mode {file.mode} and {file.width}×{file.height} pixels"
+            raise ImageError(f"{name}: got {shown}; expected pixels of at most 8 bits a value (rescale it first)")
+        image = require("PIL.ImageOps", "Pillow").exif_transpose(file)
+        # A palette may have a transparent colour without a channel of its own.
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            Image = require("PIL.Image", "Pillow")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        return np.array(image.convert("RGB"))
 
 
 @contextlib.contextmanager
@@ -348,18 +314,16 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
     # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
     try:
-        if hasattr(source, "getbands"):
-            yield source
+        if not hasattr(source, "getbands"):
+            source = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         else:
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-                yield image
+            source = contextlib.nullcontext(source)
+        with source as image:
+            yield image
     except ImageError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
         raise ImageError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
-
-
-# --------------------------------------------------------------------------------------------------------------- items
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
@@ -385,8 +349,9 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     if isinstance(item, np.ndarray | jax.Array):
         return "tokens" if item.ndim == 1 and item.dtype.kind in "iu" else "image"
     # bool is an int, but True is no token.
-    integers = isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item)
-    if integers and not any(isinstance(token, bool) for token in item):
+    if isinstance(item, list | tuple) and all(
+        isinstance(token, int | np.integer) and not isinstance(token, bool) for token in item
+    ):
         return "tokens"
     raise InputError(
         f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"
@@ -427,8 +392,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     name = type(item).__name__.lower() if is_medium else name
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
-    is_path = isinstance(source, str | os.PathLike)
-    if is_path:
+    if isinstance(source, os.PathLike):
         name, path = os.fspath(source), Path(source)
         try:
             if is_medium and path.is_dir():
@@ -441,7 +405,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
             raise refused(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
 
     # The header says how many bytes the pixels take as RGB.
-    if size <= most and not is_medium and (is_path or isinstance(source, bytes) or hasattr(source, "getbands")):
+    if size <= most and not is_medium and (isinstance(source, bytes | os.PathLike) or hasattr(source, "getbands")):
         with _opened(source, name) as image:
             size = image.width * image.height * 3
     for frame in frames:
@@ -459,11 +423,8 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
     """
     # Each of these is iterable, and would be taken apart into letters, rows or keys.
     is_single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
-    if is_single or not isinstance(items, Iterable):
-        shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
-        raise InputError(f"{what}: got {shown}; expected a sequence of items, such as [{type(items).__name__} …]")
-
-    result = list(items)
+    result = [] if is_single or not isinstance(items, Iterable) else list(items)
     if not result:
-        raise InputError(f"{what}: got no items; expected at least one")
+        shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
+        raise InputError(f"{what}: got {shown}; expected a sequence of items, at least one")
     return result
