@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ def digest_of(fields: Iterable[bytes], key: bytes = b"", size: int = 32) -> str:
     """Digests fields, each framed by its length: blake2b of `size` bytes in hexadecimal, keyed by a non-empty `key`."""
     digest = hashlib.blake2b(digest_size=size, key=key)
     for field in fields:
-        digest.update(len(field).to_bytes(8, "little"))
-        digest.update(field)
+        digest.update(len(field).to_bytes(8, "little") + field)
     return digest.hexdigest()
 
 
@@ -45,9 +43,8 @@ def encoded(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"text: got a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
-        ) from None
+        shown = f"a lone surrogate at place {error.start}"
+        raise InputError(f"text: got {shown}; expected text that UTF-8 can hold") from None
 
 
 def fingerprint_of(backbone: str, what: str) -> str:
@@ -69,19 +66,18 @@ def _fields(content: Content) -> list[bytes]:
     if isinstance(content, bytes):
         return [b"bytes", content]
     if isinstance(content, Video | Audio):
-        name = type(content).__name__.lower()
-        return [encoded(name), json.dumps(content.options, sort_keys=True).encode(), *_fields(content.source)]
+        name = type(content).__name__.lower().encode()
+        return [name, json.dumps(content.options, sort_keys=True).encode(), *_fields(content.source)]
 
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":
         raise InputError(f"id: got content of dtype {value.dtype}; expected numbers, text or bytes")
-    # NumPy's integer type for a list of token ids depends on the platform.
+    # Ids depend neither on the platform's integer type for a list of token ids nor on the byte order.
     if value.dtype.kind in "iu" and not isinstance(content, np.ndarray | jax.Array):
         value = value.astype(np.int64)
-    # Ids do not depend on the byte order either.
-    value = value.astype(value.dtype.newbyteorder("<"), copy=False)
+    dtype = value.dtype.newbyteorder("<")
     shape = ",".join(map(str, value.shape))
-    return [b"array", value.dtype.newbyteorder("<").str.encode(), shape.encode(), value.tobytes()]
+    return [b"array", dtype.str.encode(), shape.encode(), value.astype(dtype, copy=False).tobytes()]
 
 
 def chunk_id(backbone: str, *content: Content) -> str:
@@ -138,21 +134,6 @@ def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> 
     return digest_of(fields)
 
 
-def mixed(bits: Any, place: Any) -> Any:
-    """Mixes each element's bits with its place; at one place, different bits always give different words."""
-    # Every step is a bijection of 32-bit words: the factors are odd.
-    word = bits * np.uint32(_FIRST) + place
-    word = (word ^ (word >> np.uint32(16))) * np.uint32(_THIRD)
-    word = (word ^ (word >> np.uint32(13))) * np.uint32(_FOURTH)
-    return word ^ (word >> np.uint32(16))
-
-
-def bits_of(value: Array) -> Array:
-    """Returns the bits of numbers of at most 32 bits, as uint32."""
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-    return bits.astype(jnp.uint32)
-
-
 @jax.jit
 def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
     """Computes two sums over the first `length` tokens, and whether any number, including padding, is not finite.
@@ -163,8 +144,16 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
 
     def step(carry: tuple[Array, Array], layer: Array) -> tuple[tuple[Array, Array], None]:
         word, wrong = carry
-        word = (word ^ bits_of(layer)) * np.uint32(_THIRD)
+        bits = jax.lax.bitcast_convert_type(layer, jnp.dtype(f"uint{8 * layer.dtype.itemsize}"))
+        word = (word ^ bits.astype(jnp.uint32)) * np.uint32(_THIRD)
         return (word ^ (word >> np.uint32(15)), wrong | ~jnp.isfinite(layer)), None
+
+    def mixed(bits: Array, place: Array) -> Array:
+        # Every step is a bijection of 32-bit words: the factors are odd. So at one place, different bits always differ.
+        word = bits * np.uint32(_FIRST) + place
+        word = (word ^ (word >> np.uint32(16))) * np.uint32(_THIRD)
+        word = (word ^ (word >> np.uint32(13))) * np.uint32(_FOURTH)
+        return word ^ (word >> np.uint32(16))
 
     # A scan does not support layers that are sharded over an Explicit axis.
     sharding = jax.typeof(value).sharding
@@ -172,8 +161,8 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
         value = jax.sharding.reshard(value, jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:])))
 
     # The carry is derived from a layer, so that it has its sharding.
-    first = value[0]
-    (word, wrong), _ = jax.lax.scan(step, (jnp.zeros_like(bits_of(first)), jnp.zeros_like(first, bool)), value)
+    start = jnp.zeros_like(value[0], jnp.uint32), jnp.zeros_like(value[0], bool)
+    (word, wrong), _ = jax.lax.scan(step, start, value)
 
     # Row-major index of every element, wrapping at 32 bits.
     index = jnp.zeros_like(word)
