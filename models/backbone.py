@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_behind, check_cached, check_tokens
+from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_cached, check_tokens
 from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_positions
 from kvpatch_jax.errors import InputError, ShapeError
 
@@ -42,7 +42,7 @@ from .inputs.buckets import (
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
-from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over, counted_tokens
+from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask, check_mask_over, counted_tokens
 from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..backbone import KV, Backbone, Recomputed, Tokens, check_cached
+from ..backbone import KV, Backbone, Step, Tokens, check_cached
 from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free, zero_padded
 from ..errors import InputError
 from .options import ReuseThresholds
@@ -244,7 +244,7 @@ class _Execution:
 
     def _run(
         self, start: int, entering: np.ndarray, rows: Sequence[int], start_layer: int = 0, hidden_at: tuple = ()
-    ) -> Recomputed:
+    ) -> Step:
         """Runs tokens from `start` on, whose residual is `entering` [n,D]; returns logits of some rows.
 
         The last one is repeated up to a size that forwards share: it is written several times with the same values.

@@ -90,7 +90,7 @@ def test_cached_decode_equals_the_whole_forward_and_transformers(backbone):
     parts, found = [tokens], []
     for step, (token, place) in enumerate(zip(gold["decode_tokens"], gold["decode_positions"], strict=True)):
         parts.append(text_of(backbone, [[token]], place))
-        logits, cache = backbone.decode(parts[-1], cache, np.array([[size + step]]))
+        logits, cache, _ = backbone.decode(parts[-1], cache, np.array([[size + step]]))
         found.append(logits[0, -1])
     close(np.stack(found), gold["decode_logits"], GOLDEN, "decode logits")
     whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
