@@ -480,7 +480,7 @@ class BatchScheduler:
         except BaseException as error:
             if executor.lost:
                 self._lose(error)
-            lost = executor.lost or isinstance(error, PoolLostError)
+            lost = executor.lost or getattr(error, "lost", False)
             if isinstance(error, PoolError) and not lost and not self._hopeless(call):
                 call.shortage = error
                 return False

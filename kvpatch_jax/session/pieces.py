@@ -400,7 +400,9 @@ def session_call[**Given, Result](
             with guard():
                 try:
                     return method(*args, **options)
-                except PoolLostError:
+                except PoolError as error:
+                    if not error.lost:
+                        raise
                     session: Any = args[0]
                     session._book.reprefill()
                 # Outside of the handler, so that the lost pool is not the context of an error of the second call.

@@ -60,7 +60,7 @@ class InlineScheduler:
             try:
                 return job()
             except PoolError as error:
-                if isinstance(error, PoolLostError) or not self._grows or window is None:
+                if error.lost or not self._grows or window is None:
                     raise
             # Doubled at least, because programs are compiled again for every size.
             have, size = self._executor.slots.pages, self._executor.slots.page_size

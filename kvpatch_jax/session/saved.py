@@ -161,7 +161,7 @@ def restore(
             _, number, field = key.split(".", 2)
             snapshots[int(number)][field] = arrays[key]
         opened = runtime or config.runtime(backbone, store, dtype=dtype)
-    except (SessionError, WindowError, CertificateError, RankError, PoolError):
+    except (SessionError, PoolError):
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SessionError(f"session: got {type(error).__name__} {error!s:.200}; expected what was saved") from error
@@ -176,10 +176,8 @@ def restore(
         else:
             # Without KV, the window is prefilled.
             book.run("restore", window.anew())
-    except BaseException as error:
+    except BaseException:
         book.release()
-        if isinstance(error, WindowError):
-            raise SessionError(f"session: {error}") from error
         raise
     return book, keep
 

@@ -196,9 +196,9 @@ class _Fetch:
         for store, source in self._stores(request):
             try:
                 chunk = store.get(**request.names)
-            except StoreClosedError:
-                raise
             except (StoreError, OSError):
+                if store.objects.closed:
+                    raise
                 store.objects.counters["fetch_errors"] += 1
                 continue
             if chunk is not None:

@@ -291,7 +291,8 @@ def _parse_header(text: bytes, size: int) -> tuple[Header, Stored, dict[str, Any
     tensors = json.loads(text)
     metadata = tensors.pop("__metadata__")
     if metadata["format"] != str(FORMAT):
-        raise StoreVersionError(f"object: got format {metadata['format'][:20]!r}; expected {FORMAT}")
+        shown = metadata["format"][:20]
+        raise StoreCorruptError(f"object: got format {shown!r}; expected {FORMAT}", other_format=True)
     expires = float(metadata["expires"]) if metadata["expires"] else None
     header = Header(metadata["tenant"], metadata["name"], int(metadata["seq"]), expires)
     stored = Stored(metadata["kind"], json.loads(metadata["body"]), {}, header.seq, expires, size)

@@ -276,7 +276,7 @@ class Index:
         for line in data[:86], data[87:173]:  # no search for line ends: they may be damaged
             if xxhash.xxh3_64_hexdigest(line[:70]).encode() == line[70:]:
                 if int(line[:4]) != FORMAT:
-                    raise StoreVersionError(f"store {self.root}: got format {int(line[:4])}; expected {FORMAT}")
+                    raise StoreError(f"store {self.root}: got format {int(line[:4])}; expected {FORMAT}")
                 return bytes.fromhex(line[5:69].decode())
         raise StoreCorruptError(
             f"store {self.root}: got a file `secret` that is damaged twice; expected it from a backup"
@@ -635,12 +635,6 @@ def file_system(folder: str) -> str:
     return ""
 
 
-_ERRORS = {
-    sqlite3.SQLITE_FULL: StoreFullError,
-    sqlite3.SQLITE_READONLY: StoreReadOnlyError,
-    sqlite3.SQLITE_BUSY: StoreBusyError,
-    sqlite3.SQLITE_LOCKED: StoreBusyError,
-}
 _DAMAGE = (
     *(sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH),
     *(sqlite3.SQLITE_ERROR, 0),  # a table or column that is not there; text that is no UTF-8, or a column's other type
@@ -652,8 +646,7 @@ def _code(error: Exception) -> int:
 
 
 def _index_error(error: Exception, what: str) -> KVPatchError:
-    kind = _ERRORS.get(_code(error), StoreIOError)
-    return kind(f"{what}: index: got {error}; expected it to read and write")
+    return StoreError(f"{what}: index: got {error}; expected it to read and write")
 
 
 @contextlib.contextmanager

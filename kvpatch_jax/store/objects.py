@@ -267,11 +267,8 @@ class Objects:
             if stored is not None:
                 try:
                     value = decode(stored)
-                except StoreVersionError:
-                    self.counters["other_format"] += 1
-                    break
-                except StoreCorruptError:
-                    self.counters["damaged"] += 1
+                except StoreCorruptError as error:
+                    self.counters["other_format" if error.other_format else "damaged"] += 1
                     break
                 self._unread.discard(file)
                 self.memory.put(self._space, name, file, value, size)
@@ -360,10 +357,8 @@ class Objects:
             return _read_named(f"{self.root}/data/{file}", self.tenant, name, self.key)
         except FileNotFoundError:
             return None
-        except StoreVersionError:
-            self.counters["other_format"] += 1
-        except StoreCorruptError:
-            self.counters["damaged"] += 1
+        except StoreCorruptError as error:
+            self.counters["other_format" if error.other_format else "damaged"] += 1
         except OSError:
             self.counters["read_errors"] += 1
         return None
@@ -380,7 +375,7 @@ class Objects:
             return None, None
         try:
             stored = _parse_named(data, self.tenant, name, self.key)
-        except (StoreCorruptError, StoreVersionError):
+        except StoreCorruptError:
             self.counters["remote_damaged"] += 1
             return None, etag
         if stored.expires is not None and stored.expires <= time.time():
@@ -567,11 +562,13 @@ def _verdict(index: Index, tenant: str, name: str, file: str, key: bytes | None)
     try:
         _read_named(f"{index.root}/data/{file}", tenant, name, key)
         return "good"
-    except StoreKeyError:
+    except StoreCorruptError as error:
+        return "unreadable" if error.other_format else "damaged"
+    except StoreError:  # of its key: its checksums were verified before
         if key is not None:
             raise
-        return "encrypted"  # its checksums were verified before
-    except (StoreCorruptError, FileNotFoundError):
+        return "encrypted"
+    except FileNotFoundError:
         return "damaged"
-    except (StoreVersionError, OSError):
+    except OSError:
         return "unreadable"

@@ -189,7 +189,6 @@ def _typed_errors(path: Any, kind: type[StoreError]) -> Iterator[None]:
     except KVPatchError:
         raise
     except Exception as error:
-        kind = StoreFullError if "No space left" in str(error) else kind
         raise kind(f"checkpoint {path}: got {str(error)[:300]}; expected Orbax to write and read it") from error
 
 

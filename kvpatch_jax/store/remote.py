@@ -361,9 +361,9 @@ class Sender:
                 last = rows[-1][0]
                 try:
                     self._send_rows(rows)
-                except StoreIOError as error:
-                    if isinstance(error, StoreUnreachableError):
-                        raise
+                except StoreUnreachableError:
+                    raise
+                except StoreError as error:
                     refusal = error
                     continue
                 with self._objects.index.write() as transaction:

@@ -273,11 +273,13 @@ def _verified(
             opener, stored = key if stored.kind == "sealed" else None, None
             try:
                 _, stored = read_object(path, opener)
-            except StoreKeyError:  # its checksums were verified before
+            except StoreCorruptError:
+                raise
+            except StoreError:  # of its key: its checksums were verified before
                 if opener is not None:
                     raise
             yield path, header, stored, opener
-        except (StoreCorruptError, StoreVersionError, OSError) as error:
+        except (StoreCorruptError, OSError) as error:
             bad.append(f"{name}: {error}")
     if bad:
         raise StoreSnapshotError(

@@ -320,7 +320,7 @@ def expect_weights(store: ChunkStore, backbone: str, digest: str) -> None:
         try:
             # Kept if there is one meanwhile: with `put_encoder` the last engine would win, unnoticed by the others.
             store.amend_encoder(WEIGHTS_RECORD, backbone, lambda records: records[0] if records else engines)
-        except (StoreReadOnlyError, StoreFullError):
+        except StoreError:
             return
         record = store.get_encoder(WEIGHTS_RECORD, backbone)
 
