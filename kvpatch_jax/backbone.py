@@ -229,7 +229,7 @@ class Backbone(Protocol):
         """Converts texts and images, in order, to the processor's arrays (input_ids, pixel_values, position_ids, …).
 
         Raises:
-          ImageError: an image cannot be read. InputError: an item is of an unknown kind.
+          InputError: an image cannot be read. InputError: an item is of an unknown kind.
         """
         ...
 
@@ -270,7 +270,7 @@ class Backbone(Protocol):
             model with linear attention leave nothing in its transition. None: all, or those that a mask leaves.
 
         Raises:
-          FrameError: the context is in another frame. InputError: tokens start at position 0 after a context
+          LayoutError: the context is in another frame. InputError: tokens start at position 0 after a context
           (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis.
         """
         ...
@@ -348,7 +348,7 @@ class Backbone(Protocol):
         yet. The returned cache has these pages and marks the written tokens as seen; pass it to the next step.
 
         Raises:
-          KernelSlotError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
+          KernelError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
           donated.
         """
         ...
@@ -391,7 +391,7 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> No
     """Checks that a context or cache is engine-frame KV of this layout with the tokens' number of rows.
 
     Raises:
-      FrameError: it is in another frame. InputError: it is not KV. LayoutError, DtypeError, ShapeError: it belongs to
+      LayoutError: it is in another frame. InputError: it is not KV. LayoutError, ShapeError: it belongs to
       another model, or has no batch axis. PoolError: as `check_paged`.
     """
     if isinstance(kv, Paged):
@@ -455,7 +455,7 @@ def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = No
       transition is that of all tokens, its map and state in float32.
 
     Raises:
-      InputError: there are no parts, or another number of lengths. FrameError: a part is in another frame.
+      InputError: there are no parts, or another number of lengths. LayoutError: a part is in another frame.
       LayoutError, ShapeError: channels or shapes of parts differ.
     """
     if not parts or not all(isinstance(part, Mapping) for part in parts):

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from ..errors import AmbiguousTextError, ImageError, InputError
+from ..errors import InputError
 from ..utils.optional_packages import require
 
 Sort = Literal["image", "video", "audio", "text", "tokens"]
@@ -98,10 +98,10 @@ def check_text(text: str, what: str) -> None:
     """Checks that a str does not look like a file's name or an address, unless it is a `Text`.
 
     Raises:
-      AmbiguousTextError: it does. The message begins with `what` and says how to pass a file or a text.
+      InputError: it does. The message begins with `what` and says how to pass a file or a text.
     """
     if not isinstance(text, Text) and looks_like_a_file(text):
-        raise AmbiguousTextError(
+        raise InputError(
             f"{what}: got {text[:300]!r}, which looks like a file's name or an address; expected pathlib.Path(...) for "
             "a file (what has an address is to be downloaded first), or kvpatch_jax.Text(...) for this very text"
         )
@@ -167,7 +167,7 @@ class Video(_Medium):
 
         Raises:
           InputError: no such file, no frames, frames without their times or of several sizes, or a file with `rate`
-          or `timestamps`. ImageError: a frame that cannot be read.
+          or `timestamps`. InputError: a frame that cannot be read.
         """
         source, name = self.source, "video"
         if isinstance(source, os.PathLike):
@@ -303,13 +303,13 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
     modes of 8 bits per value to RGB; transparency is laid over white. Errors call the image `name`.
 
     Raises:
-      ImageError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
+      InputError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
       another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
         image = np.asarray(source)
         if not is_pixels(image):
-            raise ImageError(
+            raise InputError(
                 f"{name}: got {image.dtype} {list(image.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
                 "[H, W, 4]; normalised values go through patchify"
             )
@@ -319,16 +319,16 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
         with _opened(source, name) as file:
             # Modes of 16 or 32 bits: Pillow clips instead of scaling.
             if file.mode.startswith(("I", "F")):
-                raise ImageError(f"{name}: got mode {file.mode}; expected at most 8 bits a value (rescale it first)")
+                raise InputError(f"{name}: got mode {file.mode}; expected at most 8 bits a value (rescale it first)")
             turned = require("PIL.ImageOps", "Pillow").exif_transpose(file)
             # A palette may have a transparent colour without a channel of its own.
             alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
             image = np.array(turned.convert("RGBA" if alpha else "RGB"))
     else:
-        raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+        raise InputError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
 
     if image.size == 0:
-        raise ImageError(f"{name}: got {image.shape[0]}×{image.shape[1]} pixels; expected an image that is not empty")
+        raise InputError(f"{name}: got {image.shape[0]}×{image.shape[1]} pixels; expected an image that is not empty")
     if image.shape[-1] == 3:
         return image
     opacity = image[..., 3:].astype(np.uint16)
@@ -353,10 +353,10 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
         else:
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 yield image
-    except ImageError:
+    except InputError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
-        raise ImageError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
+        raise InputError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
 
 
 # --------------------------------------------------------------------------------------------------------------- items
@@ -371,7 +371,7 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     integers.
 
     Raises:
-      AmbiguousTextError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with
+      InputError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with
       `what`.
     """
     if isinstance(item, str):
@@ -419,11 +419,11 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     its frames, or the array. Returns the bytes of an image's pixels, or of the medium.
 
     Raises:
-      ImageError: an image or frame is too large, a path is not a regular file, or the size cannot be read. InputError:
+      InputError: an image or frame is too large, a path is not a regular file, or the size cannot be read. InputError:
       the same of a video or sound.
     """
     is_medium = isinstance(item, Video | Audio)
-    source, refused = (item.source, InputError) if is_medium else (item, ImageError)
+    source, refused = (item.source, InputError) if is_medium else (item, InputError)
     name = type(item).__name__.lower() if is_medium else name
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ..backbone import Backbone
 from ..cache import Audio, Text, Video, decoded, sort_of
-from ..errors import CertificateError, PoolError, RankError, SessionError, WindowError
+from ..errors import PoolError, SessionError
 from ..utils.atomic_files import path_of, replace
 from ..window import Entry, PatchStore, Window, from_json, to_json
 from .config import Keep, SessionConfig

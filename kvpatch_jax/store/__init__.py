@@ -2,7 +2,6 @@
 
 import importlib.util
 
-
 if importlib.util.find_spec("fcntl") is None:  # checked before the imports below fail
     # An AttributeError of the package too: `hasattr` returns False there, and `help` omits the store.
     raise AttributeError("store: got a system without `fcntl`; expected a POSIX system, such as Linux or macOS")

@@ -34,7 +34,7 @@ from ..core import (
     is_packed,
     plane_widths,
 )
-from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
+from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError
 from .files import DTYPES, Encoded, Stored
 from .names import Encoding, Names, encoding_word
 
@@ -123,7 +123,7 @@ def encode_chunk_object(chunk: Chunk, encoding: Encoding | None = None) -> Encod
     """Encodes a canonical. An encoding packs kv that are not packed yet.
 
     Raises:
-      DtypeError: objects cannot hold a dtype. ShapeError: the chunk is a batch.
+      ShapeError: objects cannot hold a dtype. ShapeError: the chunk is a batch.
       InputError: the encoding is unknown, or the chunk has another one, or was decoded, so that its codes are lost.
     """
     word = encoding_word(encoding)
@@ -296,7 +296,7 @@ def encode_patch_object(patch: Patch) -> Encoded:
     """Encodes a patch. Of one in a shared basis only the coefficients: the directions are stored once, with the basis.
 
     Raises:
-      DtypeError: objects cannot hold a dtype. ShapeError: the patch is of a batch of chunks.
+      ShapeError: objects cannot hold a dtype. ShapeError: the patch is of a batch of chunks.
     """
     metadata = patch.metadata
     if patch.batch is not None:
