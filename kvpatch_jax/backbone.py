@@ -198,7 +198,7 @@ class Backbone(Protocol):
       start_layer: layer that `tokens.embeddings` enters as the residual.
       hidden_at: layers whose entering residual is returned.
 
-      FrameError: a context or cache is in another frame. InputError: tokens start at position 0 after a context
+      LayoutError: a context or cache is in another frame. InputError: tokens start at position 0 after a context
       (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis; sets of `keep` are not
       nested, or a layer is out of range.
     """
@@ -219,7 +219,7 @@ class Backbone(Protocol):
         """Converts texts and images, in order, to the processor's arrays (input_ids, pixel_values, position_ids, …).
 
         Raises:
-          ImageError: an image cannot be read. InputError: an item is of an unknown kind.
+          InputError: an image cannot be read, or an item is of an unknown kind.
         """
         ...
 
@@ -311,7 +311,7 @@ class Backbone(Protocol):
         yet. The returned cache has these pages and marks the written tokens as seen; pass it to the next step.
 
         Raises:
-          KernelSlotError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
+          KernelError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
           donated.
         """
         ...
@@ -354,8 +354,8 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> No
     """Checks that a context or cache is engine-frame KV of this layout with the tokens' number of rows.
 
     Raises:
-      FrameError: it is in another frame. InputError: it is not KV. LayoutError, DtypeError, ShapeError: it belongs to
-      another model, or has no batch axis. PoolError: as `check_paged`.
+      InputError: it is not KV. LayoutError, ShapeError: it is in another frame, belongs to another model, or has no
+      batch axis. PoolError: as `check_paged`.
     """
     rows = tokens.embeddings.shape[0]
     if isinstance(kv, Paged):
@@ -384,8 +384,8 @@ def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = No
       transition is that of all tokens, its map and state in float32.
 
     Raises:
-      InputError: there are no parts, or another number of lengths. FrameError: a part is in another frame.
-      LayoutError, ShapeError: channels or shapes of parts differ.
+      InputError: there are no parts, or another number of lengths. LayoutError, ShapeError: a part is in another frame,
+      or channels or shapes of parts differ.
     """
     if not parts or not all(isinstance(part, Mapping) for part in parts):
         kinds = [type(part).__name__ for part in parts]

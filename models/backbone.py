@@ -202,7 +202,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
           times).
 
         Raises:
-          ImageError: an image that cannot be read. InputError: no items, an item of another kind or of one that the
+          InputError: an image that cannot be read. InputError: no items, an item of another kind or of one that the
           family does not take, a video or sound that cannot be read, text without a tokenizer, or text that the
           tokenizer does not know. MissingExtraError: a video file without PyAV.
         """
@@ -224,7 +224,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         Raises:
           InputError: no template or tokenizer, messages that the template refuses, entries of another type,
           text that the tokenizer does not know, or images that the template did not place.
-          ConfigError: a template that cannot be used. ImageError: an image that cannot be read.
+          ConfigError: a template that cannot be used. InputError: an image that cannot be read.
         """
         return self._prompts.chat(messages, add_generation_prompt, **variables)
 

@@ -70,7 +70,7 @@ def prepared(backbone: ModelBackbone, content: PieceContent, between: Sequence[i
       between: ids that stand behind an image.
 
     Raises:
-      ImageError, InputError, OSError: an image that cannot be read or that the model does not see, or as `ids_of`.
+      InputError, OSError: an image that cannot be read or that the model does not see, or as `ids_of`.
     """
     if isinstance(content, Text):
         # As ids: the tokenizer's own start and end tokens stand around a prompt, not around each of its pieces.

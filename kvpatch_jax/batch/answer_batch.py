@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from ..backbone import Backbone
 from ..cache import digest_of, encoded
-from ..errors import InputError, KVPatchError, PoolError, PoolLostError
+from ..errors import InputError, KVPatchError, PoolError
 from ..plan import DEFAULT_KL, Certificate, Reuse
 from ..session import Answer, Session, SessionConfig, Sessions, check_backbone
 from ..utils.kinds import is_whole
@@ -86,8 +86,8 @@ def answer_batch(
 
     Raises:
       InputError: no items, an invalid backbone, store or option, or a file with answers of other items, another
-      backbone or reuse, or that another run writes to. AmbiguousTextError: every item has a str that looks like a file.
-      SessionError, CertificateError: an invalid reuse, or a certificate of other weights. PoolError: no room.
+      backbone or reuse, or that another run writes to. InputError: every item has a str that looks like a file.
+      SessionError, InputError: an invalid reuse, or a certificate of other weights. PoolError: no room.
     """
     # Everything is refused before the file of answers is created.
     check_backbone(backbone, store, "answer_batch")
@@ -172,9 +172,9 @@ class _BatchRun:
         while True:
             try:
                 return call(*args, **options)
-            except PoolLostError:
-                raise
-            except PoolError:
+            except PoolError as error:
+                if error.lost:
+                    raise
                 if not self._queue:
                     executor = self._session.runtime.executor
                     self._session.runtime.do(functools.partial(executor.enlarge, 2 * executor.slots.pages))

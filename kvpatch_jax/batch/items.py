@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache import chunk_id, digest_of, encoded, one_form, sort_of, unit_items
-from ..errors import AmbiguousTextError, InputError, KVPatchError
+from ..errors import InputError, KVPatchError
 from ..utils.kinds import expect_kind, is_whole
 
 STEPS = 32
@@ -92,7 +92,7 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
       The jobs by index, and the contents of each chunk and question by its id. Files are named, not loaded.
 
     Raises:
-      InputError: no sequence of items, or an empty one. AmbiguousTextError: every item has a str that looks like a
+      InputError: no sequence of items, or an empty one. InputError: every item has a str that looks like a
       file.
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
@@ -107,10 +107,12 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
         for part in parts:
             try:
                 sort_of(part, f"item: {field}")
-            except AmbiguousTextError as error:
+            except InputError as error:
+                if not isinstance(part, str):
+                    raise
                 # JSON names the kind, because a str alone may be either.
                 expected = '{"image": ...}, {"video": ...} or {"text": ...}'
-                raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
+                raise InputError(f"{error}; in JSON {expected}") from None
         # Many items may name one file, which is decoded once.
         if len(parts) == 1 and isinstance(parts[0], os.PathLike):
             parts = [Path(os.path.abspath(parts[0]))]
@@ -138,9 +140,9 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
 
     if not jobs:
         raise InputError("answer_batch: got no items; expected at least one")
-    if all(isinstance(job.error, AmbiguousTextError) for job in jobs):
-        # File names as strings are an error of the call, whose answers would all be this error.
-        raise AmbiguousTextError(f"answer_batch: got {len(jobs)} invalid items: {jobs[0].error}")
+    if all(job.error is not None for job in jobs):
+        # Such as file names as strings: an error of the call, whose answers would all be this error.
+        raise InputError(f"answer_batch: got {len(jobs)} invalid items: {jobs[0].error}")
 
     # Frequent chunks go first where the order is free, so that prefixes are shared the most (as FP-growth sorts its
     # transactions: Han, Pei and Yin, SIGMOD 2000). The order depends on nothing but the list of items.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..backbone import Backbone
-from ..errors import InputError, ShardError
+from ..errors import InputError, SessionError
 from ..utils.kinds import is_whole
 from ..utils.optional_packages import require
 from ..window import PatchStore
@@ -34,7 +34,7 @@ def run_shards[T](
       The results by index.
 
     Raises:
-      InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed.
+      InputError: a count below 1. MissingExtraError: Ray is not installed. SessionError: a shard failed.
     """
     if not is_whole(count, 1):
         raise InputError(f"run_shards: got count {count!r:.80}; expected a number of shards, 1 or more")
@@ -56,7 +56,7 @@ def run_shards[T](
             failures[index] = " ".join(str(getattr(error, "cause", error)).split())
     if failures:
         index, reason = next(iter(failures.items()))
-        raise ShardError(
+        raise SessionError(
             f"run_shards: got {len(failures)} of {count} shards that failed ({', '.join(map(str, failures))}): shard "
             f"{index}: {reason[:500]}; expected none: the same call does those again, and keeps the others"
         )

@@ -74,7 +74,7 @@ class Chunk:
     NumPy arrays that are writeable are copied, so that later changes to them do not change the chunk.
 
     Raises:
-      FrameError: kv that is rotated. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
+      LayoutError: kv that is rotated. LayoutError, ShapeError: kv does not fit the layout.
       InputError: local or span out of range. NotFiniteError: NaN or infinity in kv.
       InputError: length out of range, an empty id or content, or no fingerprint.
     """

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Num, UInt32
 
 from ..core import PARTS
-from ..errors import ImageError, InputError
+from ..errors import InputError
 from .inputs import Audio, ImageSource, Video, check_text, decoded, is_encoded, one_form
 
 Content = ImageSource | Video | Audio | np.ndarray | jax.Array | str | bytes | Sequence[int]
@@ -92,8 +92,8 @@ def chunk_id(backbone: str, *content: Content) -> str:
         is digested as int64.
 
     Raises:
-      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), or an array does not
-      hold numbers. ImageError: an image cannot be read.
+      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), an array does not
+      hold numbers, or an image cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
@@ -108,7 +108,7 @@ def chunk_id(backbone: str, *content: Content) -> str:
             part = one_form(part)
         elif is_encoded(part):
             # Bytes that begin like an image but cannot be decoded are treated as bytes.
-            with contextlib.suppress(ImageError):
+            with contextlib.suppress(InputError):
                 part = decoded(part)
         parts.append(part)
     return digest_of([b"chunk", encoded(backbone), *(field for part in parts for field in _fields(part))])

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from ..errors import AmbiguousTextError, ImageError, InputError
+from ..errors import InputError
 from ..utils.optional_packages import require
 
 Sort = Literal["image", "video", "audio", "text", "tokens"]
@@ -84,10 +84,10 @@ def check_text(text: str, what: str) -> None:
     """Checks that a str does not look like a file's name or an address, unless it is a `Text`.
 
     Raises:
-      AmbiguousTextError: it does. The message begins with `what` and says how to pass a file or a text.
+      InputError: it does. The message begins with `what` and says how to pass a file or a text.
     """
     if not isinstance(text, Text) and looks_like_a_file(text):
-        raise AmbiguousTextError(
+        raise InputError(
             f"{what}: got {text[:300]!r}, which looks like a file's name or an address; expected pathlib.Path(...) for "
             "a file (what has an address is to be downloaded first), or kvpatch_jax.Text(...) for this very text"
         )
@@ -160,7 +160,7 @@ class Video(_Medium):
 
         Raises:
           InputError: no such file, no frames, frames without their times or of several sizes, or a file with `rate`
-          or `timestamps`. ImageError: a frame that cannot be read.
+          or `timestamps`, or a frame that cannot be read.
         """
         source, name = self.source, "video"
         if isinstance(source, os.PathLike):
@@ -276,13 +276,13 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
     modes of 8 bits per value to RGB; transparency is laid over white. Errors call the image `name`.
 
     Raises:
-      ImageError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
+      InputError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
       another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
         pixels = np.asarray(source)
         if not is_pixels(pixels) or not pixels.size:
-            raise ImageError(
+            raise InputError(
                 f"{name}: got {pixels.dtype} {list(pixels.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
                 "[H, W, 4], not empty; normalised values go through patchify"
             )
@@ -292,13 +292,13 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
             return np.repeat(pixels.reshape(*pixels.shape[:2], 1), 3, axis=-1)
         source = require("PIL.Image", "Pillow").fromarray(pixels)
     elif not isinstance(source, bytes | os.PathLike) and not hasattr(source, "getbands"):
-        raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+        raise InputError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
 
     with _opened(source, name) as file:
         # Modes of 16 or 32 bits: Pillow clips instead of scaling.
         if file.mode.startswith(("I", "F")) or 0 in file.size:
             shown = f"mode {file.mode} and {file.width}×{file.height} pixels"
-            raise ImageError(f"{name}: got {shown}; expected pixels of at most 8 bits a value (rescale it first)")
+            raise InputError(f"{name}: got {shown}; expected pixels of at most 8 bits a value (rescale it first)")
         image = require("PIL.ImageOps", "Pillow").exif_transpose(file)
         # A palette may have a transparent colour without a channel of its own.
         if "A" in image.getbands() or image.info.get("transparency") is not None:
@@ -309,7 +309,7 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
 
 @contextlib.contextmanager
 def _opened(source: Any, name: str) -> Iterator[Any]:
-    """Opens an image with Pillow, which reads a file's header alone; errors about the image become ImageErrors."""
+    """Opens an image with Pillow, which reads a file's header alone; errors about the image become InputErrors."""
     Image = require("PIL.Image", "Pillow")
     # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
@@ -320,10 +320,10 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
             source = contextlib.nullcontext(source)
         with source as image:
             yield image
-    except ImageError:
+    except InputError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
-        raise ImageError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
+        raise InputError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
@@ -335,8 +335,7 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     integers.
 
     Raises:
-      AmbiguousTextError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with
-      `what`.
+      InputError: a str looks like a file's name, or the item is of another kind. Messages begin with `what`.
     """
     if isinstance(item, str):
         check_text(item, what)
@@ -384,12 +383,10 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     its frames, or the array. Returns the bytes of an image's pixels, or of the medium.
 
     Raises:
-      ImageError: an image or frame is too large, a path is not a regular file, or the size cannot be read. InputError:
-      the same of a video or sound.
+      InputError: the item or a frame is too large, a path is not a regular file, or the size cannot be read.
     """
     is_medium = isinstance(item, Video | Audio)
-    source, refused = (item.source, InputError) if is_medium else (item, ImageError)
-    name = type(item).__name__.lower() if is_medium else name
+    source, name = (item.source, type(item).__name__.lower()) if is_medium else (item, name)
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
     if isinstance(source, os.PathLike):
@@ -402,7 +399,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
             else:  # a FIFO or device could block for ever
                 raise OSError("no regular file")
         except (OSError, ValueError) as error:
-            raise refused(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
+            raise InputError(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
 
     # The header says how many bytes the pixels take as RGB.
     if size <= most and not is_medium and (isinstance(source, bytes | os.PathLike) or hasattr(source, "getbands")):
@@ -411,7 +408,7 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     for frame in frames:
         size += expect_small(frame, most, f"{name}: frame") if size <= most else 0
     if size > most:
-        raise refused(f"{name!r:.300}: got {size} bytes; expected at most {most}")
+        raise InputError(f"{name!r:.300}: got {size} bytes; expected at most {most}")
     return size
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Num
 
-from ..errors import DtypeError, LayoutError, ShapeError
+from ..errors import LayoutError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .frames import Frame as Frame
 from .rope import Angles, Rope
@@ -354,7 +354,7 @@ class KVLayout:
         The parts of a transition have their rows in place of T.
 
         Raises:
-          LayoutError: the channels differ. ShapeError: a shape differs. DtypeError: a dtype is not floating-point.
+          LayoutError: the channels differ. ShapeError: a shape differs. ShapeError: a dtype is not floating-point.
         """
         expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
         if set(kv) != set(self.names):
@@ -367,7 +367,7 @@ class KVLayout:
             if not hasattr(value, "dtype") or not hasattr(value, "shape"):
                 raise LayoutError(f"{what}[{channel.name!r}]: got a {type(value).__name__}; expected an array")
             if not _is_floating(value.dtype):
-                raise DtypeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
+                raise ShapeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
             shape, depth = value.shape, self.layers if channel.layers is None else len(channel.layers)
             rows = channel.rows

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ..errors import DtypeError, InputError, LayoutError, NotFiniteError, ShapeError
+from ..errors import InputError, LayoutError, NotFiniteError, ShapeError
 from ..utils.kinds import expect_kind
 from .layout import PARTS, AnyArray, KVLayout
 
@@ -133,7 +133,7 @@ def check_parts(
 
     Raises:
       LayoutError: the parts differ: rows of tokens, a part too few, or any where the layout has no transition.
-      ShapeError: a shape differs. DtypeError: a dtype is not floating-point. NotFiniteError: NaN or infinity.
+      ShapeError: a shape differs. ShapeError: a dtype is not floating-point. NotFiniteError: NaN or infinity.
       InputError: a decay (a map that is no matrix) below 0 or above 1.
     """
     names = [part.name for part in layout.parts]
@@ -148,7 +148,7 @@ def check_parts(
         name, value = f"{what}[{part.name!r}]", (transition or {})[part.name]
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
             found = getattr(value, "dtype", type(value).__name__)
-            raise DtypeError(f"{name}: got {found}; expected a floating-point array")
+            raise ShapeError(f"{name}: got {found}; expected a floating-point array")
 
         # The first part says which axes they all have.
         batch = value.shape[1:-3] if batch is None else batch

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, ChunkKey, Patch, PatchMetadata, antecedent_of, examine, same_storage
 from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, quantised, value_of
-from ..errors import InputError, PatchMismatchError, RankError, ShapeError
+from ..errors import InputError, PatchMismatchError, ShapeError
 from .form import KVArrays, Rank, check_conditioned, deficit_of, factor_dtype, finite_factors, rank_by_channel
 
 
@@ -83,7 +83,7 @@ def fit_basis(
       rank: directions for every channel, or per channel (0, or leaving one out: none).
 
     Raises:
-      InputError: no pairs. PatchMismatchError: chunks of several backbones. RankError: a rank below 1, or beyond a
+      InputError: no pairs. PatchMismatchError: chunks of several backbones. InputError: a rank below 1, or beyond a
       channel's features. LayoutError: an unknown channel. Else as `form_patch` of `conditioned`.
     """
     first: Chunk | None = None
@@ -103,7 +103,7 @@ def fit_basis(
         if size == 0 and isinstance(rank, Mapping):
             continue
         if not 1 <= size <= features:
-            raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
+            raise InputError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
         # Columns, the weakest first.
         vectors = jnp.linalg.eigh(sums[name])[1]
         directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
@@ -137,12 +137,12 @@ def form_in_basis(
       rank: how many of the directions, the strongest first; None for all.
 
     Raises:
-      PatchMismatchError: a basis of another backbone or layout. RankError: a rank below 1. Else as `form_patch`.
+      PatchMismatchError: a basis of another backbone or layout. InputError: a rank below 1. Else as `form_patch`.
     """
     check_conditioned(chunk, conditioned)
     _check_same_model(basis.backbone, basis.layout, chunk)
     if rank is not None and rank < 1:
-        raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
+        raise InputError(f"basis: got rank {rank}; expected at least 1, or None")
 
     delta, layers = deficit_of(conditioned, chunk.kv, chunk), tuple(range(chunk.layout.layers))
     factors: Factors = {}

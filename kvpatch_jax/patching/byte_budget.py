@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..cache import Chunk, check_finite
 from ..core import PARTS, AnyArray, RaggedFactors, factor_bits, ops, packed_bytes, quantised
-from ..errors import InputError, RankError, ShapeError
+from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 
 Weights = Mapping[str, Float[AnyArray, "L F"]]
@@ -172,7 +172,7 @@ def form_ragged(
       `RaggedFactors` by channel; channels without directions are left out.
 
     Raises:
-      RankError: the budget does not hold one direction. NotFiniteError: factors beyond the dtype's range.
+      InputError: the budget does not hold one direction. NotFiniteError: factors beyond the dtype's range.
     """
     shapes = {name: value.shape for name, value in delta.items()}
     if any(len(shape) != 4 for shape in shapes.values()):
@@ -201,7 +201,7 @@ def form_ragged(
     ranks = choose_directions(values, costs, budget.nbytes, per_byte=budget.per_byte, column_bytes=columns)
     least = min(costs[name] + columns[name] for name in costs)
     if budget.nbytes < least:
-        raise RankError(f"{what}: got a budget of {budget.nbytes} bytes; expected at least {least}, for one direction")
+        raise InputError(f"{what}: got a budget of {budget.nbytes} bytes; expected at least {least}, for one direction")
 
     factors: ops.Factors = {}
     for name, own in ranks.items():

@@ -95,7 +95,7 @@ def segment_prefill(
 
     Raises:
       InputError: segments of another model, a prompt longer than the regime that the rope is pinned to, or a prefix
-      that is not shorter than the prompt. LayoutError, ShapeError, FrameError: a prefix that is not KV of this model.
+      that is not shorter than the prompt. LayoutError, ShapeError: a prefix that is not KV of this model.
     """
     store.expect(backbone)
     thresholds, count = thresholds or ReuseThresholds(), len(prompt.ids)

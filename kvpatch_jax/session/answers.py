@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from ..backbone import Backbone, Tokens, ahead_of
-from ..errors import InputError, SessionClosedError
+from ..errors import InputError, SessionError
 from ..window import Window
 from .inputs import EmbeddedInput, embedded
 from .runtime import Runtime
@@ -125,10 +125,10 @@ class Answer:
         return f"Answer({so_far[:80]!r}{'' if self._done else ' …'}, {len(self._ids)} tokens)"
 
     def close(self) -> None:
-        """Ends decoding. What was decoded stays readable; reading further raises SessionClosedError."""
+        """Ends decoding. What was decoded stays readable; reading further raises SessionError."""
         with self._lock:
             if not self._done and self._error is None:
-                self._error = SessionClosedError(
+                self._error = SessionError(
                     f"answer: got closed after {len(self._ids)} tokens; expected it read to its end before"
                 )
                 # A generator that runs right now, on this thread, is closed after its step.

@@ -51,7 +51,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
       largest_image: bytes that an image may have, and a video or sound as it was given (a file's are encoded).
 
     Raises:
-      InputError: an empty input, one of another kind, an address, or a video or sound that cannot be read. ImageError:
+      InputError: an empty input, one of another kind, an address, or a video or sound that cannot be read. InputError:
       an image that cannot be read, or an input that is too large.
     """
     parts = cache.unit_items(item, "session")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from ..errors import TraceError
+from ..errors import InputError
 from ..window import LIMIT, Kind
 
 Op = Literal["add", "insert", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
@@ -57,7 +57,7 @@ class Event:
       steps: the largest number of tokens of the answer; None if unknown.
 
     Raises:
-      TraceError: a field of another type or out of range, a missing field, or one that the operation does not take.
+      InputError: a field of another type or out of range, a missing field, or one that the operation does not take.
     """
 
     at: float | int
@@ -83,15 +83,15 @@ class Event:
         for name, value in fields.items():
             fits, expected = _VALUES[name]
             if not fits(value):
-                raise TraceError(f"event.{name}: got {value!r:.80}; expected {expected}")
+                raise InputError(f"event.{name}: got {value!r:.80}; expected {expected}")
 
         required, allowed = (words.split() for words in _FIELDS[self.op])
         for name in required:
             if name not in fields:
-                raise TraceError(f"event.op: got {self.op!r} without {name}; expected one")
+                raise InputError(f"event.op: got {self.op!r} without {name}; expected one")
         for name in fields:
             if name not in ("at", "session", "op", *allowed):
-                raise TraceError(f"event.op: got {self.op!r} with {name}; expected {allowed or 'no other field'}")
+                raise InputError(f"event.op: got {self.op!r} with {name}; expected {allowed or 'no other field'}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that are not at their defaults, which most are."""
@@ -103,11 +103,11 @@ class Event:
         """Returns the event of a JSON object.
 
         Raises:
-          TraceError: an unknown field, or as the class.
+          InputError: an unknown field, or as the class.
         """
         # An unknown field may be one of a later version, whose meaning would be lost.
         if unknown := sorted(set(fields) - set(_VALUES)):
-            raise TraceError(f"event: got field {unknown[0]!r:.80}; expected some of {list(_VALUES)}")
+            raise InputError(f"event: got field {unknown[0]!r:.80}; expected some of {list(_VALUES)}")
         # JSON has lists where events have tuples. Fields that every event has are refused where they are None.
         values: dict[str, Any] = {"at": None, "session": None, "op": None}
         for name, value in fields.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache import content_digest, decoded, sort_of
-from ..errors import TraceError
+from ..errors import InputError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..utils.optional_packages import require
@@ -53,56 +53,56 @@ class Trace:
         """Returns the files of an event's content.
 
         Raises:
-          TraceError: no folder, or a path that is no regular file below it, links followed.
+          InputError: no folder, or a path that is no regular file below it, links followed.
         """
         if event.payload and self.folder is None:
-            raise TraceError(f"trace.folder: got None; expected the folder with {event.payload[0]!r:.80}")
+            raise InputError(f"trace.folder: got None; expected the folder with {event.payload[0]!r:.80}")
         root = (self.folder or Path()).resolve()
         paths = tuple((root / name).resolve() for name in event.payload)
         for path in paths:
             if not path.is_relative_to(root) or not path.is_file():
-                raise TraceError(f"payload: got {str(path)!r:.200}; expected a regular file below {str(root)!r:.80}")
+                raise InputError(f"payload: got {str(path)!r:.200}; expected a regular file below {str(root)!r:.80}")
         return paths
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace, completely or not at all. Payloads stay where they are.
 
         Raises:
-          TraceError: a file that cannot be written.
+          InputError: a file that cannot be written.
         """
-        path = path_of(path, "trace", TraceError)
+        path = path_of(path, "trace", InputError)
         lines = [HEADER | {"parameters": dict(self.parameters)}, *(event.to_dict() for event in self.events)]
         try:
             replace(path, b"".join(map(_line, lines)))
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be written: {error}") from error
+            raise InputError(f"trace: got {str(path)!r:.200}, which cannot be written: {error}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Trace":
         """Reads a trace. Its folder is that of the file.
 
         Raises:
-          TraceError: a file that cannot be read; a line that is no event or header of this version, naming the line.
+          InputError: a file that cannot be read; a line that is no event or header of this version, naming the line.
         """
-        path = path_of(path, "trace", TraceError)
+        path = path_of(path, "trace", InputError)
         try:
             lines = path.read_bytes().splitlines() or [b""]
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
+            raise InputError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
 
         parameters, events = {}, []
         for number, line in enumerate(lines, 1):
             where = f"{str(path)!r:.200}, line {number}"
-            fields = strict_json.object_of(line, where, TraceError)
+            fields = strict_json.object_of(line, where, InputError)
             if number == 1:
                 parameters = fields.pop("parameters", {})
                 if fields != HEADER or not isinstance(parameters, dict):
-                    raise TraceError(f"{where}: got header {fields!r:.200}; expected {HEADER} and parameters")
+                    raise InputError(f"{where}: got header {fields!r:.200}; expected {HEADER} and parameters")
                 continue
             try:
                 events.append(Event.of(fields))
-            except TraceError as error:
-                raise TraceError(f"{where}: {error}") from None
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
         return cls(tuple(events), parameters, path.parent)
 
 
@@ -120,27 +120,27 @@ class Recorder:
       path: of a new file.
 
     Raises:
-      TraceError: a file that exists or cannot be created.
+      InputError: a file that exists or cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = path_of(path, "recorder", TraceError)
+        self._path = path_of(path, "recorder", InputError)
         self._error: Exception | None = None
         self._began, self._lock = time.monotonic(), threading.Lock()
         try:
             self._file = self._path.open("xb")
             self._append(HEADER)
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}: {error}; expected a new file") from error
+            raise InputError(f"trace: got {str(path)!r:.200}: {error}; expected a new file") from error
 
     def watch(self, session: Any) -> None:
         """Records the events of a session from now on, and of its forks.
 
         Raises:
-          TraceError: no session.
+          InputError: no session.
         """
         if not isinstance(getattr(session, "watchers", None), list):
-            raise TraceError(f"recorder: got a {type(session).__name__}; expected a Session, which has watchers")
+            raise InputError(f"recorder: got a {type(session).__name__}; expected a Session, which has watchers")
         if self not in session.watchers:
             session.watchers.append(self)
 
@@ -163,14 +163,14 @@ class Recorder:
         """Ends the trace. Idempotent.
 
         Raises:
-          TraceError: recording had ended before. The file has all events up to there.
+          InputError: recording had ended before. The file has all events up to there.
         """
         with self._lock:
             if self._file.closed:
                 return
             self._file.close()
         if self._error is not None:
-            raise TraceError(f"recorder: {str(self._path)!r:.200} ended early: {self._error}") from self._error
+            raise InputError(f"recorder: {str(self._path)!r:.200} ended early: {self._error}") from self._error
 
     def __enter__(self) -> "Recorder":
         return self

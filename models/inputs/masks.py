@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from kvpatch_jax.backbone import Context, Tokens
 from kvpatch_jax.core import Paged, token_rows
-from kvpatch_jax.errors import DtypeError, InputError, ShapeError
+from kvpatch_jax.errors import InputError, ShapeError
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
@@ -67,11 +67,11 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
 
 
 def check_mask(mask: Any) -> None:
-    """Raises DtypeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
+    """Raises ShapeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
     if mask is not None and not hasattr(mask, "dtype"):
-        raise DtypeError(f"mask: got a {type(mask).__name__}; expected an array of bool")
+        raise ShapeError(f"mask: got a {type(mask).__name__}; expected an array of bool")
     if mask is not None and mask.dtype != bool:
-        raise DtypeError(
+        raise ShapeError(
             f"mask: got {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
             "scores: mask == 0)"
         )

@@ -224,7 +224,7 @@ def place_chunk_cache(
       kv: engine-frame {channel: [L,B,T,K,H]} of the context.
 
     Raises:
-      As `prefill_chunks_apart`; FrameError, LayoutError, ShapeError: the KV is in another frame, of another layout, or
+      As `prefill_chunks_apart`; LayoutError, ShapeError: the KV is in another frame, of another layout, or
       of another number of tokens.
     """
     layout, placed = _placed(over, tokens, chunks)

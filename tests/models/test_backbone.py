@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Backbone, Tokens
 from kvpatch_jax.core import relocate, to_engine
-from kvpatch_jax.errors import ConfigError, ImageError, InputError, ShapeError, WeightsError
+from kvpatch_jax.errors import ConfigError, InputError, ShapeError, WeightsError
 from models import load, save
 from models.checkpoints import flatten_params
 from tests.compilations import compilations
@@ -291,7 +291,7 @@ def test_prepare_refuses(backbone, gold, tmp_path):
     half = tmp_path / "half.jpeg"
     Image.fromarray(gold["image.0"]).resize((200, 200)).save(half)
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
-    with pytest.raises(ImageError, match=r"half\.jpeg: got no image that can be read"):
+    with pytest.raises(InputError, match=r"half\.jpeg: got no image that can be read"):
         backbone.prepare([[1], half])
 
 

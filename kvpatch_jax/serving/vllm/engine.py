@@ -125,7 +125,7 @@ class CacheFormat(NamedTuple):
           lead: what it has to have been prefilled behind; None of a canonical.
 
         Raises:
-          LayoutError, DtypeError: it is from another model's cache, or in another dtype.
+          LayoutError, ShapeError: it is from another model's cache, or in another dtype.
           InputError: it has another number of tokens, or was prefilled behind another lead.
           InputError: its tokens' positions are not consecutive.
         """

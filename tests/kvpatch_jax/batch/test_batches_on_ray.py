@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.batch import BatchItem, answer_batch, answer_batch_on_ray, read_answers, run_shards
-from kvpatch_jax.errors import InputError, ShardError
+from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.store import ChunkStore
 from models import load
 from tests.goldens.load import write_checkpoint
@@ -69,7 +69,9 @@ def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_o
             raise ValueError("a page\nthat nobody has")
         return index
 
-    with pytest.raises(ShardError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"):
+    with pytest.raises(
+        SessionError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"
+    ):
         run_shards(functools.partial(refuses, str(tmp_path)), 3)
     assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1", "done 2"}
 

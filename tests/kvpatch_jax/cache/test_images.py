@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax.cache import chunk_id, decoded, expect_small
-from kvpatch_jax.errors import ImageError
+from kvpatch_jax.errors import InputError
 
 RNG = np.random.default_rng(5)
 RGB = RNG.integers(0, 256, (24, 40, 3), np.uint8)
@@ -145,13 +145,13 @@ def test_an_image_is_not_changed_by_being_read(tmp_path):
 def test_more_than_eight_bits_a_value_are_refused():
     deep = (RGB[..., 0].astype(np.uint16)) << 8
     for image in (deep, Image.fromarray(deep), file_of(Image.fromarray(deep)), deep.astype(np.float32)):
-        with pytest.raises(ImageError, match=r"expected (uint8|at most 8 bits)"):
+        with pytest.raises(InputError, match=r"expected (uint8|at most 8 bits)"):
             decoded(image)
 
 
 def test_an_image_that_cannot_be_read_has_no_id(tmp_path):
     for image in (tmp_path / "gone.png", Image.fromarray(np.zeros((4, 4), np.uint16))):
-        with pytest.raises(ImageError, match=r"expected|rescale"):
+        with pytest.raises(InputError, match=r"expected|rescale"):
             id_of(image)
 
 
@@ -160,10 +160,10 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     size = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + b"IHDR" + size + struct.pack(">I", zlib.crc32(b"IHDR" + size))
     for content in (b"BMW", b"\x89PNG", file_of(Image.fromarray(RGB))[:100], bomb, tmp_path / "gone.png", tmp_path, 7):
-        with pytest.raises(ImageError, match="expected"):
+        with pytest.raises(InputError, match="expected"):
             decoded(content)
         if content != 7:
-            with pytest.raises(ImageError, match="expected"):
+            with pytest.raises(InputError, match="expected"):
                 expect_small(content, 1000)
 
 
@@ -172,5 +172,5 @@ def test_a_size_is_told_before_anything_is_decoded(tmp_path):
     Image.fromarray(RGB).save(path)
     assert expect_small(path, 4000) == expect_small(str(path), 4000) == RGB.nbytes
     for source in (path, str(path), path.read_bytes(), Image.fromarray(RGB), RGB):
-        with pytest.raises(ImageError, match="expected at most 2000"):
+        with pytest.raises(InputError, match="expected at most 2000"):
             expect_small(source, 2000)

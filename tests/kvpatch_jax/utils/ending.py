@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
 from window_oracle import tiny  # noqa: E402
 
 import kvpatch_jax as kvp  # noqa: E402
-from kvpatch_jax.errors import SessionClosedError  # noqa: E402
+from kvpatch_jax.errors import SessionError  # noqa: E402
 
 SIDE_BY_SIDE = 4
 alive = []
@@ -63,7 +63,7 @@ def answering() -> None:
 def read() -> None:
     try:
         print(len(alive[-1].ids), "tokens were made")
-    except SessionClosedError:
+    except SessionError:
         print("the answer was cut short")
 
 

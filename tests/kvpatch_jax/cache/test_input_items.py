@@ -21,7 +21,7 @@ from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.batch.items import read_items
 from kvpatch_jax.cache import expect_small, medium_of, one_form, sort_of
 from kvpatch_jax.cache.inputs import looks_like_a_file
-from kvpatch_jax.errors import AmbiguousTextError, InputError, KVPatchError
+from kvpatch_jax.errors import InputError, KVPatchError
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
 from models import load
 from models.inputs.chat import read_messages
@@ -119,7 +119,7 @@ def is_refused(call: Callable[[str], object], text: str) -> bool:
     """Whether a text is refused as ambiguous; that its words are not in the vocabulary does not matter here."""
     try:
         call(text)
-    except AmbiguousTextError as error:
+    except InputError as error:
         return re.search(r"pathlib\.Path\(.*kvpatch_jax\.Text\(", str(error)) is not None
     except KVPatchError:
         pass
@@ -199,7 +199,7 @@ def test_items_from_json_say_what_is_an_image(path):
 
 def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
     items = [{"front": [f"page {number}.png"], "question": "C6"} for number in range(3)]
-    with pytest.raises(AmbiguousTextError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
+    with pytest.raises(InputError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
         kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()
 
