@@ -145,7 +145,7 @@ def test_an_image_is_not_changed_by_being_read(tmp_path):
 def test_more_than_eight_bits_a_value_are_refused():
     deep = (RGB[..., 0].astype(np.uint16)) << 8
     for image in (deep, Image.fromarray(deep), file_of(Image.fromarray(deep)), deep.astype(np.float32)):
-        with pytest.raises(InputError, match=r"expected (uint8|at most 8 bits)"):
+        with pytest.raises(InputError, match=r"expected (uint8|pixels of at most 8 bits)"):
             decoded(image)
 
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
 def test_a_size_is_told_before_anything_is_decoded(tmp_path):
     path = tmp_path / "image.png"
     Image.fromarray(RGB).save(path)
-    assert expect_small(path, 4000) == expect_small(str(path), 4000) == RGB.nbytes
-    for source in (path, str(path), path.read_bytes(), Image.fromarray(RGB), RGB):
+    assert expect_small(path, 4000) == RGB.nbytes
+    for source in (path, path.read_bytes(), Image.fromarray(RGB), RGB):
         with pytest.raises(InputError, match="expected at most 2000"):
             expect_small(source, 2000)

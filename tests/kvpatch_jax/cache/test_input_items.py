@@ -307,12 +307,12 @@ def test_a_path_is_an_image_in_every_place(backbone, store, path):
         (lambda: Video(FRAMES, timestamps=[0, 2, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[-1, 0, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[0, 1, 2, 10**400]), "expected seconds that rise from 0 or more"),
-        (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 2 timestamps; expected one for each of 4 frames"),
-        (lambda: Video(FRAMES).read(), "frames without their times; expected rate= or timestamps="),
-        (lambda: Video(b"file", rate=2).read(), "a file with rate or timestamps"),
-        (lambda: Video(FRAMES[0], rate=2).read(), r"frames of shape \[16, 24, 3\]"),
+        (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 4 frames of .* and 2 timestamps; expected"),
+        (lambda: Video(FRAMES).read(), "frames with .*; expected rate or timestamps of frames"),
+        (lambda: Video(b"file", rate=2).read(), "a file with .*; expected rate or timestamps of frames"),
+        (lambda: Video(FRAMES[0], rate=2).read(), r"of shape \(16, 24, 3\); expected"),
         (lambda: Video([FRAMES[0], FRAMES[0][:8]], rate=2).read(), "frames of sizes"),
-        (lambda: Video([], rate=2).read(), "a list without frames"),
+        (lambda: Video([], rate=2).read(), "got a list; expected a file, a folder, images"),
         (lambda: Video(Path("missing.mp4")).read(), "no readable file"),
         (lambda: Audio(np.zeros((2, 2), np.float32), 8000), r"float32 \[2, 2\]; expected floats \[samples\]"),
         (lambda: Audio(np.zeros(3, np.int16), 8000), "expected floats"),
@@ -339,7 +339,7 @@ def test_a_single_item_is_no_sequence_of_items(backbone, unchecked: None):
         for items in single:
             with pytest.raises(InputError, match="expected a sequence of items"):
                 call(items)
-    with pytest.raises(InputError, match="expected at least one"):
+    with pytest.raises(InputError, match="expected a sequence of items, at least one"):
         backbone.prepare([])
     assert backbone.prepare(item for item in [[1], [2]])["input_ids"].tolist() == [[1, 2]]
 
