@@ -59,14 +59,20 @@ class Tokens(NamedTuple):
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
-        parts: list[Any] = [None if value is None else value[:, start:stop] for value in self]
-        return Tokens(*parts)
+        return jax.tree.map(lambda value: value[:, start:stop], self)
 
     def pad(self, size: int) -> "Tokens":
         """Pads every row with zeros to `size` tokens, on the host: on a device every length would compile a program."""
-        padded: list[Any] = [None if value is None else zero_padded(np.asarray(value), 1, size) for value in self]
-        embeddings, positions, deepstack, ahead = padded
-        return Tokens(jnp.asarray(embeddings), positions, None if deepstack is None else jnp.asarray(deepstack), ahead)
+        return jax.tree.map(lambda value: zero_padded(np.asarray(value), 1, size), self).on_device()
+
+    def on_host(self) -> "Tokens":
+        """Copies all arrays to the host, where no new length compiles a program."""
+        return jax.tree.map(np.asarray, self)
+
+    def on_device(self) -> "Tokens":
+        """Moves embeddings and features to the device; positions and `ahead` stay where they are."""
+        deepstack = None if self.deepstack is None else jnp.asarray(self.deepstack)
+        return self._replace(embeddings=jnp.asarray(self.embeddings), deepstack=deepstack)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
@@ -90,12 +96,20 @@ class Tokens(NamedTuple):
         return self._replace(positions=(self.positions + offset).astype(self.positions.dtype))
 
 
-def ahead_of(parts: Sequence[Tokens], axis: int = 1) -> Int[np.ndarray, "B T"] | None:
-    """Returns how far tokens of joined parts see behind their own; None where no part says anything of it."""
-    if all(part.ahead is None for part in parts):
-        return None
-    rows = [np.zeros(part.positions.shape[:2], np.int32) if part.ahead is None else part.ahead for part in parts]
-    return np.concatenate(rows, axis=axis)
+def joined_tokens(parts: Sequence[Tokens], axis: int = 1) -> Tokens:
+    """Joins tokens behind one another, or (axis 0) rows of them; parts without features or `ahead` get zeros."""
+    fields: list[Any] = []
+    for values in zip(*parts, strict=True):
+        like = next((value for value in values if value is not None), None)
+        if like is None:
+            fields.append(None)
+            continue
+        shapes = [(*part.embeddings.shape[:2], *like.shape[2:]) for part in parts]
+        pairs = zip(values, shapes, strict=True)
+        arrays = [np.zeros(shape, like.dtype) if value is None else value for value, shape in pairs]
+        on_host = all(isinstance(array, np.ndarray) for array in arrays)
+        fields.append((np if on_host else jnp).concatenate(arrays, axis=axis))
+    return Tokens(*fields)
 
 
 class Output(NamedTuple):

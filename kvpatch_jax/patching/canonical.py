@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num
 
-from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens, joined
+from ..backbone import Backbone, Tokens, check_is_backbone, check_tokens, joined, joined_tokens
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
 from ..core import AnyArray, EngineKV, PhaseFreeKV, end_position, to_engine
 from ..errors import InputError, ShapeError
@@ -171,7 +171,7 @@ def conditioned(
 
 def _forward_over_all(backbone: Backbone, parts: Sequence[Tokens]) -> list[dict[str, Array]]:
     """Runs one forward over tokens that follow each other, and cuts its phase-free KV into theirs."""
-    kv, begin, values = backbone.prefill(one_behind_the_other(parts)).kv, 0, []
+    kv, begin, values = backbone.prefill(joined_tokens(parts)).kv, 0, []
     for tokens in parts:
         end = begin + tokens.embeddings.shape[1]
         values.append(backbone.layout.between(kv, begin, end))
@@ -202,22 +202,3 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens, what: str = "c
     tokens = unit if isinstance(unit, Tokens) else backbone.embed(**backbone.prepare(items_of(unit, what)))
     check_tokens(tokens, what)
     return tokens
-
-
-def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens at their positions to one prompt; parts without deepstack features get zeros."""
-    deepstack = None
-    known = [part.deepstack for part in parts if part.deepstack is not None]
-    if known:
-        features = []
-        for part in parts:
-            shape = (*part.embeddings.shape[:2], *known[0].shape[2:])
-            features.append(jnp.zeros(shape, known[0].dtype) if part.deepstack is None else part.deepstack)
-        deepstack = jnp.concatenate(features, axis=1)
-
-    return Tokens(
-        jnp.concatenate([part.embeddings for part in parts], axis=1),
-        np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
-        deepstack,
-        ahead_of(parts),
-    )

@@ -103,8 +103,7 @@ class EmbeddedInput:
 
     def take(self, start: int, stop: int) -> Tokens:
         """Returns tokens start … stop-1, cut on the host, where no length compiles a program."""
-        fields: list[Any] = [None if value is None else np.asarray(value) for value in self.tokens]
-        return Tokens(*fields).take(start, stop)
+        return self.tokens.on_host().take(start, stop)
 
     def entry(self, id: str, read: SessionInput, kind: Kind, order_free: bool) -> Entry:
         """Returns the entry of a window that shows this input."""
