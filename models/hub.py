@@ -73,8 +73,8 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     bytes, before it is.
 
     Raises:
-      ConfigError: no such repository or revision, one that is gated or private, no safetensors in it, or neither the hub
-        nor the cache to be had.
+      ConfigError: no such repository or revision, one that is gated or private, no safetensors in it, or neither the
+        hub nor the cache to be had.
       MissingExtraError: `huggingface_hub` is not installed.
     """
     hub = require("huggingface_hub", "huggingface_hub")

@@ -60,7 +60,7 @@ class SessionConfig:
       pages: of 16 tokens, of the pool. None: it grows as needed.
 
     Raises:
-      SessionError: an option of another kind or out of range. InputError, PoolError: an invalid rank or number of pages.
+      SessionError: an option of another kind or out of range. InputError: an invalid rank. PoolError: of pages.
     """
 
     reuse: Reuse | None = None

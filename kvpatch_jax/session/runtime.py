@@ -216,9 +216,8 @@ class Runtime:
         if branch not in self.executor.branches and branch not in self._lost:
             branch = branch.rpartition("/")[0]
         if branch in self._lost:
-            raise PoolError(
-                f"session: got branch {brief(branch)!r}, whose pool was lost; expected `reprefill`", lost=True
-            )
+            found = f"session: got branch {brief(branch)!r}, whose pool was lost"
+            raise PoolError(f"{found}; expected `reprefill`", lost=True)
 
     # --------------------------------------------------------------------------------------------------------- tokens
 

@@ -23,7 +23,6 @@ import pytest
 from kvpatch_jax.errors import (
     InputError,
     KVPatchError,
-    StoreCorruptError,
     StoreError,
 )
 from kvpatch_jax.store import index
@@ -276,7 +275,7 @@ def test_a_root_of_another_format_is_refused(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(index, "FORMAT", index.FORMAT + 1)
         Objects(folder / "root").close()
-    with pytest.raises(StoreCorruptError, match=f"format {index.FORMAT + 1}"):
+    with pytest.raises(StoreError, match=f"format {index.FORMAT + 1}"):
         Objects(folder / "root")
 
 
