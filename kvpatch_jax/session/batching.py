@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..answers import AnswerRows, Draws, TextPiece, check_steps, no_row
+from ..answers import AnswerRows, Draws, TextPiece, check_steps
 from ..backbone import Tokens
 from ..cache import brief
 from ..core import NO_PAGE, Buckets, Paged, end_position, identity
@@ -220,7 +220,10 @@ class AnswerBatch:
         draws = [row.draws for row in self.rows]
         # Rows of padding take the likeliest token, whatever the first answer does: that needs no draw.
         draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding
-        rows += [no_row(rows[0])] * padding
+        empty = jax.tree.map(lambda value: np.zeros(value.shape, value.dtype), rows[0])
+        empty.table[:] = NO_PAGE
+        empty.owned[:, :1] = True  # a row of padding sees itself: a softmax over no key is NaN
+        rows += [empty] * padding
 
         # On the device from the first step on, as the results of later steps are: one program for all.
         *columns, transitions = zip(*rows, strict=True)
