@@ -60,8 +60,6 @@ def store(tmp_path: Path):
         yield store
 
 
-# -------------------------------------------------------------------------------------------------- texts and files
-
 FILES = r"""
 nope.png|shot1.pgn|clip.mp4|SHOT.JPEG|a@2x.webp|bilder/größe.png|请看shot.png|notes.txt|my shot.png|describe shot.png
 Screen Shot 2024-05-01 at 10.32.11 AM.png| shot.png |https://example.org/a|HTTP://x|s3://bucket/key|gs://b|file:/x
@@ -204,9 +202,6 @@ def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_writt
     assert not (tmp_path / "answers.jsonl").exists()
 
 
-# ------------------------------------------------------------------------------------------------- sorts and forms
-
-
 def test_every_item_has_a_sort(backbone, unchecked: None):
     video, audio = Video(FRAMES, rate=1), Audio(np.zeros(3, np.float32), 16000)
     items = [Path("a/clip.MP4"), video, Path("said.wav"), audio, Path("page.png"), PAGE, FRAMES, "a text"]
@@ -249,31 +244,27 @@ def test_other_content_has_another_id(tmp_path):
     assert len({id_of(other) for other in others}) == len(others)
 
 
-def test_a_medium_has_one_id_however_it_is_given(tmp_path):
-    (tmp_path / "other.mkv").write_bytes(b"one")
+def test_a_medium_has_one_id_and_keeps_nothing_of_the_callers(tmp_path):
+    path, samples = tmp_path / "clip.mkv", np.linspace(-1, 1, 50, dtype=np.float32)
+    path.write_bytes(b"one")
     assert id_of(Video(FRAMES, rate=2)) == id_of(Video(FRAMES.copy(), rate=2.0)) == id_of(Video(list(FRAMES), rate=2))
-    assert id_of(tmp_path / "other.mkv") == id_of(Video(tmp_path / "other.mkv")) == id_of(Video(b"one"))
-    samples = np.linspace(-1, 1, 50, dtype=np.float32)
+    assert id_of(path) == id_of(Video(path)) == id_of(Video(b"one"))
     assert id_of(Audio(samples.astype(np.float64), 16000)) == id_of(Audio(samples, 16000))
 
-
-def test_reading_keeps_nothing_of_the_callers(tmp_path):
-    frames, samples = FRAMES.copy(), np.ones(4, np.float32)
-    video, audio = one_form(Video(frames, rate=2)), one_form(Audio(samples, 8000))
-    frames[:] = samples[:] = 0
+    frames, copied = FRAMES.copy(), samples.copy()
+    video, audio, clip = one_form(Video(frames, rate=2)), one_form(Audio(copied, 8000)), one_form(path)
+    frames[:] = copied[:] = 0
+    path.write_bytes(b"two")
     assert np.array_equal(video.source, FRAMES)
-    assert audio.source.tolist() == [1, 1, 1, 1]
+    assert np.array_equal(audio.source, samples)
+    assert clip.source == b"one"
+    path.unlink()
     Image.fromarray(FRAMES[0]).save(tmp_path / "b.png")
     Image.fromarray(FRAMES[1]).save(tmp_path / "a.png")
     assert np.array_equal(one_form(Video(tmp_path, timestamps=[0, 1])).source, FRAMES[[1, 0]])
-    path = tmp_path / "clip.mp4"
-    path.write_bytes(b"one")
-    clip = one_form(path)
-    path.write_bytes(b"two")
-    assert clip.source == b"one"
 
 
-def test_ids_come_from_the_content_by_default(backbone, path):
+def test_ids_come_from_the_content_and_a_path_is_an_image_in_every_place(backbone, store, path):
     """As a library and the linker name it, so that what was computed by hand is found by its reference."""
     made = lambda *items, **options: kvp.make_chunk(backbone, items, **options).id
     assert made(path) == made(PAGE) == made(Image.fromarray(PAGE)) == chunk_id(backbone.fingerprint, PAGE)
@@ -282,8 +273,6 @@ def test_ids_come_from_the_content_by_default(backbone, path):
     assert made("C6", [13]) == chunk_id(backbone.fingerprint, "C6", [13])
     assert made(PAGE, id="page") == "page"
 
-
-def test_a_path_is_an_image_in_every_place(backbone, store, path):
     by_path, by_pixels = (backbone.prepare([item]) for item in (path, PAGE))
     assert all(np.array_equal(by_path[name], by_pixels[name]) for name in by_pixels)
     library = StaticLibrary(store, quota=1 << 20)
@@ -328,9 +317,6 @@ def test_a_path_is_an_image_in_every_place(backbone, store, path):
 def test_what_is_no_video_or_sound_is_refused(make, message, unchecked: None):
     with pytest.raises(InputError, match=message):
         make()
-
-
-# --------------------------------------------------------------------------------------- bare strings and single items
 
 
 def test_a_single_item_is_no_sequence_of_items(backbone, unchecked: None):
