@@ -86,14 +86,13 @@ def chunk_id(backbone: str, *content: Content) -> str:
     Args:
       backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
       content: in order, images, token ids (a list or an integer array), text, or other arrays. An image is digested by
-        its pixels (`decoded`), so a path, an encoded file's bytes, a PIL image and an array of the same pixels have the
-        same id. A `Video` is digested by its frames or its file's bytes, its times and how it is to be sampled, an
-        `Audio` by its samples and rate or its file's bytes. Other arrays include dtype and shape; a list of token ids
-        is digested as int64.
+        its pixels, so a path, an encoded file's bytes, a PIL image and an array of the same pixels have the same id; a
+        `Video` or `Audio` by its file's bytes, or frames or samples, and its options. Other arrays include dtype and
+        shape; a list of token ids is digested as int64.
 
     Raises:
-      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), an array does not
-      hold numbers, or an image cannot be read.
+      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), an array does not hold
+      numbers, or an image cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:

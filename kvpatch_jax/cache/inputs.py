@@ -100,11 +100,6 @@ class _Medium:
     source: Any
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the source, in the form that `read` gives."""
-        return memoryview(self.source).nbytes
-
-    @property
     def options(self) -> dict[str, Any]:
         """Everything but the source, for ids and files."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
@@ -205,15 +200,14 @@ class Audio(_Medium):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", _positive("audio: rate", self.rate, int))
-        is_array = isinstance(self.source, np.ndarray | jax.Array)
-        if is_array and (self.source.ndim != 1 or self.source.dtype.kind != "f" or not self.source.size):
-            raise InputError(
-                f"audio: got {self.source.dtype} {list(self.source.shape)}; expected floats [samples] of one channel"
-            )
-        if not is_array and not isinstance(self.source, bytes | os.PathLike):
-            raise InputError(f"audio: got a {type(self.source).__name__}; expected a path, bytes or a float array")
-        if is_array != (self.rate is not None):
-            raise InputError(f"audio: got rate {self.rate}; expected one with an array, and none with a file")
+        source, shown = self.source, f"a {type(self.source).__name__}"
+        is_array, fits = isinstance(source, np.ndarray | jax.Array), isinstance(source, bytes | os.PathLike)
+        if is_array:
+            shown = f"{source.dtype} {list(source.shape)}"
+            fits = source.ndim == 1 and source.dtype.kind == "f" and source.size > 0
+        if not fits or is_array != (self.rate is not None):
+            expected = "a path or bytes without a rate, or floats [samples] of one channel with one"
+            raise InputError(f"audio: got {shown} and rate {self.rate}; expected {expected}")
 
     def read(self) -> "Audio":
         """Returns the sound with a source of its own: a file's bytes, or samples as float32 [samples].
@@ -314,12 +308,11 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
     # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
     try:
-        if not hasattr(source, "getbands"):
-            source = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        if hasattr(source, "getbands"):
+            yield source
         else:
-            source = contextlib.nullcontext(source)
-        with source as image:
-            yield image
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+                yield image
     except InputError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
@@ -348,9 +341,8 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     if isinstance(item, np.ndarray | jax.Array):
         return "tokens" if item.ndim == 1 and item.dtype.kind in "iu" else "image"
     # bool is an int, but True is no token.
-    if isinstance(item, list | tuple) and all(
-        isinstance(token, int | np.integer) and not isinstance(token, bool) for token in item
-    ):
+    kinds = {type(token) for token in item} if isinstance(item, list | tuple) else {bool}
+    if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
         return "tokens"
     raise InputError(
         f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"

@@ -37,8 +37,8 @@ class SessionInput:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the items."""
-        media = [np.frombuffer(item.encode(), np.uint8) if isinstance(item, str) else item for item in self.items]
-        return sum([(item if isinstance(item, Video | Audio) else np.asarray(item)).nbytes for item in media])
+        sources = [item.source if isinstance(item, Video | Audio) else item for item in self.items]
+        return sum(len(source.encode()) if isinstance(source, str) else np.asarray(source).nbytes for source in sources)
 
 
 def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInput:
