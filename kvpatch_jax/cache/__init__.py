@@ -12,7 +12,6 @@ from .ids import chunk_id as chunk_id
 from .ids import content_digest as content_digest
 from .ids import digest_of as digest_of
 from .ids import encoded as encoded
-from .ids import encoder_id as encoder_id
 from .ids import examine as examine
 from .ids import fingerprint_of as fingerprint_of
 from .inputs import Audio as Audio

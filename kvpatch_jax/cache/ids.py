@@ -118,21 +118,6 @@ def content_digest(content: Content) -> str:
     return digest_of([b"chunk", b"content", *_fields(content)])
 
 
-def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
-    """Computes the id of a vision tower's output from all arrays of one prepared request (pixel_values, grids, …).
-
-    Raises:
-      InputError: the request is empty, or there is no fingerprint.
-    """
-    fingerprint_of(backbone, "encoder_id")
-    if not isinstance(request, Mapping) or not request:
-        raise InputError(f"encoder_id: got {request!r:.80}; expected the arrays of a prepared request, by name")
-    fields = [b"encoder", encoded(backbone)]
-    for name in sorted(request):
-        fields += [encoded(name), *_fields(request[name])]
-    return digest_of(fields)
-
-
 @jax.jit
 def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
     """Computes two sums over the first `length` tokens, and whether any number, including padding, is not finite.

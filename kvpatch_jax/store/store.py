@@ -251,7 +251,7 @@ class ChunkStore:
     # ------------------------------------------------------------------------------------ encoder outputs, patches
 
     def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: float | int | None = None) -> None:
-        """Stores an encoder output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
+        """Stores an encoder output, [T, D] or any shape, under a chunk's id. Raises as `put`."""
         write = self.names.encoder(backbone, id), encode_encoder(id, backbone, output)
         self.objects.put([write], expires=self.objects.expiry(ttl))
 

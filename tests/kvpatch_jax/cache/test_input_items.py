@@ -22,7 +22,7 @@ from kvpatch_jax.batch.items import read_items
 from kvpatch_jax.cache import expect_small, medium_of, one_form, sort_of
 from kvpatch_jax.cache.inputs import looks_like_a_file
 from kvpatch_jax.errors import InputError, KVPatchError
-from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id
 from models import load
 from models.inputs.chat import read_messages
 from tests.goldens.redraw import draw_frames
@@ -357,7 +357,6 @@ def test_a_backbone_in_place_of_its_fingerprint_is_refused(backbone, store, unch
     fields = {name: getattr(chunk, name) for name in ("kv", "local", "span", "length", "id", "layout")}
     for call in (
         lambda backbone: chunk_id(backbone, PAGE),
-        lambda backbone: encoder_id(backbone, {"pixel_values": PAGE}),
         lambda backbone: store.get("page", backbone),
         lambda backbone: store.contains("page", backbone),
         lambda backbone: store.delete("page", backbone),
