@@ -64,7 +64,7 @@ def part_item(part: Any, where: str = "message part") -> Any:
     key = next((key for key in keys if key in fields), keys[0])
     content, options = fields.pop(key, None), _OPTIONS.get(kind, set())
     if content is None or not options.issuperset(fields):
-        raise InputError(f"{where}: got {shown}; expected {key!r} and no others but {sorted(options)}")
+        raise InputError(f"{where}: got {shown}; expected fields of {[key, *sorted(options)]}")
 
     if kind == "text":
         if not isinstance(content, str):

@@ -113,5 +113,5 @@ def test_sixteen_bits_a_value(tmp_path):
     (tmp_path / "grey.png").write_bytes(png16(grey, 0))
     (tmp_path / "colour.png").write_bytes(png16(colour.reshape(8, -1, 3), 2))
     np.testing.assert_array_equal(decoded(tmp_path / "colour.png"), (colour >> 8).astype(np.uint8))
-    with pytest.raises(InputError, match="mode I;16; expected at most 8 bits a value"):
+    with pytest.raises(InputError, match=r"mode I;16 .*; expected pixels of at most 8 bits a value"):
         decoded(tmp_path / "grey.png")

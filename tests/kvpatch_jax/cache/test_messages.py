@@ -143,8 +143,8 @@ REFUSED = {
     "fps: got -1": [{"type": "video", "video": "a.mp4", "fps": -1}],
     "expected a positive whole number": [{"type": "video", "video": "a.mp4", "frames": 10**400}],
     "expected a file's name": [{"type": "image", "image": "a\0b"}],
-    "fields .*; expected 'image": [{"type": "image"}, {"type": "image_url", "image_url": None, "uuid": "page"}],
-    "fields .*(min_pixels|path).*no others": [{"image": PAGE, "min_pixels": 4}, {"image": PAGE, "path": "a.png"}],
+    r"expected fields of \['image": [{"type": "image"}, {"type": "image_url", "image_url": None, "uuid": "page"}],
+    "fields .*(min_pixels|path).*; exp": [{"image": PAGE, "min_pixels": 4}, {"image": PAGE, "path": "a.png"}],
     "got a text of type int": [{"type": "text", "text": 7}],
     "a part of type": [
         *({"type": "file", "file": {"file_data": URL}}, {}, "a text", None),
