@@ -15,7 +15,7 @@ from kvpatch_jax.core import (
     fold,
     identity,
 )
-from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, NotFiniteError, ShapeError
+from kvpatch_jax.errors import KVPatchError, LayoutError, ShapeError
 
 LAYERS, BATCH, HEADS, KEY, VALUE, ROWS, WIDTH = 2, 3, 2, 8, 6, 3, 10
 Form = Literal["matrix", "row", "scalar"]
@@ -83,7 +83,7 @@ def test_each_row_of_a_batch_may_have_lengths_of_its_own():
 def test_no_tokens_change_nothing(form: Form):
     layout, (own, _) = layout_of(form), drawn(form, 5, 0)
     nothing = identity(layout, (BATCH,))
-    check_parts(layout, nothing, "nothing", batch=(BATCH,))
+    check_parts(layout, nothing, "nothing", (BATCH,))
     close(compose(nothing, own, 5), own, 1e-6)
     close(compose(own, nothing, 0), own, 1e-6)
     assert identity(PLAIN) == {}
@@ -94,40 +94,35 @@ def test_no_tokens_change_nothing(form: Form):
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_that_are_wrong_are_named(form: Form):
     layout, (own, _) = layout_of(form), drawn(form, 5, 0)
-    check_parts(layout, own, "parts")
-    check_parts(PLAIN, None, "parts")
+    check_parts(layout, own, "parts", (BATCH,))
+    check_parts(PLAIN, None, "parts", (BATCH,))
 
     def changed(name: str, value: Any) -> dict[str, Any]:
         return {**own, name: value}
 
-    broken = own["state"].copy()
-    broken[1, 2, 3, 1, 4] = np.nan
     rows = {name: np.zeros((1, 4, 2, 8), np.float32) for name in ("k", "v")}
     cases: list[tuple[Any, type[KVPatchError], str]] = [
         (rows, LayoutError, r"parts: got \['k', 'v'\]; expected parts of a transition, map, state, tail"),
         (None, LayoutError, "parts: got a NoneType"),
         (own["map"], LayoutError, "parts: got a ndarray"),
         ({name: own[name] for name in ("map", "state")}, LayoutError, r"got \['map', 'state'\]"),
-        (changed("state", own["state"][..., :1, :]), ShapeError, r"parts\['state'\]: got shape .* expected \(2, 3, 8"),
+        (
+            changed("state", own["state"][..., :1, :]),
+            ShapeError,
+            r"parts\['state'\]: got float32 .* expected floating-point \(2, 3, 8",
+        ),
         (changed("state", own["state"][:1]), ShapeError, "state"),
         (changed("tail", own["tail"][:, :, :1]), ShapeError, "tail"),
-        (changed("map", own["map"][:, 0]), ShapeError, "state"),
+        (changed("map", own["map"][:, 0]), ShapeError, "map"),
         (changed("state", own["state"].astype(int)), ShapeError, "state"),
         (changed("state", None), ShapeError, r"parts\['state'\]: got NoneType"),
-        (changed("state", broken), NotFiniteError, r"parts\['state'\]: got nan"),
-        (changed("tail", own["tail"] * np.inf), NotFiniteError, r"parts\['tail'\]"),
     ]
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):
-            check_parts(layout, wrong, "parts")
+            check_parts(layout, wrong, "parts", (BATCH,))
     with pytest.raises(ShapeError, match="map"):
-        check_parts(layout, own, "parts", batch=(BATCH + 1,))
+        check_parts(layout, own, "parts", (BATCH + 1,))
     with pytest.raises(LayoutError, match="without transitions"):
-        check_parts(PLAIN, own, "parts")
+        check_parts(PLAIN, own, "parts", (BATCH,))
     with pytest.raises(LayoutError, match="expected"):
         layout.check(own, "kv")
-    check_parts(layout, changed("state", broken), "parts", values=False)
-    if form != "matrix":
-        for wrong, value in ((1.5, "1.5"), (-0.25, "-0.25")):
-            with pytest.raises(InputError, match=rf"parts\['map'\]: got a decay of {value}; expected 0 to 1"):
-                check_parts(layout, changed("map", np.full_like(own["map"], wrong)), "parts")
