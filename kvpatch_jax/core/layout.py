@@ -169,7 +169,6 @@ class KVLayout:
         key_width: int,
         value_width: int,
         *,
-        decay: Literal["matrix", "row", "scalar"] = "matrix",
         tail: tuple[int, int] | None = None,
     ) -> "KVLayout":
         """Returns this layout with linear attention on some layers, which keep a transition and no rows.
@@ -177,7 +176,6 @@ class KVLayout:
         Args:
           layers: that have linear attention; this layout's channels are kept by the others.
           heads, key_width, value_width: of the state S: [key_width, value_width] per head.
-          decay: form of the map: a matrix (gated delta rules), a decay per row of S, or one decay (Mamba-2).
           tail: tokens that the convolution reads behind, and its width; None: there is no convolution.
 
         Raises:
@@ -190,9 +188,8 @@ class KVLayout:
                 f"layout: got linear attention on layers {linear} of {self.layers}; expected some of them, not all, of "
                 "a layout whose channels are on every layer"
             )
-        shape = {"matrix": (key_width, key_width), "row": (key_width, 1), "scalar": (1, 1)}[decay]
         channels = [dataclasses.replace(channel, layers=others) for channel in self.channels]
-        channels.append(Channel("map", heads, shape[1], layers=linear, rows=shape[0]))
+        channels.append(Channel("map", heads, key_width, layers=linear, rows=key_width))
         channels.append(Channel("state", heads, value_width, layers=linear, rows=key_width))
         if tail is not None:
             channels.append(Channel("tail", 1, tail[1], layers=linear, rows=tail[0]))

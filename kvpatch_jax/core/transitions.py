@@ -4,11 +4,11 @@ Over a stretch of tokens such a layer is an affine map of its state S [key_width
 so the state behind chunks in any order is a few small products of their own maps. Parts are channels of a layout
 (`KVLayout.with_transitions`), [L, ..., R, K, W] with R rows, K heads and width W:
 
-    map    M: [key_width, key_width] (gated delta rules), [key_width, 1] (a decay per row) or [1, 1] (one decay)
+    map    M: [key_width, key_width]
     state  B: [key_width, value_width], the state behind the tokens from one of zeros
     tail   the last inputs of the causal convolution, zeros in front of fewer tokens than it reads
 
-Composition is associative: (M₂, B₂)∘(M₁, B₁) = (M₂M₁, M₂B₁ + B₂). Decays shrink M.
+Composition is associative: (M₂, B₂)∘(M₁, B₁) = (M₂M₁, M₂B₁ + B₂).
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,10 +43,8 @@ def token_rows(kv: Mapping[str, Any]) -> Any:
 def through_map(
     map_: Float[Array, "*batch R K W"], state: Float[Array, "*batch J K V"]
 ) -> Float[Array, "*batch J K V"]:
-    """Computes M·S per head in float32, whichever form the map has."""
+    """Computes M·S per head in float32."""
     map_, state = map_.astype(jnp.float32), state.astype(jnp.float32)
-    if map_.shape[-1] == 1:
-        return map_ * state
     return jnp.einsum("...rkj,...jkv->...rkv", map_, state, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -110,8 +108,7 @@ def identity(
         if part.name != "map":
             parts[part.name] = jnp.zeros(shape, tail_dtype if part.name == "tail" else jnp.float32)
             continue
-        unit = jnp.ones((shape[-3], 1)) if part.width == 1 else jnp.eye(part.width)
-        parts["map"] = jnp.broadcast_to(unit[:, None], shape)
+        parts["map"] = jnp.broadcast_to(jnp.eye(part.width)[:, None], shape)
     return parts
 
 

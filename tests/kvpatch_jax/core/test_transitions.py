@@ -1,7 +1,7 @@
 """Transitions: composed in windows, and checked. The oracle is NumPy in float64."""
 # pyright: reportArgumentType=false
 
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +18,14 @@ from kvpatch_jax.core import (
 from kvpatch_jax.errors import KVPatchError, LayoutError, ShapeError
 
 LAYERS, BATCH, HEADS, KEY, VALUE, ROWS, WIDTH = 2, 3, 2, 8, 6, 3, 10
-Form = Literal["matrix", "row", "scalar"]
-FORMS: list[Form] = ["matrix", "row", "scalar"]
 PLAIN = KVLayout.gqa(3, 2, 8, Rope(1e4, 8))
+LAYOUT = PLAIN.with_transitions([0, 2], HEADS, KEY, VALUE, tail=(ROWS, WIDTH))
 
 
-def layout_of(form: Form) -> KVLayout:
-    return PLAIN.with_transitions([0, 2], HEADS, KEY, VALUE, decay=form, tail=(ROWS, WIDTH))
-
-
-def drawn(form: Form, length: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def drawn(length: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """A transition [L, B, R, K, W] of `length` tokens, and the inputs of its convolution, [L, B, length, 1, C]."""
     rng = np.random.default_rng(seed)
-    shape = {"matrix": (KEY, HEADS, KEY), "row": (KEY, HEADS, 1), "scalar": (1, HEADS, 1)}[form]
-    map_ = rng.uniform(size=(LAYERS, BATCH, *shape)) / (KEY**0.5 if form == "matrix" else 1)
+    map_ = rng.uniform(size=(LAYERS, BATCH, KEY, HEADS, KEY)) / KEY**0.5
     inputs = rng.normal(size=(LAYERS, BATCH, length, 1, WIDTH))
     behind = np.concatenate((np.zeros((LAYERS, BATCH, ROWS, 1, WIDTH)), inputs), 2)[:, :, -ROWS:]
     state = rng.normal(size=(LAYERS, BATCH, KEY, HEADS, VALUE))
@@ -40,9 +34,8 @@ def drawn(form: Form, length: int, seed: int) -> tuple[dict[str, np.ndarray], np
 
 
 def matrices(map_: Any) -> np.ndarray:
-    """Maps of any form as matrices, [..., K, Dk, Dk] in float64."""
-    heads = np.moveaxis(np.asarray(map_, np.float64), -2, -3)
-    return heads if heads.shape[-1] > 1 else heads * np.eye(KEY)
+    """Maps as matrices, [..., K, Dk, Dk] in float64."""
+    return np.moveaxis(np.asarray(map_, np.float64), -2, -3)
 
 
 def close(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
@@ -51,11 +44,10 @@ def close(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5
         np.testing.assert_allclose(got[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_stretches_are_composed_as_matrices_are(form: Form):
+def test_stretches_are_composed_as_matrices_are():
     """Stretches of fewer tokens than the convolution reads among them, and one of none."""
     lengths = [4, 1, 0, 2, 7]
-    stretches, inputs = zip(*(drawn(form, length, seed) for seed, length in enumerate(lengths)), strict=True)
+    stretches, inputs = zip(*(drawn(length, seed) for seed, length in enumerate(lengths)), strict=True)
     matrix, state = np.eye(KEY), np.zeros((LAYERS, BATCH, HEADS, KEY, VALUE))
     for index, stretch in enumerate(stretches):
         step = matrices(stretch["map"])
@@ -68,7 +60,7 @@ def test_stretches_are_composed_as_matrices_are(form: Form):
 
 
 def test_each_row_of_a_batch_may_have_lengths_of_its_own():
-    pieces = [[drawn("scalar", length, 10 * index + length)[0] for length in (1, 2, 5)] for index in range(2)]
+    pieces = [[drawn(length, 10 * index + length)[0] for length in (1, 2, 5)] for index in range(2)]
     rows = [
         {name: np.stack([row[name][0, 0] for row in piece])[None] for name in piece[0]} for piece in pieces
     ]  # [1, B, R, K, W]
@@ -79,9 +71,8 @@ def test_each_row_of_a_batch_may_have_lengths_of_its_own():
         close({name: value[:, index] for name, value in got.items()}, apart)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_no_tokens_change_nothing(form: Form):
-    layout, (own, _) = layout_of(form), drawn(form, 5, 0)
+def test_no_tokens_change_nothing():
+    layout, (own, _) = LAYOUT, drawn(5, 0)
     nothing = identity(layout, (BATCH,))
     check_parts(layout, nothing, "nothing", (BATCH,))
     close(compose(nothing, own, 5), own, 1e-6)
@@ -91,9 +82,8 @@ def test_no_tokens_change_nothing(form: Form):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("form", FORMS)
-def test_parts_that_are_wrong_are_named(form: Form):
-    layout, (own, _) = layout_of(form), drawn(form, 5, 0)
+def test_parts_that_are_wrong_are_named():
+    layout, (own, _) = LAYOUT, drawn(5, 0)
     check_parts(layout, own, "parts", (BATCH,))
     check_parts(PLAIN, None, "parts", (BATCH,))
 
