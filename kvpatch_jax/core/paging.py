@@ -307,7 +307,7 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
             raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
-    check_parts(layout, context.transition, f"{what}.transition", batch=(rows,), values=False)
+    check_parts(layout, context.transition, f"{what}.transition", (rows,))
 
     # The pages themselves are known only outside a trace.
     if isinstance(context.table, Tracer):

@@ -2,7 +2,7 @@
 
 | kind | leaves |
 |---|---|
-| chunk | `local`; each channel [L, T, K, H], of a transition's part [L, R, K, W]; `hidden.<layer>` [T, D] |
+| chunk | `local`; each channel [L, T, K, H], of a transition's part [L, R, K, W] |
 | patch | `<channel>.u`, `.v` with layers stacked, or `.dense`; `.rows` of ranks by layer; `.scale` if quantised |
 | encoder | `output`: a tower's output, or a channel's directions of a basis |
 
@@ -138,16 +138,14 @@ def encode_chunk_object(chunk: Chunk, encoding: Encoding | None = None) -> Encod
             f"store: got a chunk decoded from {chunk.encoding}, or of other bits; expected packed kv "
             "as `encode_chunk` makes them, or the chunk as it was prefilled"
         )
-    if any(name in ("local", "hidden") or "." in name for name in chunk.layout.names):
-        raise InputError(f"store: got channels {chunk.layout.names}; expected none called local or hidden, and no dots")
+    if any(name == "local" or "." in name for name in chunk.layout.names):
+        raise InputError(f"store: got channels {chunk.layout.names}; expected none called local, and no dots")
 
     body: dict[str, Any] = {field: getattr(chunk, field) for field in _CHUNK_FIELDS}
     body |= {"span": int(chunk.span), "length": int(chunk.length), "layout": _layout_text(chunk.layout), "packed": {}}
     arrays = {"local": np.asarray(chunk.local)}
     for name in chunk.layout.names:
         _add_array(arrays, body["packed"], name, chunk.kv[name])
-    for layer, states in sorted((chunk.hidden or {}).items()):
-        arrays[f"hidden.{layer}"] = np.asarray(states)
     return Encoded("chunk", body, arrays)
 
 
@@ -165,11 +163,10 @@ def decode_chunk_object(stored: Stored) -> Chunk:
             if not isinstance(value, _CHUNK_FIELDS[name]) or isinstance(value, bool):
                 raise StoreCorruptError(f"object: got a chunk's {name} of another type; expected a word or number")
         kv, local = {name: _take_array(leaves, packed, name) for name in layout.names}, leaves.pop("local")
-        hidden = {int(name[7:]): leaves.pop(name) for name in list(leaves) if name.startswith("hidden.")}
         _expect_known([*body, *leaves])
 
         chunk = object.__new__(Chunk)
-        fields |= {"kv": PhaseFreeKV(kv), "local": local, "layout": layout, "encoder": None, "hidden": hidden or None}
+        fields |= {"kv": PhaseFreeKV(kv), "local": local, "layout": layout, "encoder": None}
         vars(chunk).update(fields)
         layout.check(kv, "chunk")
         axes = () if layout.rope.axes is None else (layout.rope.axes,)

@@ -257,7 +257,7 @@ def _templates(about: Mapping[str, Any], placement: Placements | None) -> dict[s
     for name, (dtype, shape, _) in about["arrays"].items():
         leaves[name] = _empty(dtype, shape)
         channel, _, packed = name.partition(".")
-        if placement is None or about["kind"] != "chunk" or channel in ("local", "hidden"):
+        if placement is None or about["kind"] != "chunk" or channel == "local":
             continue
         target = placement[channel] if isinstance(placement, Mapping) else placement
         target = packed_target(target) if packed else target

@@ -58,7 +58,7 @@ def placed_kv(chunk, patch=None, start=5, **options):
     return {name: np.asarray(value) for name, value in apply_patch(chunk, patch, start, **options).items()}
 
 
-@pytest.mark.parametrize("name", ["matrix, tail", "row"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_whole_patch_gives_the_conditioned_transition(name: str):
     layout = LAYOUTS[name]
     chunk, target = chunk_of(layout, length=5), drawn(layout, seed=1)
