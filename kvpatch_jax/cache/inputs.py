@@ -42,7 +42,7 @@ _IMAGE_START = re.compile(
 
 _ADDRESS = r"[a-z][a-z0-9+.-]+://\S|file:/\S"
 ADDRESS = re.compile(_ADDRESS, re.IGNORECASE)
-_DATA_URL = re.compile(r"\s*data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
 _MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
 _FILE = re.compile(
     rf"(?:{_ADDRESS}|/\w|\.{{1,2}}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w).*"
@@ -73,10 +73,12 @@ def looks_like_a_file(text: str) -> bool:
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
-    # A data URL may be longer than any path, of which Linux takes 4096 characters.
     line = text.strip()
-    if _DATA_URL.match(text) or len(line) > 4096 or len(line.splitlines()) != 1 or len(line.split()) > 8:
-        return _DATA_URL.match(text) is not None
+    if _DATA_URL.match(line):
+        return True
+    # Linux takes paths of 4096 characters.
+    if len(line) > 4096 or len(line.splitlines()) != 1 or len(line.split()) > 8:
+        return False
     return bool(_MEDIA_FILE.fullmatch(line) or (len(line.split()) == 1 and _FILE.fullmatch(line)))
 
 

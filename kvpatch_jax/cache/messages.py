@@ -23,8 +23,7 @@ from .inputs import ADDRESS, Audio, Text, Video, sort_of, sort_of_suffix
 
 _EXPECTED = (
     '{"type": "text", "text": …}, {"type": "image", "image": a path, image or data URL}, likewise "video" and "audio", '
-    '{"type": "image_url", "image_url": {"url": a data URL}}, "video_url", or '
-    '{"type": "input_audio", "input_audio": {"data": base64}}'
+    '{"type": "image_url", "image_url": {"url": a data URL}}, or {"input_audio": {"data": base64}}'
 )
 _ADVICE = {"uuid", "detail", "cache_control"}
 """Fields that do not describe the content of a part."""
