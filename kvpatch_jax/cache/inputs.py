@@ -106,6 +106,12 @@ class _Medium:
         """Everything but the source, for ids and files."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
 
+    def files(self) -> Any:
+        """Lists the files of a folder in the order of their names; returns another source as it is."""
+        if not isinstance(self.source, os.PathLike) or not os.path.isdir(self.source):
+            return self.source
+        return sorted(path for path in Path(self.source).iterdir() if path.is_file())
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Video(_Medium):
@@ -159,11 +165,9 @@ class Video(_Medium):
           InputError: no such file, no frames, frames without their times or of several sizes, or a file with `rate`
           or `timestamps`, or a frame that cannot be read.
         """
-        source, name = self.source, "video"
-        if isinstance(source, os.PathLike):
-            path = Path(source)
-            name = str(path)
-            source = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else _bytes_of(path)
+        source = self.files()
+        name = os.fspath(self.source) if isinstance(self.source, os.PathLike) else "video"
+        source = _bytes_of(source) if isinstance(source, os.PathLike) else source
         is_file, has_times = isinstance(source, bytes), self.rate is not None or self.timestamps is not None
         if is_file == has_times or (self.sound and not is_file):
             shown = f"{'a file' if is_file else 'frames'} with {self.options}"
@@ -220,7 +224,7 @@ class Audio(_Medium):
         if isinstance(self.source, bytes):
             return self
         if isinstance(self.source, os.PathLike):
-            return Audio(_bytes_of(Path(self.source)))
+            return Audio(_bytes_of(self.source))
         samples = np.array(self.source, np.float32)
         if not np.isfinite(samples).all():
             raise InputError("audio: got samples that are not finite; expected numbers in −1 … 1")
@@ -246,9 +250,9 @@ def _positive(what: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _bytes_of(path: os.PathLike[str]) -> bytes:
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{str(path)!r}: got no readable file ({error}); expected a video or audio file") from error
 
@@ -380,20 +384,14 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
       InputError: the item or a frame is too large, a path is not a regular file, or the size cannot be read.
     """
     is_medium = isinstance(item, Video | Audio)
-    source, name = (item.source, type(item).__name__.lower()) if is_medium else (item, name)
+    source, name = (item.files(), type(item).__name__.lower()) if is_medium else (item, name)
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
     if isinstance(source, os.PathLike):
-        name, path = os.fspath(source), Path(source)
-        try:
-            if is_medium and path.is_dir():
-                frames = [entry for entry in path.iterdir() if entry.is_file()]
-            elif path.is_file():
-                size = path.stat().st_size
-            else:  # a FIFO or device could block for ever
-                raise OSError("no regular file")
-        except (OSError, ValueError) as error:
-            raise InputError(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
+        name = os.fspath(source)
+        if not os.path.isfile(name):  # a FIFO or device could block for ever
+            raise InputError(f"{name!r:.300}: got no such file; expected a regular one")
+        size = os.path.getsize(name)
 
     # The header says how many bytes the pixels take as RGB.
     if size <= most and not is_medium and (isinstance(source, bytes | os.PathLike) or hasattr(source, "getbands")):
