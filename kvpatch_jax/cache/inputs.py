@@ -253,7 +253,7 @@ def _positive(what: str, value: Any, kind: type) -> Any:
 def _bytes_of(path: os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{str(path)!r}: got no readable file ({error}); expected a video or audio file") from error
 
 
