@@ -97,7 +97,7 @@ def check_text(text: str, what: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Medium:
-    """What videos and sounds share."""
+    """A video or a sound."""
 
     source: Any
 
@@ -153,17 +153,16 @@ class Video(_Medium):
         except (TypeError, ValueError, OverflowError, IndexError):
             rises = False
         if not rises:
-            raise InputError(
-                f"video: got timestamps {self.timestamps!r:.80}; expected seconds that rise from 0 or more"
-            )
+            shown = f"timestamps {self.timestamps!r:.80}"
+            raise InputError(f"video: got {shown}; expected seconds that rise from 0 or more")
         object.__setattr__(self, "timestamps", tuple(times.tolist()))
 
     def read(self) -> "Video":
         """Returns the video with a source of its own: a file's bytes, or frames as uint8 [N,H,W,3].
 
         Raises:
-          InputError: no such file, no frames, frames without their times or of several sizes, or a file with `rate`
-          or `timestamps`, or a frame that cannot be read.
+          InputError: no such file, no frames, frames without times or of several sizes, a file with times, or a frame
+          that cannot be read.
         """
         source = self.files()
         name = os.fspath(self.source) if isinstance(self.source, os.PathLike) else "video"
@@ -177,9 +176,10 @@ class Video(_Medium):
 
         # Frames in one array of their own.
         source = np.asarray(source) if isinstance(source, jax.Array) else source
-        shape = getattr(source, "shape", None)
-        if not isinstance(source, np.ndarray | list | tuple) or not len(source) or (shape and len(shape) != 4):
-            shown = f"a {type(source).__name__} of shape {shape}" if shape else f"a {type(source).__name__}"
+        is_array = isinstance(source, np.ndarray)
+        fits = source.ndim == 4 if is_array else isinstance(source, list | tuple)
+        if not fits or not len(source):
+            shown = f"frames of shape {list(source.shape)}" if is_array else f"a {type(source).__name__}"
             raise InputError(f"{name}: got {shown}; expected a file, a folder, images or [frames, height, width, 3]")
         frames = [decoded(frame, f"{name}: frame {number}") for number, frame in enumerate(source)]
         sizes = sorted({frame.shape for frame in frames})
@@ -328,10 +328,9 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
 def sort_of(item: Any, what: str = "prompt") -> Sort:
     """Classifies an item as image, video, audio, text or token ids.
 
-    A str is a text (see `check_text`). A `Video` or `Audio` is one, and so is a path (`os.PathLike`) with the suffix of
-    a video's or sound's file. Images are other paths, PIL images (recognised by `getbands`, without Pillow), bytes of
-    an encoded image, and arrays other than integer vectors. Token ids are integer vectors, and lists or tuples of
-    integers.
+    A path with another suffix than a video's or sound's is an image. So are PIL images (recognised by `getbands`,
+    without Pillow), bytes of an encoded image, and arrays other than integer vectors, which are token ids as lists of
+    integers are.
 
     Raises:
       InputError: a str looks like a file's name, or the item is of another kind. Messages begin with `what`.
@@ -350,9 +349,8 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     kinds = {type(token) for token in item} if isinstance(item, list | tuple) else {bool}
     if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
         return "tokens"
-    raise InputError(
-        f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"
-    )
+    expected = "text, token ids or an image, Video or Audio"
+    raise InputError(f"{what}: got item of type {type(item).__name__}; expected {expected}")
 
 
 def sort_of_suffix(path: str | os.PathLike[str]) -> Sort | None:
@@ -361,11 +359,7 @@ def sort_of_suffix(path: str | os.PathLike[str]) -> Sort | None:
 
 
 def one_form(item: Any) -> Any:
-    """Reads an item to the form that its id is computed from, so that each is read once.
-
-    Images become pixels (`decoded`), videos and sounds as their `read` returns them. Texts, token ids and other arrays
-    are returned as they are.
-    """
+    """Reads images, videos and sounds to the form that ids are computed from; returns other items as they are."""
     medium = medium_of(item)
     if medium is not None:
         return medium.read()

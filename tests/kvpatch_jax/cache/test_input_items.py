@@ -299,7 +299,7 @@ def test_ids_come_from_the_content_and_a_path_is_an_image_in_every_place(backbon
         (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 4 frames of .* and 2 timestamps; expected"),
         (lambda: Video(FRAMES).read(), "frames with .*; expected rate or timestamps of frames"),
         (lambda: Video(b"file", rate=2).read(), "a file with .*; expected rate or timestamps of frames"),
-        (lambda: Video(FRAMES[0], rate=2).read(), r"of shape \(16, 24, 3\); expected"),
+        (lambda: Video(FRAMES[0], rate=2).read(), r"of shape \[16, 24, 3\]; expected"),
         (lambda: Video([FRAMES[0], FRAMES[0][:8]], rate=2).read(), "frames of sizes"),
         (lambda: Video([], rate=2).read(), "got a list; expected a file, a folder, images"),
         (lambda: Video(Path("missing.mp4")).read(), "no readable file"),
