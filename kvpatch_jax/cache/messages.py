@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import jax
@@ -69,12 +69,17 @@ def part_item(part: Any, where: str = "message part") -> Any:
         if not isinstance(content, str):
             raise InputError(f"{where}: got a text of type {type(content).__name__}; expected a str")
         return Text(content)
-    if name not in _MEDIA:
-        content = _carried(content, kind, where)
-    elif isinstance(content, str):
-        content = _data(content, kind, where) if key == "base64" else _named(content, kind, where)
+
+    # OpenAI's forms carry bytes and name no files.
+    form = "base64" if key == "base64" else "file" if name in _MEDIA else "data URL"
+    if form == "data URL":
+        carried = content if isinstance(content, Mapping) else {"url": content}
+        form = "base64" if isinstance(carried.get("data"), str) else form
+        content = str(carried.get("data") or carried.get("url"))
+    if isinstance(content, str):
+        content = _source(content, form, kind, where)
     elif kind == "video" and isinstance(content, list | tuple):
-        content = [_named(frame, "image", where) if isinstance(frame, str) else frame for frame in content]
+        content = [_source(frame, "file", "image", where) if isinstance(frame, str) else frame for frame in content]
 
     # The content must be of the part's kind, as far as can be seen without reading a file.
     is_item = kind == "image" or isinstance(content, Video | Audio)
@@ -153,29 +158,20 @@ def part_name(item: Any) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _carried(content: Any, kind: str, where: str) -> bytes:
-    """Returns the bytes that a part in OpenAI's forms carries, as a data URL or, in "data", as base64 alone."""
-    fields = content if isinstance(content, Mapping) else {"url": content}
-    data = fields.get("data", fields.get("url"))
-    if isinstance(data, str) and ("data" in fields or data[:5].lower() == "data:"):
-        return _data(data, kind, where)
-    expected = f'a data URL (an address: fetch it first; a file: {{"type": {kind!r}, "path": its name}})'
-    raise InputError(f"{where}: got {data!r:.60}; expected {expected}")
+def _source(text: str, form: Literal["base64", "data URL", "file"], kind: str, where: str) -> Path | bytes:
+    """Returns the bytes of base64 (whose lines may be broken) or of a data URL of a kind, or the file that a str names.
 
+    A data URL may stand in place of each form. Errors do not show data.
+    """
+    is_url = text[:5].lower() == "data:"
+    if form != "base64" and not is_url:
+        path = re.sub("^file://(localhost)?/", "/", text)
+        if form == "data URL" or (path == text and (ADDRESS.match(text) or text.startswith("file://"))):
+            expected = f'a data URL (an address: fetch it first; a file: {{"type": {kind!r}, "path": its name}})'
+            raise InputError(f"{where}: got {text[:300]!r}; expected {expected}")
+        return path_of(path if path == text else unquote(path), where, InputError)
 
-def _named(name: str, kind: str, where: str) -> Path | bytes:
-    """Returns the file that a str names, or the bytes of a data URL."""
-    if name[:5].lower() == "data:":
-        return _data(name, kind, where)
-    path = re.sub("^file://(localhost)?/", "/", name)
-    if path == name and (ADDRESS.match(name) or name.startswith("file://")):
-        raise InputError(f"{where}: got {name[:300]!r}, an address; expected its bytes or a file: fetch it first")
-    return path_of(path if path == name else unquote(path), where, InputError)
-
-
-def _data(text: str, kind: str, where: str) -> bytes:
-    """Returns the bytes of base64, whose lines may be broken, or of a data URL of a kind. Errors do not show them."""
-    if text[:5].lower() == "data:":
+    if is_url:
         head = _DATA_URL.match(text[:300])
         if head is None or head[1].lower() != kind:
             raise InputError(f"{where}: got {text.partition(',')[0]:.60}; expected data:{kind}/…;base64,…")
