@@ -168,7 +168,7 @@ def _source(text: str, form: Literal["base64", "data URL", "file"], kind: str, w
         path = re.sub("^file://(localhost)?/", "/", text)
         if form == "data URL" or (path == text and (ADDRESS.match(text) or text.startswith("file://"))):
             expected = f'a data URL (an address: fetch it first; a file: {{"type": {kind!r}, "path": its name}})'
-            raise InputError(f"{where}: got {text[:300]!r}; expected {expected}")
+            raise InputError(f"{where}: got {text[:100]!r}; expected {expected}")
         return path_of(path if path == text else unquote(path), where, InputError)
 
     if is_url:
