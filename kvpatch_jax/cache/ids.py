@@ -97,7 +97,7 @@ def chunk_id(backbone: str, *content: Content) -> str:
 
     Raises:
       InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), or an array does not
-      hold numbers. InputError: an image cannot be read.
+      hold numbers; an image cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
