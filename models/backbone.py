@@ -202,7 +202,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
           times).
 
         Raises:
-          InputError: an image that cannot be read. InputError: no items, an item of another kind or of one that the
+          InputError: an image that cannot be read; no items, an item of another kind or of one that the
           family does not take, a video or sound that cannot be read, text without a tokenizer, or text that the
           tokenizer does not know. MissingExtraError: a video file without PyAV.
         """

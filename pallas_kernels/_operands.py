@@ -62,8 +62,8 @@ class Operands(NamedTuple):
           layout: how a rotary pair lies in a head.
 
         Raises:
-          KernelError: unknown layout word, or shapes that do not fit.
-          KernelError: a scale beside a wide array, or int8 without one.
+          KernelError: unknown layout word, or shapes that do not fit;
+          a scale beside a wide array, or int8 without one.
         """
         if layout not in LAYOUTS:
             raise KernelError(f"{operation}: got layout {layout!r}; expected one of {LAYOUTS}")

@@ -137,7 +137,7 @@ class Contents:
         self._tokens: dict[str, Tokens] = {}
 
     def tokens(self, name: str) -> Tokens:
-        """Embeds what has this name. InputError: an unknown word. InputError: an image that cannot be read."""
+        """Embeds what has this name. InputError: an unknown word; an image that cannot be read."""
         if name not in self._tokens:
             value = self.values[name]
             # Of a text the ids alone: the tokenizer's start and end tokens stand around prompts, not pieces.

@@ -37,7 +37,7 @@ def read_computer_use(path: Path) -> Trace:
     """Reads a computer-use trace, plain or compressed by gzip; screenshots are written into a folder beside the file.
 
     Raises:
-      InputError: a field that does not fit, naming line and field. InputError: as `json_objects`.
+      InputError: a field that does not fit, naming line and field; as `json_objects`.
     """
     folder = path.with_name(f"{path.name.partition('.')[0]}_screenshots")
     (folder / "images").mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def read_mooncake(path: Path) -> Trace:
     """Reads a Mooncake trace, plain or compressed by gzip.
 
     Raises:
-      InputError: a field that does not fit, naming line and field. InputError: as `json_objects`.
+      InputError: a field that does not fit, naming line and field; as `json_objects`.
     """
     timed, latest = list[tuple[float, str, bool, MooncakeRequest]](), dict[str, float]()
     for number, (values, where) in enumerate(json_objects(path), 1):

@@ -50,7 +50,7 @@ class MediaFolder:
           names: patterns of a file's name in which the value stands for {}, the first that is there.
 
         Raises:
-          InputError: another value, an address, a name that leads out of the folder or is not there. InputError: it is
+          InputError: another value, an address, a name that leads out of the folder or is not there; it is
             no image, or too large. MissingExtraError: a PDF without the extra `data`.
         """
         if isinstance(value, list | tuple):

@@ -77,7 +77,7 @@ def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
     """Checks that KV is in an expected frame; a plain dictionary passes.
 
     Raises:
-      LayoutError: the KV is in another frame. LayoutError: `kv` is not a mapping.
+      LayoutError: the KV is in another frame; `kv` is not a mapping.
     """
     if not isinstance(kv, Mapping):
         raise LayoutError(f"{what}: got a {type(kv).__name__}; expected {{channel: array}}")

@@ -317,7 +317,7 @@ class KVLayout:
         The parts of a transition have their rows in place of T.
 
         Raises:
-          LayoutError: the channels differ. ShapeError: a shape differs. ShapeError: a dtype is not floating-point.
+          LayoutError: the channels differ. ShapeError: a shape differs; a dtype is not floating-point.
         """
         expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
         if set(kv) != set(self.names):

@@ -243,7 +243,7 @@ def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool
 
     Raises:
       LayoutError: `pool` is not a mapping, or the channels differ. ShapeError: a shape differs, or channels have
-      different pages. ShapeError: a value is not a floating-point array of NumPy or jax. PoolError: the pool was
+      different pages; a value is not a floating-point array of NumPy or jax. PoolError: the pool was
       donated.
     """
     if not isinstance(pool, Mapping) or not pool:

@@ -364,8 +364,8 @@ def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: In
     """Checks that concrete positions are in range and inside a pinned regime; traced ones pass.
 
     Raises:
-      InputError: a position is not finite, or |start + local| ≥ 2³⁰.
-      InputError: a position exceeds the pinned regime of a length-dependent scaling.
+      InputError: a position is not finite, or |start + local| ≥ 2³⁰;
+      a position exceeds the pinned regime of a length-dependent scaling.
     """
     if not isinstance(local, Tracer) and local.size:
         check_extent(rope, extent(local), start)

@@ -82,7 +82,7 @@ def orbit_patch(acc: Accumulated, rank: Size, **options: Any) -> Patch:
       options: keywords of `form_patch`: dense, method, key, dtype, weights.
 
     Raises:
-      InputError: as in `form_patch`. InputError: not what `accumulate` returns.
+      InputError: as in `form_patch`; not what `accumulate` returns.
     """
     expect_kind(acc, Accumulated, "orbit_patch", "what accumulate returns")
     # The mean minimises the summed squared error over the orders.

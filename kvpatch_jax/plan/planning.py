@@ -191,8 +191,8 @@ def plan(
 
     Raises:
       SessionError: the window cannot hold these entries so.
-      InputError: a certificate of another backbone, or none.
-      InputError: an inventory of another backbone, an argument of another type.
+      InputError: a certificate of another backbone, or none;
+      an inventory of another backbone, an argument of another type.
     """
     goal = Goal() if goal is None else goal
     _check_arguments(window, goal, stored, certificate, costs, prices)

@@ -85,7 +85,7 @@ def splice(
         overwritten. Without it, the caller ensures that.
 
     Raises:
-      PoolError: slots that are shared or have no owner. ShapeError: the chunk's dtype is not the pool's. ShapeError: a
+      PoolError: slots that are shared or have no owner. ShapeError: the chunk's dtype is not the pool's; a
       batch of chunks, or slots that are not one per token. KernelError: a rank beyond a channel's width.
     """
     if not isinstance(placed, Placed):

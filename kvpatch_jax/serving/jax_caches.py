@@ -129,7 +129,7 @@ def chunk_from_cache(
       start, local: the positions are `start + local`, [T] or [T, A]; None: 0, 1, 2, …
 
     Raises:
-      LayoutError: a field is missing, or quantised. ShapeError: arrays of other shapes. ShapeError: arrays of integers.
+      LayoutError: a field is missing, or quantised. ShapeError: arrays of other shapes; arrays of integers.
       InputError: slot, row or length are not in the cache. As `Chunk`.
     """
     expect_kind(axes, CacheAxes, "chunk_from_cache: axes", "a CacheAxes")

@@ -138,7 +138,7 @@ class SessionConfig:
 
         Raises:
           SessionError, InputError: an invalid argument, or an option that backbone, store or a shared runtime do not
-          have. InputError: one of other weights. What the backbone raises of a text.
+          have; one of other weights. What the backbone raises of a text.
         """
         loaded = all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill"))
         _refuse(("backbone", backbone, loaded, "a backbone of models.load"))

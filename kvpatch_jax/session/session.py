@@ -191,7 +191,7 @@ class Session:
           Its name.
 
         Raises:
-          SessionError. SessionError: the name of another piece. InputError: an unreadable input.
+          SessionError: it is closed; the name of another piece. InputError: an unreadable input.
           PoolError: no room. What the backbone raises.
         """
         # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
@@ -252,7 +252,7 @@ class Session:
         """Evicts a piece. Returns its name if it is a chunk, which can be recalled.
 
         Raises:
-          SessionError. SessionError: an unknown name. SessionError: a piece of the lead, or one that has left.
+          SessionError: it is closed; an unknown name; a piece of the lead, or one that has left.
         """
         with self._book.open():
             record = self._book.find(id)
@@ -269,7 +269,7 @@ class Session:
           The name of the new piece.
 
         Raises:
-          As `add`; and SessionError: an unknown name. SessionError: a piece of the lead.
+          As `add`; and SessionError: an unknown name; a piece of the lead.
         """
         book = self._book
         read = book.read(item)
@@ -283,7 +283,7 @@ class Session:
         Chunks that move are rotated, and approximate if they then follow others than they were formed for.
 
         Raises:
-          SessionError. SessionError: an unknown name. SessionError: a piece that is not order-free, or pinned.
+          SessionError: it is closed; an unknown name; a piece that is not order-free, or pinned.
         """
         book = self._book
         with book.open():
@@ -373,7 +373,7 @@ class Session:
           The answer: an iterable of text as it is decoded; `str(answer)` is all of it.
 
         Raises:
-          SessionError. InputError, ConfigError: an invalid question or option. InputError: a reference
+          SessionError: it is closed. InputError, ConfigError: an invalid question or option. InputError: a reference
           that the linker does not know. What the backbone raises.
         """
         book = self._book
@@ -425,7 +425,7 @@ class Session:
           erased: also ask without any trace of the chunk: what follows it is served bare.
 
         Raises:
-          SessionError. SessionError: an unknown name, or a text. SessionError: a chunk of the lead, or one that is
+          SessionError: it is closed; an unknown name, or a text; a chunk of the lead, or one that is
           not in the window. What `ask` raises.
         """
         if not isinstance(bound, int | float) or not bound >= 0:
@@ -466,7 +466,7 @@ class Session:
           kv: False leaves out the KV. The restored session then prefills its window, and forgets what had left.
 
         Raises:
-          SessionError. SessionError: a file that cannot be written.
+          SessionError: it is closed; a file that cannot be written.
         """
         with self._book.open():
             saved.save(path, self._book, self.keep, kv)
@@ -491,7 +491,7 @@ class Session:
             they were saved.
 
         Raises:
-          SessionError: no session, damage, another version, or a runtime whose pool has another dtype. SessionError: a
+          SessionError: no session, damage, another version, or a runtime whose pool has another dtype; a
           session of another backbone. PoolError: no room.
         """
         session = cls.__new__(cls)

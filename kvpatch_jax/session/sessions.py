@@ -118,7 +118,7 @@ class Sessions:
           options: of `Session`, except for those of the pool.
 
         Raises:
-          SessionError. InputError: an option of the pool. PoolError: no room for its lead. As `Session`.
+          SessionError: it is closed. InputError: an option of the pool. PoolError: no room for its lead. As `Session`.
         """
         return Session(self.backbone, self.store, keep, **self._shared(options))
 

@@ -123,7 +123,7 @@ def encode_chunk_object(chunk: Chunk, encoding: Encoding | None = None) -> Encod
     """Encodes a canonical. An encoding packs kv that are not packed yet.
 
     Raises:
-      ShapeError: objects cannot hold a dtype. ShapeError: the chunk is a batch.
+      ShapeError: objects cannot hold a dtype; the chunk is a batch.
       InputError: the encoding is unknown, or the chunk has another one, or was decoded, so that its codes are lost.
     """
     word = encoding_word(encoding)
@@ -153,7 +153,7 @@ def decode_chunk_object(stored: Stored) -> Chunk:
     """Decodes a canonical; its arrays are views. Numbers are not examined: the checksums say that they are as put.
 
     Raises:
-      StoreCorruptError: the body does not match its arrays. StoreCorruptError: a later version's.
+      StoreCorruptError: the body does not match its arrays; a later version's.
     """
     with decoding("chunk"):
         body, leaves = dict(stored.body), dict(stored.arrays)
@@ -293,7 +293,7 @@ def encode_patch_object(patch: Patch) -> Encoded:
     """Encodes a patch. Of one in a shared basis only the coefficients: the directions are stored once, with the basis.
 
     Raises:
-      ShapeError: objects cannot hold a dtype. ShapeError: the patch is of a batch of chunks.
+      ShapeError: objects cannot hold a dtype; the patch is of a batch of chunks.
     """
     metadata = patch.metadata
     if patch.batch is not None:
@@ -329,7 +329,7 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
     The directions of a patch in a shared basis are NaN until `patching.with_basis` inserts them.
 
     Raises:
-      StoreCorruptError: the body does not match its arrays. StoreCorruptError: a later version's.
+      StoreCorruptError: the body does not match its arrays; a later version's.
     """
     with decoding("patch"):
         body, leaves = dict(stored.body), dict(stored.arrays)

@@ -102,8 +102,8 @@ class Linker:
         """Splits a prompt into texts and chunks, in order. Module `references` defines the syntax.
 
         Raises:
-          InputError: neither library has a reference.
-          InputError: a reference was put as a chunk of another backbone only; the prompt is no str, or it has no
+          InputError: neither library has a reference;
+          a reference was put as a chunk of another backbone only; the prompt is no str, or it has no
             reference and looks like a file name. Nothing is held in these cases.
         """
         parts = parse_prompt(prompt)

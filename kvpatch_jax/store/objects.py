@@ -241,7 +241,7 @@ class Objects:
           decode: makes the value that memory keeps; StoreCorruptError counts as damage.
 
         Raises:
-          StoreError: it is encrypted with another key, or not encrypted. StoreError.
+          StoreError: it is encrypted with another key, or not encrypted; the store is closed.
         """
         if self.closed:
             self.expect_open()  # raises

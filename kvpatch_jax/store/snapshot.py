@@ -199,7 +199,7 @@ def load_snapshot(
 
     Raises:
       StoreCorruptError: it is unfinished or damaged (`bad` lists the objects), or not for this target.
-      StoreError: it is encrypted otherwise. StoreError: it exceeds the budget. As a put. Nothing was added.
+      StoreError: it is encrypted otherwise; it exceeds the budget. As a put. Nothing was added.
     """
     directory = os.path.abspath(directory)
     scope, rows = _listed(directory)
@@ -301,7 +301,7 @@ def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
     What others write or delete after the jobs' tickets counts as later, and stays.
 
     Raises:
-      StoreError: they exceed a budget. StoreError: as `Objects.put`, or reading them failed. Nothing was added.
+      StoreError: they exceed a budget; as `Objects.put`, or reading them failed. Nothing was added.
     """
     index, absent = objects.index, [job for job in jobs if not _is_present(objects, job.name)]
     need = sum(job.nbytes for job in absent if kind_of(job.name) != "entry")

@@ -283,7 +283,7 @@ class Executor:
 
         Raises:
           SessionError: pieces that are not the window's, or of another pool's channels, widths or dtype. PoolError: no
-          room. PoolError: the pool is lost. Then nothing has changed.
+          room; the pool is lost. Then nothing has changed.
         """
         self._check(window)
         if self.branches.get(window.branch) or len(snapshots) != len(window.pieces):
@@ -327,7 +327,7 @@ class Executor:
         """Appends pages to the pool, up to this number; what it holds stays. Programs compile for the new size.
 
         Raises:
-          PoolError: fewer pages than there are. PoolError: the pool is lost.
+          PoolError: fewer pages than there are; the pool is lost.
         """
         self.check_pool()
         slots = self.slots.enlarged(pages)

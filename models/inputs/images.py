@@ -147,7 +147,7 @@ def read_images(images: Sequence[ImageSource]) -> list[np.ndarray]:
     """Returns the images as arrays.
 
     Raises:
-      InputError: none at all. InputError: one that cannot be read, or is more than 200 times longer than wide.
+      InputError: none at all; one that cannot be read, or is more than 200 times longer than wide.
     """
     if not len(images):
         raise InputError("images: got none; expected at least one")

@@ -33,8 +33,8 @@ def block_product(
         for (`preferring`, `targeting`) and takes these arguments, else "xla".
 
     Raises:
-      KernelError: blocks of unequal size, or rows of another width than the matrices'.
-      KernelError: x and stack of two dtypes.
+      KernelError: blocks of unequal size, or rows of another width than the matrices';
+      x and stack of two dtypes.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     if not len(which) or len(x) % len(which):

@@ -52,8 +52,8 @@ def rotate_patch(
         `targeting` say otherwise.
 
     Raises:
-      KernelError: unknown layout word, or arrays that do not fit.
-      KernelError: a scale beside a wide array, int8 without one, or no `out_dtype` where x does not say it.
+      KernelError: unknown layout word, or arrays that do not fit;
+      a scale beside a wide array, int8 without one, or no `out_dtype` where x does not say it.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)

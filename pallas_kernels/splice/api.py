@@ -57,9 +57,9 @@ def splice(
       The pool. Arithmetic is float32, rounded once to its dtype.
 
     Raises:
-      KernelError: a concrete slot out of range, or two alike.
-      KernelError: slots that are not integers, x of another dtype than the pool, or scales as in `rotate_patch`.
-      KernelError: arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
+      KernelError: a concrete slot out of range, or two alike;
+      slots that are not integers, x of another dtype than the pool, or scales as in `rotate_patch`;
+      arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)

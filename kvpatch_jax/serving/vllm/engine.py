@@ -126,8 +126,8 @@ class CacheFormat(NamedTuple):
 
         Raises:
           LayoutError, ShapeError: it is from another model's cache, or in another dtype.
-          InputError: it has another number of tokens, or was prefilled behind another lead.
-          InputError: its tokens' positions are not consecutive.
+          InputError: it has another number of tokens, or was prefilled behind another lead;
+          its tokens' positions are not consecutive.
         """
         what = f"chunk {chunk.id[:12]}…"
         if not same_storage(chunk.layout, self.layout):
