@@ -188,7 +188,7 @@ def test_items_from_json_say_what_is_an_image(path):
             'in JSON {"image": ...}, {"video": ...} or {"text": ...}',
             "item.front 0: got a int; expected 'image'",
             "item.front 0: got a part of type None with the fields ['images']",
-            "an address; expected its bytes or a file: fetch it first",
+            "expected a data URL (an address: fetch it first",
         ),
         strict=True,
     ):
