@@ -94,7 +94,8 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
     Raises:
       ShapeError: there is no readout, or shapes differ.
     """
-    if not readouts or not all(isinstance(readout, tuple) and len(readout) == 2 for readout in readouts):
+    pairs = [isinstance(pair, tuple) and [hasattr(array, "shape") for array in pair] == [True] * 2 for pair in readouts]
+    if not pairs or not all(pairs):
         raise ShapeError(f"merge_readouts: got {readouts!r:.80}; expected at least one pair (o, lse) of arrays")
     shape = readouts[0][0].shape
     for o, lse in readouts:
