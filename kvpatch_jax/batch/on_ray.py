@@ -20,18 +20,15 @@ from .answer_batch import BatchReport, answer_batch
 def run_shards[T](
     task: Callable[[int, int], T], count: int, *, address: str | None = None, resources: Mapping[str, Any] | None = None
 ) -> list[T]:
-    """Runs `task(index, count)` for every index below `count` on a Ray cluster, each in a process of a worker.
+    """Runs `task(index, count)` for every index below `count` on a Ray cluster, and returns the results by index.
 
     A task has to resume by itself: it begins again, up to three times, where its worker dies or the file system fails
     (OSError). The others go on when one has failed.
 
     Args:
-      address: of the cluster, as `ray.init` takes it: "auto", "ray://host:10001"; None for the one that the environment
-        variable RAY_ADDRESS names, or else a new one on this machine.
-      resources: what a task occupies, as `ray.remote` takes it: {"num_cpus": 4}, {"num_gpus": 1}.
-
-    Returns:
-      The results by index.
+      address: of the cluster, as of `ray.init`; None: what the environment variable RAY_ADDRESS names, or else a new
+        one on this machine.
+      resources: what a task occupies, as of `ray.remote`: {"num_cpus": 4}, {"num_gpus": 1}.
 
     Raises:
       InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed.

@@ -33,7 +33,7 @@ def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
     draw = np.random.default_rng(3)
     first, second, page = (draw.integers(0, 256, (40, 40, 3), np.uint8) for _ in range(3))
     fronts = [[first, page], [second, first], [first, second, page]]
-    items = [BatchItem(fronts[number % 3], [5, 6], f"q{number}", steps=2, stop=()) for number in range(6)]
+    items = [BatchItem(fronts[number % 3], [5, 6], f"q{number}", steps=2) for number in range(6)]
 
     # Defined in here, it travels by value: a worker cannot import a test.
     def opening(model=model, root=tmp_path / "chunks"):
