@@ -46,17 +46,11 @@ class ReuseThresholds:
     failing: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.halo, 0) and is_whole(self.probes, 0)
-        for name, valid, expected in (
-            ("segment", LEAST_SIMILARITY <= self.segment <= 1, f"{LEAST_SIMILARITY} to 1"),
-            ("context", 0 <= self.context <= 1, "0 to 1"),
-            ("halo", whole, "a number of tokens"),
-            ("probes", whole and self.probes <= self.halo, "a number of tokens, at most the halo's"),
-            ("epsilon", 0 <= self.epsilon < math.inf, "nats, 0 or more"),
-            ("failing", 0 <= self.failing <= 1, "0 to 1"),
-        ):
-            if not valid:
-                raise ConfigError(f"{name}: got {getattr(self, name)!r:.80}; expected {expected}")
+        shares = LEAST_SIMILARITY <= self.segment <= 1 and 0 <= self.context <= 1 and 0 <= self.failing <= 1
+        counts = is_whole(self.probes, 0) and is_whole(self.halo, self.probes)
+        if not (shares and counts and 0 <= self.epsilon < math.inf):
+            expected = f"segment of {LEAST_SIMILARITY} to 1, shares of 0 to 1, finite nats, and at most `halo` probes"
+            raise ConfigError(f"thresholds: got {self}; expected {expected}")
 
 
 class PlannedRun(NamedTuple):

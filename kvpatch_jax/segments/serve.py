@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from ..backbone import Backbone, Recomputed, Tokens
 from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free
@@ -58,7 +58,7 @@ class SegmentPrefill(NamedTuple):
       logits: [1,V] of the last token.
       cache: {channel: [L,1,S,K,H]}, slots behind the prompt's tokens are free.
       residual: [T,D] float32, entering the lowest layer that is not reused.
-      reused: [T], tokens whose KV was stored.
+      generations: [T], reuses behind the KV of each token; −1 of reused ones.
       decisions: about each planned run, in order.
       flops, full_flops: of all that was computed, tests and rejected runs included, and of a prefill without reuse.
         Matrix products, without padding.
@@ -67,7 +67,7 @@ class SegmentPrefill(NamedTuple):
     logits: Float[Array, "1 V"]
     cache: EngineKV
     residual: Float[np.ndarray, "T D"]
-    reused: Bool[np.ndarray, " T"]
+    generations: Int[np.ndarray, " T"]
     decisions: tuple[SegmentDecision, ...]
     flops: int
     full_flops: int
@@ -90,12 +90,8 @@ def segment_prefill(
     embeddings = backbone.embed(**backbone.prepare([prompt.ids.tolist()])).embeddings
 
     # Plan, and copy what is planned, at its tokens of the prompt: another thread may evict it.
-    layout, costs, layers, size = (
-        backbone.layout,
-        backbone.forward_costs,
-        store.reuse_layers,
-        CACHE_SIZES.round_up(count),
-    )
+    layout, costs, layers = backbone.layout, backbone.forward_costs, store.reuse_layers
+    size = CACHE_SIZES.round_up(count)
     shapes = {channel.name: (layers, 1, size, channel.heads, channel.width) for channel in layout.channels}
     stored = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     residual = np.zeros((size, embeddings.shape[-1]), np.float32)
@@ -118,12 +114,14 @@ def segment_prefill(
     execution = _Execution(backbone, thresholds, layers, np.asarray(embeddings[0]), positions, cache, residual)
     decisions = tuple(execution.serve(run) for run in plan)
     logits = execution.compute(count, [count - 1])
-    reused = np.zeros(count, bool)
-    for decision in decisions:
-        reused[slice(*decision.run.interior)] = decision.accepted
-    full_flops = costs.flops(count) + costs.logit
-    cache, flops = EngineKV(execution.cache), execution.flops
-    return SegmentPrefill(logits, cache, residual[:count], reused, decisions, flops, full_flops)
+    # Tokens behind an accepted run are approximations themselves, unless the run is exact.
+    generations = np.zeros(count, np.int32)
+    for run in [decision.run for decision in decisions if decision.accepted]:
+        begin, end = run.interior
+        generations[begin:end] = -1
+        generations[end:] = np.maximum(generations[end:], run.generation)
+    cache, full_flops = EngineKV(execution.cache), costs.flops(count) + costs.logit
+    return SegmentPrefill(logits, cache, residual[:count], generations, decisions, execution.flops, full_flops)
 
 
 def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPrefill, store: SegmentStore) -> int:
@@ -133,18 +131,12 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
       InputError: segments of another model.
     """
     store.expect(backbone)
-    # Spans behind an accepted run are approximations themselves, unless the run is exact.
-    generations = np.zeros(len(prompt.ids), np.int64)
-    for decision in prefill.decisions:
-        if decision.accepted:
-            begin = decision.run.interior[0]
-            generations[begin:] = np.maximum(generations[begin:], decision.run.generation)
-
     new = []
     for tokens in spans(prompt):
         rows = slice(tokens.start, tokens.stop)
-        if segments(tokens) and not prefill.reused[rows].any():
-            span = store.index.describe(prompt, tokens, int(generations[rows].max()))
+        generations = prefill.generations[rows]
+        if segments(tokens) and generations.min() >= 0:
+            span = store.index.describe(prompt, tokens, int(generations.max()))
             if store.lacks(span):
                 new.append((rows, span))
     if not new:

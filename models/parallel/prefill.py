@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
 from kvpatch_jax.core import EngineKV, check_positions, check_uniform, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
-from kvpatch_jax.repair import READINGS, Reading, attention_scores
+from kvpatch_jax.repair import attention_scores
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
@@ -210,9 +210,7 @@ def prefill_chunks_apart(
     return ChunkCache(EngineKV(leaves), placed, layout)
 
 
-def read_question(
-    over: MeshBackbone, context: ChunkCache, question: Tokens, *, ratio: float, reading: Reading = "mass"
-) -> ParallelPrefill:
+def read_question(over: MeshBackbone, context: ChunkCache, question: Tokens, *, ratio: float) -> ParallelPrefill:
     """Selects tokens by the question's attention, recomputes them in the whole context, and reads the question.
 
     Tokens are scored at layers 22 … 25 of a decoder that has them (appendix B), else at the last two, as the released
@@ -225,18 +223,15 @@ def read_question(
       context: of `prefill_chunks_apart`, or an earlier question's, whose recomputed tokens stay.
       question: [B,n,…], with its positions in the sequence.
       ratio: share of the context that is selected, 0 … 1, rounded half up to tokens.
-      reading: how attention becomes a score; see `kvpatch_jax.repair.Reading`.
 
     Raises:
-      InputError: an invalid ratio or reading. ShapeError: another batch than the context's.
+      InputError: an invalid ratio. ShapeError: another batch than the context's.
     """
     layout, deepstack = context.layout, context.tokens.deepstack
     B = context.tokens.embeddings.shape[0]
     check_tokens(question, "parallel prefill: question")
     if question.embeddings.shape[0] != B:
         raise ShapeError(f"question: got {question.embeddings.shape[0]} rows; expected the context's {B}")
-    if reading not in READINGS:
-        raise InputError(f"reading: got {reading!r:.80}; expected one of {READINGS}")
     if not 0 <= ratio <= 1:
         raise InputError(f"ratio: got {ratio}; expected 0 to 1")
     positions = np.asarray(question.positions).astype(context.tokens.positions.dtype)
@@ -251,7 +246,7 @@ def read_question(
     # Score and select. The host reads the selection, on which the shape of the next program depends.
     total, count = over.backbone.layout.layers, int(ratio * sum(layout.chunks) + 0.5)
     layers = tuple(range(22, 26) if total >= 26 else range(max(0, total - 2), total))
-    places = np.asarray(_select(over, dict(context.kv), lengths, question, layers, reading, count))
+    places = np.asarray(_select(over, dict(context.kv), lengths, question, layers, count))
 
     # Recompute and read. Nothing is in front of the first chunk, so its KV is already that of the whole context.
     devices, size = len(layout.lengths), layout.size
@@ -279,23 +274,19 @@ def _prefill_chunks(over: MeshBackbone, tokens: Tokens, local: Array, numbers: I
     return over.run(on_device, [P(None, over.axis)] * 3, P(None, None, over.axis), tokens, local, numbers)
 
 
-@functools.partial(jax.jit, static_argnames=("layers", "reading", "count"))
+@functools.partial(jax.jit, static_argnames=("layers", "count"))
 def _select(
     over: MeshBackbone,
     cache: dict[str, Array],
     lengths: Int[Array, " P"],
     question: Tokens,
     layers: tuple[int, ...],
-    reading: Reading,
     count: int,
 ) -> Int[Array, "B count"]:
-    """Selects the `count` tokens of each row that the question attends to most, on the mean over `layers`.
+    """Selects the `count` places of each row that the question attends to most, on the mean over `layers`: ascending.
 
     The question runs on every device, over the keys that lie there; partial outputs and, at the scored layers, softmax
-    masses are summed over devices. One score per token is gathered.
-
-    Returns:
-      Places in the sequence, ascending. Ties go to the earlier token.
+    masses are summed over devices. One score per token is gathered. Ties go to the earlier token.
     """
 
     def on_device(decoder: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> Array:
@@ -309,7 +300,7 @@ def _select(
             stop_layer=layers[-1] + 1,
             deepstack=by_layer(question),
             observed=layers,
-            observe=functools.partial(attention_scores, reading=reading, context=size, axis=over.axis),
+            observe=functools.partial(attention_scores, reading="mass", context=size, axis=over.axis),
             attend=over_all_devices(over.axis),
         )
         scores = jnp.where(places[:, :size] == NOWHERE, -jnp.inf, run.observed.mean(0))

@@ -9,7 +9,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from evals.bench.shapes import qwen2_config, tiny_config
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
 from kvpatch_jax.errors import KVPatchError
-from kvpatch_jax.repair import Reading, attention_scores
+from kvpatch_jax.repair import attention_scores
 from models import ModelBackbone
 from models.parallel import ParallelPrefill, prefill_chunks_apart, read_question, spread_backbone
 from models.random_weights import random_backbone
@@ -67,19 +67,13 @@ def taken(tokens: Tokens, index: np.ndarray) -> Tokens:
     return jax.tree.map(lambda leaf: leaf[rows, index], tokens)
 
 
-@functools.cache
-def reduction(reading: Any, context: int) -> Callable[..., Any]:
-    """The scores of one layer on one device, one function for each program."""
-    return functools.partial(attention_scores, reading=reading, context=context)
-
-
 def alone(
-    backbone: ModelBackbone, context: Tokens, question: Tokens, chunks: Sequence[int], reading: Any, count: int
+    backbone: ModelBackbone, context: Tokens, question: Tokens, chunks: Sequence[int], count: int
 ) -> dict[str, Any]:
     """Selects, recomputes and answers on one device, over the last two layers' scores."""
     cache = blind_cache(backbone, context, chunks)
     last = backbone.layout.layers
-    reduce = reduction(reading, sum(chunks))
+    reduce = functools.partial(attention_scores, reading="mass", context=sum(chunks))
     scores = backbone.attention(question, cache, layers=(last - 2, last - 1), reduce=reduce).mean(0)
     chosen = np.sort(np.asarray(jax.lax.top_k(scores, count)[1]), axis=-1)
     if count:
@@ -107,7 +101,7 @@ def case(backbone: ModelBackbone, rows: int, chunks: Sequence[int] = CHUNKS) -> 
     """One backbone over four devices beside one device."""
     over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, rows, chunks)
     read = read_question(over, prefill_chunks_apart(over, context, chunks), question, ratio=0.35)
-    return compared(read, alone(backbone, context, question, chunks, "mass", 14))
+    return compared(read, alone(backbone, context, question, chunks, 14))
 
 
 def gqa() -> dict[str, Any]:
@@ -131,14 +125,14 @@ def several() -> dict[str, Any]:
 
 
 def budgets() -> dict[str, Any]:
-    """Nothing selected, everything selected, readings, and a prepared cache; all over one context."""
+    """Nothing selected, everything selected, and a prepared cache; all over one context."""
     backbone = random_backbone(SMALL)
     over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 2, CHUNKS)
     apart = prefill_chunks_apart(over, context, CHUNKS)
     before, facts = apart.gather(), dict[str, Any]()
 
     nothing = read_question(over, apart, question, ratio=0)
-    facts["nothing"] = compared(nothing, alone(backbone, context, question, CHUNKS, "mass", 0))
+    facts["nothing"] = compared(nothing, alone(backbone, context, question, CHUNKS, 0))
     untouched = nothing.cache.gather()
     facts["untouched"] = all(np.array_equal(untouched[name], leaf) for name, leaf in before.items())
 
@@ -163,11 +157,6 @@ def budgets() -> dict[str, Any]:
 
     prepared = prefill_chunks_apart(over, context, CHUNKS, blind_cache(backbone, context, CHUNKS))
     facts["prepared"] = difference(read_question(over, prepared, question, ratio=0.3).logits, some.logits)
-
-    for reading in get_args(Reading):
-        expected = alone(backbone, context, question, CHUNKS, reading, 12)
-        read = read_question(over, apart, question, ratio=0.3, reading=reading)
-        facts[reading] = bool(np.array_equal(read.chosen, expected["chosen"]))
     return facts
 
 
@@ -185,7 +174,6 @@ def refusals() -> dict[str, str]:
         "empty": lambda: prefill_chunks_apart(over, context, (0, 20, 12, 8)),
         "few": lambda: prefill_chunks_apart(over, context.take(0, 3)),
         "ratio": lambda: read_question(over, apart, question, ratio=1.2),
-        "reading": lambda: read_question(over, apart, question, ratio=0.1, reading="max"),  # type: ignore[arg-type]
         "rows": lambda: read_question(over, apart, sequence(backbone, 2, CHUNKS)[1], ratio=0.1),
     }
     errors = {}

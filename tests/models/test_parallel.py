@@ -74,7 +74,6 @@ def test_grouped_heads_over_devices_answer_as_one_device(facts):
         ("empty", "InputError: chunks: got lengths (0, 20, 12, 8); expected"),
         ("few", "InputError: tokens: got 3; expected at least one for each of 4 devices"),
         ("ratio", "InputError: ratio: got 1.2; expected 0 to 1"),
-        ("reading", "InputError: reading: got 'max'; expected one of"),
         ("rows", "ShapeError: question: got 2 rows; expected the context's 1"),
     ],
 )
@@ -103,12 +102,6 @@ def test_only_chosen_tokens_change_and_a_prepared_cache_gives_the_same(slow_fact
     assert found["chosen_change"]
     assert found["first_chunk_keeps_its_bits"]
     assert found["prepared"] <= BAR
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reading", get_args(Reading))
-def test_every_reading_selects_as_one_device(slow_facts, reading):
-    assert slow_facts["budgets"][reading]
 
 
 # ----------------------------------------------------------------------------------------------- on one device
