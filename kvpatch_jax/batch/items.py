@@ -144,15 +144,11 @@ def shard_of(jobs: Sequence[BatchJob], index: int, count: int) -> list[BatchJob]
     Items with the same prefix stay in one shard. Otherwise shards have about equally many items.
     """
     readable = sorted((job for job in jobs if job.error is None), key=lambda job: (job.front, job.index))
-    # Both ends of a shard move past the items of one prefix, so that neighbouring shards meet.
-    ends = []
-    for part in (index, index + 1):
-        end = -(-len(readable) * part // count)
-        while 0 < end < len(readable) and readable[end].front == readable[end - 1].front:
-            end += 1
-        ends.append(end)
+    shards: dict[tuple[str, ...], int] = {}
+    for place, job in enumerate(readable):
+        shards.setdefault(job.front, place * count // len(readable))
     refused = [job for job in jobs if job.error is not None and job.index % count == index]
-    return refused + readable[ends[0] : ends[1]]
+    return refused + [job for job in readable if shards[job.front] == index]
 
 
 def _item_of(value: Any) -> BatchItem:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpatch_jax.batch import BatchItem, answer_batch, answer_batch_on_ray, read_answers, run_shards
+from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
 from kvpatch_jax.errors import InputError, ShardError
 from kvpatch_jax.store import ChunkStore
 from models import load
@@ -42,7 +42,11 @@ def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
     backbone, store = opening()
     with store:
         alone = answer_batch(backbone, store, items, out=tmp_path / "alone.jsonl")
-    reports = answer_batch_on_ray(opening, items, out=tmp_path / "shared.jsonl", shards=3)
+
+    def task(index, count, opening=opening, items=items, out=tmp_path / "shared.jsonl"):
+        return answer_batch(*once_in_this_process(opening), items, out=out, shard=(index, count))
+
+    reports = run_shards(task, 3)
     assert [report.answered for report in reports] == [2, 2, 2]
     assert alone.answered == 6
     shared = read_answers(*(report.path for report in reports))
