@@ -7,6 +7,7 @@ nothing. And a run extends beyond the window that found it, as far as the stored
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,8 +33,7 @@ class StoredSpan(NamedTuple):
 
     Attributes:
       key: digest of its ids and of the context to their left.
-      ids: its token ids [T].
-      donor: digest of the prompt that it was computed in. start: its first token there.
+      donor, start: digest of the prompt that it was computed in, and its first token there.
       prefix: digest of the ids in front of it there.
       generation: reuses behind its KV; 0: it was computed exactly.
     """
@@ -154,13 +154,9 @@ class SegmentIndex:
     def _equal_runs(
         self, prompt: SegmentPrompt, segment: range, key: SegmentKey, *, leftwards: bool
     ) -> Iterator[tuple[int, int, int]]:
-        """Aligns a segment with a stored one, and yields runs of equal ids, as far as the stored span has them.
+        """Aligns a segment with a stored one, and yields (start, stop, offset) of equal runs, as of `EqualRun`.
 
-        Args:
-          leftwards: whether runs extend in front of the segment.
-
-        Yields:
-          First token of the prompt, token after the last, and place of the first in the span.
+        They extend as far as the stored span has them; in front of the segment only if `leftwards`.
         """
         span, offset, length = key
         stored, ids = self.spans[span].ids, prompt.ids
@@ -180,6 +176,5 @@ def ids_digest(ids: Int[np.ndarray, " T"]) -> str:
 
 def _equal_count(first: Int[np.ndarray, " n"], second: Int[np.ndarray, " m"]) -> int:
     """Counts equal tokens from the start until the first difference."""
-    size = min(len(first), len(second))
-    differ = np.flatnonzero(first[:size] != second[:size])
-    return int(differ[0]) if len(differ) else size
+    pairs = zip(first.tolist(), second.tolist(), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -58,10 +58,6 @@ def test_a_written_trace_reads_back_equal(tmp_path):
         (ADD | {"more": 1}, "got 'add' with 'more'"),
         ({"at": 1, "session": "a"}, "op: got None"),
         (b"{", "JSON"),
-        (b"[" * 100_000, "JSON"),
-        (b'{"at": NaN, "session": "a", "op": "close"}', "JSON"),
-        (b'{"at": 1, "at": 2, "session": "a", "op": "close"}', "JSON"),
-        (b'{"at": ' + b"9" * 5000 + b', "session": "a", "op": "close"}', "JSON"),
     ],
 )
 def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked, line, message):
