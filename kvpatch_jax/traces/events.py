@@ -82,16 +82,16 @@ class Event:
           TraceError: a field that is missing, that the operation does not take, or of another type or out of range. The
           message begins with `where`.
         """
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        values = {name: value for name, value in values.items() if value is not None}
-        op = values.pop("op", None)
-        if not isinstance(op, str) or op not in _FIELDS:
+        values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        op: Any = values.pop("op", None)
+        if op not in list(_FIELDS):
             raise TraceError(f"{where}, op: got {op!r:.80}; expected one of {list(_FIELDS)}")
         required, optional = (words.split() for words in _FIELDS[op])
         for name in required:
             if name not in values:
                 raise TraceError(f"{where}, op: got {op!r} without {name}; expected one")
         for name, value in values.items():
+            values[name] = value = tuple(value) if isinstance(value, list) else value
             if name not in required + optional:
                 raise TraceError(f"{where}, op: got {op!r} with {name!r:.80}; expected {required + optional}")
             fits, expected = _VALUES[name]

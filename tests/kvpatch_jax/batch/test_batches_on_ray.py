@@ -44,7 +44,8 @@ def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
         alone = answer_batch(backbone, store, items, out=tmp_path / "alone.jsonl")
 
     def task(index, count, opening=opening, items=items, out=tmp_path / "shared.jsonl"):
-        return answer_batch(*once_in_this_process(opening), items, out=out, shard=(index, count))
+        backbone, store = once_in_this_process(opening)
+        return answer_batch(backbone, store, items, out=out, shard=(index, count))
 
     reports = run_shards(task, 3)
     assert [report.answered for report in reports] == [2, 2, 2]
