@@ -1,7 +1,6 @@
 """The file of a batch's answers: JSONL, a header and a line for each item, after which a run continues."""
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Set
@@ -45,12 +44,15 @@ def open_answers(path: Path, header: Mapping[str, Any], items: Set[int]) -> tupl
             file = stack.enter_context(path.open("a+b"))
         except OSError as error:
             raise InputError(f"answers: got {str(path)!r:.200}, which cannot be written: {error}") from error
-        try:
-            # The lock ends with the process.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            shown = f"{str(path)!r:.200}, which another run is writing"
-            raise InputError(f"answers: got {shown}; expected one run alone") from None
+        # The lock ends with the process. Not every system has such locks.
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                shown = f"{str(path)!r:.200}, which another run is writing"
+                raise InputError(f"answers: got {shown}; expected one run alone") from None
 
         # A killed run may have left half a line, or half a header.
         file.seek(0)
