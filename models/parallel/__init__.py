@@ -6,7 +6,6 @@ answer = read_question(over, context, question, ratio=0.15)
 """
 
 from .prefill import ChunkCache as ChunkCache
-from .prefill import ChunkLayout as ChunkLayout
 from .prefill import MeshBackbone as MeshBackbone
 from .prefill import ParallelPrefill as ParallelPrefill
 from .prefill import prefill_chunks_apart as prefill_chunks_apart

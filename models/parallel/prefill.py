@@ -71,48 +71,23 @@ class MeshBackbone:
         return everywhere(self.state, *arrays)
 
 
-class ChunkLayout(NamedTuple):
-    """How a sequence of chunks lies over P devices.
-
-    Attributes:
-      chunks: length of each chunk, in order; device d holds the d-th share of them, as many chunks as every other.
-      index: int32 [P·S], which token of the sequence lies at each place; 0 for padding.
-      numbers: int32 [P·S], which chunk that token is of; -1 for padding.
-      lengths: int32 [P], tokens of each device.
-    """
-
-    chunks: tuple[int, ...]
-    index: np.ndarray
-    numbers: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """S, tokens of a device with padding."""
-        return len(self.index) // len(self.lengths)
-
-    @property
-    def live(self) -> np.ndarray:
-        """Places that are not padding, in the order of the sequence."""
-        return np.flatnonzero(self.numbers >= 0)
-
-
 class ChunkCache(NamedTuple):
     """KV of a sequence of chunks over the devices of a mesh axis, and the tokens that it was computed from.
 
     Attributes:
       kv: engine-frame {channel: [L,B,P·S,K,H]}; of chunks prefilled alone, or with some tokens recomputed.
       tokens: with their positions in the sequence, over the axis.
-      layout: which token lies where.
+      numbers: int32 [P,S], which chunk the token at each place is of; -1 for padding.
     """
 
     kv: EngineKV
     tokens: Tokens
-    layout: ChunkLayout
+    numbers: np.ndarray
 
     def gather(self) -> EngineKV:
         """Copies the KV to the host, in the order of the sequence and without padding: {channel: [L,B,T,K,H]}."""
-        return EngineKV({name: np.asarray(leaf)[:, :, self.layout.live] for name, leaf in self.kv.items()})
+        live = np.flatnonzero(self.numbers >= 0)
+        return EngineKV({name: np.asarray(leaf)[:, :, live] for name, leaf in self.kv.items()})
 
 
 class ParallelPrefill(NamedTuple):
@@ -154,23 +129,29 @@ def spread_backbone(backbone: ModelBackbone, mesh: Mesh, axis: str = "chunks") -
     return MeshBackbone(backbone, mesh, axis, jax.device_put(backbone.programs.state, NamedSharding(mesh, P())))
 
 
-def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> ChunkLayout:
-    """Divides a sequence over devices. Raises InputError for fewer tokens than devices, and chunks that do not fit."""
+def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> Int[np.ndarray, "P S"]:
+    """Divides a sequence over devices: which chunk lies at each place, in order; -1 for padding.
+
+    Raises:
+      InputError: fewer tokens than devices, or chunks that do not fit.
+    """
     if tokens < devices:
         raise InputError(f"tokens: got {tokens}; expected at least one for each of {devices} devices")
     if chunks is None:
         chunks = [tokens // devices + (device < tokens % devices) for device in range(devices)]
-    chunks = tuple(int(length) for length in chunks)
     if not chunks or min(chunks) < 1 or sum(chunks) != tokens or len(chunks) % devices:
         expected = f"a multiple of {devices} of them, each at least 1, that add up to {tokens}"
         raise InputError(f"chunks: got lengths {chunks!s:.80}; expected {expected}")
 
     lengths = np.array(chunks).reshape(devices, -1).sum(axis=1)
-    starts, place = np.cumsum([0, *lengths[:-1]]), np.arange(lengths.max())
-    live = place < lengths[:, None]
-    index = np.where(live, starts[:, None] + place, 0).reshape(-1).astype(np.int32)
-    numbers = np.where(live.reshape(-1), np.repeat(np.arange(len(chunks)), chunks)[index], -1).astype(np.int32)
-    return ChunkLayout(chunks, index, numbers, lengths.astype(np.int32))
+    numbers = np.full((devices, lengths.max()), -1, np.int32)
+    numbers[np.arange(lengths.max()) < lengths[:, None]] = np.repeat(np.arange(len(chunks)), chunks)
+    return numbers
+
+
+def _index(numbers: Int[np.ndarray, "P S"]) -> Int[np.ndarray, " PS"]:
+    """Returns which token of the sequence lies at each place; for padding, that of a place in front."""
+    return (np.cumsum(numbers >= 0) - 1).astype(np.int32)
 
 
 def prefill_chunks_apart(
@@ -194,20 +175,21 @@ def prefill_chunks_apart(
     check_tokens(tokens, "parallel prefill")
     positions = np.asarray(tokens.positions)
     check_positions(over.backbone.layout.rope, positions, np.array(0, np.int32))
-    layout = lay_out(tokens.embeddings.shape[1], over.mesh.shape[over.axis], chunks)
-    placed = over.place(jax.tree.map(lambda leaf: leaf[:, layout.index], tokens), None, over.axis)
+    numbers = lay_out(tokens.embeddings.shape[1], over.mesh.shape[over.axis], chunks)
+    index, lengths = _index(numbers), np.bincount(numbers[numbers >= 0])
+    placed = over.place(jax.tree.map(lambda leaf: leaf[:, index], tokens), None, over.axis)
     if kv is None:
-        starts = np.cumsum([0, *layout.chunks[:-1]])
-        local = positions - np.repeat(np.minimum.reduceat(positions, starts, axis=1), layout.chunks, axis=1)
-        arrays = over.place((local[:, layout.index], layout.numbers[None]), None, over.axis)
-        return ChunkCache(EngineKV(_prefill_chunks(over, placed, *arrays)), placed, layout)
+        starts = np.cumsum([0, *lengths[:-1]])
+        local = positions - np.repeat(np.minimum.reduceat(positions, starts, axis=1), lengths, axis=1)
+        arrays = over.place((local[:, index], numbers.reshape(1, -1)), None, over.axis)
+        return ChunkCache(EngineKV(_prefill_chunks(over, placed, *arrays)), placed, numbers)
 
     check_cached(over.backbone.layout, tokens, kv, "parallel prefill: kv")
-    if any(leaf.shape[2] != sum(layout.chunks) for leaf in kv.values()):
+    if any(leaf.shape[2] != lengths.sum() for leaf in kv.values()):
         shapes = {name: leaf.shape for name, leaf in kv.items()}
-        raise ShapeError(f"parallel prefill: got kv of shapes {shapes}; expected {sum(layout.chunks)} tokens")
-    leaves = {name: over.place(leaf[:, :, layout.index], None, None, over.axis) for name, leaf in kv.items()}
-    return ChunkCache(EngineKV(leaves), placed, layout)
+        raise ShapeError(f"parallel prefill: got kv of shapes {shapes}; expected {lengths.sum()} tokens")
+    leaves = {name: over.place(leaf[:, :, index], None, None, over.axis) for name, leaf in kv.items()}
+    return ChunkCache(EngineKV(leaves), placed, numbers)
 
 
 def read_question(over: MeshBackbone, context: ChunkCache, question: Tokens, *, ratio: float) -> ParallelPrefill:
@@ -227,8 +209,7 @@ def read_question(over: MeshBackbone, context: ChunkCache, question: Tokens, *, 
     Raises:
       InputError: an invalid ratio. ShapeError: another batch than the context's.
     """
-    layout, deepstack = context.layout, context.tokens.deepstack
-    B = context.tokens.embeddings.shape[0]
+    numbers, deepstack, B = context.numbers, context.tokens.deepstack, context.tokens.embeddings.shape[0]
     check_tokens(question, "parallel prefill: question")
     if question.embeddings.shape[0] != B:
         raise ShapeError(f"question: got {question.embeddings.shape[0]} rows; expected the context's {B}")
@@ -241,22 +222,23 @@ def read_question(over: MeshBackbone, context: ChunkCache, question: Tokens, *, 
     if deepstack is not None and question.deepstack is None:
         zeros = jnp.zeros((*question.embeddings.shape[:2], *deepstack.shape[2:]), deepstack.dtype)
         question = question._replace(deepstack=zeros)
-    question, lengths = over.place((question._replace(positions=positions), layout.lengths))
+    lengths = (numbers >= 0).sum(axis=1, dtype=np.int32)
+    question, lengths = over.place((question._replace(positions=positions), lengths))
 
     # Score and select. The host reads the selection, on which the shape of the next program depends.
-    total, count = over.backbone.layout.layers, int(ratio * sum(layout.chunks) + 0.5)
+    total, count = over.backbone.layout.layers, int(ratio * (numbers >= 0).sum() + 0.5)
     layers = tuple(range(22, 26) if total >= 26 else range(max(0, total - 2), total))
     places = np.asarray(_select(over, dict(context.kv), lengths, question, layers, count))
 
     # Recompute and read. Nothing is in front of the first chunk, so its KV is already that of the whole context.
-    devices, size = len(layout.lengths), layout.size
-    parts = [row[(row // size == d) & (row >= layout.chunks[0])] % size for row in places for d in range(devices)]
+    (devices, size), first = numbers.shape, (numbers == 0).sum()
+    parts = [row[(row // size == d) & (row >= first)] % size for row in places for d in range(devices)]
     granule = max(LEAST_GRANULE, count // 64)
     rows = min(size, max(1, -(-max(map(len, parts)) // granule)) * granule)
     slots = np.array([np.pad(part, (0, rows - len(part)), constant_values=NOWHERE) for part in parts], np.int32)
     slots = over.place(slots.reshape(B, -1), None, over.axis)
     logits, kv, read = _recompute_and_read(over, dict(context.kv), context.tokens, slots, lengths, question)
-    return ParallelPrefill(logits, context._replace(kv=EngineKV(kv)), read, layout.index[places])
+    return ParallelPrefill(logits, context._replace(kv=EngineKV(kv)), read, _index(numbers)[places])
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
