@@ -158,12 +158,11 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
       TraceError: a branch, which begins with another session's KV; an event that a window refuses, with its number.
     """
     windows, pieces = dict[str, Window](), dict[tuple[str, str], PromptPiece]()
-    lead = trace.parameters.get("lead")
     for number, event in enumerate(trace.events):
         window = windows.get(event.session)
         if window is None:
             # A session pins a first chunk; a first text stays in front, and may be replaced.
-            window = Window.empty(NO_BACKBONE, lead=lead if type(lead) is int else int(event.kind == "chunk"))
+            window = Window.empty(NO_BACKBONE, lead=int(event.kind == "chunk") if trace.lead is None else trace.lead)
         if event.op == "fork":
             raise TraceError(f"event {number}: got a branch of {event.session!r:.40}; expected sessions alone")
         if event.op == "ask":

@@ -15,6 +15,7 @@ from ..errors import TraceError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..utils.optional_packages import require
+from ..window import is_count
 from .events import Event
 
 HEADER = {"format": "kvpatch_jax.trace", "version": 1}
@@ -28,12 +29,12 @@ class Trace:
 
     Attributes:
       events: of all sessions.
-      parameters: of the program that made the trace: a flat table.
+      lead: the number of pieces that every window pins at its front; None: its first chunk.
       folder: of the payloads; None if there are none, or it is unknown.
     """
 
     events: tuple[Event, ...]
-    parameters: Mapping[str, str | int | float | bool | None] = dataclasses.field(default_factory=dict)
+    lead: int | None = None
     folder: Path | None = None
 
     def payloads(self, event: Event) -> tuple[Path, ...]:
@@ -58,7 +59,7 @@ class Trace:
           TraceError: a file that cannot be written.
         """
         path = path_of(path, "trace", TraceError)
-        lines = [HEADER | {"parameters": dict(self.parameters)}, *(event.to_dict() for event in self.events)]
+        lines = [HEADER | {"lead": self.lead}, *(event.to_dict() for event in self.events)]
         try:
             replace(path, b"".join(map(_line, lines)))
         except OSError as error:
@@ -77,17 +78,14 @@ class Trace:
         except OSError as error:
             raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
 
-        parameters, events = {}, []
-        for number, line in enumerate(lines, 1):
-            where = f"{str(path)!r:.200}, line {number}"
-            fields = strict_json.object_of(line, where, TraceError)
-            if number > 1:
-                events.append(Event.of(fields, where))
-                continue
-            parameters = fields.pop("parameters", {})
-            if fields != HEADER or not isinstance(parameters, dict):
-                raise TraceError(f"{where}: got header {fields!r:.200}; expected {HEADER} and parameters")
-        return cls(tuple(events), parameters, path.parent)
+        where = f"{str(path)!r:.200}, line"
+        header, *rest = [strict_json.object_of(line, f"{where} {n}", TraceError) for n, line in enumerate(lines, 1)]
+        lead = header.pop("lead", None)
+        if header != HEADER or not (lead is None or is_count(lead, 0)):
+            raise TraceError(
+                f"{where} 1: got header {header!r:.200} and lead {lead!r:.80}; expected {HEADER} and a count"
+            )
+        return cls(tuple(Event.of(fields, f"{where} {n}") for n, fields in enumerate(rest, 2)), lead, path.parent)
 
 
 class Recorder:

@@ -11,7 +11,7 @@ from PIL import Image
 from kvpatch_jax.errors import TraceError
 from kvpatch_jax.traces import Event, Recorder, Trace
 
-HEADER = {"format": "kvpatch_jax.trace", "version": 1, "parameters": {}}
+HEADER = {"format": "kvpatch_jax.trace", "version": 1}
 ADD = {"at": 0.5, "session": "a", "op": "add", "chunk": "one", "tokens": 3, "span": 3}
 EVENTS = (
     Event(0, "a", "add", "system", text="Be brief.", kind="text", tokens=4, span=4),
@@ -36,10 +36,10 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_a_written_trace_reads_back_equal(tmp_path):
-    trace = Trace(EVENTS, {"seed": 3, "rate": 0.5, "name": "ü", "none": None})
+    trace = Trace(EVENTS, lead=2)
     trace.write(tmp_path / "trace.jsonl")
     again = Trace.read(tmp_path / "trace.jsonl")
-    assert (again.events, again.parameters, again.folder) == (trace.events, trace.parameters, tmp_path)
+    assert (again.events, again.lead, again.folder) == (EVENTS, 2, tmp_path)
     assert os.listdir(tmp_path) == ["trace.jsonl"]
 
 
@@ -65,7 +65,7 @@ def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked
         Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
 
 
-@pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"parameters": 3}, b""])
+@pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""])
 def test_files_that_are_no_trace_are_refused(tmp_path, header):
     with pytest.raises(TraceError, match="line 1"):
         Trace.read(write(tmp_path / "t.jsonl", header, ADD))
