@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cache import chunk_id, digest_of, encoded, one_form, sort_of, unit_items
+from ..cache import chunk_id, digest_of, encoded, sort_of, unit_items
 from ..errors import AmbiguousTextError, InputError, KVPatchError
 from ..utils.kinds import expect_kind, is_whole
 
@@ -86,24 +86,22 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
         raise InputError(f"answer_batch: got items {items!r:.80}; expected a sequence of BatchItem or mappings")
 
     # Many items may name one file, which is decoded once.
-    @functools.cache
-    def id_of_file(path: Path) -> str:
-        return chunk_id(backbone, one_form(path))
+    id_of_file = functools.cache(functools.partial(chunk_id, backbone))
 
     def id_of(piece: Any, field: str) -> str:
         parts = unit_items(piece, f"item.{field}")
-        for part in parts:
-            try:
+        try:
+            for part in parts:
                 sort_of(part, f"item: {field}")
-            except AmbiguousTextError as error:
-                # JSON names the kind, because a str alone may be either.
-                expected = '{"image": ...}, {"video": ...} or {"text": ...}'
-                raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
+        except AmbiguousTextError as error:
+            # JSON names the kind, because a str alone may be either.
+            expected = '{"image": ...}, {"video": ...} or {"text": ...}'
+            raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
         if len(parts) == 1 and isinstance(parts[0], os.PathLike):
             parts = [Path(os.path.abspath(parts[0]))]
             id = id_of_file(parts[0])
         else:
-            id = chunk_id(backbone, *map(one_form, parts))
+            id = chunk_id(backbone, *parts)
         contents.setdefault(id, parts)
         return id
 
