@@ -99,7 +99,8 @@ class SegmentStore:
           kv: phase-free, {channel: [R,n,K,H]}, the lowest `reuse_layers` layers of the span's tokens.
           residual: [n,D], entering layer `reuse_layers`.
         """
-        rows, dtype = dict(kv), next(iter(kv.values())).dtype
+        rows: dict[str, Any] = dict(kv)
+        dtype = next(iter(kv.values())).dtype
         if self.int8:
             size, dtype = SIZES.round_up(len(residual)), jnp.bfloat16
             for name, value in kv.items():

@@ -1,6 +1,6 @@
-"""Prefill of long contexts over a mesh axis: each device prefills its own chunks, and few tokens are recomputed.
+"""Prefill of long contexts over devices: each device prefills its own chunks, and few tokens are recomputed.
 
-over = spread_backbone(backbone, jax.make_mesh((4,), ("chunks",)))
+over = spread_backbone(backbone)
 context = prefill_chunks_apart(over, tokens)
 answer = read_question(over, context, question, ratio=0.15)
 """

@@ -1,4 +1,4 @@
-"""Prefill of a long context over a mesh axis, some of its chunks on each device.
+"""Prefill of a long context over several devices, some of its chunks on each.
 
 InfoFlow KV (sections 4 and 7): every device prefills its own chunks alone; the question's attention selects a few
 tokens; these are recomputed under the global causal mask, and the question reads the result. A sequence lies over the
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -31,27 +31,25 @@ from ..attention.mask import NOWHERE
 from ..backbone import ModelBackbone
 from ..decoder.cached import row_slots, written_into
 from ..decoding import by_layer
-from .readouts import exchange, over_all_devices
+from .readouts import AXIS, exchange, over_all_devices
 
 LEAST_GRANULE = 8
 """Selected tokens of a device are padded to multiples of this, or of a 64th of all selected where that is more."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["backbone", "mesh", "axis"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["backbone", "mesh"])
 @dataclasses.dataclass(frozen=True)
 class MeshBackbone:
-    """A backbone with its parameters on every device of a mesh, for sequences that lie over one axis of it.
+    """A backbone with its parameters on several devices, for sequences that lie over them.
 
     Attributes:
       backbone: the model on one device.
-      mesh: with every axis `AxisType.Auto`; axes but `axis` hold copies.
-      axis: name of the axis that sequences lie over.
-      state: the parameters on the mesh.
+      mesh: the devices.
+      state: the parameters on each of them.
     """
 
     backbone: ModelBackbone
     mesh: Mesh
-    axis: str
     state: Any
 
     def place(self, tree: Any, *spec: str | None) -> Any:
@@ -72,11 +70,11 @@ class MeshBackbone:
 
 
 class ChunkCache(NamedTuple):
-    """KV of a sequence of chunks over the devices of a mesh axis, and the tokens that it was computed from.
+    """KV of a sequence of chunks over devices, and the tokens that it was computed from.
 
     Attributes:
       kv: engine-frame {channel: [L,B,P·S,K,H]}; of chunks prefilled alone, or with some tokens recomputed.
-      tokens: with their positions in the sequence, over the axis.
+      tokens: with their positions in the sequence, over the devices.
       numbers: int32 [P,S], which chunk the token at each place is of; -1 for padding.
     """
 
@@ -91,7 +89,7 @@ class ChunkCache(NamedTuple):
 
 
 class ParallelPrefill(NamedTuple):
-    """Result of reading a question over a context that lies over a mesh axis.
+    """Result of reading a question over a context that lies over devices.
 
     Attributes:
       logits: [B,n,V] float32, of the question's tokens.
@@ -106,27 +104,21 @@ class ParallelPrefill(NamedTuple):
     chosen: Int[np.ndarray, "B count"]
 
 
-def spread_backbone(backbone: ModelBackbone, mesh: Mesh, axis: str = "chunks") -> MeshBackbone:
-    """Copies a backbone's parameters to every device of a mesh.
-
-    Args:
-      mesh: of any axis types; inside, all are `AxisType.Auto`, which `jax.shard_map` asks for.
-      axis: name of the axis that sequences will lie over.
+def spread_backbone(backbone: ModelBackbone, devices: Sequence[Any] | None = None) -> MeshBackbone:
+    """Copies a backbone's parameters to devices; None: all of them.
 
     Raises:
-      ConfigError: the mesh lacks the axis, the backbone lies over a mesh of its own, or a layer of it has a sliding
-      window, whose edge this module does not carry from device to device.
+      ConfigError: the backbone lies over a mesh of its own, or a layer of it has a sliding window, whose edge this
+      module does not carry from device to device.
     """
-    if axis not in mesh.axis_names:
-        raise ConfigError(f"mesh: got axes {tuple(mesh.axis_names)}; expected one called {axis!r}")
     if backbone.mesh is not None:
         raise ConfigError(f"backbone: got one over a mesh {backbone.mesh.shape}; expected one on a single device")
     window = backbone.config.text.window
     if window is not None:
         raise ConfigError(f"backbone: got a sliding window of {window} tokens; expected full attention")
     check_uniform(backbone.layout, "backbone")
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return MeshBackbone(backbone, mesh, axis, jax.device_put(backbone.programs.state, NamedSharding(mesh, P())))
+    mesh = Mesh(np.array(jax.devices() if devices is None else devices), (AXIS,))
+    return MeshBackbone(backbone, mesh, jax.device_put(backbone.programs.state, NamedSharding(mesh, P())))
 
 
 def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> Int[np.ndarray, "P S"]:
@@ -166,7 +158,7 @@ def prefill_chunks_apart(
       tokens: the context, with its positions in the sequence.
       chunks: lengths of its chunks, as many for each device; None: one for each device, as equal as they can be.
       kv: engine-frame {channel: [L,B,T,K,H]} of the context where it is available (stored canonicals at their
-        positions). It is placed over the axis, and nothing is prefilled.
+        positions). It is placed over the devices, and nothing is prefilled.
 
     Raises:
       InputError, ShapeError: no tokens, fewer than devices, or chunks that do not fit; positions outside of the regime
@@ -175,20 +167,20 @@ def prefill_chunks_apart(
     check_tokens(tokens, "parallel prefill")
     positions = np.asarray(tokens.positions)
     check_positions(over.backbone.layout.rope, positions, np.array(0, np.int32))
-    numbers = lay_out(tokens.embeddings.shape[1], over.mesh.shape[over.axis], chunks)
+    numbers = lay_out(tokens.embeddings.shape[1], over.mesh.size, chunks)
     index, lengths = _index(numbers), np.bincount(numbers[numbers >= 0])
-    placed = over.place(jax.tree.map(lambda leaf: leaf[:, index], tokens), None, over.axis)
+    placed = over.place(jax.tree.map(lambda leaf: leaf[:, index], tokens), None, AXIS)
     if kv is None:
         starts = np.cumsum([0, *lengths[:-1]])
         local = positions - np.repeat(np.minimum.reduceat(positions, starts, axis=1), lengths, axis=1)
-        arrays = over.place((local[:, index], numbers.reshape(1, -1)), None, over.axis)
+        arrays = over.place((local[:, index], numbers.reshape(1, -1)), None, AXIS)
         return ChunkCache(EngineKV(_prefill_chunks(over, placed, *arrays)), placed, numbers)
 
     check_cached(over.backbone.layout, tokens, kv, "parallel prefill: kv")
     if any(leaf.shape[2] != lengths.sum() for leaf in kv.values()):
         shapes = {name: leaf.shape for name, leaf in kv.items()}
         raise ShapeError(f"parallel prefill: got kv of shapes {shapes}; expected {lengths.sum()} tokens")
-    leaves = {name: over.place(leaf[:, :, index], None, None, over.axis) for name, leaf in kv.items()}
+    leaves = {name: over.place(leaf[:, :, index], None, None, AXIS) for name, leaf in kv.items()}
     return ChunkCache(EngineKV(leaves), placed, numbers)
 
 
@@ -236,7 +228,7 @@ def read_question(over: MeshBackbone, context: ChunkCache, question: Tokens, *, 
     granule = max(LEAST_GRANULE, count // 64)
     rows = min(size, max(1, -(-max(map(len, parts)) // granule)) * granule)
     slots = np.array([np.pad(part, (0, rows - len(part)), constant_values=NOWHERE) for part in parts], np.int32)
-    slots = over.place(slots.reshape(B, -1), None, over.axis)
+    slots = over.place(slots.reshape(B, -1), None, AXIS)
     logits, kv, read = _recompute_and_read(over, dict(context.kv), context.tokens, slots, lengths, question)
     return ParallelPrefill(logits, context._replace(kv=EngineKV(kv)), read, _index(numbers)[places])
 
@@ -253,7 +245,7 @@ def _prefill_chunks(over: MeshBackbone, tokens: Tokens, local: Array, numbers: I
         run = decoder.run(tokens.embeddings, local, mask, deepstack=by_layer(tokens))
         return dict(to_engine(decoder.config.layout, run.kv, tokens.positions, 0))
 
-    return over.run(on_device, [P(None, over.axis)] * 3, P(None, None, over.axis), tokens, local, numbers)
+    return over.run(on_device, [P(None, AXIS)] * 3, P(None, None, AXIS), tokens, local, numbers)
 
 
 @functools.partial(jax.jit, static_argnames=("layers", "count"))
@@ -273,7 +265,7 @@ def _select(
 
     def on_device(decoder: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> Array:
         size, asked = next(iter(cache.values())).shape[2], question.embeddings.shape[1]
-        places, behind = _places(over.axis, lengths, size, asked)
+        places, behind = _places(lengths, size, asked)
         run = decoder.run(
             question.embeddings,
             question.positions,
@@ -282,14 +274,14 @@ def _select(
             stop_layer=layers[-1] + 1,
             deepstack=by_layer(question),
             observed=layers,
-            observe=functools.partial(attention_scores, reading="mass", context=size, axis=over.axis),
-            attend=over_all_devices(over.axis),
+            observe=functools.partial(attention_scores, reading="mass", context=size, axis=AXIS),
+            attend=over_all_devices,
         )
         scores = jnp.where(places[:, :size] == NOWHERE, -jnp.inf, run.observed.mean(0))
-        scores = jax.lax.all_gather(scores, over.axis, axis=1, tiled=True)
+        scores = jax.lax.all_gather(scores, AXIS, axis=1, tiled=True)
         return jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
 
-    return over.run(on_device, (P(None, None, over.axis), P(), P()), P(), cache, lengths, question)
+    return over.run(on_device, (P(None, None, AXIS), P(), P()), P(), cache, lengths, question)
 
 
 @jax.jit
@@ -307,7 +299,7 @@ def _recompute_and_read(
     anything attends to that layer.
 
     Args:
-      slots: [B,P·rows], over the axis: places of selected tokens on their device, ascending; `NOWHERE` for padding.
+      slots: [B,P·rows], over the devices: places of selected tokens on their device, ascending; `NOWHERE` for padding.
 
     Returns:
       Logits of the question's tokens, the engine-frame KV of the sequence, and the phase-free KV of the question.
@@ -317,7 +309,7 @@ def _recompute_and_read(
         decoder: Any, cache: dict[str, Array], tokens: Tokens, slots: Array, lengths: Array, question: Tokens
     ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
         size, asked, rows = next(iter(cache.values())).shape[2], question.embeddings.shape[1], slots.shape[1]
-        places, behind = _places(over.axis, lengths, size, asked)
+        places, behind = _places(lengths, size, asked)
         behind = jnp.broadcast_to(behind, (len(slots), asked))
         # Padding is at no place, and sees nothing.
         queries = jnp.concatenate([jnp.where(slots == NOWHERE, -1, slots), behind], axis=1)
@@ -328,7 +320,7 @@ def _recompute_and_read(
         read = jax.tree.map(lambda leaf, last: jnp.concatenate([leaf[index], last], axis=1), tokens, question)
         keys, written = row_slots(size + asked, jnp.concatenate([slots, behind], axis=1))
         room = {name: jnp.pad(leaf, ((0, 0), (0, 0), (0, asked), (0, 0), (0, 0))) for name, leaf in cache.items()}
-        attend, deepstack = exchange(over.axis, rows, size), by_layer(read)
+        attend, deepstack = exchange(rows, size), by_layer(read)
         run = decoder.run(
             read.embeddings, read.positions, mask, context=room, slots=keys, deepstack=deepstack, attend=attend
         )
@@ -336,16 +328,16 @@ def _recompute_and_read(
         cache = {name: leaf[:, :, :size] for name, leaf in cache.items()}
         return decoder.logits(run.hidden[:, rows:]), cache, {name: leaf[:, :, rows:] for name, leaf in run.kv.items()}
 
-    kv, spec = P(None, None, over.axis), P(None, over.axis)
+    kv, spec = P(None, None, AXIS), P(None, AXIS)
     specs = kv, spec, spec, P(), P()
     return over.run(on_device, specs, (P(), kv, P()), cache, tokens, slots, lengths, question)
 
 
-def _places(axis: str, lengths: Int[Array, " P"], size: int, asked: int) -> tuple[Int[Array, "1 S"], Int[Array, "1 n"]]:
+def _places(lengths: Int[Array, " P"], size: int, asked: int) -> tuple[Int[Array, "1 S"], Int[Array, "1 n"]]:
     """Returns places of this device's keys and of the question behind them; hidden keys are `NOWHERE`.
 
     Every key counts on one device: the question's own, which all have, on the last.
     """
-    device, place = jax.lax.axis_index(axis), jnp.arange(size + asked, dtype=jnp.int32)
+    device, place = jax.lax.axis_index(AXIS), jnp.arange(size + asked, dtype=jnp.int32)
     counts = jnp.where(place < size, place < lengths[device], device == len(lengths) - 1)
     return jnp.where(counts, place, NOWHERE)[None], place[None, size:]

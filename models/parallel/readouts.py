@@ -16,6 +16,8 @@ from ..attention.dispatch import DENSE_SCORES
 from ..attention.mask import NOWHERE
 from ..decoder.attention import Attend
 
+AXIS = "chunks"
+"""Name of the mesh axis."""
 Readout = tuple[Float[Array, "B T N W"], Float[Array, "B T N"]]
 LOWEST = -1e30
 """What a row's largest score is at least, so that a row which sees nothing has no mass."""
@@ -60,21 +62,17 @@ def readout(
     return jnp.moveaxis(o, 0, 1), jnp.moveaxis(lse, 0, 1)
 
 
-def over_all_devices(axis: str) -> Attend:
-    """Returns attention of queries that every device has, over the keys of all; the mask is of a device's own keys."""
-
-    def attend(query: Array, key: Array, value: Array, mask: Mask, *, scale: float) -> Array:
-        # The largest lse and the mass travel first, then outputs in the queries' type, weighted by their share.
-        o, lse = readout(query, key, value, mask, scale)
-        top = jax.lax.pmax(lse, axis)
-        weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
-        share = weights / jnp.maximum(jax.lax.psum(weights, axis), 1e-30)
-        return jax.lax.psum((share[..., None] * o).astype(query.dtype), axis)
-
-    return attend
+def over_all_devices(query: Array, key: Array, value: Array, mask: Mask, *, scale: float) -> Array:
+    """Computes attention of queries that every device has, over the keys of all; the mask is of a device's own keys."""
+    # The largest lse and the mass travel first, then outputs in the queries' type, weighted by their share.
+    o, lse = readout(query, key, value, mask, scale)
+    top = jax.lax.pmax(lse, AXIS)
+    weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
+    share = weights / jnp.maximum(jax.lax.psum(weights, AXIS), 1e-30)
+    return jax.lax.psum((share[..., None] * o).astype(query.dtype), AXIS)
 
 
-def exchange(axis: str, rows: int, size: int) -> Attend:
+def exchange(rows: int, size: int) -> Attend:
     """Returns attention of each device's selected tokens, which come first, and of a question that all devices have.
 
     Selected tokens attend to their own device's keys and to all keys of the devices in front of it: their queries
@@ -86,21 +84,21 @@ def exchange(axis: str, rows: int, size: int) -> Attend:
     """
 
     def attend(query: Array, key: Array, value: Array, mask: Mask, *, scale: float) -> Array:
-        device, devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
+        device, devices = jax.lax.axis_index(AXIS), jax.lax.axis_size(AXIS)
         queries, count = query[:, :rows], query.shape[1] - rows
         selected = readout(queries, key, value, mask.take_queries(0, rows, rows + count), scale)
         behind = Mask(causal=True, offset=size - 1, key_places=jnp.where(mask.key_places < size, 0, NOWHERE))
         for hop in range(1, devices):
             forth = [(index, index - hop) for index in range(hop, devices)]
-            visitors = jax.lax.ppermute(queries, axis, forth)
+            visitors = jax.lax.ppermute(queries, AXIS, forth)
             o, lse = readout(visitors, key, value, behind, scale)
             # The output travels as attention would return it, its mass in float32.
-            o, lse = jax.lax.ppermute((o.astype(query.dtype), lse), axis, [(there, here) for here, there in forth])
+            o, lse = jax.lax.ppermute((o.astype(query.dtype), lse), AXIS, [(there, here) for here, there in forth])
             # A device that was sent nothing holds zeros, which are no readout.
             selected = merge_readouts(selected, (o, jnp.where(device >= hop, lse, -jnp.inf)))
 
         asked = mask.take_queries(rows, count, rows + count)
-        question = over_all_devices(axis)(query[:, rows:], key, value, asked, scale=scale)
+        question = over_all_devices(query[:, rows:], key, value, asked, scale=scale)
         return jnp.concatenate([selected[0].astype(query.dtype), question], axis=1)
 
     return attend

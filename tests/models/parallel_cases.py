@@ -28,11 +28,6 @@ CHUNKS, ASKED = (9, 11, 12, 8), 5
 SMALL = qwen2_config(32, 64, heads=4, layers=3, kv_heads=2, vocabulary=320)
 
 
-def four() -> jax.sharding.Mesh:
-    """A mesh as `jax.make_mesh` makes it: its axis is Explicit."""
-    return jax.make_mesh((4,), ("chunks",))
-
-
 def sequence(backbone: ModelBackbone, rows: int, chunks: Sequence[int]) -> tuple[Tokens, Tokens]:
     """A context and a question with drawn embeddings; under M-RoPE an image's positions, and deepstack features."""
     rng, config = np.random.default_rng(0), backbone.config.text
@@ -98,7 +93,7 @@ def compared(read: ParallelPrefill, expected: dict[str, Any]) -> dict[str, Any]:
 
 def case(backbone: ModelBackbone, rows: int, chunks: Sequence[int] = CHUNKS) -> dict[str, Any]:
     """One backbone over four devices beside one device."""
-    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, rows, chunks)
+    over, (context, question) = spread_backbone(backbone), sequence(backbone, rows, chunks)
     read = read_question(over, prefill_chunks_apart(over, context, chunks), question, ratio=0.35)
     return compared(read, alone(backbone, context, question, chunks, 14))
 
@@ -126,7 +121,7 @@ def several() -> dict[str, Any]:
 def budgets() -> dict[str, Any]:
     """Nothing selected, everything selected, and a prepared cache; all over one context."""
     backbone = random_backbone(SMALL)
-    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 2, CHUNKS)
+    over, (context, question) = spread_backbone(backbone), sequence(backbone, 2, CHUNKS)
     apart = prefill_chunks_apart(over, context, CHUNKS)
     before, facts = apart.gather(), dict[str, Any]()
 
