@@ -153,9 +153,9 @@ class _BatchRun:
         while True:
             try:
                 return call(*args, **options)
-            except PoolLostError:
-                raise
-            except PoolError:
+            except PoolError as error:
+                if error.lost:
+                    raise
                 if not self._queue:
                     executor = self._session.runtime.executor
                     self._session.runtime.do(functools.partial(executor.enlarge, 2 * executor.slots.pages))

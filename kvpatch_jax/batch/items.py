@@ -79,7 +79,7 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
       The jobs by index, and the contents of each chunk and question by its id. Files are named, not loaded.
 
     Raises:
-      InputError: no sequence of items, or an empty one. AmbiguousTextError: every item has a str that looks like a
+      InputError: no sequence of items, or an empty one. InputError: every item has a str that looks like a
       file.
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
@@ -124,9 +124,9 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
 
     if not jobs:
         raise InputError("answer_batch: got no items; expected at least one")
-    if all(isinstance(job.error, AmbiguousTextError) for job in jobs):
-        # File names as strings are an error of the call, whose answers would all be this error.
-        raise AmbiguousTextError(f"answer_batch: got {len(jobs)} invalid items: {jobs[0].error}")
+    if all(job.error is not None for job in jobs):
+        # Such as file names as strings: an error of the call, whose answers would all be this error.
+        raise InputError(f"answer_batch: got {len(jobs)} invalid items: {jobs[0].error}")
 
     # Frequent chunks go first where the order is free, so that prefixes are shared the most (as FP-growth sorts its
     # transactions: Han, Pei and Yin, SIGMOD 2000). The order depends on nothing but the list of items.

@@ -24,7 +24,7 @@ def run_shards[T](
       resources: what a task occupies, as of `ray.remote`: {"num_cpus": 4}, {"num_gpus": 1}.
 
     Raises:
-      InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed.
+      InputError: a count below 1. MissingExtraError: Ray is not installed. SessionError: a shard failed.
     """
     if not is_whole(count, 1):
         raise InputError(f"run_shards: got count {count!r:.80}; expected a number of shards, 1 or more")
@@ -46,7 +46,7 @@ def run_shards[T](
             failures[index] = " ".join(str(getattr(error, "cause", error)).split())
     if failures:
         index, reason = next(iter(failures.items()))
-        raise ShardError(
+        raise SessionError(
             f"run_shards: got {len(failures)} of {count} shards that failed ({', '.join(map(str, failures))}): shard "
             f"{index}: {reason[:500]}; expected none: the same call does those again, and keeps the others"
         )

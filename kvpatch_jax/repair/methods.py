@@ -55,5 +55,5 @@ METHODS: dict[str, Callable[..., Repaired]] = {
 Settings are keyword arguments with defaults. A budget that is a float is a share of the cached tokens; of stored forms,
 of the bytes of the chunk's KV. All methods raise InputError for a budget that is out of range or of a kind that they
 do not take, and for a splice that lacks what they read (a question, recorded KV, other antecedents, …); ShapeError,
-LayoutError, DtypeError and FrameError for arrays that do not match the backbone. What else they raise, each one says.
+LayoutError, ShapeError and LayoutError for arrays that do not match the backbone. What else they raise, each one says.
 """

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
 from ..core import KVEncoding, KVLayout, PackedArray, arrays_of, to_engine
-from ..errors import InputError, LayoutError, RankError
+from ..errors import InputError, LayoutError
 from ..patching import Basis, ByteBudget, apply_patch, form_in_basis, form_patch, mean_base
 from ..patching.patch_flops import adding_flops, transition_adding_flops
 from .repair_budget import NUMBER_BYTES, RepairBudget, kv_bytes
@@ -75,14 +75,14 @@ def patch(
       frame: "phase_free"; "engine": formed after the rotation, as the paper's listing does.
 
     Raises:
-      InputError: another base or frame, KV inside a trace. RankError: the rank is out of range. LayoutError: an
+      InputError: another base or frame, KV inside a trace. InputError: the rank is out of range. LayoutError: an
         unknown channel. Else as `form_patch`.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "patch", hybrid=True)
     highest = max(min(tokens, channel.features) for channel in layout.channels)
     if rank is not None and not 0 <= rank <= highest:
-        raise RankError(f"patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
+        raise InputError(f"patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
     for setting, value, words in (("base", base, get_args(Base)), ("frame", frame, get_args(Frame))):
         if value not in words:
             raise InputError(f"patch.{setting}: got {value!r:.80}; expected one of {words}")
@@ -124,7 +124,7 @@ def pooled(
       rank: how many of its directions, the strongest first; None: as many as the budget's bytes hold coefficients of.
 
     Raises:
-      InputError: no basis. RankError: a rank below 1, or none fits. Else as `form_patch`.
+      InputError: no basis. InputError: a rank below 1, or none fits. Else as `form_patch`.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "pooled")

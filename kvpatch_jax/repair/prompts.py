@@ -42,7 +42,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
     overwrites them before anything attends there.
 
     Raises:
-      InputError: no pieces, or none that is cached. ShapeError, LayoutError, DtypeError, FrameError, InputError: KV
+      InputError: no pieces, or none that is cached. ShapeError, LayoutError, InputError: KV
         does not match the backbone or its tokens.
     """
     layout, parts, chunks, first = backbone.layout, [], [], 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..core import KVLayout
-from ..errors import InputError, RankError
+from ..errors import InputError
 
 NUMBER_BYTES = 2
 """Bytes of a number of KV, of factors and of embeddings, as they are served: in 16 bits, whatever dtype computes."""
@@ -138,14 +138,14 @@ def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens
       The nearest whole number of tokens, at most `tokens`.
 
     Raises:
-      RankError: a rank is out of range. LayoutError: the layout lacks a channel.
+      InputError: a rank is out of range. LayoutError: the layout lacks a channel.
     """
     ranks = dict.fromkeys(layout.names, rank) if isinstance(rank, int) else rank
     # Layers are the same factor on both sides, and left out.
     numbers, least = 0, 1 if isinstance(rank, int) else 0
     for name, channel_rank in ranks.items():
         if channel_rank < least:
-            raise RankError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
+            raise InputError(f"rank: got {channel_rank} for channel {name!r}; expected at least {least}")
         features = layout.channel(name).features
         numbers += min(channel_rank * (tokens + features), tokens * features)
     return int(numbers / sum(channel.features for channel in layout.channels) + 0.5)

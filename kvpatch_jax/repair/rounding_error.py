@@ -10,7 +10,7 @@ from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import BITS, KVEncoding, flatten_heads
-from ..errors import InputError, RankError
+from ..errors import InputError
 from .repair_budget import RepairBudget
 from .repaired import RepairBytes, Repaired
 from .spliced_cache import SplicedCache, live_tokens
@@ -43,7 +43,7 @@ def gear(
       outliers: share of numbers that S keeps, half of it at either end, rounded half up; 0: none ("GEAR-L").
 
     Raises:
-      InputError: unknown bits, a share outside 0 … 0.5. RankError: the rank is out of range.
+      InputError: unknown bits, a share outside 0 … 0.5. InputError: the rank is out of range.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "gear")
@@ -52,7 +52,7 @@ def gear(
         raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
     highest = min(min(tokens, channel.width) for channel in layout.channels)
     if not 0 <= rank <= highest:
-        raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
+        raise InputError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
 
     # Outliers lie along the axis of the groups, whatever their size.
     extra, ends, axis_of = 0, {}, {channel.name: KVEncoding().of_channel(channel)[1] for channel in layout.channels}

@@ -43,7 +43,7 @@ def recomputed_sensitivity(
       The mean over proxies, one row per layer.
 
     Raises:
-      InputError: no proxies, one without a cached chunk, or a ratio out of range. ShapeError, LayoutError, DtypeError:
+      InputError: no proxies, one without a cached chunk, or a ratio out of range. ShapeError, LayoutError:
         a splice does not match the backbone.
     """
     layers = backbone.layout.layers

@@ -123,8 +123,8 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
       hybrid: accept layouts of hybrid models, and of layers of unlike kinds, because the chunk is served whole.
 
     Raises:
-      LayoutError, DtypeError, ShapeError: channels, a dtype or a shape differs, or layers are of unlike kinds.
-      FrameError: the cache or the conditioned KV is in another frame.
+      LayoutError, ShapeError: channels, a dtype or a shape differs, or layers are of unlike kinds.
+      LayoutError: the cache or the conditioned KV is in another frame.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
     if not hybrid:

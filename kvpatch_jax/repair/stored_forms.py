@@ -15,7 +15,7 @@ from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import BITS, GROUP, WHOLE, Axes, KVEncoding, flatten_heads, to_engine, to_phase_free
-from ..errors import InputError, RankError
+from ..errors import InputError
 from .repair_budget import NUMBER_BYTES, RepairBudget
 from .repaired import RepairBytes, Repaired, factorising_flops, untouched
 from .spliced_cache import SplicedCache, live_tokens, required, with_front
@@ -137,7 +137,7 @@ def low_rank(
       rank: in place of the budget's.
 
     Raises:
-      RankError: the rank is out of range.
+      InputError: the rank is out of range.
     """
     return _reduced(backbone, splice, budget, rank, backbone.layout.names, "low_rank")
 
@@ -158,7 +158,7 @@ def shadowkv(
       rank: of the keys, in place of the budget's.
 
     Raises:
-      RankError: the rank is out of range.
+      InputError: the rank is out of range.
     """
     names = tuple(channel.name for channel in backbone.layout.channels if channel.rotates)
     return _reduced(backbone, splice, budget, rank, names, "shadowkv", shadow=True)
@@ -193,7 +193,7 @@ def _reduced(
     if rank is None:
         rank = largest_fitting(range(1, highest + 1), nbytes, allowed, method)
     if not 1 <= rank <= highest:
-        raise RankError(f"{method}.rank: got {rank}; expected 1 to {highest}")
+        raise InputError(f"{method}.rank: got {rank}; expected 1 to {highest}")
 
     live = live_tokens(splice)
     factors = _kv_factors(recorded, live, tuple((name, min(rank, tokens, widths[name])) for name in names))

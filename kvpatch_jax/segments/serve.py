@@ -219,7 +219,7 @@ class _Execution:
 
     def _run(
         self, start: int, entering: np.ndarray, rows: Sequence[int], start_layer: int = 0, hidden_at: tuple = ()
-    ) -> Recomputed:
+    ) -> Step:
         """Runs tokens from `start` on, whose residual is `entering` [n,D]; returns logits of some rows.
 
         The last one is repeated up to a size that forwards share: it is written several times with the same values.

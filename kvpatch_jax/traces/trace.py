@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache import content_digest, decoded, sort_of
-from ..errors import TraceError
+from ..errors import InputError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..utils.optional_packages import require
@@ -41,42 +41,42 @@ class Trace:
         """Returns the files of an event's content.
 
         Raises:
-          TraceError: no folder, or a path that is no regular file below it, links followed.
+          InputError: no folder, or a path that is no regular file below it, links followed.
         """
         if event.payload and self.folder is None:
-            raise TraceError(f"trace.folder: got None; expected the folder with {event.payload[0]!r:.80}")
+            raise InputError(f"trace.folder: got None; expected the folder with {event.payload[0]!r:.80}")
         root = (self.folder or Path()).resolve()
         paths = tuple((root / name).resolve() for name in event.payload)
         for path in paths:
             if not path.is_relative_to(root) or not path.is_file():
-                raise TraceError(f"payload: got {str(path)!r:.200}; expected a regular file below {str(root)!r:.80}")
+                raise InputError(f"payload: got {str(path)!r:.200}; expected a regular file below {str(root)!r:.80}")
         return paths
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace, completely or not at all. Payloads stay where they are.
 
         Raises:
-          TraceError: a file that cannot be written.
+          InputError: a file that cannot be written.
         """
         path = path_of(path, "trace", TraceError)
         lines = [HEADER | {"lead": self.lead}, *(event.to_dict() for event in self.events)]
         try:
             replace(path, b"".join(map(_line, lines)))
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be written: {error}") from error
+            raise InputError(f"trace: got {str(path)!r:.200}, which cannot be written: {error}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Trace":
         """Reads a trace. Its folder is that of the file.
 
         Raises:
-          TraceError: a file that cannot be read; a line that is no event or header of this version, naming the line.
+          InputError: a file that cannot be read; a line that is no event or header of this version, naming the line.
         """
-        path = path_of(path, "trace", TraceError)
+        path = path_of(path, "trace", InputError)
         try:
             lines = path.read_bytes().splitlines() or [b""]
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
+            raise InputError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
 
         where = f"{str(path)!r:.200}, line"
         header, *rest = [strict_json.object_of(line, f"{where} {n}", TraceError) for n, line in enumerate(lines, 1)]
@@ -99,11 +99,11 @@ class Recorder:
     the session: recording ends there, and `close` raises it.
 
     Raises:
-      TraceError: a file that exists or cannot be created.
+      InputError: a file that exists or cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = path_of(path, "recorder", TraceError)
+        self._path = path_of(path, "recorder", InputError)
         self._error: Exception | None = None
         self._began, self._lock = time.monotonic(), threading.Lock()
         try:
@@ -111,7 +111,7 @@ class Recorder:
             self._file = self._path.open("xb", buffering=0)
             self._file.write(_line(HEADER))
         except OSError as error:
-            raise TraceError(f"trace: got {str(path)!r:.200}: {error}; expected a new file") from error
+            raise InputError(f"trace: got {str(path)!r:.200}: {error}; expected a new file") from error
 
     def __call__(self, event: Event, items: Sequence[Any] = ()) -> None:
         """Records an event at the present time, and the images among the items that it brought. Raises nothing."""
@@ -131,7 +131,7 @@ class Recorder:
         """Ends the trace. Idempotent.
 
         Raises:
-          TraceError: recording had ended before. The file has all events up to there.
+          InputError: recording had ended before. The file has all events up to there.
         """
         with self._lock:
             self._file.close()

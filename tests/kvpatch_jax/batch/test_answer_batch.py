@@ -199,7 +199,7 @@ def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
     assert (report.answered, report.failed) == (2, len(bad))
     lines = read_answers(out)
     errors = [line["error"] for line in lines if "error" in line]
-    assert errors == [*["ImageError"] * 2, "AmbiguousTextError", *["InputError"] * 8]
+    assert errors == [*["InputError"] * 2, "InputError", *["InputError"] * 8]
     assert lines[2]["id"] == "cut"
     assert "looks like a file's name" in lines[3]["message"]
     assert lines[0]["ids"] == done[1][0]["ids"]

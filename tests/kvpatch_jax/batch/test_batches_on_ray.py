@@ -74,7 +74,9 @@ def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_o
             raise ValueError("a page\nthat nobody has")
         return index
 
-    with pytest.raises(ShardError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"):
+    with pytest.raises(
+        SessionError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"
+    ):
         run_shards(functools.partial(refuses, str(tmp_path)), 3)
     assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1", "done 2"}
 

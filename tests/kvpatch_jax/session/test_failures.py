@@ -14,7 +14,7 @@ import pytest
 from session_cases import QUESTION, Oracle, expect_logits, image_of, logits, state, words
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import NotFiniteError, PoolError, SessionClosedError
+from kvpatch_jax.errors import NotFiniteError, PoolError, SessionError
 from kvpatch_jax.traces import Event, Recorder, Trace
 
 
@@ -181,7 +181,7 @@ def test_a_watcher_that_raises_holds_nothing(backbone, op):
     assert (len(executor.branches), executor.slots.free_pages) == ((1, held) if op == "fork" else (0, held + 2))
     session.watchers.clear()
     session.close()
-    with pytest.raises(SessionClosedError):
+    with pytest.raises(SessionError):
         session.runtime.check_open()
 
 

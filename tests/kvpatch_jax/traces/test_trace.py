@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kvpatch_jax.errors import TraceError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Event, Recorder, Trace
 
 HEADER = {"format": "kvpatch_jax.trace", "version": 1}
@@ -67,11 +67,11 @@ def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked
 
 @pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""])
 def test_files_that_are_no_trace_are_refused(tmp_path, header):
-    with pytest.raises(TraceError, match="line 1"):
+    with pytest.raises(InputError, match="line 1"):
         Trace.read(write(tmp_path / "t.jsonl", header, ADD))
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be read"):
         Trace.read(tmp_path)
-    with pytest.raises(TraceError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be written"):
         Trace(()).write(tmp_path / "no" / "folder.jsonl")
 
 
@@ -85,9 +85,9 @@ def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     trace = Trace((), folder=inside)
     assert trace.payloads(event("own.png")) == (inside / "own.png",)
     for name in ("link.png", "none.png", "folder", "../secret.png", tmp_path / "secret.png"):
-        with pytest.raises(TraceError, match="expected a regular file below"):
+        with pytest.raises(InputError, match="expected a regular file below"):
             trace.payloads(event(name))
-    with pytest.raises(TraceError, match="folder: got None"):
+    with pytest.raises(InputError, match="folder: got None"):
         Trace(()).payloads(event("own.png"))
 
 
@@ -145,7 +145,7 @@ def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked
     recorder(Event(0, "a", "add", "one"))
     recorder(Event(0, "a", "add", "two"), [b"\x89PNG, but not really"])
     recorder(Event(0, "a", "add", "three"))
-    with pytest.raises(TraceError, match="ended early"):
+    with pytest.raises(InputError, match="ended early"):
         recorder.close()
     recorder.close()
     assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
