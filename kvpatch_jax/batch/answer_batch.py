@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from ..backbone import Backbone
 from ..cache import digest_of, encoded
-from ..errors import InputError, KVPatchError, PoolError, PoolLostError
+from ..errors import InputError, KVPatchError, PoolError
 from ..session import Answer, Session, SessionConfig, Sessions
 from ..utils.kinds import is_whole
 from ..window import PatchStore
@@ -82,9 +82,9 @@ def answer_batch(
       Counts of what was done. The answers are in the file.
 
     Raises:
-      InputError: no items, an invalid backbone, store or option, or a file with answers of other items, another
-      backbone or options, or that another run writes to. AmbiguousTextError: every item has a str that looks like a
-      file. SessionError, CertificateError: an invalid option, or a certificate of other weights. PoolError: no room.
+      InputError: no items or none that can be read, an invalid backbone, store or option, a certificate of other
+      weights, or a file with answers of other items, backbone or options, or that another run writes to.
+      SessionError: an invalid option of sessions. PoolError: no room.
     """
     pair = isinstance(shard, tuple | list) and len(shard) == 2 and all(is_whole(number, 0) for number in shard)
     if not pair or not shard[0] < shard[1]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache import chunk_id, digest_of, encoded, sort_of, unit_items
-from ..errors import AmbiguousTextError, InputError, KVPatchError
+from ..errors import InputError, KVPatchError
 from ..utils.kinds import expect_kind, is_whole
 
 
@@ -79,8 +79,7 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
       The jobs by index, and the contents of each chunk and question by its id. Files are named, not loaded.
 
     Raises:
-      InputError: no sequence of items, or an empty one. InputError: every item has a str that looks like a
-      file.
+      InputError: no sequence of items, an empty one, or none that can be read: a str that looks like a file's name, ….
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
         raise InputError(f"answer_batch: got items {items!r:.80}; expected a sequence of BatchItem or mappings")
@@ -90,13 +89,15 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
 
     def id_of(piece: Any, field: str) -> str:
         parts = unit_items(piece, f"item.{field}")
-        try:
-            for part in parts:
+        for part in parts:
+            try:
                 sort_of(part, f"item: {field}")
-        except AmbiguousTextError as error:
-            # JSON names the kind, because a str alone may be either.
-            expected = '{"image": ...}, {"video": ...} or {"text": ...}'
-            raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
+            except InputError as error:
+                if not isinstance(part, str):
+                    raise
+                # JSON names the kind, because a str alone may be either.
+                expected = '{"image": ...}, {"video": ...} or {"text": ...}'
+                raise InputError(f"{error}; in JSON {expected}") from None
         if len(parts) == 1 and isinstance(parts[0], os.PathLike):
             parts = [Path(os.path.abspath(parts[0]))]
             id = id_of_file(parts[0])

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InputError, ShardError
+from ..errors import InputError, SessionError
 from ..utils.kinds import is_whole
 from ..utils.optional_packages import require
 

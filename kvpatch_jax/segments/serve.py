@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..backbone import Backbone, Recomputed, Tokens
+from ..backbone import Backbone, Step, Tokens
 from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free
 from .plan import PlannedRun, ReuseThresholds, plan_runs
 from .store import SegmentStore

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..errors import TraceError
+from ..errors import InputError
 from ..window import Kind, is_count
 
 Op = Literal["add", "insert", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
@@ -79,24 +79,24 @@ class Event:
         """Makes the event of a JSON object. Null stands for a field that is absent.
 
         Raises:
-          TraceError: a field that is missing, that the operation does not take, or of another type or out of range. The
+          InputError: a field that is missing, that the operation does not take, or of another type or out of range. The
           message begins with `where`.
         """
         values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         op: Any = values.pop("op", None)
         if op not in list(_FIELDS):
-            raise TraceError(f"{where}, op: got {op!r:.80}; expected one of {list(_FIELDS)}")
+            raise InputError(f"{where}, op: got {op!r:.80}; expected one of {list(_FIELDS)}")
         required, optional = (words.split() for words in _FIELDS[op])
         for name in required:
             if name not in values:
-                raise TraceError(f"{where}, op: got {op!r} without {name}; expected one")
+                raise InputError(f"{where}, op: got {op!r} without {name}; expected one")
         for name, value in values.items():
             values[name] = value = tuple(value) if isinstance(value, list) else value
             if name not in required + optional:
-                raise TraceError(f"{where}, op: got {op!r} with {name!r:.80}; expected {required + optional}")
+                raise InputError(f"{where}, op: got {op!r} with {name!r:.80}; expected {required + optional}")
             fits, expected = _VALUES[name]
             if not fits(value):
-                raise TraceError(f"{where}, {name}: got {value!r:.80}; expected {expected}")
+                raise InputError(f"{where}, {name}: got {value!r:.80}; expected {expected}")
         return cls(op=op, **values)
 
 

@@ -58,7 +58,7 @@ class Trace:
         Raises:
           InputError: a file that cannot be written.
         """
-        path = path_of(path, "trace", TraceError)
+        path = path_of(path, "trace", InputError)
         lines = [HEADER | {"lead": self.lead}, *(event.to_dict() for event in self.events)]
         try:
             replace(path, b"".join(map(_line, lines)))
@@ -79,10 +79,10 @@ class Trace:
             raise InputError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
 
         where = f"{str(path)!r:.200}, line"
-        header, *rest = [strict_json.object_of(line, f"{where} {n}", TraceError) for n, line in enumerate(lines, 1)]
+        header, *rest = [strict_json.object_of(line, f"{where} {n}", InputError) for n, line in enumerate(lines, 1)]
         lead = header.pop("lead", None)
         if header != HEADER or not (lead is None or is_count(lead, 0)):
-            raise TraceError(
+            raise InputError(
                 f"{where} 1: got header {header!r:.200} and lead {lead!r:.80}; expected {HEADER} and a count"
             )
         return cls(tuple(Event.of(fields, f"{where} {n}") for n, fields in enumerate(rest, 2)), lead, path.parent)
@@ -137,7 +137,7 @@ class Recorder:
             self._file.close()
             error, self._error = self._error, None
         if error is not None:
-            raise TraceError(f"recorder: {str(self._path)!r:.200} ended early: {error}") from error
+            raise InputError(f"recorder: {str(self._path)!r:.200} ended early: {error}") from error
 
     def __enter__(self) -> "Recorder":
         return self

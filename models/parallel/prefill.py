@@ -162,7 +162,7 @@ def prefill_chunks_apart(
 
     Raises:
       InputError, ShapeError: no tokens, fewer than devices, or chunks that do not fit; positions outside of the regime
-      that the rope is pinned to. FrameError, LayoutError, ShapeError: KV of another frame, layout or length.
+      that the rope is pinned to. LayoutError, ShapeError: KV of another frame, layout or length.
     """
     check_tokens(tokens, "parallel prefill")
     positions = np.asarray(tokens.positions)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
-from kvpatch_jax.errors import InputError, ShardError
+from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.store import ChunkStore
 from models import load
 from tests.goldens.load import write_checkpoint

@@ -61,7 +61,7 @@ def test_a_written_trace_reads_back_equal(tmp_path):
     ],
 )
 def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked, line, message):
-    with pytest.raises(TraceError, match=f"line 3.*{message}"):
+    with pytest.raises(InputError, match=f"line 3.*{message}"):
         Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
 
 
@@ -149,5 +149,5 @@ def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked
         recorder.close()
     recorder.close()
     assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
-    with pytest.raises(TraceError, match="expected a new file"):
+    with pytest.raises(InputError, match="expected a new file"):
         Recorder(tmp_path / "t.jsonl")
