@@ -59,7 +59,7 @@ def read_computer_use(path: Path) -> Trace:
         events += history.request(turn, parts, where)
     # Sessions side by side, in the order of their requests.
     events.sort(key=lambda event: event.at)
-    return Trace(tuple(events), {"promise": "remember", "lead": 0}, folder)
+    return Trace(tuple(events), 0, folder)
 
 
 class _History:

@@ -121,11 +121,13 @@ def episodes_of(trace: Trace, placeholder: str = OMITTED) -> list[Episode]:
     Raises:
       InputError: a recall of a chunk that its session never had.
     """
-    episodes = []
-    for session in trace.sessions:
+    episodes, events = [], dict[str, list[Event]]()
+    for event in trace.events:
+        events.setdefault(event.session, []).append(event)
+    for session in events:
         system, rounds, seen = list[str](), list[Round](), dict[str, Shown]()
         screens, texts = list[Shown](), list[str]()
-        for event in trace.of(session):
+        for event in events[session]:
             if event.op in (*PLACING, "recall") and event.kind == "chunk" and event.chunk is not None:
                 if event.op == "recall" and event.chunk not in seen:
                     raise InputError(f"recall of {session!r:.40}: got {event.chunk!r:.80}; expected one added before")
@@ -156,12 +158,11 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
       InputError: a branch, which begins with another session's KV; an event that a window refuses, with its number.
     """
     windows, pieces = dict[str, Window](), dict[tuple[str, str], PromptPiece]()
-    lead = trace.parameters.get("lead")
-    for number, event in enumerate(trace):
+    for number, event in enumerate(trace.events):
         window = windows.get(event.session)
         if window is None:
             # A session pins a first chunk; a first text stays in front, and may be replaced.
-            window = Window.empty(NO_BACKBONE, lead=lead if type(lead) is int else int(event.kind == "chunk"))
+            window = Window.empty(NO_BACKBONE, lead=int(event.kind == "chunk") if trace.lead is None else trace.lead)
         if event.op == "fork":
             raise InputError(f"event {number}: got a branch of {event.session!r:.40}; expected sessions alone")
         if event.op == "ask":

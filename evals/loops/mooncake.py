@@ -88,7 +88,7 @@ def read_mooncake(path: Path) -> Trace:
         events.append(Event(seconds, session, "ask", text=request.question, tokens=request.tokens, steps=request.steps))
         if not goes_on:
             events.append(Event(seconds, session, "close"))
-    return Trace(tuple(events), {"promise": "forget", "lead": 0, "block": BLOCK})
+    return Trace(tuple(events), lead=0)
 
 
 def _ids(blocks: list[str]) -> list[str]:

@@ -75,7 +75,7 @@ def patch(
       frame: "phase_free"; "engine": formed after the rotation, as the paper's listing does.
 
     Raises:
-      InputError: another base or frame, KV inside a trace. InputError: the rank is out of range. LayoutError: an
+      InputError: another base or frame, KV inside a trace; the rank is out of range. LayoutError: an
         unknown channel. Else as `form_patch`.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
@@ -124,7 +124,7 @@ def pooled(
       rank: how many of its directions, the strongest first; None: as many as the budget's bytes hold coefficients of.
 
     Raises:
-      InputError: no basis. InputError: a rank below 1, or none fits. Else as `form_patch`.
+      InputError: no basis; a rank below 1, or none fits. Else as `form_patch`.
     """
     layout, tokens = backbone.layout, splice.slots.shape[1]
     allowed = allowed_bytes(layout, splice, budget, "pooled")

@@ -91,7 +91,7 @@ def reordered(layout: KVLayout, splice: SplicedCache, order: Sequence[int]) -> S
       order: the chunk (by its number) at each place.
 
     Raises:
-      InputError: it is no order of the chunks, or new text stands between them. InputError: a position leaves the
+      InputError: it is no order of the chunks, or new text stands between them; a position leaves the
         rope's regime.
     """
     parts = splice.parts

@@ -26,7 +26,7 @@ from kvpatch_jax.errors import LayoutError, ShapeError
 from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch, keep_layers
 from kvpatch_jax.pool import RAGGED, make_pool, read_slots, rotate_slots, splice
 from kvpatch_jax.repair import METHODS
-from kvpatch_jax.segments import SegmentOptions, SegmentStore
+from kvpatch_jax.segments import SegmentStore
 
 LAYERS, TOKENS, START = 5, 6, 31
 FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)
@@ -184,7 +184,7 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
         lambda: check_uniform(LAYOUT, "anything"),
         lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
-        lambda: SegmentStore(StandIn(), SegmentOptions(reuse_layers=1)),
+        lambda: SegmentStore(StandIn(), 1),
         lambda: METHODS["first_k"](StandIn(), None, 0.1),
     ]
     for call in refused:
