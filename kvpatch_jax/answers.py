@@ -5,14 +5,14 @@ A backbone that serves sessions has `answer_choices`, `begin_answer`, `advance_a
 """
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt
 
-from .core import NO_PAGE, AnyArray
+from .core import AnyArray
 from .errors import ConfigError, InputError
 from .utils.kinds import is_whole
 
@@ -46,16 +46,12 @@ class Sampling:
     top_k: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if not hasattr(value, "__float__") or (isinstance(value, int) and abs(value) > MOST_STEPS):
-                raise ConfigError(f"{name}: got {value!r:.80}; expected a number")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature: got {self.temperature}; expected a finite number, 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p: got {self.top_p}; expected more than 0 and at most 1")
+        if not hasattr(self.temperature, "__float__") or not 0 <= self.temperature <= sys.float_info.max:
+            raise ConfigError(f"temperature: got {self.temperature!r:.80}; expected a finite number, 0 or more")
+        if not hasattr(self.top_p, "__float__") or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p: got {self.top_p!r:.80}; expected a number, more than 0 and at most 1")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ConfigError(f"top_k: got {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
+            raise ConfigError(f"top_k: got {self.top_k!r:.80}; expected a whole number from 1 on, or None for all")
 
 
 class TextPiece(NamedTuple):
@@ -113,17 +109,3 @@ class AnswerRows(NamedTuple):
     owned: Bool[AnyArray, "B S"]
     places: Int[AnyArray, "B S"]
     transition: Mapping[str, AnyArray] | None = None
-
-
-def no_row(like: AnswerRows) -> AnswerRows:
-    """Returns a padding row of the same sizes, which attends only to itself and is not written to the pool."""
-    *fields, transition = like
-    empty: list[Any] = [np.zeros((1, *value.shape[1:]), value.dtype) for value in fields]
-    if transition is not None:
-        parts = transition.items()
-        empty.append({name: np.zeros((len(value), 1, *value.shape[2:]), value.dtype) for name, value in parts})
-    row = AnswerRows(*empty)
-    row.table[:] = NO_PAGE
-    # One key must be visible: a softmax over none is NaN.
-    row.owned[:, :1] = True
-    return row

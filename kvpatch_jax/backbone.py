@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from .core import (
@@ -26,7 +25,6 @@ from .core import (
     check_paged,
     expect_frame,
     jitted_fold,
-    token_rows,
     zero_padded,
 )
 from .errors import InputError, LayoutError, ShapeError
@@ -61,14 +59,20 @@ class Tokens(NamedTuple):
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Returns tokens start … stop-1."""
-        parts: list[Any] = [None if value is None else value[:, start:stop] for value in self]
-        return Tokens(*parts)
+        return jax.tree.map(lambda value: value[:, start:stop], self)
 
     def pad(self, size: int) -> "Tokens":
         """Pads every row with zeros to `size` tokens, on the host: on a device every length would compile a program."""
-        padded: list[Any] = [None if value is None else zero_padded(np.asarray(value), 1, size) for value in self]
-        embeddings, positions, deepstack, ahead = padded
-        return Tokens(jnp.asarray(embeddings), positions, None if deepstack is None else jnp.asarray(deepstack), ahead)
+        return jax.tree.map(lambda value: zero_padded(np.asarray(value), 1, size), self).on_device()
+
+    def on_host(self) -> "Tokens":
+        """Copies all arrays to the host, where no new length compiles a program."""
+        return jax.tree.map(np.asarray, self)
+
+    def on_device(self) -> "Tokens":
+        """Moves embeddings and features to the device; positions and `ahead` stay where they are."""
+        deepstack = None if self.deepstack is None else jnp.asarray(self.deepstack)
+        return self._replace(embeddings=jnp.asarray(self.embeddings), deepstack=deepstack)
 
     def shift(self, start: Start | float) -> "Tokens":
         """Adds `start` to every position, so that the tokens follow cached chunks.
@@ -86,24 +90,26 @@ class Tokens(NamedTuple):
         offset = start if isinstance(start, jax.Array) else np.asarray(start)
         rows, axes = self.positions.shape[0], self.positions.shape[2:]
         if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.shape not in ((), axes, (rows, *axes)):
-            raise InputError(
-                f"shift: got start of dtype {offset.dtype} and shape {offset.shape}; expected integers, one for all, "
-                f"or of shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
-            )
-
-        if offset.shape == (rows, *axes):
-            offset = offset[:, None]
-        positions = self.positions + offset
-        return self._replace(positions=positions.astype(self.positions.dtype))
+            shown = f"start of dtype {offset.dtype} and shape {offset.shape}"
+            raise InputError(f"shift: got {shown}; expected integers of shape (), {axes} or {(rows, *axes)}")
+        offset = offset[:, None] if offset.shape == (rows, *axes) else offset
+        return self._replace(positions=(self.positions + offset).astype(self.positions.dtype))
 
 
-def ahead_of(parts: Sequence[Tokens], axis: int = 1) -> Int[np.ndarray, "B T"] | None:
-    """Returns how far tokens of joined parts see behind their own; None where no part says anything of it."""
-    if all(part.ahead is None for part in parts):
-        return None
-    unseen = [np.zeros(part.positions.shape[:2], np.int32) for part in parts]
-    rows = [np.asarray(zero if part.ahead is None else part.ahead) for zero, part in zip(unseen, parts, strict=True)]
-    return np.concatenate(rows, axis=axis)
+def joined_tokens(parts: Sequence[Tokens], axis: int = 1) -> Tokens:
+    """Joins tokens behind one another, or (axis 0) rows of them; parts without features or `ahead` get zeros."""
+    fields: list[Any] = []
+    for values in zip(*parts, strict=True):
+        like = next((value for value in values if value is not None), None)
+        if like is None:
+            fields.append(None)
+            continue
+        shapes = [(*part.embeddings.shape[:2], *like.shape[2:]) for part in parts]
+        pairs = zip(values, shapes, strict=True)
+        arrays = [np.zeros(shape, like.dtype) if value is None else value for value, shape in pairs]
+        on_host = all(isinstance(array, np.ndarray) for array in arrays)
+        fields.append((np if on_host else jnp).concatenate(arrays, axis=axis))
+    return Tokens(*fields)
 
 
 class Output(NamedTuple):
@@ -121,19 +127,7 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Result of decoding.
-
-    Attributes:
-      logits: [B,n,V], of the requested tokens.
-      cache: engine-frame KV with the tokens written, of the same type as the input: {channel: [L,B,S,K,H]} or `Paged`.
-    """
-
-    logits: Array
-    cache: Any
-
-
-class Recomputed(NamedTuple):
-    """Result of recomputing.
+    """Result of running tokens into a cache.
 
     Attributes:
       logits: [B,n,V], of the requested tokens; n is 0 if the layers end below the last.
@@ -185,33 +179,43 @@ class ForwardCosts(NamedTuple):
 
     def flops(self, tokens: int, behind: int = 0, start_layer: int = 0) -> int:
         """Computes FLOPs of a forward over tokens that follow `behind` others, with causal attention; no logits."""
-        token, pairs = _layer_sums(self, start_layer)
-        return token * tokens + sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs)
+        token, layers = _layer_sums(self, start_layer)
+        total = token * tokens
+        for window, pair in layers:
+            # Queries see one key more each until the window is full, and then `window` keys each.
+            growing = min(max(window - behind, 0), tokens) if window else tokens
+            total += pair * (growing * behind + growing * (growing + 1) // 2 + (tokens - growing) * window)
+        return total
 
 
 @functools.lru_cache(maxsize=256)
 def _layer_sums(costs: ForwardCosts, start_layer: int) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Returns FLOPs per token, and (attention window, FLOPs per pair of tokens), summed over layers from one on."""
-    # Layers of one attention window see the same pairs of tokens, so their costs per pair add up.
     pairs = Counter[int]()
     for pair, window in zip(costs.pair[start_layer:], costs.window[start_layer:], strict=True):
         pairs[window] += pair
     return sum(costs.token[start_layer:]), tuple(pairs.items())
 
 
-def seen_pairs(tokens: int, behind: int, window: int = 0) -> int:
-    """Counts pairs of query and visible key for tokens that follow `behind` others, with at most `window` keys each."""
-    if not window or behind + tokens <= window:
-        return tokens * behind + tokens * (tokens + 1) // 2
-
-    # Queries see one key more each until the window is full, and then `window` keys each.
-    growing = min(max(window - behind, 0), tokens)
-    return seen_pairs(growing, behind) + (tokens - growing) * window
-
-
 @runtime_checkable
 class Backbone(Protocol):
-    """Model that can prepare, embed, prefill, recompute, decode and generate."""
+    """Model that can prepare, embed, prefill, recompute, decode and generate.
+
+    Arguments and errors of forwards:
+      tokens: as `embed` returns them, with their positions in the sequence.
+      context, cache: in the engine frame, {channel: [L,B,S,K,H]}, or pages of a pool, which are read in place and have
+        N·O keys. Tokens follow a context, and are written into a cache at `slots`.
+      mask: True where a token may attend, over [context, tokens] or the cache. None: the whole context, or slots up to
+        a token's own, and causal.
+      keep: tokens to write at each layer; the set of a layer must be a subset of that of the layer below.
+      logits: tokens whose logits are returned.
+      start_layer: layer that `tokens.embeddings` enters as the residual.
+      hidden_at: layers whose entering residual is returned.
+
+      LayoutError: a context or cache is in another frame. InputError: tokens start at position 0 after a context
+      (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis; sets of `keep` are not
+      nested, or a layer is out of range.
+    """
 
     layout: KVLayout
 
@@ -229,7 +233,7 @@ class Backbone(Protocol):
         """Converts texts and images, in order, to the processor's arrays (input_ids, pixel_values, position_ids, …).
 
         Raises:
-          ImageError: an image cannot be read. InputError: an item is of an unknown kind.
+          InputError: an image cannot be read, or an item is of an unknown kind.
         """
         ...
 
@@ -257,21 +261,12 @@ class Backbone(Protocol):
         chunk: int | None = None,
         lengths: Int[AnyArray, " B"] | None = None,
     ) -> Output:
-        """Runs the decoder over tokens that follow an engine-frame context.
+        """Runs the decoder over tokens that follow a context.
 
         Args:
-          context: {channel: [L,B,S,K,H]}, or pages of a pool, which are read in place and have N·O keys.
-          mask: True where a token may attend, over [context, tokens]; None: the whole context, and causal.
-          start_layer: layer that `tokens.embeddings` enters as the residual.
-          hidden_at: layers whose entering residual is returned.
-          logits: tokens whose logits are returned.
           chunk: tokens run at a time, which bounds memory; the result is the same within rounding. None: all.
           lengths: how many of each row's tokens count, the first ones: of padding behind them the layers of a hybrid
             model with linear attention leave nothing in its transition. None: all, or those that a mask leaves.
-
-        Raises:
-          FrameError: the context is in another frame. InputError: tokens start at position 0 after a context
-          (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis.
         """
         ...
 
@@ -286,21 +281,11 @@ class Backbone(Protocol):
         start_layer: int = 0,
         stop_layer: int | None = None,
         hidden_at: tuple[int, ...] = (),
-    ) -> Recomputed:
+    ) -> Step:
         """Recomputes tokens in context: runs them again and overwrites their KV in the cache at `slots`.
 
-        Args:
-          tokens: the tokens to recompute, with their positions in the sequence.
-          cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}, or its pages, as `decode` takes them.
-          keep: tokens to write at each layer; the set of a layer must be a subset of that of the layer below.
-          mask: True where a token may attend, over the cache; None: slots up to its own.
-          logits: tokens whose logits are returned; none if `stop_layer` is below the last layer.
-          start_layer: layer that `tokens.embeddings` enters as the residual.
-          stop_layer: the layers end below it, and those from it on keep their KV; None: all layers.
-          hidden_at: layers, of start_layer … stop_layer, whose entering residual is returned.
-
-        Raises:
-          ShapeError: the sets are not nested, or a layer is out of range.
+        Below `stop_layer` the layers end, and those from it on keep their KV; None: all layers run. Raises, and treats
+        pages, as `decode`.
         """
         ...
 
@@ -319,18 +304,10 @@ class Backbone(Protocol):
         """Runs tokens over a context, up to the highest of some layers, and reduces what these layers attend to.
 
         Args:
-          context: engine-frame KV {channel: [L,B,S,K,H]}; the tokens follow it, or, with `slots`, are written into it.
-          mask: as `prefill` takes it, or with `slots` as `recompute`.
           layers: whose attention is reduced, ascending.
-          reduce: maps a `LayerAttention` to arrays, the same at every layer. Traced, and compiled once for each
-            function: pass one that is defined once, not a new lambda.
-          slots, keep, start_layer: as `recompute` takes them.
-
-        Returns:
-          The reduced arrays with a leading axis over `layers`.
-
-        Raises:
-          InputError: no layers, or layers that do not ascend; else as `prefill` and `recompute`.
+          reduce: maps a `LayerAttention` to arrays, the same at every layer, which are returned with a leading axis
+            over `layers`. Traced, and compiled once for each function: pass one that is defined once, not a new lambda.
+          slots: where the tokens are written into the context; None: they follow it.
         """
         ...
 
@@ -348,7 +325,7 @@ class Backbone(Protocol):
         yet. The returned cache has these pages and marks the written tokens as seen; pass it to the next step.
 
         Raises:
-          KernelSlotError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
+          KernelError: a slot is outside the pool, or appears twice. PoolError: the pool lacks a page, or was
           donated.
         """
         ...
@@ -391,55 +368,21 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> No
     """Checks that a context or cache is engine-frame KV of this layout with the tokens' number of rows.
 
     Raises:
-      FrameError: it is in another frame. InputError: it is not KV. LayoutError, DtypeError, ShapeError: it belongs to
-      another model, or has no batch axis. PoolError: as `check_paged`.
+      InputError: it is not KV. LayoutError, ShapeError: it is in another frame, belongs to another model, or has no
+      batch axis. PoolError: as `check_paged`.
     """
+    rows = tokens.embeddings.shape[0]
     if isinstance(kv, Paged):
         expect_frame(kv.pool, what, "engine")
-        check_paged(layout, kv, tokens.embeddings.shape[0], what)
-        return
+        return check_paged(layout, kv, rows, what)
     if not isinstance(kv, Mapping):
         raise InputError(f"{what}: got a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")
-
     expect_frame(kv, what, "engine")
     layout.check(kv, what)
     for name, value in kv.items():
-        if value.ndim != 5 or value.shape[1] != tokens.embeddings.shape[0]:
-            raise ShapeError(
-                f"{what}[{name!r}]: got shape {value.shape}; expected [L, B, S, K, H] with the tokens' batch, B = "
-                f"{tokens.embeddings.shape[0]} (value[:, None] gives one chunk's KV a batch of one)"
-            )
-
-
-def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: str) -> None:
-    """Checks that tokens follow their context: no row that sees it starts at position 0.
-
-    Checking positions on the host (as `embed` and `shift` return them) is free; those on a device are copied to the
-    host; traced ones pass. Rows that start with padding at position 0 pass, and so do rows whose first token may not
-    attend to any of the context.
-
-    Raises:
-      InputError: a row starts at position 0; the message names it.
-    """
-    paged = isinstance(context, Paged)
-    size = context.key_count if paged else token_rows(context).shape[2]
-    if size == 0 or isinstance(tokens.positions, Tracer) or (paged and isinstance(context.seen, Tracer)):
-        return
-
-    # A row that starts with padding has its second token at position 0, too.
-    first = np.asarray(tokens.positions)[:, :2]
-    at_start = (first == 0).all(axis=tuple(range(2, first.ndim)))  # [B, 2] or [B, 1]
-    unmoved = at_start[:, 0] & ~at_start[:, 1:].any(axis=1)
-    visible = np.asarray(context.seen) if paged else np.ones((1, size), bool)
-    if unmoved.any() and mask is not None and not isinstance(mask, Tracer):
-        visible = visible & np.asarray(mask)[:, 0, 0, :size]
-    unmoved &= visible.any(axis=-1)
-
-    if unmoved.any():
-        raise InputError(
-            f"{what}: got row {int(unmoved.argmax())} at position 0 behind a context of {size} tokens; expected "
-            "positions behind it: tokens.shift(start), start being where the context's span ends"
-        )
+        if value.ndim != 5 or value.shape[1] != rows:
+            expected = f"[L, B, S, K, H] with the tokens' batch, B = {rows} (value[:, None] gives a batch of one)"
+            raise ShapeError(f"{what}[{name!r}]: got shape {value.shape}; expected {expected}")
 
 
 def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = None) -> EngineKV:
@@ -455,34 +398,31 @@ def joined(*parts: KV, lengths: Sequence[Int[AnyArray, "..."] | int] | None = No
       transition is that of all tokens, its map and state in float32.
 
     Raises:
-      InputError: there are no parts, or another number of lengths. FrameError: a part is in another frame.
-      LayoutError, ShapeError: channels or shapes of parts differ.
+      InputError: there are no parts, or another number of lengths. LayoutError, ShapeError: a part is in another frame,
+      or channels or shapes of parts differ.
     """
     if not parts or not all(isinstance(part, Mapping) for part in parts):
         kinds = [type(part).__name__ for part in parts]
         raise InputError(f"joined: got parts {kinds}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
     if lengths is not None and len(lengths) != len(parts):
         raise InputError(f"joined: got {len(lengths)} lengths of {len(parts)} parts; expected as many")
+    transition = [name for name in PARTS if name in parts[0]]
+    is_complete = not transition or (transition[:2] == list(PARTS[:2]) and len(transition) < len(parts[0]))
     for part in parts:
         expect_frame(part, "joined", "engine")
-        if set(part) != set(parts[0]):
-            raise LayoutError(f"joined: got channels {sorted(part)}; expected {sorted(parts[0])}")
-    transition = [name for name in PARTS if name in parts[0]]
-    if transition and (transition[:2] != list(PARTS[:2]) or len(transition) == len(parts[0])):
-        raise LayoutError(f"joined: got channels {sorted(parts[0])}; expected rows of tokens, and a map with a state")
+        if set(part) != set(parts[0]) or not is_complete:
+            shown = f"channels {sorted(part)} beside {sorted(parts[0])}"
+            raise LayoutError(f"joined: got {shown}; expected the same, with rows of tokens, and a map with a state")
 
     batched = [{name: value[:, None] if value.ndim == 4 else value for name, value in part.items()} for part in parts]
     for name in parts[0]:
         # All axes are equal but that of the tokens, along which parts are joined.
         shapes = [part[name].shape for part in batched]
-        joint = {shape if name in transition else (*shape[:2], *shape[3:]) for shape in shapes}
-        if len(joint) != 1 or len(shapes[0]) != 5:
+        if len(shapes[0]) != 5 or len({s if name in transition else (*s[:2], *s[3:]) for s in shapes}) != 1:
             raise ShapeError(f"joined[{name!r}]: got shapes {shapes}; expected [L, B, T, K, H] that differ in T alone")
     rows = [name for name in parts[0] if name not in transition]
     result = {name: jnp.concatenate([part[name] for part in batched], axis=2) for name in rows}
-    if not transition:
-        return EngineKV(result)
-
-    counts = [part[rows[0]].shape[2] for part in batched] if lengths is None else list(map(jnp.asarray, lengths))
-    result |= jitted_fold([{name: part[name] for name in transition} for part in batched], counts)
+    if transition:
+        counts = [part[rows[0]].shape[2] for part in batched] if lengths is None else list(map(jnp.asarray, lengths))
+        result |= jitted_fold([{name: part[name] for name in transition} for part in batched], counts)
     return EngineKV({name: result[name] for name in parts[0]})

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_behind, check_cached, check_tokens
+from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_cached, check_tokens
 from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_positions
 from kvpatch_jax.errors import InputError, ShapeError
 
@@ -42,7 +42,7 @@ from .inputs.buckets import (
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
-from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over, counted_tokens
+from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask, check_mask_over, counted_tokens
 from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
@@ -202,7 +202,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
           times).
 
         Raises:
-          ImageError: an image that cannot be read. InputError: no items, an item of another kind or of one that the
+          InputError: an image that cannot be read; no items, an item of another kind or of one that the
           family does not take, a video or sound that cannot be read, text without a tokenizer, or text that the
           tokenizer does not know. MissingExtraError: a video file without PyAV.
         """
@@ -224,7 +224,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         Raises:
           InputError: no template or tokenizer, messages that the template refuses, entries of another type,
           text that the tokenizer does not know, or images that the template did not place.
-          ConfigError: a template that cannot be used. ImageError: an image that cannot be read.
+          ConfigError: a template that cannot be used. InputError: an image that cannot be read.
         """
         return self._prompts.chat(messages, add_generation_prompt, **variables)
 

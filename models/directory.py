@@ -74,7 +74,7 @@ def load(
         for a rope that has none, an architecture that is not built (the known ones are listed), a name in `ignore` that
         is known or not there, or a mesh without the axis "tensor" or with a number of devices on it that does not
         divide the model's heads, MLP widths or experts, or that neither divides its KV heads nor is a multiple of them.
-      HubError: no such repository or revision, one that is gated or private, or neither the hub nor its cache.
+      ConfigError: no such repository or revision, one that is gated or private, or neither the hub nor its cache.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
       MissingExtraError: a tokenizer.json where `tokenizers` is not installed, `progress=True` without `tqdm`, or a

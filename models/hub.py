@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvpatch_jax.errors import ConfigError, HubError
+from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.utils.atomic_files import path_of
 from kvpatch_jax.utils.optional_packages import require
 
@@ -73,8 +73,8 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     bytes, before it is.
 
     Raises:
-      HubError: no such repository or revision, one that is gated or private, no safetensors in it, or neither the hub
-        nor the cache to be had.
+      ConfigError: no such repository or revision, one that is gated or private, no safetensors in it, or neither the
+        hub nor the cache to be had.
       MissingExtraError: `huggingface_hub` is not installed.
     """
     hub = require("huggingface_hub", "huggingface_hub")
@@ -97,7 +97,7 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     files = list(hub.utils.filter_repo_objects(sizes, **_PATTERNS))
     if not any(file.endswith(".safetensors") for file in files):
         others = sorted(file for file in sizes if file.endswith((".gguf", ".bin", ".pth", ".safetensors")))
-        raise HubError(
+        raise ConfigError(
             f"{name}: got a repository without safetensors (it has {', '.join(others[:3]) or 'no weights'}); expected "
             "some beside its config.json. A GGUF file is read from a path: `hf download` it first"
         )
@@ -149,24 +149,24 @@ def _is_answer(hub: ModuleType, error: Exception) -> bool:
     return isinstance(error, hub.errors.HfHubHTTPError) and status is not None and status < 500
 
 
-def _refusal(hub: ModuleType, name: str, revision: str | None, error: Exception) -> HubError:
+def _refusal(hub: ModuleType, name: str, revision: str | None, error: Exception) -> ConfigError:
     """Returns what to tell of a request that failed."""
     errors, address = hub.errors, f"{hub.constants.ENDPOINT}/{name}"
     at = "" if revision is None else f" at revision {revision!r:.80}"
     if isinstance(error, errors.GatedRepoError):
-        return HubError(
+        return ConfigError(
             f"{name}: got a gated repository; expected access to it: accept its terms at {address}, and log in with "
             "`hf auth login` or the environment variable HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return HubError(f"{name}: got revision {revision!r:.80}, which it does not have; expected one of {address}")
+        return ConfigError(f"{name}: got revision {revision!r:.80}, which it does not have; expected one of {address}")
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        return HubError(
+        return ConfigError(
             f"{name!r}: got neither a directory on this machine nor a repository of {hub.constants.ENDPOINT}; expected "
             f"one of them (its absolute path here is {os.path.abspath(name)}). If it is private, log in with `hf auth "
             "login` or HF_TOKEN"
         )
-    return HubError(
+    return ConfigError(
         f"{name!r}{at}: got no directory of that name on this machine, nothing whole in the hub's cache "
         f"({hub.constants.HF_HUB_CACHE}), and no answer from {hub.constants.ENDPOINT} ({_first_line(error)}); expected "
         "one of them. Of a download that was cut off, the files that were whole are kept"

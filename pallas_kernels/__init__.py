@@ -3,10 +3,7 @@
 from ._dispatch import preferring as preferring
 from ._target import targeting as targeting
 from .block_product import block_product as block_product
-from .errors import KernelDtypeError as KernelDtypeError
 from .errors import KernelError as KernelError
-from .errors import KernelShapeError as KernelShapeError
-from .errors import KernelSlotError as KernelSlotError
 from .errors import KernelUnavailableError as KernelUnavailableError
 from .factorise import factorise as factorise
 from .rotate_patch import rotate_patch as rotate_patch

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from .errors import KernelDtypeError, KernelShapeError
+from .errors import KernelError
 
 LAYOUTS = ("half", "pairs")
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -62,30 +62,30 @@ class Operands(NamedTuple):
           layout: how a rotary pair lies in a head.
 
         Raises:
-          KernelShapeError: unknown layout word, or shapes that do not fit.
-          KernelDtypeError: a scale beside a wide array, or int8 without one.
+          KernelError: unknown layout word, or shapes that do not fit;
+          a scale beside a wide array, or int8 without one.
         """
         if layout not in LAYOUTS:
-            raise KernelShapeError(f"{operation}: got layout {layout!r}; expected one of {LAYOUTS}")
+            raise KernelError(f"{operation}: got layout {layout!r}; expected one of {LAYOUTS}")
         if (self.cos is None) != (self.sin is None) or (self.u is None) != (self.v is None):
-            raise KernelShapeError(f"{operation}: got one of a pair alone; expected cos with sin, and u with v")
+            raise KernelError(f"{operation}: got one of a pair alone; expected cos with sin, and u with v")
 
         tokens, heads, width = self.x.shape[-3:]
         if self.cos is not None and self.sin is not None:
             cos, sin = self.cos.shape, self.sin.shape
             if cos != sin or len(cos) < 2 or 2 * cos[-1] > width or cos[-2] not in (1, tokens):
                 expected = f"[..., {tokens}, R/2] with R ≤ {width}"
-                raise KernelShapeError(f"{operation}: got cos {cos} and sin {sin}; expected {expected}")
+                raise KernelError(f"{operation}: got cos {cos} and sin {sin}; expected {expected}")
 
         if self.u is not None and self.v is not None:
             u, v, rank = self.u.shape, self.v.shape, self.rank
             want_u, want_v = (tokens, rank), (rank, heads * width)
             if u[-len(want_u) :] != want_u or v[-len(want_v) :] != want_v:
                 expected = f"[..., {want_u}] and [..., {want_v}]"
-                raise KernelShapeError(f"{operation}: got u {u} and v {v}; expected {expected}")
+                raise KernelError(f"{operation}: got u {u} and v {v}; expected {expected}")
 
         if self.dense is not None and self.dense.shape[-3:] != self.x.shape[-3:]:
-            raise KernelShapeError(f"{operation}: got dense {self.dense.shape}; expected [..., {self.x.shape[-3:]}]")
+            raise KernelError(f"{operation}: got dense {self.dense.shape}; expected [..., {self.x.shape[-3:]}]")
 
         self._check_scale(operation, "x", 3, -3)
         self._check_scale(operation, "u", 2, -2)
@@ -97,19 +97,19 @@ class Operands(NamedTuple):
         dtype = None if value is None else value.dtype.name
         if scale is None:
             if dtype == "int8":
-                raise KernelDtypeError(f"{operation}: got {name} of dtype int8 without a scale; expected {name}_scale")
+                raise KernelError(f"{operation}: got {name} of dtype int8 without a scale; expected {name}_scale")
             if dtype not in (None, *WIDE, *NARROW):
-                raise KernelDtypeError(f"{operation}: got {name} of dtype {dtype}; expected one of {WIDE + NARROW}")
+                raise KernelError(f"{operation}: got {name} of dtype {dtype}; expected one of {WIDE + NARROW}")
             return
 
         if value is None or dtype not in NARROW or scale.dtype != jnp.float32:
             found = f"{name} of dtype {dtype}, {name}_scale of dtype {scale.dtype}"
-            raise KernelDtypeError(f"{operation}: got {found}; expected one of {NARROW} and float32")
+            raise KernelError(f"{operation}: got {found}; expected one of {NARROW} and float32")
 
         expected = list(value.shape[-inner:])
         expected[axis] = 1
         if scale.shape[-inner:] != tuple(expected):
-            raise KernelShapeError(f"{operation}: got {name}_scale {scale.shape}; expected [..., {tuple(expected)}]")
+            raise KernelError(f"{operation}: got {name}_scale {scale.shape}; expected [..., {tuple(expected)}]")
 
     def with_angles_scaled(self, scale: float) -> "Operands":
         """Multiplies cos and sin, and so what rotates; by 1 nothing, so that no bit changes."""

@@ -14,11 +14,12 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Likeness
 from kvpatch_jax.core import bucket
-from kvpatch_jax.patching import Accumulated, orders_of
+from kvpatch_jax.patching import Accumulated
 from kvpatch_jax.repair import METHODS, SplicedCache
 from kvpatch_jax.window import Promise
 
 from ..harness.lines import KV, GrowingWindow, Line, cut, padded
+from ..harness.orders import orders_of
 from .windows import WindowBatch
 
 PERCENT = 15

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from kvpatch_jax.errors import CertificateError, InputError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import CertifiedLoss, CertifiedPlan, RankChoice
 
 from ..harness import intervals
@@ -67,7 +67,7 @@ def _row(mode: Mode, by_size: Sequence[Scores], level: float) -> CertifiedLoss:
     measured = [scores for scores in by_size if mode in scores.kl]
     for scores in measured:
         if not np.isfinite(scores.kl[mode]).all():
-            raise CertificateError(f"certificate.kl: got no number for an answer of {mode}; expected finite ones")
+            raise InputError(f"certificate.kl: got no number for an answer of {mode}; expected finite ones")
     bound = max(conformal_bound(*scores.calibration(mode), level) for scores in measured)
     bound = rounded_up(max(LEAST_BOUND, bound))
     # Of flips the upper end is a bound, so that of the worst size counts.

@@ -83,7 +83,7 @@ def image_windows(
     """Draws windows from either half of the images in a folder, each of similar sizes, as one agent's images have.
 
     Raises:
-      InputError: too few images, or no question in words that the tokenizer knows. ImageError: an unreadable one.
+      InputError: too few images, or no question in words that the tokenizer knows; an unreadable one.
     """
     questions, rng = questions_of(backbone, asked), np.random.default_rng(SEED)
     files, most = files_below(folder, "images", IMAGE_SUFFIXES), chunks[-1]

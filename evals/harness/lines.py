@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 import kvpatch_jax as kvp
 from kvpatch_jax import Text, ops
-from kvpatch_jax.backbone import Tokens, ahead_of
+from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.core import PARTS, bucket, zero_padded
 from models import ModelBackbone
 
@@ -45,18 +45,6 @@ def padded(kv: Mapping[str, Any], size: int) -> KV:
 def joined(parts: Sequence[KV]) -> KV:
     """Joins KV of pieces behind one another."""
     return {name: np.concatenate([part[name] for part in parts], axis=2) for name in parts[0]}
-
-
-def joined_tokens(parts: Sequence[Tokens], axis: int = 1) -> Tokens:
-    """Joins tokens behind one another, or (axis 0) rows of them; parts without deepstack features get zeros."""
-    deep, features = [part.deepstack for part in parts if part.deepstack is not None], []
-    for part in parts if deep else ():
-        shape = (*part.embeddings.shape[:2], *deep[0].shape[2:])
-        features.append(np.zeros(shape, deep[0].dtype) if part.deepstack is None else np.asarray(part.deepstack))
-    embeddings = jnp.asarray(np.concatenate([np.asarray(part.embeddings) for part in parts], axis))
-    positions = np.concatenate([np.asarray(part.positions) for part in parts], axis)
-    ahead = ahead_of(parts) if axis else parts[0].ahead
-    return Tokens(embeddings, positions, jnp.asarray(np.concatenate(features, axis)) if features else None, ahead)
 
 
 def prefilled(backbone: ModelBackbone, tokens: Tokens, context: Any = None, mask: np.ndarray | None = None) -> KV:
@@ -149,7 +137,7 @@ class Contents:
         self._tokens: dict[str, Tokens] = {}
 
     def tokens(self, name: str) -> Tokens:
-        """Embeds what has this name. InputError: an unknown word. ImageError: an image that cannot be read."""
+        """Embeds what has this name. InputError: an unknown word; an image that cannot be read."""
         if name not in self._tokens:
             value = self.values[name]
             # Of a text the ids alone: the tokenizer's start and end tokens stand around prompts, not pieces.
@@ -164,7 +152,8 @@ class Contents:
 
     def batch(self, names: Sequence[str], id: str, content: str) -> BatchedPiece:
         """Prefills a piece of a batch of windows, alone."""
-        return make_piece(self.backbone, joined_tokens([self.tokens(name) for name in names], axis=0), id, content)
+        tokens = joined_tokens([self.tokens(name).on_host() for name in names], axis=0).on_device()
+        return make_piece(self.backbone, tokens, id, content)
 
 
 class Line:
@@ -195,8 +184,8 @@ class Line:
     @functools.cached_property
     def tokens(self) -> Tokens:
         """All pieces as one prompt."""
-        placed = [piece.tokens.shift(start) for piece, start in zip(self.pieces, self.starts, strict=True)]
-        return joined_tokens(placed)
+        pairs = zip(self.pieces, self.starts, strict=True)
+        return joined_tokens([piece.tokens.shift(start).on_host() for piece, start in pairs]).on_device()
 
     def antecedent(self, place: int) -> tuple[str, ...]:
         """Lists the ids of the pieces in front of a place."""

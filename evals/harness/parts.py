@@ -178,7 +178,7 @@ def run_plan(out: Path, planned: Plan, share: Shard | Cluster, plan: Callable[[]
       out: folder of the run. Workers see it, and whatever `plan` reads, under the same paths.
       plan: makes `planned` anew, once in each worker's process.
 
-    Returns, Raises: as `run_parts`; also ShardError for shards that failed more often than they are tried again.
+    Returns, Raises: as `run_parts`; also SessionError for shards that failed more often than they are tried again.
     """
     if isinstance(share, Shard):
         return run_parts(out, planned.config, planned.parts, share, threads=planned.threads)

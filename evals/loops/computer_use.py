@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpatch_jax.cache import content_digest, unit_items
-from kvpatch_jax.errors import InputError, TraceError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.utils.atomic_files import replace
 
@@ -37,7 +37,7 @@ def read_computer_use(path: Path) -> Trace:
     """Reads a computer-use trace, plain or compressed by gzip; screenshots are written into a folder beside the file.
 
     Raises:
-      TraceError: a field that does not fit, naming line and field. InputError: as `json_objects`.
+      InputError: a field that does not fit, naming line and field; as `json_objects`.
     """
     folder = path.with_name(f"{path.name.partition('.')[0]}_screenshots")
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,9 @@ def read_computer_use(path: Path) -> Trace:
     for fields, where in json_objects(path):
         session, messages = fields.get("session_id"), fields.get("messages")
         if not isinstance(session, str) or not 0 < len(session) <= 200:
-            raise TraceError(f"{where}, session_id: got {session!r:.80}; expected a text")
+            raise InputError(f"{where}, session_id: got {session!r:.80}; expected a text")
         if not isinstance(messages, list):
-            raise TraceError(f"{where}, messages: got {messages!r:.80}; expected a list")
+            raise InputError(f"{where}, messages: got {messages!r:.80}; expected a list")
         parts = list(itertools.chain.from_iterable(_parts(message, where) for message in messages))
         turn = turns[session] = turns.get(session, -1) + 1
         history = histories.get(session)
@@ -59,7 +59,7 @@ def read_computer_use(path: Path) -> Trace:
         events += history.request(turn, parts, where)
     # Sessions side by side, in the order of their requests.
     events.sort(key=lambda event: event.at)
-    return Trace(tuple(events), {"promise": "remember", "lead": 0}, folder)
+    return Trace(tuple(events), 0, folder)
 
 
 class _History:
@@ -107,7 +107,7 @@ class _History:
         """Writes a screenshot. Returns its digest, and its path in the folder."""
         suffix = next((suffix for magic, suffix in _SUFFIXES.items() if content.startswith(magic)), None)
         if suffix is None:
-            raise TraceError(f"{where}: got an image that begins with {content[:8]!r}; expected PNG, JPEG or WebP")
+            raise InputError(f"{where}: got an image that begins with {content[:8]!r}; expected PNG, JPEG or WebP")
         digest = content_digest(content)[:32]
         target = self.folder / "images" / f"{digest}{suffix}"
         if not target.exists():
@@ -118,15 +118,15 @@ class _History:
 def _parts(message: Any, where: str) -> Iterator[PromptPart]:
     """Yields the parts of a message: texts, screenshots, and tool calls as JSON."""
     if not isinstance(message, dict) or "role" not in message:
-        raise TraceError(f"{where}, messages: got {message!r:.80}; expected objects with role and content")
+        raise InputError(f"{where}, messages: got {message!r:.80}; expected objects with role and content")
     try:
         items = unit_items(message, f"{where}, messages")
     except InputError as error:
-        raise TraceError(str(error)) from None
+        raise InputError(str(error)) from None
     for item in items:
         if isinstance(item, bytes):
             yield PromptPart(item, True)
         elif not isinstance(item, str):
-            raise TraceError(f"{where}, messages: got a {type(item).__name__}; expected texts and data URLs of images")
+            raise InputError(f"{where}, messages: got a {type(item).__name__}; expected texts and data URLs of images")
         elif item.strip():
             yield PromptPart(OMITTED, True) if item.strip() == OMITTED else PromptPart(str(item), False)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import TraceError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import PLACING, Event, Trace
 from kvpatch_jax.window import Entry, Window
 
@@ -119,16 +119,18 @@ def episodes_of(trace: Trace, placeholder: str = OMITTED) -> list[Episode]:
       placeholder: the text in place of a screenshot that a policy lets leave.
 
     Raises:
-      TraceError: a recall of a chunk that its session never had.
+      InputError: a recall of a chunk that its session never had.
     """
-    episodes = []
-    for session in trace.sessions:
+    episodes, events = [], dict[str, list[Event]]()
+    for event in trace.events:
+        events.setdefault(event.session, []).append(event)
+    for session in events:
         system, rounds, seen = list[str](), list[Round](), dict[str, Shown]()
         screens, texts = list[Shown](), list[str]()
-        for event in trace.of(session):
+        for event in events[session]:
             if event.op in (*PLACING, "recall") and event.kind == "chunk" and event.chunk is not None:
                 if event.op == "recall" and event.chunk not in seen:
-                    raise TraceError(f"recall of {session!r:.40}: got {event.chunk!r:.80}; expected one added before")
+                    raise InputError(f"recall of {session!r:.40}: got {event.chunk!r:.80}; expected one added before")
                 known = seen[event.chunk] if event.op == "recall" else shown(trace, event)
                 seen[event.chunk] = known
                 screens.append(known)
@@ -153,17 +155,16 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
     """Follows the windows of a trace, and yields what each session's window shows at every question.
 
     Raises:
-      TraceError: a branch, which begins with another session's KV; an event that a window refuses, with its number.
+      InputError: a branch, which begins with another session's KV; an event that a window refuses, with its number.
     """
     windows, pieces = dict[str, Window](), dict[tuple[str, str], PromptPiece]()
-    lead = trace.parameters.get("lead")
-    for number, event in enumerate(trace):
+    for number, event in enumerate(trace.events):
         window = windows.get(event.session)
         if window is None:
             # A session pins a first chunk; a first text stays in front, and may be replaced.
-            window = Window.empty(NO_BACKBONE, lead=lead if type(lead) is int else int(event.kind == "chunk"))
+            window = Window.empty(NO_BACKBONE, lead=int(event.kind == "chunk") if trace.lead is None else trace.lead)
         if event.op == "fork":
-            raise TraceError(f"event {number}: got a branch of {event.session!r:.40}; expected sessions alone")
+            raise InputError(f"event {number}: got a branch of {event.session!r:.40}; expected sessions alone")
         if event.op == "ask":
             placed = [pieces[event.session, piece.entry.id] for piece in window.pieces]
             if event.tokens is not None:
@@ -182,7 +183,7 @@ def recorded_prompts(trace: Trace) -> Iterator[Prompt]:
             try:
                 windows[event.session] = _changed(window, event, entry)
             except ValueError as error:
-                raise TraceError(f"event {number}, {event.op} of {event.session!r:.40}: {error}") from error
+                raise InputError(f"event {number}, {event.op} of {event.session!r:.40}: {error}") from error
 
 
 def _changed(window: Window, event: Event, entry: Entry | None) -> Window:

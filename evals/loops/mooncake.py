@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpatch_jax.errors import TraceError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import LIMIT
 
@@ -65,7 +65,7 @@ def read_mooncake(path: Path) -> Trace:
     """Reads a Mooncake trace, plain or compressed by gzip.
 
     Raises:
-      TraceError: a field that does not fit, naming line and field. InputError: as `json_objects`.
+      InputError: a field that does not fit, naming line and field; as `json_objects`.
     """
     timed, latest = list[tuple[float, str, bool, MooncakeRequest]](), dict[str, float]()
     for number, (values, where) in enumerate(json_objects(path), 1):
@@ -88,7 +88,7 @@ def read_mooncake(path: Path) -> Trace:
         events.append(Event(seconds, session, "ask", text=request.question, tokens=request.tokens, steps=request.steps))
         if not goes_on:
             events.append(Event(seconds, session, "close"))
-    return Trace(tuple(events), {"promise": "forget", "lead": 0, "block": BLOCK})
+    return Trace(tuple(events), lead=0)
 
 
 def _ids(blocks: list[str]) -> list[str]:
@@ -120,14 +120,14 @@ def _request(fields: dict[str, Any], where: str, number: int) -> MooncakeRequest
     """Makes the request of a line."""
     for field, value in fields.items():
         if field not in _FIELDS:
-            raise TraceError(f"{where}, {field!r:.80}: got such a field; expected some of {', '.join(_FIELDS)}")
+            raise InputError(f"{where}, {field!r:.80}: got such a field; expected some of {', '.join(_FIELDS)}")
         fits, expected = _FIELDS[field]
         if not fits(value):
-            raise TraceError(f"{where}, {field}: got {value!r:.80}; expected {expected}")
+            raise InputError(f"{where}, {field}: got {value!r:.80}; expected {expected}")
     length, text, steps = (fields.get(field) for field in ("input_length", "text_input", "output_length"))
     if (length is None) == (text is None):
         shown = "neither" if length is None else "both"
-        raise TraceError(f"{where}, input_length: got {shown} of it and text_input; expected one")
+        raise InputError(f"{where}, input_length: got {shown} of it and text_input; expected one")
     if length is None:
         return MooncakeRequest(None, str(text), None, steps)
 
@@ -135,7 +135,7 @@ def _request(fields: dict[str, Any], where: str, number: int) -> MooncakeRequest
     hashes = fields.get("hash_ids")
     if count > BLOCKS or (hashes is not None and len(hashes) != count):
         shown = f"{'none' if hashes is None else len(hashes)} for input_length {length}"
-        raise TraceError(f"{where}, hash_ids: got {shown}; expected {count}, of {BLOCK} tokens each, at most {BLOCKS}")
+        raise InputError(f"{where}, hash_ids: got {shown}; expected {count}, of {BLOCK} tokens each, at most {BLOCKS}")
     # Without hashes nothing is known to be the same as anything else.
     *blocks, last = [f"{number}.{place}" for place in range(count)] if hashes is None else map(str, hashes)
     tokens = length - BLOCK * (count - 1)

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvpatch_jax import Text
-from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.core import zero_padded
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import SplicedCache
 from models import ModelBackbone
 from models.prompts import ChatFrame
 
-from ..harness.lines import KV, Line, cut, joined_tokens, make_piece
+from ..harness.lines import KV, Line, cut, make_piece
 from .items import Piece, PieceContent
 
 
@@ -70,7 +70,7 @@ def prepared(backbone: ModelBackbone, content: PieceContent, between: Sequence[i
       between: ids that stand behind an image.
 
     Raises:
-      ImageError, InputError, OSError: an image that cannot be read or that the model does not see, or as `ids_of`.
+      InputError, OSError: an image that cannot be read or that the model does not see, or as `ids_of`.
     """
     if isinstance(content, Text):
         # As ids: the tokenizer's own start and end tokens stand around a prompt, not around each of its pieces.
@@ -139,8 +139,8 @@ class MeasuredContext:
         ]
         chunks += [(count, size)] if size > count else []
         cache = {name: jnp.asarray(zero_padded(kv, 2, self.first + size)) for name, kv in self.blind.items()}
-        placed = joined_tokens([line.pieces[place].tokens.shift(line.starts[place]) for place in self.places])
-        tokens = placed.pad(size)
+        placed = [line.pieces[place].tokens.shift(line.starts[place]).on_host() for place in self.places]
+        tokens = joined_tokens(placed).pad(size)
         # Padding has the positions that follow, so that every method's geometry finds places in order.
         positions = np.array(tokens.positions)
         behind = line.end + np.arange(size - count)

@@ -23,7 +23,7 @@ def step_items(episode: Item, values: Mapping[str, Any], media: MediaFolder, kee
         not asked about. keep: screenshots that stay, the newest; None: all.
 
     Raises:
-      InputError, ImageError: a field that is missing or wrong; the message begins with its name.
+      InputError: a field that is missing or wrong; the message begins with its name.
     """
     rows = values.get("steps")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvpatch_jax import Text
-from kvpatch_jax.errors import ImageError, InputError
+from kvpatch_jax.errors import InputError
 
 from .episodes import step_items
 from .items import DataSet, Item, Piece, Refusal
@@ -152,7 +152,7 @@ def read(
             if taken := sorted(items.keys() & record_items.keys()):
                 raise InputError(f"id: got {taken[0]!r:.80}, as {items[taken[0]].where} has; expected another")
             items |= record_items
-        except (InputError, ImageError) as error:
+        except InputError as error:
             refusals.append(Refusal(entry.where, str(error)))
         except (TypeError, ValueError, AttributeError, SyntaxError, OSError) as error:
             reason = f"record: got {error}; expected columns of the kinds that the map {chosen.name} has"
@@ -210,7 +210,7 @@ def _items(record: DataRecord, fields: FieldMap, media: MediaFolder, keep: int |
     """Makes the item of a record, or one for each step of an episode.
 
     Raises:
-      InputError, ImageError: a column that is missing or wrong; the message begins with its name.
+      InputError: a column that is missing or wrong; the message begins with its name.
     """
     unknown = sorted(set(record.values) - set(fields.only)) if fields.only else []
     if unknown:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvpatch_jax.cache import expect_small
-from kvpatch_jax.errors import ImageError, InputError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.utils.optional_packages import require
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -50,7 +50,7 @@ class MediaFolder:
           names: patterns of a file's name in which the value stands for {}, the first that is there.
 
         Raises:
-          InputError: another value, an address, a name that leads out of the folder or is not there. ImageError: it is
+          InputError: another value, an address, a name that leads out of the folder or is not there; it is
             no image, or too large. MissingExtraError: a PDF without the extra `data`.
         """
         if isinstance(value, list | tuple):
@@ -114,8 +114,8 @@ def _checked(path: Path, field: str) -> Path:
     """Reads an image's size before it is decoded."""
     try:
         expect_small(path, LARGEST, path.name)
-    except ImageError as error:
-        raise ImageError(f"{field}: {str(error).replace(str(path), path.name)}") from error
+    except InputError as error:
+        raise InputError(f"{field}: {str(error).replace(str(path), path.name)}") from error
     return path
 
 
@@ -129,4 +129,4 @@ def _pages(path: Path, field: str) -> Iterator[bytes]:
                 page.render(scale=DPI / 72).to_pil().save(buffer, "png")
                 yield buffer.getvalue()
     except pdfium.PdfiumError as error:
-        raise ImageError(f"{field}: got {path.name!r} ({error}); expected a PDF") from error
+        raise InputError(f"{field}: got {path.name!r} ({error}); expected a PDF") from error

@@ -13,12 +13,13 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching import Accumulated, orders_of
+from kvpatch_jax.patching import Accumulated
 from models import ModelBackbone
 
 from ..harness.datasets import Run
 from ..harness.lines import AnyKV, BatchedPiece, Line
 from ..harness.methods import BLIND, REFERENCE
+from ..harness.orders import orders_of
 from ..harness.runner import loaded
 from ..task.contexts import DOCUMENTS, SIZES, Contexts, latest, sample
 from ..task.questions import KINDS, Questions, ask

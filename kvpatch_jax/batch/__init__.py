@@ -4,6 +4,5 @@ from .answer_batch import BatchReport as BatchReport
 from .answer_batch import answer_batch as answer_batch
 from .answer_file import read_answers as read_answers
 from .items import BatchItem as BatchItem
-from .on_ray import answer_batch_on_ray as answer_batch_on_ray
 from .on_ray import once_in_this_process as once_in_this_process
 from .on_ray import run_shards as run_shards

@@ -10,16 +10,17 @@ from typing import Any, BinaryIO
 
 from ..backbone import Backbone
 from ..cache import digest_of, encoded
-from ..errors import InputError, KVPatchError, PoolError, PoolLostError
-from ..plan import DEFAULT_KL, Certificate, Reuse
-from ..session import Answer, Session, SessionConfig, Sessions, check_backbone
+from ..errors import InputError, KVPatchError, PoolError
+from ..session import Answer, Session, SessionConfig, Sessions
 from ..utils.kinds import is_whole
 from ..window import PatchStore
 from .answer_file import append, open_answers, shard_path
-from .items import STEPS, BatchItem, BatchJob, read_items, shard_of
+from .items import BatchItem, BatchJob, read_items, shard_of
 
 FIRST_PAGES = 256
 """Pages of the pool at first; it is doubled where a prefix finds no room."""
+STEPS = 32
+"""Tokens of an answer at most, if neither the item nor the checkpoint says."""
 
 
 @dataclasses.dataclass
@@ -30,7 +31,7 @@ class BatchReport:
       path: of the answers.
       items: of this shard.
       answered, failed: by this call.
-      before: items that the file had already.
+      before: items that an earlier call had answered.
       forwards: prefills of chunks, without those of questions.
       hits: chunks that the store had, placed without a forward.
     """
@@ -50,12 +51,9 @@ def answer_batch(
     items: Iterable[BatchItem | Mapping[str, Any]],
     *,
     out: str | os.PathLike[str],
-    reuse: Reuse | None = None,
-    certificate: Certificate | None = None,
-    kl: float = DEFAULT_KL,
     shard: tuple[int, int] = (0, 1),
     batch: int = 8,
-    retry: bool = False,
+    **options: Any,
 ) -> BatchReport:
     """Answers questions greedily over chunks that items share, and writes a line of JSON for each.
 
@@ -63,63 +61,52 @@ def answer_batch(
         report = kvp.answer_batch(backbone, store, items, out="answers.jsonl")
         lines = kvp.batch.read_answers("answers.jsonl")
 
-    Items are served by sessions: those with the same prefix share its KV. Each line says its "fidelity". With reuse
+    Items are served by a session: those with the same prefix share its KV. Each line says its "fidelity". With reuse
     "exact" an answer depends on its item alone, and the store only saves forwards; with another reuse it also depends
     on what the store has.
 
     An item that cannot be read, or whose chunks cannot be prefilled, gets a line with its error, and the others
     continue. An error of the batch itself (a full disk, a device out of memory) ends the run. The same call then
-    continues after the lines that were written. A line that was cut off is written again.
+    continues after the lines that were written, and asks again what had failed.
 
     Args:
       backbone: of `models.load`.
       store: of prefills, canonicals and patches, such as `ChunkStore`, or None.
       items: `BatchItem`s, or mappings of its fields. All of them, whatever the shard.
       out: file of the answers. Each of several shards has its own: `answers.00002-of-00008.jsonl`.
-      reuse, certificate, kl: how chunks that the store has are served, as of `SessionConfig`; "exact" by default.
       shard: (index, count): the part of the items that is answered here.
       batch: the number of answers that are decoded together.
-      retry: ask items again that failed before.
+      options: of `SessionConfig`: `reuse` and `certificate` say how chunks that the store has are served.
 
     Returns:
       Counts of what was done. The answers are in the file.
 
     Raises:
-      InputError: no items, an invalid backbone, store or option, or a file with answers of other items, another
-      backbone or reuse, or that another run writes to. AmbiguousTextError: every item has a str that looks like a file.
-      SessionError, CertificateError: an invalid reuse, or a certificate of other weights. PoolError: no room.
+      InputError: no items or none that can be read, an invalid backbone, store or option, a certificate of other
+      weights, or a file with answers of other items, backbone or options, or that another run writes to.
+      SessionError: an invalid option of sessions. PoolError: no room.
     """
-    # Everything is refused before the file of answers is created.
-    check_backbone(backbone, store, "answer_batch")
     pair = isinstance(shard, tuple | list) and len(shard) == 2 and all(is_whole(number, 0) for number in shard)
-    for name, value, valid, expected in (
-        ("shard", shard, pair and shard[0] < shard[1], "(index, count), the index below the count"),
-        ("batch", batch, is_whole(batch, 1), "a number of questions, 1 or more"),
-    ):
-        if not valid:
-            raise InputError(f"answer_batch: got {name} {value!r:.80}; expected {expected}")
+    if not pair or not shard[0] < shard[1]:
+        raise InputError(f"answer_batch: got shard {shard!r:.80}; expected (index, count), the index below the count")
     path = shard_path(out, *shard)
-    config = SessionConfig(reuse=reuse, certificate=certificate, kl=kl)
-    config.check(backbone, store, None, None, None)
+    # Everything is refused before the file of answers is created.
+    with Sessions(backbone, store, pages=FIRST_PAGES, batch=batch, timeout=0) as sessions:
+        config = SessionConfig(**options)
+        session = sessions.open(lead=0, config=config)
+        steps = getattr(backbone, "answer_tokens", None) or STEPS
+        jobs, contents = read_items(items, backbone.fingerprint, steps)
 
-    # The header has everything that answers depend on.
-    steps = getattr(backbone, "answer_tokens", None) or STEPS
-    jobs, contents = read_items(items, backbone.fingerprint, steps)
-    bounds = None if certificate is None else digest_of([encoded(repr((certificate, kl)))], size=16)
-    digest = digest_of([b"items", *(encoded(job.digest) for job in jobs)], size=16)
-    header = {"items": len(jobs), "digest": digest, "backbone": backbone.fingerprint}
-    header |= {"reuse": config.policy, "certificate": bounds, "shard": list(shard)}
-
-    # Lines of an earlier run stay.
-    jobs = shard_of(jobs, *shard)
-    file, lines = open_answers(path, header, {job.index: job.digest for job in jobs})
-    with file:
-        done = {index for index, line in lines.items() if not (retry and "error" in line)}
-        report = BatchReport(path, len(jobs), before=len(done))
-        with Sessions(backbone, store, pages=FIRST_PAGES, batch=batch, timeout=0) as sessions:
-            session = sessions.open(lead=0, config=config)
-            run = _BatchRun(session, batch, file, report, contents)
-            run.answer([job for job in jobs if job.index not in done], steps)
+        # The header has everything that answers depend on.
+        digest = digest_of([b"items", *(encoded(job.digest) for job in jobs)], size=16)
+        header = {"items": len(jobs), "digest": digest, "backbone": backbone.fingerprint, "shard": list(shard)}
+        header |= {"reuse": config.policy, "options": digest_of([encoded(repr(config))], size=16)}
+        jobs = shard_of(jobs, *shard)
+        file, lines = open_answers(path, header, {job.index for job in jobs})
+        with file:
+            left = [job for job in jobs if "error" in lines.get(job.index, {"error": "not asked"})]
+            report = BatchReport(path, len(jobs), before=len(jobs) - len(left))
+            _BatchRun(session, batch, file, report, contents).answer(left)
     return report
 
 
@@ -133,14 +120,16 @@ class _BatchRun:
         self._contents, self._prefix = contents, list[str]()
         self._queue = collections.deque[tuple[BatchJob, str, Answer]]()
 
-    def answer(self, jobs: Iterable[BatchJob], steps: int) -> None:
-        """Answers jobs that are sorted by prefix, and writes their lines. `steps` is the default length."""
+    def answer(self, jobs: Iterable[BatchJob]) -> None:
+        """Answers jobs that are sorted by prefix, and writes their lines."""
         for job in jobs:
             try:
                 if job.error is not None:
                     raise job.error
                 self._show(job.front)
-                self._ask(job, steps)
+                exact = all(self._session.fidelity(id) == "exact" for id in self._session.ids)
+                answer = self._with_room(self._session.ask, self._contents[job.question], steps=job.steps)
+                self._queue.append((job, "exact" if exact else "approximate", answer))
             except KVPatchError as error:
                 self._fail(job, error)
             while len(self._queue) >= self._batch:
@@ -159,22 +148,14 @@ class _BatchRun:
             self._with_room(self._session.add, self._contents[chunk], kind="chunk")
             self._prefix.append(chunk)
 
-    def _ask(self, job: BatchJob, steps: int) -> None:
-        """Begins an answer, whose rest is decoded in the background."""
-        assert job.item is not None
-        exact = all(self._session.fidelity(id) == "exact" for id in self._session.ids)
-        options = {"steps": job.item.steps or steps, "stop": job.item.stop}
-        answer = self._with_room(self._session.ask, self._contents[job.question], **options)
-        self._queue.append((job, "exact" if exact else "approximate", answer))
-
     def _with_room(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Runs a call of the session. Where it finds no room, finishes all answers; then doubles the pool."""
         while True:
             try:
                 return call(*args, **options)
-            except PoolLostError:
-                raise
-            except PoolError:
+            except PoolError as error:
+                if error.lost:
+                    raise
                 if not self._queue:
                     executor = self._session.runtime.executor
                     self._session.runtime.do(functools.partial(executor.enlarge, 2 * executor.slots.pages))
@@ -184,29 +165,24 @@ class _BatchRun:
     def _finish(self) -> None:
         """Writes the oldest answer of the queue."""
         job, fidelity, answer = self._queue.popleft()
-        assert job.item is not None
         try:
-            ids = answer.ids
+            ids = list(answer.ids)
         except KVPatchError as error:
             self._fail(job, error)
             return
         # The answer ends before its stop token, which can only be the last.
         backbone: Any = self._session.backbone
-        stops = backbone.stop_tokens if job.item.stop is None else job.item.stop
-        ended = ids[-1] in stops
-        ids = list(ids[:-1] if ended else ids)
+        if ended := ids[-1] in backbone.stop_tokens:
+            ids.pop()
         text = backbone.text(ids) if getattr(backbone, "tokenizer", None) is not None else None
-        self._write(job, answer=text, ids=ids, ended=ended, fidelity=fidelity)
+        fields = {"answer": text, "ids": ids, "ended": ended, "fidelity": fidelity}
+        append(self._file, {"item": job.index, "id": job.id, **fields})
         self._report.answered += 1
 
     def _fail(self, job: BatchJob, error: KVPatchError) -> None:
         """Writes the line of an item with its error. Raises that of a pool, which is the batch's."""
         if isinstance(error, PoolError):
             raise error
-        message = str(error).encode("utf-8", "backslashreplace").decode()
-        self._write(job, error=type(error).__name__, message=message[:2000])
+        message = str(error).encode("utf-8", "backslashreplace").decode()[:2000]
+        append(self._file, {"item": job.index, "id": job.id, "error": type(error).__name__, "message": message})
         self._report.failed += 1
-
-    def _write(self, job: BatchJob, **fields: Any) -> None:
-        id = None if job.item is None else job.item.id
-        append(self._file, {"item": job.index, "id": id, "digest": job.digest, **fields})

@@ -8,12 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cache import chunk_id, digest_of, encoded, one_form, sort_of, unit_items
-from ..errors import AmbiguousTextError, InputError, KVPatchError
+from ..cache import chunk_id, digest_of, encoded, sort_of, unit_items
+from ..errors import InputError, KVPatchError
 from ..utils.kinds import expect_kind, is_whole
-
-STEPS = 32
-"""Tokens of an answer at most, if neither the item nor the checkpoint says."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +27,6 @@ class BatchItem:
       id: a name that is written beside the answer, or None.
       order_free: whether the order of `front` has no meaning. It is then chosen so that items share the most.
       steps: the largest number of tokens of the answer. None: the checkpoint's, or 32.
-      stop: token ids that end the answer. None: the backbone's own.
 
     Raises:
       InputError: a field of another kind. Images and texts are read by `answer_batch`.
@@ -41,22 +37,12 @@ class BatchItem:
     id: str | None = None
     order_free: bool = False
     steps: int | None = None
-    stop: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        steps, stop = self.steps, [] if self.stop is None else self.stop
-        for field, valid, expected in (
-            ("front", isinstance(self.front, list | tuple), "a list of images and texts"),
-            ("id", self.id is None or (isinstance(self.id, str) and self.id != ""), "a name, or None"),
-            ("steps", steps is None or is_whole(steps, 1), "a number of tokens, 1 or more, or None"),
-            (
-                "stop",
-                stop is None or (isinstance(stop, list | tuple) and all(is_whole(id, 0) for id in stop)),
-                "token ids, or None",
-            ),
-        ):
-            if not valid:
-                raise InputError(f"item.{field}: got {getattr(self, field)!r:.80}; expected {expected}")
+        expect_kind(self.front, list | tuple, "item.front", "a list of images and texts")
+        expect_kind(self.id, str | None, "item.id", "a name, or None")
+        if self.steps is not None and not is_whole(self.steps, 1):
+            raise InputError(f"item.steps: got {self.steps!r:.80}; expected a number of tokens, 1 or more, or None")
         encoded(self.id or "")
 
 
@@ -66,7 +52,7 @@ class BatchJob:
 
     Attributes:
       index: in the list of items.
-      item: the item; None if it is none.
+      id, steps: of the item.
       digest: of all that the answer depends on, and the item's name.
       front: ids of the chunks, in the order in which they are served.
       question: id of the question.
@@ -74,7 +60,8 @@ class BatchJob:
     """
 
     index: int
-    item: BatchItem | None = None
+    id: str | None = None
+    steps: int = 0
     digest: str = ""
     front: tuple[str, ...] = ()
     question: str = ""
@@ -92,63 +79,61 @@ def read_items(items: Iterable[Any], backbone: str, steps: int) -> tuple[list[Ba
       The jobs by index, and the contents of each chunk and question by its id. Files are named, not loaded.
 
     Raises:
-      InputError: no sequence of items, or an empty one. AmbiguousTextError: every item has a str that looks like a
-      file.
+      InputError: no sequence of items, an empty one, or none that can be read: a str that looks like a file's name, ….
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
         raise InputError(f"answer_batch: got items {items!r:.80}; expected a sequence of BatchItem or mappings")
 
-    @functools.cache
-    def id_of_file(path: str) -> str:
-        return chunk_id(backbone, one_form(Path(path)))
+    # Many items may name one file, which is decoded once.
+    id_of_file = functools.cache(functools.partial(chunk_id, backbone))
 
     def id_of(piece: Any, field: str) -> str:
         parts = unit_items(piece, f"item.{field}")
         for part in parts:
             try:
                 sort_of(part, f"item: {field}")
-            except AmbiguousTextError as error:
+            except InputError as error:
+                if not isinstance(part, str):
+                    raise
                 # JSON names the kind, because a str alone may be either.
                 expected = '{"image": ...}, {"video": ...} or {"text": ...}'
-                raise AmbiguousTextError(f"{error}; in JSON {expected}") from None
-        # Many items may name one file, which is decoded once.
+                raise InputError(f"{error}; in JSON {expected}") from None
         if len(parts) == 1 and isinstance(parts[0], os.PathLike):
             parts = [Path(os.path.abspath(parts[0]))]
-            id = id_of_file(str(parts[0]))
+            id = id_of_file(parts[0])
         else:
-            id = chunk_id(backbone, *map(one_form, parts))
+            id = chunk_id(backbone, *parts)
         contents.setdefault(id, parts)
         return id
 
-    contents, jobs = dict[str, list[Any]](), list[BatchJob]()
+    contents, jobs, free = dict[str, list[Any]](), list[BatchJob](), list[BatchJob]()
     for index, value in enumerate(items):
         job = BatchJob(index)
         jobs.append(job)
         try:
-            job.item = item = _item_of(value)
+            item = _item_of(value)
+            job.id, job.steps = item.id, item.steps or steps
             job.front = tuple(id_of(piece, f"front {place}") for place, piece in enumerate(item.front))
             job.question = id_of(item.question, "question")
-            options = (item.id, item.order_free, item.steps or steps, None if item.stop is None else tuple(item.stop))
-            digested = [b"item", *map(encoded, (*job.front, job.question, repr(options)))]
+            options = repr((job.id, item.order_free, job.steps))
+            job.digest = digest_of([b"item", *map(encoded, (*job.front, job.question, options))], size=16)
+            free += [job] if item.order_free else []
         except KVPatchError as error:
             job.error = error
-            message = str(error).encode("utf-8", "backslashreplace")
-            digested = [b"refused item", encoded(str(index)), type(error).__name__.encode(), message]
-        job.digest = digest_of(digested, size=16)
+            message = f"{index} {type(error).__name__} {error}".encode("utf-8", "backslashreplace")
+            job.digest = digest_of([b"refused item", message], size=16)
 
     if not jobs:
         raise InputError("answer_batch: got no items; expected at least one")
-    if all(isinstance(job.error, AmbiguousTextError) for job in jobs):
-        # File names as strings are an error of the call, whose answers would all be this error.
-        raise AmbiguousTextError(f"answer_batch: got {len(jobs)} invalid items: {jobs[0].error}")
+    if all(job.error is not None for job in jobs):
+        # Such as file names as strings: an error of the call, whose answers would all be this error.
+        raise InputError(f"answer_batch: got {len(jobs)} invalid items: {jobs[0].error}")
 
     # Frequent chunks go first where the order is free, so that prefixes are shared the most (as FP-growth sorts its
     # transactions: Han, Pei and Yin, SIGMOD 2000). The order depends on nothing but the list of items.
-    readable = [job for job in jobs if job.error is None]
-    counts = collections.Counter(id for job in readable for id in set(job.front))
-    for job in readable:
-        if job.item is not None and job.item.order_free:
-            job.front = tuple(sorted(job.front, key=lambda id: (-counts[id], id)))
+    counts = collections.Counter(id for job in jobs if job.error is None for id in set(job.front))
+    for job in free:
+        job.front = tuple(sorted(job.front, key=lambda id: (-counts[id], id)))
     return jobs, contents
 
 
@@ -158,15 +143,11 @@ def shard_of(jobs: Sequence[BatchJob], index: int, count: int) -> list[BatchJob]
     Items with the same prefix stay in one shard. Otherwise shards have about equally many items.
     """
     readable = sorted((job for job in jobs if job.error is None), key=lambda job: (job.front, job.index))
-    # Both ends of a shard move past the items of one prefix, so that neighbouring shards meet.
-    ends = []
-    for part in (index, index + 1):
-        end = -(-len(readable) * part // count)
-        while 0 < end < len(readable) and readable[end].front == readable[end - 1].front:
-            end += 1
-        ends.append(end)
+    shards: dict[tuple[str, ...], int] = {}
+    for place, job in enumerate(readable):
+        shards.setdefault(job.front, place * count // len(readable))
     refused = [job for job in jobs if job.error is not None and job.index % count == index]
-    return refused + readable[ends[0] : ends[1]]
+    return refused + [job for job in readable if shards[job.front] == index]
 
 
 def _item_of(value: Any) -> BatchItem:
@@ -176,6 +157,5 @@ def _item_of(value: Any) -> BatchItem:
         return value
     fields = [field.name for field in dataclasses.fields(BatchItem)]
     if not {"front", "question"} <= set(value) <= set(fields):
-        expected = f"front, question and some of {fields[2:]}"
-        raise InputError(f"item: got the fields {list(value)!r:.80}; expected {expected}")
+        raise InputError(f"item: got the fields {list(value)!r:.80}; expected front, question and some of {fields[2:]}")
     return BatchItem(**value)

@@ -1,40 +1,30 @@
-"""Shards as tasks of Ray: `run_shards` for any work that is divided by number, `answer_batch_on_ray` for batches.
-
-A shard resumes from its own file, so what a lost worker had finished is not done again.
-"""
+"""Shards as tasks of Ray, for batches and for any work that is divided by number."""
 
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..backbone import Backbone
-from ..errors import InputError, ShardError
+from ..errors import InputError, SessionError
 from ..utils.kinds import is_whole
 from ..utils.optional_packages import require
-from ..window import PatchStore
-from .answer_batch import BatchReport, answer_batch
 
 
 def run_shards[T](
     task: Callable[[int, int], T], count: int, *, address: str | None = None, resources: Mapping[str, Any] | None = None
 ) -> list[T]:
-    """Runs `task(index, count)` for every index below `count` on a Ray cluster, each in a process of a worker.
+    """Runs `task(index, count)` for every index below `count` on a Ray cluster, and returns the results by index.
 
     A task has to resume by itself: it begins again, up to three times, where its worker dies or the file system fails
     (OSError). The others go on when one has failed.
 
     Args:
-      address: of the cluster, as `ray.init` takes it: "auto", "ray://host:10001"; None for the one that the environment
-        variable RAY_ADDRESS names, or else a new one on this machine.
-      resources: what a task occupies, as `ray.remote` takes it: {"num_cpus": 4}, {"num_gpus": 1}.
-
-    Returns:
-      The results by index.
+      address: of the cluster, as of `ray.init`; None: what the environment variable RAY_ADDRESS names, or else a new
+        one on this machine.
+      resources: what a task occupies, as of `ray.remote`: {"num_cpus": 4}, {"num_gpus": 1}.
 
     Raises:
-      InputError: a count below 1. MissingExtraError: Ray is not installed. ShardError: a shard failed.
+      InputError: a count below 1. MissingExtraError: Ray is not installed. SessionError: a shard failed.
     """
     if not is_whole(count, 1):
         raise InputError(f"run_shards: got count {count!r:.80}; expected a number of shards, 1 or more")
@@ -56,39 +46,11 @@ def run_shards[T](
             failures[index] = " ".join(str(getattr(error, "cause", error)).split())
     if failures:
         index, reason = next(iter(failures.items()))
-        raise ShardError(
+        raise SessionError(
             f"run_shards: got {len(failures)} of {count} shards that failed ({', '.join(map(str, failures))}): shard "
             f"{index}: {reason[:500]}; expected none: the same call does those again, and keeps the others"
         )
     return results
-
-
-def answer_batch_on_ray(
-    opening: Callable[[], tuple[Backbone, PatchStore | None]],
-    items: Iterable[Any],
-    *,
-    out: str | os.PathLike[str],
-    shards: int,
-    address: str | None = None,
-    resources: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> list[BatchReport]:
-    """Answers a batch as `answer_batch` does, its `shards` as tasks of Ray. Returns the report of each.
-
-    Every worker sees `out`, the files that items name and the store, by a shared path or by the store's remote. It
-    calls `opening` once, which loads the same backbone everywhere. More shards than workers even out long items.
-    `address` and `resources` are those of `run_shards`, the other options those of `answer_batch`, without its shard.
-
-    Raises:
-      As `run_shards`. A shard that `answer_batch` refuses has failed.
-    """
-    items, out = list(items), os.fspath(out)
-
-    def task(index: int, count: int) -> BatchReport:
-        backbone, store = once_in_this_process(opening)
-        return answer_batch(backbone, store, items, out=out, shard=(index, count), **options)
-
-    return run_shards(task, shards, address=address, resources=resources)
 
 
 _results: dict[bytes, Any] = {}

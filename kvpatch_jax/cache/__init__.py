@@ -8,15 +8,12 @@ from .chunk import content_of as content_of
 from .chunk import decode_chunk as decode_chunk
 from .chunk import encode_chunk as encode_chunk
 from .chunk import trusted as trusted
-from .ids import bits_of as bits_of
 from .ids import chunk_id as chunk_id
 from .ids import content_digest as content_digest
 from .ids import digest_of as digest_of
 from .ids import encoded as encoded
-from .ids import encoder_id as encoder_id
 from .ids import examine as examine
 from .ids import fingerprint_of as fingerprint_of
-from .ids import mixed as mixed
 from .inputs import Audio as Audio
 from .inputs import ImageSource as ImageSource
 from .inputs import Text as Text

@@ -1,6 +1,6 @@
 """Chunks: one semantic unit each, prefilled alone and kept position-free. Host containers around bare arrays.
 
-The arrays (`kv`, `local`, `encoder`, `hidden`) travel bare into jitted code; `Chunk` itself never does, so that an id
+The arrays (`kv`, `local`, `encoder`) travel bare into jitted code; `Chunk` itself never does, so that an id
 is never part of a compiled program.
 """
 
@@ -62,7 +62,6 @@ class Chunk:
       layout: of kv.
       backbone: fingerprint of the model that made it.
       encoder: the tower's output, [n, E, D] as `Backbone.encode` gives it, or None.
-      hidden: the residual stream at some layers' inputs, {layer: [T, D]} ([B, T, D] of a batch), or None.
       content: a digest of what the chunk shows, which distinguishes chunks of one id; whoever makes the chunk from
         inputs passes theirs, and it is trusted. None takes a checksum of kv, "kv:…", computed in the pass that looks
         for NaN, and again wherever a chunk is made of this one's fields. It finds mistakes, not forgeries.
@@ -74,7 +73,7 @@ class Chunk:
     NumPy arrays that are writeable are copied, so that later changes to them do not change the chunk.
 
     Raises:
-      FrameError: kv that is rotated. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
+      LayoutError: kv that is rotated. LayoutError, ShapeError: kv does not fit the layout.
       InputError: local or span out of range. NotFiniteError: NaN or infinity in kv.
       InputError: length out of range, an empty id or content, or no fingerprint.
     """
@@ -87,7 +86,6 @@ class Chunk:
     layout: KVLayout
     backbone: str
     encoder: Float[AnyArray, "..."] | None = None
-    hidden: Mapping[int, Float[AnyArray, "*B T D"]] | None = None
     content: str | None = None
     lead: str | None = None
     encoding: str | None = None
@@ -132,7 +130,7 @@ class Chunk:
             )
 
         # Copies come before the checksum, so that it is of what the chunk holds.
-        for word in ("kv", "local", "encoder", "hidden"):
+        for word in ("kv", "local", "encoder"):
             object.__setattr__(self, word, _kept(getattr(self, word)))
         object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
         # One pass gives the checksum and says whether all is finite; only a failure looks for the channel.
@@ -191,7 +189,6 @@ class Chunk:
             raise ShapeError(f"chunk {self.id!r}: got tokens={tokens}; expected at least {self.tokens}")
 
         # Padding changes neither the content nor whether it is finite, so nothing is examined again.
-        hidden = None if self.hidden is None else {layer: pad(value, -2, more) for layer, value in self.hidden.items()}
         kv = {}
         for name, value in self.kv.items():
             if name in PARTS:
@@ -199,7 +196,7 @@ class Chunk:
             else:
                 kv[name] = pad(value, -2 if isinstance(value, PackedArray) else -3, more)
         local = zero_padded(np.asarray(self.local, np.float32), 0, tokens)
-        return trusted(self, kv=PhaseFreeKV(kv), local=local, hidden=hidden)
+        return trusted(self, kv=PhaseFreeKV(kv), local=local)
 
 
 def pad(value: AnyArray | PackedArray, axis: int, more: int) -> Any:

@@ -8,7 +8,7 @@ array's shards, and only three words leave the device.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,8 @@ import numpy as np
 from jaxtyping import Array, Num, UInt32
 
 from ..core import PARTS
-from ..errors import ImageError, InputError
-from .inputs import Audio, ImageSource, Video, check_text, decoded, is_encoded, one_form
-
-Content = ImageSource | Video | Audio | np.ndarray | jax.Array | str | bytes | Sequence[int]
+from ..errors import InputError
+from .inputs import Audio, Video, check_text, decoded, is_encoded, one_form
 
 _FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
@@ -40,14 +38,12 @@ def encoded(text: str) -> bytes:
     Raises:
       InputError: `text` is not a str, or contains a lone surrogate.
     """
-    if not isinstance(text, str):
-        raise InputError(f"text or name: got type {type(text).__name__}; expected a str")
     try:
-        return text.encode()
+        return str.encode(text)
+    except TypeError:
+        raise InputError(f"text or name: got type {type(text).__name__}; expected a str") from None
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"text: got a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
-        ) from None
+        raise InputError(f"text: got a lone surrogate at place {error.start}; expected text in UTF-8") from None
 
 
 def fingerprint_of(backbone: str, what: str) -> str:
@@ -62,49 +58,47 @@ def fingerprint_of(backbone: str, what: str) -> str:
     raise InputError(f"{what}: got backbone {shown}; expected its fingerprint, the str `backbone.fingerprint`")
 
 
-def _fields(content: Content) -> list[bytes]:
+def _fields(content: Any) -> list[bytes]:
     """Returns the fields to digest: the kind of content, then its bytes; of arrays also dtype and shape."""
     if isinstance(content, str):
         return [b"text", encoded(content)]
     if isinstance(content, bytes):
         return [b"bytes", content]
     if isinstance(content, Video | Audio):
-        name = type(content).__name__.lower()
-        return [encoded(name), json.dumps(content.options, sort_keys=True).encode(), *_fields(content.source)]
+        name = type(content).__name__.lower().encode()
+        return [name, json.dumps(content.options, sort_keys=True).encode(), *_fields(content.source)]
 
     value = np.asarray(content)
     if value.dtype == object or value.dtype.kind in "USV":
         raise InputError(f"id: got content of dtype {value.dtype}; expected numbers, text or bytes")
-    # NumPy's integer type for a list of token ids depends on the platform.
+    # Ids depend neither on the platform's integer type for a list of token ids nor on the byte order.
     if value.dtype.kind in "iu" and not isinstance(content, np.ndarray | jax.Array):
         value = value.astype(np.int64)
-    # Ids do not depend on the byte order either.
-    value = value.astype(value.dtype.newbyteorder("<"), copy=False)
+    dtype = value.dtype.newbyteorder("<")
     shape = ",".join(map(str, value.shape))
-    return [b"array", value.dtype.newbyteorder("<").str.encode(), shape.encode(), value.tobytes()]
+    return [b"array", dtype.str.encode(), shape.encode(), value.astype(dtype, copy=False).tobytes()]
 
 
-def chunk_id(backbone: str, *content: Content) -> str:
+def chunk_id(backbone: str, *content: Any) -> str:
     """Computes the id of a chunk: 64 hexadecimal digits over its content and the backbone's fingerprint.
 
     Args:
       backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
       content: in order, images, token ids (a list or an integer array), text, or other arrays. An image is digested by
-        its pixels (`decoded`), so a path, an encoded file's bytes, a PIL image and an array of the same pixels have the
-        same id. A `Video` is digested by its frames or its file's bytes, its times and how it is to be sampled, an
-        `Audio` by its samples and rate or its file's bytes. Other arrays include dtype and shape; a list of token ids
-        is digested as int64.
+        its pixels, so a path, an encoded file's bytes, a PIL image and an array of the same pixels have the same id; a
+        `Video` or `Audio` by its file's bytes, or frames or samples, and its options. Other arrays include dtype and
+        shape; a list of token ids is digested as int64.
 
     Raises:
-      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), or an array does not
-      hold numbers. ImageError: an image cannot be read.
+      InputError: there is no content or no fingerprint, a str looks like a file (use `Text`), an array does not hold
+      numbers, or an image cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
         raise InputError("chunk_id: got no content; expected some")
 
     # Every part is checked and decoded before any is digested.
-    parts: list[Content] = []
+    parts: list[Any] = []
     for part in content:
         if isinstance(part, str):
             check_text(part, "chunk_id")
@@ -112,45 +106,15 @@ def chunk_id(backbone: str, *content: Content) -> str:
             part = one_form(part)
         elif is_encoded(part):
             # Bytes that begin like an image but cannot be decoded are treated as bytes.
-            with contextlib.suppress(ImageError):
+            with contextlib.suppress(InputError):
                 part = decoded(part)
         parts.append(part)
     return digest_of([b"chunk", encoded(backbone), *(field for part in parts for field in _fields(part))])
 
 
-def content_digest(content: Content) -> str:
+def content_digest(content: Any) -> str:
     """Digests content without decoding it, independent of any backbone: an encoded image is digested by its bytes."""
     return digest_of([b"chunk", b"content", *_fields(content)])
-
-
-def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
-    """Computes the id of a vision tower's output from all arrays of one prepared request (pixel_values, grids, …).
-
-    Raises:
-      InputError: the request is empty, or there is no fingerprint.
-    """
-    fingerprint_of(backbone, "encoder_id")
-    if not isinstance(request, Mapping) or not request:
-        raise InputError(f"encoder_id: got {request!r:.80}; expected the arrays of a prepared request, by name")
-    fields = [b"encoder", encoded(backbone)]
-    for name in sorted(request):
-        fields += [encoded(name), *_fields(request[name])]
-    return digest_of(fields)
-
-
-def mixed(bits: Any, place: Any) -> Any:
-    """Mixes each element's bits with its place; at one place, different bits always give different words."""
-    # Every step is a bijection of 32-bit words: the factors are odd.
-    word = bits * np.uint32(_FIRST) + place
-    word = (word ^ (word >> np.uint32(16))) * np.uint32(_THIRD)
-    word = (word ^ (word >> np.uint32(13))) * np.uint32(_FOURTH)
-    return word ^ (word >> np.uint32(16))
-
-
-def bits_of(value: Array) -> Array:
-    """Returns the bits of numbers of at most 32 bits, as uint32."""
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-    return bits.astype(jnp.uint32)
 
 
 @jax.jit
@@ -163,8 +127,16 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
 
     def step(carry: tuple[Array, Array], layer: Array) -> tuple[tuple[Array, Array], None]:
         word, wrong = carry
-        word = (word ^ bits_of(layer)) * np.uint32(_THIRD)
+        bits = jax.lax.bitcast_convert_type(layer, jnp.dtype(f"uint{8 * layer.dtype.itemsize}"))
+        word = (word ^ bits.astype(jnp.uint32)) * np.uint32(_THIRD)
         return (word ^ (word >> np.uint32(15)), wrong | ~jnp.isfinite(layer)), None
+
+    def mixed(bits: Array, place: Array) -> Array:
+        # Every step is a bijection of 32-bit words: the factors are odd. So at one place, different bits always differ.
+        word = bits * np.uint32(_FIRST) + place
+        word = (word ^ (word >> np.uint32(16))) * np.uint32(_THIRD)
+        word = (word ^ (word >> np.uint32(13))) * np.uint32(_FOURTH)
+        return word ^ (word >> np.uint32(16))
 
     # A scan does not support layers that are sharded over an Explicit axis.
     sharding = jax.typeof(value).sharding
@@ -172,8 +144,8 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
         value = jax.sharding.reshard(value, jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:])))
 
     # The carry is derived from a layer, so that it has its sharding.
-    first = value[0]
-    (word, wrong), _ = jax.lax.scan(step, (jnp.zeros_like(bits_of(first)), jnp.zeros_like(first, bool)), value)
+    start = jnp.zeros_like(value[0], jnp.uint32), jnp.zeros_like(value[0], bool)
+    (word, wrong), _ = jax.lax.scan(step, start, value)
 
     # Row-major index of every element, wrapping at 32 bits.
     index = jnp.zeros_like(word)

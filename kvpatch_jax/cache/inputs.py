@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from ..errors import AmbiguousTextError, ImageError, InputError
+from ..errors import InputError
 from ..utils.optional_packages import require
 
 Sort = Literal["image", "video", "audio", "text", "tokens"]
@@ -36,29 +36,22 @@ _SUFFIXES: dict[Sort, str] = {
     "audio": "aac flac m4a mp3 oga ogg opus wav wma",
 }
 _SORTS: dict[str, Sort] = {f".{word}": sort for sort, words in _SUFFIXES.items() for word in words.split()}
-
-_MOST_WORDS = 8
-"""Maximum number of words in a file's name; more make a sentence."""
-_LONGEST = 4096
-"""Maximum length of a path (Linux's limit) or address, in characters; longer strings are texts."""
-
-_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S|file:/\S", re.IGNORECASE)
-_PATH_START = re.compile(r"/\w|\.{1,2}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w", re.IGNORECASE)
-_MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
-_ANY_FILE = re.compile(r"[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}", re.IGNORECASE | re.ASCII)
-_SEPARATED = re.compile(
-    r"(?!(?:[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+)\Z)[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+", re.IGNORECASE | re.ASCII
-)
-"""A word with a `/`, except plain words (and/or) and numbers (1/2)."""
-
 _IMAGE_START = re.compile(
     rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|(?:RIFF....|....ftyp)(?:WEBP|avif|avis)", re.DOTALL
 )
-"""How encoded images begin."""
 
-
-# --------------------------------------------------------------------------------------------------------------- texts
+_ADDRESS = r"[a-z][a-z0-9+.-]+://\S|file:/\S"
+ADDRESS = re.compile(_ADDRESS, re.IGNORECASE)
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+[;,]", re.IGNORECASE)
+_MEDIA_FILE = re.compile(rf".*[^\s.](?:{'|'.join(map(re.escape, _SORTS))})", re.IGNORECASE)
+_FILE = re.compile(
+    rf"(?:{_ADDRESS}|/\w|\.{{1,2}}/|~[\w.-]*/|[a-z]:[\\/]\S|\\\\\w).*"
+    r"|(?a:[\w.~+()=%/-]*[\w)]\.[a-z][a-z0-9]{1,4}"
+    # A word with a `/`, except plain words (and/or) and numbers (1/2).
+    r"|(?!(?:[a-z]+(?:/[a-z]+)+|[\d.,%]+(?:/[\d.,%]+)+)\Z)[\w.~+()=%-]+(?:/[\w.~+()=%-]*)+)",
+    re.IGNORECASE,
+)
+"""One word that is an address, a path, or the name of a file."""
 
 
 class Text(str):
@@ -80,51 +73,44 @@ def looks_like_a_file(text: str) -> bool:
 
     So `What is in shot.png?` and `see https://x.org for more` are texts.
     """
-    # A data URL may be longer than any path, so only its beginning is looked at.
-    if _DATA_URL.match(text.lstrip()[:200]):
-        return True
-
     line = text.strip()
-    if len(line) > _LONGEST or len(line.splitlines()) != 1 or len(line.split()) > _MOST_WORDS:
-        return False
-    if _MEDIA_FILE.fullmatch(line):
+    if _DATA_URL.match(line):
         return True
-    begins = ADDRESS.match(line) or _PATH_START.match(line)
-    is_word = len(line.split()) == 1
-    return is_word and bool(begins or _ANY_FILE.fullmatch(line) or _SEPARATED.fullmatch(line))
+    # Linux takes paths of 4096 characters.
+    if len(line) > 4096 or len(line.splitlines()) != 1 or len(line.split()) > 8:
+        return False
+    return bool(_MEDIA_FILE.fullmatch(line) or (len(line.split()) == 1 and _FILE.fullmatch(line)))
 
 
 def check_text(text: str, what: str) -> None:
     """Checks that a str does not look like a file's name or an address, unless it is a `Text`.
 
     Raises:
-      AmbiguousTextError: it does. The message begins with `what` and says how to pass a file or a text.
+      InputError: it does. The message begins with `what` and says how to pass a file or a text.
     """
     if not isinstance(text, Text) and looks_like_a_file(text):
-        raise AmbiguousTextError(
+        raise InputError(
             f"{what}: got {text[:300]!r}, which looks like a file's name or an address; expected pathlib.Path(...) for "
             "a file (what has an address is to be downloaded first), or kvpatch_jax.Text(...) for this very text"
         )
 
 
-# --------------------------------------------------------------------------------------------------- videos and sounds
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Medium:
-    """What videos and sounds share."""
+    """A video or a sound."""
 
     source: Any
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the source, in the form that `read` gives."""
-        return memoryview(self.source).nbytes
 
     @property
     def options(self) -> dict[str, Any]:
         """Everything but the source, for ids and files."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+
+    def files(self) -> Any:
+        """Lists the files of a folder in the order of their names; returns another source as it is."""
+        if not isinstance(self.source, os.PathLike) or not os.path.isdir(self.source):
+            return self.source
+        return sorted(path for path in Path(self.source).iterdir() if path.is_file())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,46 +145,48 @@ class Video(_Medium):
         for pair in (("fps", "frames"), ("rate", "timestamps"), ("fps", "timestamps"), ("frames", "timestamps")):
             if all(getattr(self, name) is not None for name in pair):
                 raise InputError(f"video: got both {pair[0]} and {pair[1]}; expected one of them")
-        if self.timestamps is not None:
-            object.__setattr__(self, "timestamps", _rising(self.timestamps))
+        if self.timestamps is None:
+            return
+        try:
+            times = np.asarray(self.timestamps, np.float64)
+            rises = times.ndim == 1 and times[0] >= 0 and (np.diff(times) > 0).all() and np.isfinite(times[-1])
+        except (TypeError, ValueError, OverflowError, IndexError):
+            rises = False
+        if not rises:
+            shown = f"timestamps {self.timestamps!r:.80}"
+            raise InputError(f"video: got {shown}; expected seconds that rise from 0 or more")
+        object.__setattr__(self, "timestamps", tuple(times.tolist()))
 
     def read(self) -> "Video":
         """Returns the video with a source of its own: a file's bytes, or frames as uint8 [N,H,W,3].
 
         Raises:
-          InputError: no such file, no frames, frames without their times or of several sizes, or a file with `rate`
-          or `timestamps`. ImageError: a frame that cannot be read.
+          InputError: no such file, no frames, frames without times or of several sizes, a file with times, or a frame
+          that cannot be read.
         """
-        source, name = self.source, "video"
-        if isinstance(source, os.PathLike):
-            path = Path(source)
-            name = str(path)
-            source = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else _bytes_of(path)
-
-        has_times = self.rate is not None or self.timestamps is not None
-        if isinstance(source, bytes):
-            if has_times:
-                raise InputError(f"{name}: got a file with rate or timestamps; expected them of frames alone")
+        source = self.files()
+        name = os.fspath(self.source) if isinstance(self.source, os.PathLike) else "video"
+        source = _bytes_of(source) if isinstance(source, os.PathLike) else source
+        is_file, has_times = isinstance(source, bytes), self.rate is not None or self.timestamps is not None
+        if is_file == has_times or (self.sound and not is_file):
+            shown = f"{'a file' if is_file else 'frames'} with {self.options}"
+            raise InputError(f"{name}: got {shown}; expected rate or timestamps of frames, and sound of a file alone")
+        if is_file:
             return dataclasses.replace(self, source=source)
-        if self.sound:
-            raise InputError(f"{name}: got frames with sound=True; expected a file, whose own sound it is")
-        if not has_times:
-            raise InputError(f"{name}: got frames without their times; expected rate= or timestamps=")
 
         # Frames in one array of their own.
         source = np.asarray(source) if isinstance(source, jax.Array) else source
-        if isinstance(source, np.ndarray) and source.ndim != 4:
-            raise InputError(f"{name}: got frames of shape {list(source.shape)}; expected [frames, height, width, 3]")
-        if not isinstance(source, np.ndarray | list | tuple) or not len(source):
-            kind = type(source).__name__
-            raise InputError(f"{name}: got a {kind} without frames; expected a file, a folder or frames")
+        is_array = isinstance(source, np.ndarray)
+        fits = source.ndim == 4 if is_array else isinstance(source, list | tuple)
+        if not fits or not len(source):
+            shown = f"frames of shape {list(source.shape)}" if is_array else f"a {type(source).__name__}"
+            raise InputError(f"{name}: got {shown}; expected a file, a folder, images or [frames, height, width, 3]")
         frames = [decoded(frame, f"{name}: frame {number}") for number, frame in enumerate(source)]
         sizes = sorted({frame.shape for frame in frames})
-        if len(sizes) != 1:
-            raise InputError(f"{name}: got frames of sizes {sizes}; expected one size")
-        if self.timestamps is not None and len(self.timestamps) != len(frames):
-            times = len(self.timestamps)
-            raise InputError(f"{name}: got {times} timestamps; expected one for each of {len(frames)} frames")
+        times = len(frames) if self.timestamps is None else len(self.timestamps)
+        if len(sizes) != 1 or times != len(frames):
+            shown = f"{len(frames)} frames of sizes {sizes} and {times} timestamps"
+            raise InputError(f"{name}: got {shown}; expected frames of one size, with one timestamp each")
         return dataclasses.replace(self, source=np.stack(frames))
 
 
@@ -218,15 +206,14 @@ class Audio(_Medium):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", _positive("audio: rate", self.rate, int))
-        is_array = isinstance(self.source, np.ndarray | jax.Array)
-        if is_array and (self.source.ndim != 1 or self.source.dtype.kind != "f" or not self.source.size):
-            raise InputError(
-                f"audio: got {self.source.dtype} {list(self.source.shape)}; expected floats [samples] of one channel"
-            )
-        if not is_array and not isinstance(self.source, bytes | os.PathLike):
-            raise InputError(f"audio: got a {type(self.source).__name__}; expected a path, bytes or a float array")
-        if is_array != (self.rate is not None):
-            raise InputError(f"audio: got rate {self.rate}; expected one with an array, and none with a file")
+        source, shown = self.source, f"a {type(self.source).__name__}"
+        is_array, fits = isinstance(source, np.ndarray | jax.Array), isinstance(source, bytes | os.PathLike)
+        if is_array:
+            shown = f"{source.dtype} {list(source.shape)}"
+            fits = source.ndim == 1 and source.dtype.kind == "f" and source.size > 0
+        if not fits or is_array != (self.rate is not None):
+            expected = "a path or bytes without a rate, or floats [samples] of one channel with one"
+            raise InputError(f"audio: got {shown} and rate {self.rate}; expected {expected}")
 
     def read(self) -> "Audio":
         """Returns the sound with a source of its own: a file's bytes, or samples as float32 [samples].
@@ -237,7 +224,7 @@ class Audio(_Medium):
         if isinstance(self.source, bytes):
             return self
         if isinstance(self.source, os.PathLike):
-            return Audio(_bytes_of(Path(self.source)))
+            return Audio(_bytes_of(self.source))
         samples = np.array(self.source, np.float32)
         if not np.isfinite(samples).all():
             raise InputError("audio: got samples that are not finite; expected numbers in −1 … 1")
@@ -263,25 +250,11 @@ def _positive(what: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _rising(values: Any) -> tuple[float, ...]:
-    """Returns timestamps as floats."""
+def _bytes_of(path: os.PathLike[str]) -> bytes:
     try:
-        times = np.asarray(values, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        times = np.zeros(())
-    if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times[0] < 0 or (np.diff(times) <= 0).any():
-        raise InputError(f"video: got timestamps {values!r:.80}; expected seconds that rise from 0 or more")
-    return tuple(map(float, times))
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
         raise InputError(f"{str(path)!r}: got no readable file ({error}); expected a video or audio file") from error
-
-
-# -------------------------------------------------------------------------------------------------------------- images
 
 
 def is_encoded(content: bytes) -> bool:
@@ -303,47 +276,40 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
     modes of 8 bits per value to RGB; transparency is laid over white. Errors call the image `name`.
 
     Raises:
-      ImageError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
+      InputError: a file does not exist, is not an image or is truncated; values have more than 8 bits; an array has
       another dtype or shape; the image is empty.
     """
     if isinstance(source, np.ndarray | jax.Array):
-        image = np.asarray(source)
-        if not is_pixels(image):
-            raise ImageError(
-                f"{name}: got {image.dtype} {list(image.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
-                "[H, W, 4]; normalised values go through patchify"
+        pixels = np.asarray(source)
+        if not is_pixels(pixels) or not pixels.size:
+            raise InputError(
+                f"{name}: got {pixels.dtype} {list(pixels.shape)}; expected uint8 [H, W], [H, W, 1], [H, W, 3] or "
+                "[H, W, 4], not empty; normalised values go through patchify"
             )
-        image = image[..., None] if image.ndim == 2 else image
-        image = np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    elif isinstance(source, bytes | str | os.PathLike) or hasattr(source, "getbands"):
-        with _opened(source, name) as file:
-            # Modes of 16 or 32 bits: Pillow clips instead of scaling.
-            if file.mode.startswith(("I", "F")):
-                raise ImageError(f"{name}: got mode {file.mode}; expected at most 8 bits a value (rescale it first)")
-            turned = require("PIL.ImageOps", "Pillow").exif_transpose(file)
-            # A palette may have a transparent colour without a channel of its own.
-            alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
-            image = np.array(turned.convert("RGBA" if alpha else "RGB"))
-    else:
-        raise ImageError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+        if pixels.shape[2:] == (3,):
+            return pixels
+        if pixels.shape[2:] != (4,):
+            return np.repeat(pixels.reshape(*pixels.shape[:2], 1), 3, axis=-1)
+        source = require("PIL.Image", "Pillow").fromarray(pixels)
+    elif not isinstance(source, bytes | os.PathLike) and not hasattr(source, "getbands"):
+        raise InputError(f"{name}: got a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
 
-    if image.size == 0:
-        raise ImageError(f"{name}: got {image.shape[0]}×{image.shape[1]} pixels; expected an image that is not empty")
-    if image.shape[-1] == 3:
-        return image
-    opacity = image[..., 3:].astype(np.uint16)
-    if opacity.min() == 255:
-        return np.ascontiguousarray(image[..., :3])
-
-    # Over white, with the bits of Pillow's `alpha_composite`: divided by 255 and rounded, without leaving 16 bits, by
-    # x / 255 ≈ (x + x / 256) / 256.
-    blended = image[..., :3] * opacity + 255 * (255 - opacity) + 128
-    return ((blended + (blended >> 8)) >> 8).astype(np.uint8)
+    with _opened(source, name) as file:
+        # Modes of 16 or 32 bits: Pillow clips instead of scaling.
+        if file.mode.startswith(("I", "F")) or 0 in file.size:
+            shown = f"mode {file.mode} and {file.width}×{file.height} pixels"
+            raise InputError(f"{name}: got {shown}; expected pixels of at most 8 bits a value (rescale it first)")
+        image = require("PIL.ImageOps", "Pillow").exif_transpose(file)
+        # A palette may have a transparent colour without a channel of its own.
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            Image = require("PIL.Image", "Pillow")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        return np.array(image.convert("RGB"))
 
 
 @contextlib.contextmanager
 def _opened(source: Any, name: str) -> Iterator[Any]:
-    """Opens an image with Pillow, which reads a file's header alone; errors about the image become ImageErrors."""
+    """Opens an image with Pillow, which reads a file's header alone; errors about the image become InputErrors."""
     Image = require("PIL.Image", "Pillow")
     # Warnings about large images, which a program may have made errors.
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
@@ -353,26 +319,21 @@ def _opened(source: Any, name: str) -> Iterator[Any]:
         else:
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 yield image
-    except ImageError:
+    except InputError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs) as error:
-        raise ImageError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
-
-
-# --------------------------------------------------------------------------------------------------------------- items
+        raise InputError(f"{name}: got no image that can be read ({error}); expected one that Pillow reads") from error
 
 
 def sort_of(item: Any, what: str = "prompt") -> Sort:
     """Classifies an item as image, video, audio, text or token ids.
 
-    A str is a text (see `check_text`). A `Video` or `Audio` is one, and so is a path (`os.PathLike`) with the suffix of
-    a video's or sound's file. Images are other paths, PIL images (recognised by `getbands`, without Pillow), bytes of
-    an encoded image, and arrays other than integer vectors. Token ids are integer vectors, and lists or tuples of
-    integers.
+    A path with another suffix than a video's or sound's is an image. So are PIL images (recognised by `getbands`,
+    without Pillow), bytes of an encoded image, and arrays other than integer vectors, which are token ids as lists of
+    integers are.
 
     Raises:
-      AmbiguousTextError: a str looks like a file's name. InputError: the item is of another kind. Messages begin with
-      `what`.
+      InputError: a str looks like a file's name, or the item is of another kind. Messages begin with `what`.
     """
     if isinstance(item, str):
         check_text(item, what)
@@ -385,12 +346,11 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
     if isinstance(item, np.ndarray | jax.Array):
         return "tokens" if item.ndim == 1 and item.dtype.kind in "iu" else "image"
     # bool is an int, but True is no token.
-    integers = isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item)
-    if integers and not any(isinstance(token, bool) for token in item):
+    kinds = {type(token) for token in item} if isinstance(item, list | tuple) else {bool}
+    if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
         return "tokens"
-    raise InputError(
-        f"{what}: got item of type {type(item).__name__}; expected text, token ids or an image, Video or Audio"
-    )
+    expected = "text, token ids or an image, Video or Audio"
+    raise InputError(f"{what}: got item of type {type(item).__name__}; expected {expected}")
 
 
 def sort_of_suffix(path: str | os.PathLike[str]) -> Sort | None:
@@ -399,11 +359,7 @@ def sort_of_suffix(path: str | os.PathLike[str]) -> Sort | None:
 
 
 def one_form(item: Any) -> Any:
-    """Reads an item to the form that its id is computed from, so that each is read once.
-
-    Images become pixels (`decoded`), videos and sounds as their `read` returns them. Texts, token ids and other arrays
-    are returned as they are.
-    """
+    """Reads images, videos and sounds to the form that ids are computed from; returns other items as they are."""
     medium = medium_of(item)
     if medium is not None:
         return medium.read()
@@ -419,35 +375,26 @@ def expect_small(item: ImageSource | Video | Audio, most: int, name: str = "imag
     its frames, or the array. Returns the bytes of an image's pixels, or of the medium.
 
     Raises:
-      ImageError: an image or frame is too large, a path is not a regular file, or the size cannot be read. InputError:
-      the same of a video or sound.
+      InputError: the item or a frame is too large, a path is not a regular file, or the size cannot be read.
     """
     is_medium = isinstance(item, Video | Audio)
-    source, refused = (item.source, InputError) if is_medium else (item, ImageError)
-    name = type(item).__name__.lower() if is_medium else name
+    source, name = (item.files(), type(item).__name__.lower()) if is_medium else (item, name)
     frames: Any = source if is_medium and isinstance(source, list | tuple) else ()
     size = len(source) if isinstance(source, bytes) else getattr(source, "nbytes", 0)
-    is_path = isinstance(source, str | os.PathLike)
-    if is_path:
-        name, path = os.fspath(source), Path(source)
-        try:
-            if is_medium and path.is_dir():
-                frames = [entry for entry in path.iterdir() if entry.is_file()]
-            elif path.is_file():
-                size = path.stat().st_size
-            else:  # a FIFO or device could block for ever
-                raise OSError("no regular file")
-        except (OSError, ValueError) as error:
-            raise refused(f"{name!r:.300}: got no such file ({error}); expected a media file") from error
+    if isinstance(source, os.PathLike):
+        name = os.fspath(source)
+        if not os.path.isfile(name):  # a FIFO or device could block for ever
+            raise InputError(f"{name!r:.300}: got no such file; expected a regular one")
+        size = os.path.getsize(name)
 
     # The header says how many bytes the pixels take as RGB.
-    if size <= most and not is_medium and (is_path or isinstance(source, bytes) or hasattr(source, "getbands")):
+    if size <= most and not is_medium and (isinstance(source, bytes | os.PathLike) or hasattr(source, "getbands")):
         with _opened(source, name) as image:
             size = image.width * image.height * 3
     for frame in frames:
         size += expect_small(frame, most, f"{name}: frame") if size <= most else 0
     if size > most:
-        raise refused(f"{name!r:.300}: got {size} bytes; expected at most {most}")
+        raise InputError(f"{name!r:.300}: got {size} bytes; expected at most {most}")
     return size
 
 
@@ -459,11 +406,8 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
     """
     # Each of these is iterable, and would be taken apart into letters, rows or keys.
     is_single = isinstance(items, str | bytes | os.PathLike | np.ndarray | jax.Array | Mapping)
-    if is_single or not isinstance(items, Iterable):
-        shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
-        raise InputError(f"{what}: got {shown}; expected a sequence of items, such as [{type(items).__name__} …]")
-
-    result = list(items)
+    result = [] if is_single or not isinstance(items, Iterable) else list(items)
     if not result:
-        raise InputError(f"{what}: got no items; expected at least one")
+        shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
+        raise InputError(f"{what}: got {shown}; expected a sequence of items, at least one")
     return result

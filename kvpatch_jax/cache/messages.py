@@ -1,17 +1,17 @@
 """Reading of chat messages and their parts, in the forms of OpenAI's APIs, vLLM and Hugging Face, to items of a prompt.
 
-A part of a message says what it is, so its text is always a text (`Text`), a str in a medium's place names a file, and
-data URLs are read. Nothing is downloaded: an address is refused. The parts of OpenAI's forms, which a server may pass
-on from its clients, carry their bytes and cannot name files.
+The text of a part is always a text, a str in a medium's place names a file, and data URLs are read. Nothing is
+downloaded. Parts in OpenAI's forms, which a server may pass on from its clients, carry bytes and cannot name files.
 """
 
 import base64
+import contextlib
 import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import jax
@@ -23,17 +23,12 @@ from .inputs import ADDRESS, Audio, Text, Video, sort_of, sort_of_suffix
 
 _EXPECTED = (
     '{"type": "text", "text": …}, {"type": "image", "image": a path, image or data URL}, likewise "video" and "audio", '
-    '{"type": "image_url", "image_url": {"url": a data URL}}, "video_url", or '
-    '{"type": "input_audio", "input_audio": {"data": base64}}'
+    '{"type": "image_url", "image_url": {"url": a data URL}}, or {"input_audio": {"data": base64}}'
 )
 _ADVICE = {"uuid", "detail", "cache_control"}
-"""Fields that say nothing of a part's content: a name, and advice to another service."""
+"""Fields that do not describe the content of a part."""
 _OPTIONS = {"video": {"fps", "frames", "rate", "timestamps", "sound"}, "audio": {"rate"}}
 """Fields that become options of a `Video` or `Audio`."""
-_DATA_URL = re.compile(r"data:([\w.+-]+)(/[\w.+-]+)?(;[\w-]+=[^;,]*)*;base64,", re.IGNORECASE)
-_LONGEST_HEAD = 300
-"""Maximum number of characters of a data URL before its data."""
-
 _MEDIA = ("image", "video", "audio")
 _FIELDS = {
     **{name: ("text", "text") for name in ("text", "input_text", "output_text")},
@@ -42,64 +37,62 @@ _FIELDS = {
     "input_image": ("image", "image_url"),
     "input_audio": ("audio", "input_audio"),
 }
-"""By type of part, the kind of its item, then the fields that may have the content, of which a part has one."""
+"""By type of part, the kind of its item, then the fields that may hold the content, of which a part has one."""
+_DATA_URL = re.compile(r"data:([\w.+-]+)(?:/[\w.+-]+)?(;[\w-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
 
 def part_item(part: Any, where: str = "message part") -> Any:
     """Returns the item that a part of a message holds: a `Text`, a path, an image (bytes too), a `Video` or an `Audio`.
 
-    A part without a type is what its field says (`{"image": …}`). Fields that are None are absent. A video may have the
-    fields fps, frames, rate, timestamps and sound of a `Video`, and a list of images in place of a file.
+    A part without a type has the type that its field names (`{"image": …}`). Fields that are None are absent. A video
+    may have the options of a `Video` as fields, and a list of images in place of a file.
 
     Raises:
-      InputError: a part of another form or type, with other fields, or without its content; an address that is no data
-      URL; damaged base64, or bytes of another kind. Messages begin with `where`.
+      InputError: a part of another form or type, with other fields, or without its content; an address; damaged base64,
+      or bytes of another kind. Messages begin with `where`.
     """
+    # The type, the field that holds the content, and options.
     if not isinstance(part, Mapping):
         raise InputError(f"{where}: got a part of type {type(part).__name__!r}; expected {_EXPECTED}")
     fields = {name: value for name, value in part.items() if value is not None and name not in _ADVICE}
     name = fields.pop("type", next((name for name in _FIELDS if name in fields), None))
+    shown = f"a part of type {name!r:.80} with the fields {sorted(map(str, fields))!r:.80}"
     if not isinstance(name, str) or name not in _FIELDS:
-        shown = f"a part of type {name!r:.80} with the fields {sorted(map(str, fields))!r:.80}"
         raise InputError(f"{where}: got {shown}; expected {_EXPECTED}")
-
-    # One field has the content, and the others are options.
     kind, *keys = _FIELDS[name]
-    key = next((key for key in keys if key in fields), None)
-    if key is None:
-        raise InputError(f"{where}: got a part of type {name!r} without its {keys[0]}; expected {_EXPECTED}")
-    content = fields.pop(key)
-    options = _OPTIONS.get(kind, set())
-    unknown = sorted(str(field) for field in fields if field not in options)
-    if unknown:
-        expected = sorted({keys[0], *options})
-        raise InputError(f"{where}: got a part of type {name!r} with the fields {unknown!r:.120}; expected {expected}")
+    key = next((key for key in keys if key in fields), keys[0])
+    content, options = fields.pop(key, None), _OPTIONS.get(kind, set())
+    if content is None or not options.issuperset(fields):
+        raise InputError(f"{where}: got {shown}; expected fields of {[key, *sorted(options)]}")
 
     if kind == "text":
         if not isinstance(content, str):
             raise InputError(f"{where}: got a text of type {type(content).__name__}; expected a str")
         return Text(content)
-    if name not in _MEDIA:
-        content = _carried(content, kind, where)
-    elif isinstance(content, str):
-        content = _data(content, kind, where) if key == "base64" else _named(content, kind, where)
+
+    # OpenAI's forms carry bytes and name no files.
+    form = "base64" if key == "base64" else "file" if name in _MEDIA else "data URL"
+    if form == "data URL":
+        carried = content if isinstance(content, Mapping) else {"url": content}
+        form = "base64" if isinstance(carried.get("data"), str) else form
+        content = str(carried.get("data") or carried.get("url"))
+    if isinstance(content, str):
+        content = _source(content, form, kind, where)
     elif kind == "video" and isinstance(content, list | tuple):
-        content = [_named(frame, "image", where) if isinstance(frame, str) else frame for frame in content]
+        content = [_source(frame, "file", "image", where) if isinstance(frame, str) else frame for frame in content]
 
     # The content must be of the part's kind, as far as can be seen without reading a file.
-    if kind == "image":
-        try:
-            fits = sort_of(content, where) == kind
-        except InputError:
-            fits = False
-    elif isinstance(content, Video | Audio):
-        fits = sort_of(content) == kind and not fields
-    else:
-        fits = not isinstance(content, os.PathLike) or sort_of_suffix(content) in (None, kind)
+    is_item = kind == "image" or isinstance(content, Video | Audio)
+    fits = not is_item
+    with contextlib.suppress(InputError):
+        if isinstance(content, os.PathLike):
+            fits = sort_of_suffix(content) in (None, kind)
+        elif is_item:
+            fits = sort_of(content) == kind and not fields
     if not fits:
         shown = repr(str(content)) if isinstance(content, os.PathLike) else f"a {type(content).__name__}"
         raise InputError(f"{where}: got {shown:.300}; expected {kind!r}: a path, a data URL or what it is decoded to")
-    if kind == "image" or isinstance(content, Video | Audio):
+    if is_item:
         return content
     return Video(content, **fields) if kind == "video" else Audio(content, **fields)
 
@@ -110,16 +103,13 @@ def content_items(message: Any, where: str = "message") -> list[Any]:
     Raises:
       InputError: no mapping, a content of another form, or a part that `part_item` refuses.
     """
-    if not isinstance(message, Mapping):
-        raise InputError(f"{where}: got a message of type {type(message).__name__}; expected {{'role', 'content'}}")
-    content = message.get("content")
-    if content is None:
-        return []
+    content = message.get("content") if isinstance(message, Mapping) else message
+    if not isinstance(message, Mapping) or not isinstance(content, str | list | tuple | None):
+        expected = "{'role', 'content'} with a text or a list of parts"
+        raise InputError(f"{where}: got content of type {type(content).__name__}; expected a message {expected}")
     if isinstance(content, str):
         return [Text(content)]
-    if not isinstance(content, list | tuple):
-        raise InputError(f"{where}: got content of type {type(content).__name__}; expected a text or a list of parts")
-    return [part_item(part, f"{where}, part {number}") for number, part in enumerate(content)]
+    return [part_item(part, f"{where}, part {number}") for number, part in enumerate(content or ())]
 
 
 def unit_items(unit: Any, where: str) -> list[Any]:
@@ -140,12 +130,12 @@ def unit_items(unit: Any, where: str) -> list[Any]:
         elif "role" not in item:
             result.append(part_item(item, where))
         else:
-            calls = item.get("tool_calls")
-            if calls is not None and not isinstance(calls, list | tuple):
-                raise InputError(f"{where}: got tool_calls of type {type(calls).__name__}; expected a list")
-            functions = [call.get("function", call) if isinstance(call, Mapping) else call for call in calls or ()]
             result += content_items(item, where)
+            calls = item.get("tool_calls")
+            if not isinstance(calls, list | tuple | None):
+                raise InputError(f"{where}: got tool_calls of type {type(calls).__name__}; expected a list")
             try:
+                functions = [call.get("function", call) if isinstance(call, Mapping) else call for call in calls or ()]
                 result += [Text(json.dumps(call, sort_keys=True, ensure_ascii=False)) for call in functions]
             except (TypeError, ValueError) as error:
                 raise InputError(f"{where}: got a tool call that is no JSON ({error}); expected one") from None
@@ -168,41 +158,23 @@ def part_name(item: Any) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _carried(content: Any, kind: str, where: str) -> bytes:
-    """Returns the bytes that a part of OpenAI's forms carries, as a data URL or, in "data", as base64 alone."""
-    fields = content if isinstance(content, Mapping) else {"url": content}
-    data, url = fields.get("data"), fields.get("url")
-    if isinstance(data, str):
-        return _data(data, kind, where)
-    if isinstance(url, str) and url[:5].lower() == "data:":
-        return _data(url, kind, where)
-    expected = f'a data URL (an address: fetch it first; a file: {{"type": {kind!r}, "path": its name}})'
-    raise InputError(f"{where}: got {url!r:.60}; expected {expected}")
+def _source(text: str, form: Literal["base64", "data URL", "file"], kind: str, where: str) -> Path | bytes:
+    """Returns the bytes of base64 (whose lines may be broken) or of a data URL of a kind, or the file that a str names.
 
-
-def _named(name: str, kind: str, where: str) -> Path | bytes:
-    """Returns the file that a str names, or the bytes of a data URL."""
-    if name[:5].lower() == "data:":
-        return _data(name, kind, where)
-    path = re.sub("^file://(localhost)?/", "/", name)
-    if path != name:
-        path = unquote(path)
-    elif ADDRESS.match(name) or name.startswith("file://"):
-        raise InputError(f"{where}: got {name[:300]!r}, an address; expected its bytes or a file: fetch it first")
-    return path_of(path, where, InputError)
-
-
-def _data(text: str, kind: str, where: str) -> bytes:
-    """Returns the bytes of base64, whose lines may be broken, or of a data URL (`data:image/png;base64,…`) of a kind.
-
-    Errors do not show the data.
+    A data URL may stand in place of each form. Errors do not show data.
     """
-    if text[:5].lower() == "data:":
-        head = _DATA_URL.match(text[:_LONGEST_HEAD])
-        if head is None:
-            raise InputError(f"{where}: got {text[:60]!r}; expected data:{kind}/…;base64,…")
-        if head[1].lower() != kind:
-            raise InputError(f"{where}: got a data URL of {head[1] + (head[2] or '')!r}; expected one of {kind}/…")
+    is_url = text[:5].lower() == "data:"
+    if form != "base64" and not is_url:
+        path = re.sub("^file://(localhost)?/", "/", text)
+        if form == "data URL" or (path == text and (ADDRESS.match(text) or text.startswith("file://"))):
+            expected = f'a data URL (an address: fetch it first; a file: {{"type": {kind!r}, "path": its name}})'
+            raise InputError(f"{where}: got {text[:100]!r}; expected {expected}")
+        return path_of(path if path == text else unquote(path), where, InputError)
+
+    if is_url:
+        head = _DATA_URL.match(text[:300])
+        if head is None or head[1].lower() != kind:
+            raise InputError(f"{where}: got {text.partition(',')[0]:.60}; expected data:{kind}/…;base64,…")
         text = text[head.end() :]
     try:
         content = base64.b64decode("".join(text.split()), validate=True)

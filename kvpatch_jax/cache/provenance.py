@@ -176,11 +176,6 @@ class Antecedent:
         return all(member.identity is None for member in self.members)
 
     @property
-    def plain(self) -> bool:
-        """Whether the ids say all that is known: no content, and all exact."""
-        return all(member == Member(member.id) for member in self.members)
-
-    @property
     def digest(self) -> str:
         """Digest of ids, contents and identities in their order: 32 hexadecimal digits."""
         fields = [b"antecedent"]

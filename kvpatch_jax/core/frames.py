@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import jax
 from jax.tree_util import DictKey
 
-from ..errors import FrameError, LayoutError
+from ..errors import LayoutError
 
 Frame = Literal["phase_free", "local", "engine"]
 
@@ -77,12 +77,12 @@ def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
     """Checks that KV is in an expected frame; a plain dictionary passes.
 
     Raises:
-      FrameError: the KV is in another frame. LayoutError: `kv` is not a mapping.
+      LayoutError: the KV is in another frame; `kv` is not a mapping.
     """
     if not isinstance(kv, Mapping):
         raise LayoutError(f"{what}: got a {type(kv).__name__}; expected {{channel: array}}")
     if isinstance(kv, FramedKV) and kv.frame not in expected:
-        raise FrameError(
+        raise LayoutError(
             f"{what}: got KV that is {_WORDS[kv.frame]}; expected it "
             f"{' or '.join(_WORDS[frame] for frame in expected)} ({_CONVERSIONS[expected[0]]})"
         )

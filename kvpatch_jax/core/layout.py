@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Num
 
-from ..errors import DtypeError, LayoutError, ShapeError
+from ..errors import LayoutError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from .frames import Frame as Frame
 from .rope import Angles, Rope
@@ -54,27 +54,18 @@ class Channel:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        whole = all(is_whole(number, 0) for number in (self.heads, self.width, self.rotary))
-        if not whole or self.heads < 1 or self.width < 1 or not 0 <= self.rotary <= self.width:
+        what, numbers = f"channel {self.name!r}", (self.heads, self.width, self.rotary)
+        if not all(is_whole(number, 0) for number in numbers) or 0 in numbers[:2] or self.rotary > self.width:
             raise LayoutError(
-                f"channel {self.name!r}: got heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
-                "positive heads and width, and rotary at most the width"
+                f"{what}: got heads {self.heads}, width {self.width}, rotary {self.rotary}; expected positive heads "
+                "and width, and rotary at most the width"
             )
-        if self.rope is not None:
-            expect_kind(self.rope, Rope, f"channel {self.name!r}: rope", "a Rope, or None", LayoutError)
+        expect_kind(self.rope, Rope | None, f"{what}: rope", "a Rope, or None", LayoutError)
         if self.layers is not None:
-            expect_kind(self.layers, tuple, f"channel {self.name!r}: layers", "a tuple, or None", LayoutError)
+            expect_kind(self.layers, tuple, f"{what}: layers", "a tuple, or None", LayoutError)
             whole = all(is_whole(layer, 0) for layer in self.layers)
             if not self.layers or not whole or list(self.layers) != sorted(set(self.layers)):
-                raise LayoutError(
-                    f"channel {self.name!r}: got layers {self.layers!r:.80}; expected whole numbers, ascending, or None"
-                )
-        part = self.name in PARTS
-        if part != (self.rows is not None) or (part and (not is_whole(self.rows, 1) or self.rotary)):
-            raise LayoutError(
-                f"channel {self.name!r}: got rows {self.rows!r:.80}, rotary {self.rotary}; expected parts of a "
-                f"transition, {', '.join(PARTS)}, to have a number of rows and no phase, and others to have none"
-            )
+                raise LayoutError(f"{what}: got layers {self.layers!r:.80}; expected whole numbers, ascending, or None")
 
     @property
     def features(self) -> int:
@@ -129,31 +120,6 @@ class KVLayout:
                     f"expected the rope's {rope.head_width} and {rope.dim}"
                 )
             self._check_kind(channel)
-        self._check_transition()
-
-    def _check_transition(self) -> None:
-        """Refuses parts of a transition that do not make one up, or stand before the rows."""
-        parts = {channel.name: channel for channel in self.channels if channel.rows is not None}
-        if not parts:
-            return
-
-        rows = len(self.channels) - len(parts)
-        named = self.names[rows:]
-        if not rows or set(named) != set(parts) or named not in (PARTS, PARTS[:2]):
-            raise LayoutError(
-                f"layout: got channels {list(self.names)}; expected those with a row per token, then "
-                f"{', '.join(PARTS)} of a transition (no tail where there is no convolution)"
-            )
-        map_, state = parts["map"], parts["state"]
-        shapes = ((state.rows, state.rows), (state.rows, 1), (1, 1))
-        if map_.heads != state.heads or (map_.rows, map_.width) not in shapes:
-            raise LayoutError(
-                f"layout: got a map of {map_.rows} rows, {map_.heads} heads and width {map_.width} with a state of "
-                f"{state.rows} rows and {state.heads} heads; expected as many heads, and one of {shapes}: a matrix, a "
-                "decay per row, or one decay"
-            )
-        if len({channel.layers for channel in parts.values()}) > 1:
-            raise LayoutError(f"layout: got parts of a transition on unlike layers; expected {map_.layers} for all")
 
     def _check_kind(self, channel: Channel) -> None:
         """Refuses a channel's own rope or layers that are not of this layout, or say nothing."""
@@ -203,7 +169,6 @@ class KVLayout:
         key_width: int,
         value_width: int,
         *,
-        decay: Literal["matrix", "row", "scalar"] = "matrix",
         tail: tuple[int, int] | None = None,
     ) -> "KVLayout":
         """Returns this layout with linear attention on some layers, which keep a transition and no rows.
@@ -211,7 +176,6 @@ class KVLayout:
         Args:
           layers: that have linear attention; this layout's channels are kept by the others.
           heads, key_width, value_width: of the state S: [key_width, value_width] per head.
-          decay: form of the map: a matrix (gated delta rules), a decay per row of S, or one decay (Mamba-2).
           tail: tokens that the convolution reads behind, and its width; None: there is no convolution.
 
         Raises:
@@ -224,9 +188,8 @@ class KVLayout:
                 f"layout: got linear attention on layers {linear} of {self.layers}; expected some of them, not all, of "
                 "a layout whose channels are on every layer"
             )
-        shape = {"matrix": (key_width, key_width), "row": (key_width, 1), "scalar": (1, 1)}[decay]
         channels = [dataclasses.replace(channel, layers=others) for channel in self.channels]
-        channels.append(Channel("map", heads, shape[1], layers=linear, rows=shape[0]))
+        channels.append(Channel("map", heads, key_width, layers=linear, rows=key_width))
         channels.append(Channel("state", heads, value_width, layers=linear, rows=key_width))
         if tail is not None:
             channels.append(Channel("tail", 1, tail[1], layers=linear, rows=tail[0]))
@@ -354,7 +317,7 @@ class KVLayout:
         The parts of a transition have their rows in place of T.
 
         Raises:
-          LayoutError: the channels differ. ShapeError: a shape differs. DtypeError: a dtype is not floating-point.
+          LayoutError: the channels differ. ShapeError: a shape differs; a dtype is not floating-point.
         """
         expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
         if set(kv) != set(self.names):
@@ -367,7 +330,7 @@ class KVLayout:
             if not hasattr(value, "dtype") or not hasattr(value, "shape"):
                 raise LayoutError(f"{what}[{channel.name!r}]: got a {type(value).__name__}; expected an array")
             if not _is_floating(value.dtype):
-                raise DtypeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
+                raise ShapeError(f"{what}[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
 
             shape, depth = value.shape, self.layers if channel.layers is None else len(channel.layers)
             rows = channel.rows

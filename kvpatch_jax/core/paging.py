@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.splice import check_slots, padded_width
 
-from ..errors import DtypeError, InputError, KernelSlotError, LayoutError, PoolError, ShapeError
+from ..errors import InputError, KernelError, LayoutError, PoolError, ShapeError
 from .buckets import Buckets
 from .layout import AnyArray, KVLayout, Positions, Start
 from .rope import Rope, check_positions
@@ -74,8 +74,8 @@ class Paged(NamedTuple):
           transition: of a hybrid model, that of each row's tokens.
 
         Raises:
-          KernelSlotError: a slot is out of range, or appears twice in a row. ShapeError: there are no rows of slots.
-          LayoutError, DtypeError, PoolError: `pool` is not a pool, or was donated.
+          KernelError: a slot is out of range, or appears twice in a row. ShapeError: there are no rows of slots.
+          LayoutError, ShapeError, PoolError: `pool` is not a pool, or was donated.
         """
         check_pool(None, pool)
         pages, size = next(iter(pool.values())).shape[1:3]
@@ -194,7 +194,7 @@ def _rows_of(slots: Rows) -> list[np.ndarray]:
     """Converts slots to a list of integer rows.
 
     Raises:
-      ShapeError: there are no rows. KernelSlotError: slots are not integers.
+      ShapeError: there are no rows. KernelError: slots are not integers.
     """
     if isinstance(slots, np.ndarray | jax.Array):
         array = np.asarray(slots)
@@ -212,7 +212,7 @@ def _rows_of(slots: Rows) -> list[np.ndarray]:
     rows = [row.astype(np.int32) if not row.size else row for row in rows]
     for row in rows:
         if row.dtype.kind not in "iu":
-            raise KernelSlotError(f"Paged: got slots of dtype {row.dtype}; expected integers")
+            raise KernelError(f"Paged: got slots of dtype {row.dtype}; expected integers")
     return rows
 
 
@@ -243,7 +243,7 @@ def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool
 
     Raises:
       LayoutError: `pool` is not a mapping, or the channels differ. ShapeError: a shape differs, or channels have
-      different pages. DtypeError: a value is not a floating-point array of NumPy or jax. PoolError: the pool was
+      different pages; a value is not a floating-point array of NumPy or jax. PoolError: the pool was
       donated.
     """
     if not isinstance(pool, Mapping) or not pool:
@@ -253,7 +253,7 @@ def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool
     for name, value in pool.items():
         if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
             kind = type(value).__name__
-            raise DtypeError(f"pool[{name!r}]: got type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
+            raise ShapeError(f"pool[{name!r}]: got type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise PoolError(
                 f"pool[{name!r}]: got an array that was donated; expected the pool that the last operation gave"
@@ -268,7 +268,7 @@ def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool
     for channel in layout.token_channels:
         value, widths = pool[channel.name], {channel.width}
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise DtypeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
+            raise ShapeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
         if padded and value.shape[-1] not in widths:
             widths.add(padded_width(channel.width))
         layers = layout.layers if channel.layers is None else len(channel.layers)
@@ -291,7 +291,7 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
     """Checks that a context has page tables of `rows` rows over a pool of this layout.
 
     Raises:
-      PoolError: the pool lacks a page, a page appears twice in a row, or the pool was donated. DtypeError, ShapeError:
+      PoolError: the pool lacks a page, a page appears twice in a row, or the pool was donated. ShapeError:
       an array has another dtype or shape. LayoutError: the pool has another layout.
     """
     pages, size = check_pool(layout, context.pool)
@@ -302,12 +302,12 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
     for name, (kind, word, times) in expected.items():
         value = getattr(context, name)
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, kind):
-            raise DtypeError(f"{what}.{name}: got {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
+            raise ShapeError(f"{what}.{name}: got {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
         if value.ndim != 2 or value.shape[0] != rows or value.shape[1] != context.table.shape[1] * times:
             wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
             raise ShapeError(f"{what}.{name}: got shape {value.shape}; expected {wanted}")
 
-    check_parts(layout, context.transition, f"{what}.transition", batch=(rows,), values=False)
+    check_parts(layout, context.transition, f"{what}.transition", (rows,))
 
     # The pages themselves are known only outside a trace.
     if isinstance(context.table, Tracer):
@@ -332,7 +332,7 @@ def padded_slots(slots: Slots, total: int) -> tuple[Int[np.ndarray, " N"], np.in
     """Pads slots to a bucket, so that few programs are compiled; returns them and the number that is not padding.
 
     Raises:
-      KernelSlotError: a slot that is not among the `total` of the pool, or is named twice.
+      KernelError: a slot that is not among the `total` of the pool, or is named twice.
     """
     array = np.asarray(slots)
     check_slots(array, total)

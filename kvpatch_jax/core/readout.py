@@ -94,23 +94,13 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
     Raises:
       ShapeError: there is no readout, or shapes differ.
     """
-    if not readouts:
-        raise ShapeError("merge_readouts: got no readouts; expected at least one")
-
-    for readout in readouts:
-        is_pair = isinstance(readout, tuple) and len(readout) == 2
-        if not is_pair or not all(hasattr(array, "shape") for array in readout):
-            raise ShapeError(
-                f"merge_readouts: got readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays"
-            )
-
-        o, lse = readout
-        if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
-            raise ShapeError(
-                f"merge_readouts: got o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
-                f"{readouts[0][0].shape[:-1]}"
-            )
-
+    pairs = [isinstance(pair, tuple) and [hasattr(array, "shape") for array in pair] == [True] * 2 for pair in readouts]
+    if not pairs or not all(pairs):
+        raise ShapeError(f"merge_readouts: got {readouts!r:.80}; expected at least one pair (o, lse) of arrays")
+    shape = readouts[0][0].shape
+    for o, lse in readouts:
+        if o.shape != shape or lse.shape != shape[:-1]:
+            raise ShapeError(f"merge_readouts: got o {o.shape}, lse {lse.shape}; expected {shape} and {shape[:-1]}")
     return _merged(readouts)
 
 

@@ -14,7 +14,7 @@ A rope defines the angle by which every rotary pair of a cached key is rotated a
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from ..utils.kinds import expect_kind, is_whole
 from .scaling import Scaling as Scaling
 
 Angles = Literal["exact", "float32"]
+Pairs = Literal["half", "pairs"]
+Order = Literal["blocked", "interleaved", "time_last"]
+_WORDS = {"cached": get_args(Pairs), "order": get_args(Order), "angles": get_args(Angles)}
 
 POSITION_LIMIT = 2**30
 """Concrete positions of this magnitude or more are rejected."""
@@ -59,9 +62,9 @@ class Rope:
 
     theta: float | int
     dim: int
-    cached: Literal["half", "pairs"] = "half"
+    cached: Pairs = "half"
     sections: tuple[int, ...] | None = None
-    order: Literal["blocked", "interleaved", "time_last"] = "blocked"
+    order: Order = "blocked"
     width: int | None = None
     scaling: Scaling | None = None
     angles: Angles = "exact"
@@ -73,14 +76,9 @@ class Rope:
         if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
             raise LayoutError(f"rope: got theta {self.theta!r:.80}; expected a positive number")
 
-        for name, value, words in (
-            ("cached", self.cached, ("half", "pairs")),
-            ("order", self.order, ("blocked", "interleaved", "time_last")),
-            ("angles", self.angles, ("exact", "float32")),
-        ):
-            if value not in words:
-                raise LayoutError(f"rope: got {name} {value!r}; expected one of {words}")
-
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                raise LayoutError(f"rope: got {name} {getattr(self, name)!r}; expected one of {words}")
         if self.width is not None and not is_whole(self.width, self.dim):
             raise LayoutError(f"rope: got width {self.width}; expected at least dim {self.dim}")
 
@@ -227,23 +225,13 @@ def _cos_sin_of_phase(rope: Rope, phase: Array, fraction: Array | None) -> tuple
 
 def _align(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
     """Aligns local [..., T] or [..., T, A] with a start that is a scalar, one per axis, or batched like local."""
-    axes = rope.axes
-    if axes is None:
-        if start.ndim:
-            start = start[..., None]
-    else:
-        if local.ndim == 0 or local.shape[-1] != axes:
-            raise InputError(f"rope: got positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes")
-        if start.ndim:
-            if start.shape[-1] != axes:
-                raise InputError(f"rope: got start of shape {start.shape}; expected a scalar or [..., {axes}]")
-            start = start[..., None, :]
-
-    if local.ndim < (1 if axes is None else 2):
-        raise InputError(
-            f"rope: got positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]"
-        )
-    return local, start
+    axes = () if rope.axes is None else (rope.axes,)
+    if local.ndim <= len(axes) or (axes and local.shape[-1:] != axes):
+        expected = "[..., T]" if rope.axes is None else f"[..., T, {rope.axes}] for {rope.axes} axes"
+        raise InputError(f"rope: got positions of shape {local.shape}; expected {expected}")
+    if start.ndim and axes and start.shape[-1:] != axes:
+        raise InputError(f"rope: got start of shape {start.shape}; expected a scalar or [..., {rope.axes}]")
+    return local, jnp.expand_dims(start, start.ndim - len(axes)) if start.ndim else start
 
 
 def rope_tables(
@@ -338,7 +326,7 @@ def rotate(
     x: Float[Array, "*leading T K H"],
     cos: Float[Array, "..."],
     sin: Float[Array, "..."],
-    cached: Literal["half", "pairs"] = "half",
+    cached: Pairs = "half",
     scale: float = 1.0,
 ) -> Float[Array, "*leading T K H"]:
     """Rotates the first R channels of x by the given cosines and sines, in float32; the result has x's dtype.
@@ -376,8 +364,8 @@ def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: In
     """Checks that concrete positions are in range and inside a pinned regime; traced ones pass.
 
     Raises:
-      InputError: a position is not finite, or |start + local| ≥ 2³⁰.
-      InputError: a position exceeds the pinned regime of a length-dependent scaling.
+      InputError: a position is not finite, or |start + local| ≥ 2³⁰;
+      a position exceeds the pinned regime of a length-dependent scaling.
     """
     if not isinstance(local, Tracer) and local.size:
         check_extent(rope, extent(local), start)

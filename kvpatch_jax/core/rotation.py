@@ -150,8 +150,8 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
       {channel: [L, ..., T, K, H]} of the same shapes and dtypes; channels without phase are returned unchanged.
 
     Raises:
-      LayoutError, ShapeError, DtypeError, InputError: an argument does not match the layout.
-      FrameError: the keys are rotated already.
+      LayoutError, ShapeError, InputError: an argument does not match the layout.
+      LayoutError: the keys are rotated already.
     """
     expect_frame(kv, "to_engine", "phase_free")
     return EngineKV(_checked_rotation(layout, kv, local, start, False))
@@ -169,7 +169,7 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
     are placed. Convert them to float32 first to get them back bit by bit (`pool.RAGGED.splice` takes such chunks).
 
     Raises:
-      As `to_engine`. FrameError: the keys are phase-free already.
+      As `to_engine`. LayoutError: the keys are phase-free already.
     """
     expect_frame(kv, "to_phase_free", "engine", "local")
     return PhaseFreeKV(_checked_rotation(layout, kv, local, start, True))
@@ -188,7 +188,7 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
       kv of the same shapes and dtypes. No attention scaling is applied, because the keys already carry it.
 
     Raises:
-      InputError: a position is not finite, or is 2³⁰ or more. FrameError: the keys are phase-free. Otherwise as
+      InputError: a position is not finite, or is 2³⁰ or more. LayoutError: the keys are phase-free. Otherwise as
       `to_engine`.
     """
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)

@@ -7,7 +7,6 @@ from .basis import fit_basis as fit_basis
 from .basis import form_in_basis as form_in_basis
 from .basis import with_basis as with_basis
 from .byte_budget import ByteBudget as ByteBudget
-from .byte_budget import choose_directions as choose_directions
 from .canonical import conditioned as conditioned
 from .canonical import make_chunk as make_chunk
 from .change import correction_patch as correction_patch
@@ -27,6 +26,5 @@ from .information_weights import calibrate_sensitivity as calibrate_sensitivity
 from .orbit import Accumulated as Accumulated
 from .orbit import accumulate as accumulate
 from .orbit import orbit_patch as orbit_patch
-from .orbit import orders_of as orders_of
 from .placed import Placed as Placed
 from .placed import apply_patch as apply_patch

@@ -60,8 +60,7 @@ def mean_base(chunk: Chunk, conditioned: Iterable[KVArrays], antecedents: Iterab
     # The order in which antecedents were met is no part of the base.
     inputs = [encoded(digest) for digest in sorted(digests)]
     fields = [b"base", encoded("mean"), encoded(chunk.backbone), b"lead", *lead, b"inputs", *inputs]
-    # Residuals are those of the canonical's own forward.
-    return dataclasses.replace(chunk, kv=mean, lead=digest_of(fields, size=16), hidden=None)
+    return dataclasses.replace(chunk, kv=mean, lead=digest_of(fields, size=16))
 
 
 def _input_digest(chunk: Chunk, conditioned: KVArrays, antecedent: Antecedent) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ..cache import AntecedentLike, Chunk, ChunkKey, Patch, PatchMetadata, antecedent_of, examine, same_storage
 from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, quantised, value_of
-from ..errors import InputError, PatchMismatchError, RankError, ShapeError
+from ..errors import InputError, PatchMismatchError, ShapeError
 from .form import KVArrays, Rank, check_conditioned, deficit_of, factor_dtype, finite_factors, rank_by_channel
 
 
@@ -50,25 +50,28 @@ class Basis:
         """Number of directions of each channel."""
         return {name: value.shape[1] for name, value in self.directions.items()}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the directions."""
-        return sum(int(value.nbytes) for value in self.directions.values())
-
     @functools.cached_property
     def digest(self) -> str:
         """Digest over the bits of the directions and the backbone, 32 hexadecimal digits, which patches name."""
         # Directions of another backbone are another basis, even if their numbers were equal.
-        fields = [self.backbone]
-        for name, value in sorted(self.directions.items()):
-            fields.append(f"{name}\0{examine({name: value}, value.shape[1])[0]}")
+        directions = sorted(self.directions.items())
+        fields = [
+            self.backbone,
+            *[f"{name}\0{examine({name: value}, value.shape[1])[0]}" for name, value in directions],
+        ]
         return hashlib.blake2b("\0".join(fields).encode(), digest_size=16).hexdigest()
 
+    def of_layers(self, name: str, layers: tuple[int, ...], rank: int | None) -> Array:
+        """Returns the first directions of a channel in some layers, [L', M, F]; all of both without a copy."""
+        value = self.directions[name]
+        value = value if len(layers) == self.layout.layers else value[np.asarray(layers)]
+        return jnp.asarray(value if rank is None or rank >= value.shape[1] else value[:, :rank])
 
-def _first_rows(value: Any, layers: tuple[int, ...], total: int, rank: int | None) -> Any:
-    """Returns the first directions of some layers, [L', M, F]; without a copy where that is all of them."""
-    value = value if len(layers) == total else value[np.asarray(layers)]
-    return value if rank is None or rank >= value.shape[1] else value[:, :rank]
+    def check_serves(self, chunk: Chunk) -> None:
+        """Raises PatchMismatchError for a chunk of another backbone or layout."""
+        if chunk.backbone != self.backbone or not same_storage(self.layout, chunk.layout):
+            expected = f"{chunk.backbone!r:.40}, {chunk.layout}, those of {chunk.id!r}"
+            raise PatchMismatchError(f"basis: got backbone {self.backbone!r:.40}, {self.layout}; expected {expected}")
 
 
 def fit_basis(
@@ -83,31 +86,31 @@ def fit_basis(
       rank: directions for every channel, or per channel (0, or leaving one out: none).
 
     Raises:
-      InputError: no pairs. PatchMismatchError: chunks of several backbones. RankError: a rank below 1, or beyond a
+      InputError: no pairs. PatchMismatchError: chunks of several backbones. InputError: a rank below 1, or beyond a
       channel's features. LayoutError: an unknown channel. Else as `form_patch` of `conditioned`.
     """
-    first: Chunk | None = None
+    empty: Basis | None = None
     sums: dict[str, Any] = {}
     for chunk, conditioned in pairs:
         check_conditioned(chunk, conditioned)
-        first = first or chunk
-        _check_same_model(first.backbone, first.layout, chunk)
+        empty = empty or Basis({}, chunk.layout, chunk.backbone)
+        empty.check_serves(chunk)
         for name, value in deficit_of(conditioned, chunk.kv, chunk).items():
             sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
-    if first is None:
+    if empty is None:
         raise InputError("basis: got no deficits; expected some chunks, each with its conditioned KV")
 
     directions = {}
-    for name, size in rank_by_channel(first.layout, rank, "basis").items():
-        features = first.layout.channel(name).features
+    for name, size in rank_by_channel(empty.layout, rank, "basis").items():
+        features = empty.layout.channel(name).features
         if size == 0 and isinstance(rank, Mapping):
             continue
         if not 1 <= size <= features:
-            raise RankError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
+            raise InputError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
         # Columns, the weakest first.
         vectors = jnp.linalg.eigh(sums[name])[1]
         directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
-    return Basis(directions, first.layout, first.backbone)
+    return dataclasses.replace(empty, directions=directions)
 
 
 @jax.jit
@@ -137,18 +140,18 @@ def form_in_basis(
       rank: how many of the directions, the strongest first; None for all.
 
     Raises:
-      PatchMismatchError: a basis of another backbone or layout. RankError: a rank below 1. Else as `form_patch`.
+      PatchMismatchError: a basis of another backbone or layout. InputError: a rank below 1. Else as `form_patch`.
     """
     check_conditioned(chunk, conditioned)
-    _check_same_model(basis.backbone, basis.layout, chunk)
+    basis.check_serves(chunk)
     if rank is not None and rank < 1:
-        raise RankError(f"basis: got rank {rank}; expected at least 1, or None")
+        raise InputError(f"basis: got rank {rank}; expected at least 1, or None")
 
     delta, layers = deficit_of(conditioned, chunk.kv, chunk), tuple(range(chunk.layout.layers))
     factors: Factors = {}
-    for name, directions in basis.directions.items():
+    for name in basis.directions:
         # Directions are orthonormal, so the best coefficients are products with them: no factorisation.
-        v = jnp.asarray(_first_rows(directions, layers, len(layers), rank))
+        v = basis.of_layers(name, layers, rank)
         flat = ops.flatten_heads(delta[name])
         u = jnp.einsum("l...tf,lmf->l...tm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         if chunk.batch is not None:
@@ -157,13 +160,6 @@ def form_in_basis(
 
     metadata = PatchMetadata(ChunkKey.of(chunk), antecedent_of(antecedent), layers, basis=basis.digest)
     return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
-
-
-def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:
-    if chunk.backbone != backbone:
-        raise PatchMismatchError(f"basis: got backbone {backbone!r}; expected {chunk.backbone!r}, that of {chunk.id!r}")
-    if not same_storage(layout, chunk.layout):
-        raise PatchMismatchError(f"basis: got layout {layout}; expected {chunk.layout}")
 
 
 def with_basis(patch: Patch, basis: Basis) -> Patch:
@@ -183,8 +179,7 @@ def with_basis(patch: Patch, basis: Basis) -> Patch:
         rank, most = u.shape[-1], basis.ranks.get(name, 0)
         if rank > most:
             raise ShapeError(f"patch: got {rank} directions of {name!r}; expected at most {most}")
-        v = _first_rows(basis.directions[name], metadata.layers, basis.layout.layers, rank)
-        factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(v))
+        factors[name] = (jax.tree.map(jnp.asarray, u), basis.of_layers(name, metadata.layers, rank))
     return Patch(factors, metadata)
 
 

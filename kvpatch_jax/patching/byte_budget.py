@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..cache import Chunk, check_finite
 from ..core import PARTS, AnyArray, RaggedFactors, factor_bits, ops, packed_bytes, quantised
-from ..errors import InputError, RankError, ShapeError
+from ..errors import InputError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 
 Weights = Mapping[str, Float[AnyArray, "L F"]]
@@ -34,9 +34,6 @@ class ByteBudget:
 
     Attributes:
       nbytes: 1 or more.
-      per_byte: chooses directions by their squared singular value per byte; False: by the value alone. They differ
-        where a direction of one channel takes more bytes than that of another, as of latent attention.
-      most: the highest rank of one layer, which bounds what serving costs; None: as high as the chunk allows.
       relative: 0 compares directions by their energy, which leaves the least error over all; 1 by their share of the
         energy of their layer and channel, so that layers of small numbers are corrected as far as others; between, by
         energy over that power of the layer's. None: 0 with weights (`calibrate_sensitivity`), else 0.5.
@@ -46,46 +43,31 @@ class ByteBudget:
     """
 
     nbytes: int
-    per_byte: bool = False
-    most: int | None = None
     relative: float | int | None = None
 
     def __post_init__(self) -> None:
         power = 0 if self.relative is None else self.relative
         if isinstance(power, bool) or not isinstance(power, float | int) or not 0 <= power <= 1:
             raise InputError(f"ByteBudget.relative: got {self.relative!r:.80}; expected a number from 0 to 1")
-        for word, number in (("nbytes", self.nbytes), ("most", 1 if self.most is None else self.most)):
-            if not is_whole(number, 1):
-                raise InputError(f"ByteBudget.{word}: got {number!r:.80}; expected a whole number from 1")
-
-    def power(self, has_weights: bool = False) -> float | int:
-        """Returns `relative`, or what None stands for."""
-        return (0.0 if has_weights else 0.5) if self.relative is None else self.relative
+        if not is_whole(self.nbytes, 1):
+            raise InputError(f"ByteBudget.nbytes: got {self.nbytes!r:.80}; expected a whole number from 1")
 
     @classmethod
-    def share(cls, chunk: Chunk, share: float | int, **options: Any) -> "ByteBudget":
+    def share(cls, chunk: Chunk, share: float | int, relative: float | int | None = None) -> "ByteBudget":
         """Returns a share of the bytes of a chunk's KV in 16 bits, padding left out; a transition counts once.
 
-        Args:
-          share: above 0.
-          options: per_byte, most and relative.
-
         Raises:
-          InputError: not such a share, or one of less than a byte.
+          InputError: a share that is not above 0, or one of less than a byte.
         """
         expect_kind(chunk, Chunk, "ByteBudget.share", "a Chunk")
         if not isinstance(share, float | int) or isinstance(share, bool) or not 0 < share < 1e6:
             raise InputError(f"ByteBudget.share: got {share!r:.80}; expected a number above 0")
         whole = chunk.layout.bytes_per_token() * chunk.length + chunk.layout.transition_bytes(jnp.bfloat16)
-        return cls(int(share * whole), **options)
+        return cls(int(share * whole), relative)
 
 
-def direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:
-    """Counts the bytes of one direction: a coefficient for each token and a number for each feature, with scales.
-
-    Args:
-      tokens: padded, as factors have them. dtype: of factors, as `form_patch` takes it.
-    """
+def _direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> int:
+    """Counts the bytes of one direction: a coefficient for each token and a number for each feature, with scales."""
     few = factor_bits(dtype)
     if few is not None:
         return sum(packed_bytes(1, size, *few, -1, symmetric=True) for size in (tokens, features))
@@ -95,11 +77,9 @@ def direction_bytes(tokens: int, features: int, dtype: jax.typing.DTypeLike) -> 
 
 
 def choose_directions(
-    singular_values: Mapping[str, Float[AnyArray, "L R"]],
+    singular_values: Mapping[str, Float[np.ndarray, "L R"]],
     costs: Mapping[str, int],
     budget: int,
-    *,
-    per_byte: bool = False,
     column_bytes: Mapping[str, int] | None = None,
 ) -> dict[str, Int[np.ndarray, " L"]]:
     """Chooses how many directions each layer and channel keeps, by greedy choice of the largest squared values.
@@ -111,35 +91,23 @@ def choose_directions(
     Args:
       singular_values: by channel, descending in each layer. costs: bytes of one direction, by channel.
       budget: bytes.
-      per_byte: chooses by the squared value per byte.
       column_bytes: by channel, what every further rank of its highest layer costs beside (the table of rows).
-
-    Raises:
-      InputError: channels without a cost, costs below 1, or values that are negative, not finite, or ascend.
     """
-    if set(singular_values) != set(costs) or not all(is_whole(cost, 1) for cost in costs.values()):
-        raise InputError(f"choose_directions: got costs {dict(costs)!r:.200}; expected bytes for each channel, from 1")
-
     # All directions in one list: their energy, channel, layer, and place within the layer.
-    names, columns = list(singular_values), dict(column_bytes or {})
-    energies, places = [], []
-    for number, name in enumerate(names):
-        values = np.asarray(singular_values[name], np.float64)
-        if values.ndim != 2 or not np.isfinite(values).all() or (values < 0).any() or (np.diff(values) > 0).any():
-            raise InputError(f"choose_directions: got singular values of {name!r} that do not descend to 0 or above")
+    names, columns = list(singular_values), column_bytes or {}
+    ranks = {name: np.zeros(len(value), np.int64) for name, value in singular_values.items()}
+    energies, places = [np.zeros(0)], [np.zeros((0, 3), np.int64)]
+    for number, values in enumerate(singular_values.values()):
         layer, rank = np.indices(values.shape)
-        energies.append((values**2 / (costs[name] if per_byte else 1)).ravel())
+        energies.append((np.asarray(values, np.float64) ** 2).ravel())
         places.append(np.stack([np.full(values.size, number), layer.ravel(), rank.ravel()], axis=1))
 
-    ranks = {name: np.zeros(len(singular_values[name]), np.int64) for name in names}
-    if not names:
-        return ranks
-    energy, place = np.concatenate(energies), np.concatenate(places)
     # The stable order keeps equal values of a layer in theirs.
+    energy, place = np.concatenate(energies), np.concatenate(places)
     order = np.argsort(-energy, kind="stable")
     order = order[energy[order] > 0]
 
-    left, cheapest = budget, min(costs.values())
+    left, cheapest = budget, min(costs.values(), default=0)
     for number, layer, rank in place[order].tolist():
         if left < cheapest:
             break
@@ -172,20 +140,19 @@ def form_ragged(
       `RaggedFactors` by channel; channels without directions are left out.
 
     Raises:
-      RankError: the budget does not hold one direction. NotFiniteError: factors beyond the dtype's range.
+      InputError: the budget does not hold one direction. NotFiniteError: factors beyond the dtype's range.
     """
     shapes = {name: value.shape for name, value in delta.items()}
     if any(len(shape) != 4 for shape in shapes.values()):
-        raise ShapeError(
-            f"{what}: got a batch with a ByteBudget; expected one chunk (`choose_directions` is on arrays)"
-        )
+        raise ShapeError(f"{what}: got a batch with a ByteBudget; expected one chunk")
     found = _jitted_directions(dict(delta), None if weights is None else dict(weights))
-    values, costs, columns, index_dtype, power = {}, {}, {}, {}, budget.power(weights is not None)
+    values, costs, columns, index_dtype = {}, {}, {}, {}
+    power = budget.relative if budget.relative is not None else 0.5 if weights is None else 0
     for name, (singular, _, _) in found.items():
         layers, tokens, features = shapes[name][0], shapes[name][1], shapes[name][2] * shapes[name][3]
         # A transition's part has no padding: all of its rows count.
         own = tokens if name in PARTS else length
-        limit = min(own, features, features if budget.most is None else budget.most)
+        limit = min(own, features)
         # Rounding must not let values ascend, nor the tail of a thin deficit count as energy.
         host = np.minimum.accumulate(np.asarray(singular)[:, :limit].clip(0), axis=1)
         values[name] = np.where(host > 1e-7 * host[:, :1], host, 0.0)
@@ -193,15 +160,15 @@ def form_ragged(
             # A layer of next to nothing, such as the roundings of the first one, has no claim to a share of its own.
             norms = np.linalg.norm(np.asarray(singular, np.float64), axis=1, keepdims=True)
             values[name] = values[name] / np.maximum(norms, 1e-3 * norms.max() + 1e-30) ** power
-        costs[name] = direction_bytes(tokens, features, dtype)
+        costs[name] = _direction_bytes(tokens, features, dtype)
         # The budget bounds how many rows there are.
         index_dtype[name] = np.int16 if min(layers * limit, budget.nbytes // costs[name]) < 1 << 15 else np.int32
         columns[name] = layers * np.dtype(index_dtype[name]).itemsize
 
-    ranks = choose_directions(values, costs, budget.nbytes, per_byte=budget.per_byte, column_bytes=columns)
+    ranks = choose_directions(values, costs, budget.nbytes, columns)
     least = min(costs[name] + columns[name] for name in costs)
     if budget.nbytes < least:
-        raise RankError(f"{what}: got a budget of {budget.nbytes} bytes; expected at least {least}, for one direction")
+        raise InputError(f"{what}: got a budget of {budget.nbytes} bytes; expected at least {least}, for one direction")
 
     factors: ops.Factors = {}
     for name, own in ranks.items():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num
 
-from ..backbone import Backbone, Tokens, ahead_of, check_is_backbone, check_tokens, joined
+from ..backbone import Backbone, Tokens, check_is_backbone, check_tokens, joined, joined_tokens
 from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
 from ..core import AnyArray, EngineKV, PhaseFreeKV, end_position, to_engine
 from ..errors import InputError, ShapeError
@@ -40,7 +40,7 @@ def make_chunk(
       span is one more than where they end (`core.end_position`).
 
     Raises:
-      ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
+      InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
       infinity.
     """
     check_is_backbone(backbone, "make_chunk")
@@ -92,7 +92,7 @@ def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
     """Embeds a lead, one row; `Tokens` are returned as they are.
 
     Raises:
-      ImageError, InputError: as `prepare`. ShapeError: no tokens, or not one row.
+      InputError: as `prepare`. ShapeError: no tokens, or not one row.
     """
     tokens = unit_tokens(backbone, lead, "lead")
     if len(tokens.embeddings) != 1:
@@ -119,7 +119,7 @@ def conditioned(
       has the transition of its own tokens, so each takes a forward of its own.
 
     Raises:
-      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows. InputError: positions of a unit
+      InputError: as `prepare`. ShapeError: unequal numbers of rows. InputError: positions of a unit
       behind others do not begin at 0, as of tokens cut out of a longer prompt.
     """
     check_is_backbone(backbone, "conditioned")
@@ -171,7 +171,7 @@ def conditioned(
 
 def _forward_over_all(backbone: Backbone, parts: Sequence[Tokens]) -> list[dict[str, Array]]:
     """Runs one forward over tokens that follow each other, and cuts its phase-free KV into theirs."""
-    kv, begin, values = backbone.prefill(one_behind_the_other(parts)).kv, 0, []
+    kv, begin, values = backbone.prefill(joined_tokens(parts)).kv, 0, []
     for tokens in parts:
         end = begin + tokens.embeddings.shape[1]
         values.append(backbone.layout.between(kv, begin, end))
@@ -197,7 +197,7 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens, what: str = "c
     """Embeds the items of one unit; `Tokens` are returned as they are. Messages begin with `what`.
 
     Raises:
-      ImageError, InputError: as `prepare`. ShapeError: tokens without a batch axis, or none.
+      InputError: as `prepare`. ShapeError: tokens without a batch axis, or none.
     """
     tokens = unit if isinstance(unit, Tokens) else backbone.embed(**backbone.prepare(items_of(unit, what)))
     check_tokens(tokens, what)

@@ -35,7 +35,7 @@ from ..core import (
     resize,
     value_of,
 )
-from ..errors import InputError, PatchMismatchError, RankError
+from ..errors import InputError, PatchMismatchError
 from ..utils.kinds import expect_kind, is_whole
 from .form import (
     KVArrays,
@@ -162,7 +162,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       with a rank for each layer, every layer keeps its rank, or has `rank` where that is smaller.
 
     Raises:
-      PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
+      PatchMismatchError: the correction is of another patch. InputError: a rank beyond the two patches' ranks together.
       LayoutError: a rank for an unknown channel.
     """
     _check_updatable(patch, "update_patch")
@@ -199,7 +199,7 @@ def _merge(own: ChannelFactors, other: ChannelFactors, rank: int | None, name: s
         rank = u1.shape[-1] if rank is None else rank
         limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
         if not 1 <= rank <= limit:
-            raise RankError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
+            raise InputError(f"update: got rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
         return _ragged_as(own, u, v) if isinstance(own, RaggedFactors) else (u, v)
 
@@ -246,7 +246,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
 
     Raises:
-      RankError: below 1 or above what the patch has. LayoutError: an unknown channel.
+      InputError: below 1 or above what the patch has. LayoutError: an unknown channel.
     """
     expect_kind(patch, Patch, "patch", "a Patch")
     ranks, present = rank_by_channel(patch.metadata.chunk.layout, rank, "truncate", keep=True), patch.ranks
@@ -258,7 +258,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
             factors[name] = own
             continue
         if not 1 <= size <= most:
-            raise RankError(f"truncate: got rank {size} for channel {name!r}; expected 1 to {most}")
+            raise InputError(f"truncate: got rank {size} for channel {name!r}; expected 1 to {most}")
         if isinstance(own, RaggedFactors):
             factors[name] = _with_rows(own, np.asarray(own.rows)[:, :size])
             continue

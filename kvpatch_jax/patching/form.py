@@ -23,7 +23,7 @@ from ..cache import (
     check_finite,
 )
 from ..core import PARTS, Factors, FormPlan, KVLayout, arrays_of, expect_frame, factor_bits, ops
-from ..errors import InputError, LayoutError, RankError, ShapeError
+from ..errors import InputError, LayoutError, ShapeError
 from ..utils.kinds import expect_kind, is_whole
 from ..utils.sizes import size_of
 from .byte_budget import ByteBudget, form_ragged
@@ -73,7 +73,7 @@ def form_patch(
       weights: of bytes, how much an error in each feature counts (`calibrate_sensitivity`).
 
     Raises:
-      RankError: a rank below 1, or bytes that hold no direction. LayoutError, ShapeError, DtypeError, NotFiniteError:
+      InputError: a rank below 1, or bytes that hold no direction. LayoutError, ShapeError, NotFiniteError:
       `conditioned` or the chunk do not fit. InputError: layers out of range, a dtype that factors cannot have, or
       weights with a rank. PatchMismatchError: weights of another backbone or layout.
     """
@@ -127,7 +127,7 @@ def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditio
     """Checks that KV has a chunk's frame, layout and shapes, and is finite.
 
     Raises:
-      InputError: not a chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV does not fit it.
+      InputError: not a chunk. LayoutError, ShapeError: the KV does not fit it.
       NotFiniteError: NaN or infinity.
     """
     expect_kind(chunk, Chunk, "chunk", "a Chunk")
@@ -171,11 +171,11 @@ def rank_by_channel(layout: KVLayout, rank: Rank | None, what: str, *, keep: boo
       keep: accept None for a channel that stays as it is, and give it to those that a mapping leaves out.
 
     Raises:
-      RankError: not whole numbers. LayoutError: an unknown channel.
+      InputError: not whole numbers. LayoutError: an unknown channel.
     """
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
         if not (keep and number is None) and not is_whole(number, -(1 << 62)):
-            raise RankError(f"{what}: got rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+            raise InputError(f"{what}: got rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
     if not isinstance(rank, Mapping):
         return dict.fromkeys(layout.names, rank)
 
@@ -195,7 +195,7 @@ def choose_ranks(chunk: Chunk, rank: Rank, dense: bool = True) -> tuple[tuple[st
     """Returns the rank of each channel that gets a patch, at most min(T, F); None where it is stored dense.
 
     Raises:
-      RankError: a rank below 1. LayoutError: an unknown channel.
+      InputError: a rank below 1. LayoutError: an unknown channel.
     """
     chosen: list[tuple[str, int | None]] = []
     for name, size in rank_by_channel(chunk.layout, rank, "patch").items():
@@ -203,7 +203,7 @@ def choose_ranks(chunk: Chunk, rank: Rank, dense: bool = True) -> tuple[tuple[st
         if size == 0 and isinstance(rank, Mapping):
             continue
         if size < 1:
-            raise RankError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
+            raise InputError(f"patch: got rank {size} for channel {name!r}; expected at least 1")
 
         # The parts of a transition have rows of their own, and no padding.
         kv, live = chunk.kv[name], None if name in PARTS else chunk.length

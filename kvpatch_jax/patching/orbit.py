@@ -1,9 +1,7 @@
 """Orbit patches: one patch for every order of an antecedent set, of its mean deficit over orders. Kamera §5."""
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,12 +10,9 @@ from jaxtyping import Float
 
 from ..cache import Antecedent, AntecedentLike, Chunk, ChunkKey, Patch, PatchMetadata, antecedent_of
 from ..core import AnyArray, arrays_of, ops
-from ..errors import InputError, PatchMismatchError, ShapeError
+from ..errors import PatchMismatchError, ShapeError
 from ..utils.kinds import expect_kind
 from .form import KVArrays, Size, check_conditioned, from_deficit
-
-Order = tuple[int, ...]
-"""An ordering of an antecedent set: indices of its members, the first one first."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -70,15 +65,12 @@ def accumulate(acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, ant
             f"chunk before, {acc.chunk.length} of {acc.chunk.tokens}, batch {acc.chunk.batch}"
         )
     if members != acc.antecedent:
-        raise PatchMismatchError(
-            f"accumulate: got antecedent {_listed(members)}; expected an ordering of {_listed(acc.antecedent)}"
-        )
+        difference = members.difference(acc.antecedent, orbit=True)
+        # A content that was not known before is another set, too.
+        shown = f"{members.members}; expected {acc.antecedent.members}" if difference is None else difference
+        raise PatchMismatchError(f"accumulate: got antecedent {shown}, in any order")
     total = ops.accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), np.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
-
-
-def _listed(members: Antecedent) -> str:
-    return str(members.ids if members.plain else members.members)
 
 
 def orbit_patch(acc: Accumulated, rank: Size, **options: Any) -> Patch:
@@ -90,7 +82,7 @@ def orbit_patch(acc: Accumulated, rank: Size, **options: Any) -> Patch:
       options: keywords of `form_patch`: dense, method, key, dtype, weights.
 
     Raises:
-      RankError: as in `form_patch`. InputError: not what `accumulate` returns.
+      InputError: as in `form_patch`; not what `accumulate` returns.
     """
     expect_kind(acc, Accumulated, "orbit_patch", "what accumulate returns")
     # The mean minimises the summed squared error over the orders.
@@ -98,35 +90,3 @@ def orbit_patch(acc: Accumulated, rank: Size, **options: Any) -> Patch:
     layers = tuple(range(acc.chunk.layout.layers))
     metadata = PatchMetadata(ChunkKey.of(acc.chunk), acc.antecedent, layers, orbit=True)
     return from_deficit(acc.chunk, mean, rank, metadata, **options)
-
-
-def orders_of(count: int, most: int = 24, *, seed: int = 0, hold_out: Iterable[Sequence[int]] = ()) -> list[Order]:
-    """Lists orders of `count` chunks that an orbit patch is formed of: all of them up to 4 chunks, else a sample.
-
-    Args:
-      most: orders at most; beyond it (24 are all orders of 4) they are drawn without repetition.
-      seed: of the draw.
-      hold_out: orders to be left out, so that the patch can be tested on them.
-
-    Raises:
-      InputError: no chunks, `most` below 1, held-out orders that are not orders of `count` chunks, or no order left.
-    """
-    held = {tuple(map(int, order)) for order in hold_out}
-    wrong = next((order for order in held if sorted(order) != list(range(count))), None)
-    # Counted, not listed: 12 chunks have 479 001 600 orders.
-    left = math.factorial(max(count, 0)) - len(held)
-    if count < 1 or most < 1 or wrong is not None or left < 1:
-        raise InputError(
-            f"orders: got {count} chunks, at most {most} orders, {len(held)} held out, {wrong} among them; expected "
-            f"at least 1 each, orders of 0 to {count - 1}, and one that is not held out"
-        )
-    if left <= most:
-        return [order for order in itertools.permutations(range(count)) if order not in held]
-
-    # A dictionary keeps the order of the draws, so that a seed gives the same list everywhere.
-    draw, drawn = np.random.default_rng(seed), dict[Order, None]()
-    while len(drawn) < most:
-        order = tuple(int(place) for place in draw.permutation(count))
-        if order not in held:
-            drawn[order] = None
-    return list(drawn)

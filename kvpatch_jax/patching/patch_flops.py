@@ -12,9 +12,8 @@ def composing_flops(layout: KVLayout) -> int:
     flops, numbers = 0, {channel.name: (channel.rows or 0) * channel.features for channel in layout.parts}
     for channel in layout.parts:
         if channel.name == "map":
-            # A matrix multiplies each column of map and state; decays multiply each number.
-            each = 2 * channel.width if channel.width > 1 else 1
-            flops += layout.depth(channel.name) * each * (numbers["map"] + numbers["state"])
+            # A matrix multiplies each column of map and state.
+            flops += layout.depth(channel.name) * 2 * channel.width * (numbers["map"] + numbers["state"])
     return flops
 
 

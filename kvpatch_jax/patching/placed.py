@@ -51,7 +51,7 @@ class Placed:
       StalePatchError: the patch was formed behind another antecedent; the message says whether chunks, their order,
       their contents or how they were served differ. PatchMismatchError: the patch does not belong here otherwise.
       ShapeError: the factors have another number of tokens or another batch. LayoutError, InputError: a layout or a
-      start that does not fit. FrameError, DtypeError: likewise of `base`. NotFiniteError: a base with NaN or infinity.
+      start that does not fit. LayoutError, ShapeError: likewise of `base`. NotFiniteError: a base with NaN or infinity.
       InputError: no chunk, or no antecedent.
     """
 

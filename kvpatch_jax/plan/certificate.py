@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..backbone import Backbone
-from ..errors import CertificateError
+from ..errors import InputError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..window import Promise
@@ -216,7 +216,7 @@ class Certificate:
           measured.
 
         Raises:
-          CertificateError: an unknown point or promise, or a negative number.
+          InputError: an unknown point or promise, or a negative number.
         """
         what = "certificate.bound"
         _check(point in (*EXACT_POINTS, *MEASURED_POINTS), f"{what}: point", point, "an operating point with a bound")
@@ -337,13 +337,13 @@ class Certificate:
           backbone: the backbone that it must be of, or its fingerprint; None accepts any.
 
         Raises:
-          CertificateError: malformed JSON, damage, another version, values out of range, or a certificate of other
+          InputError: malformed JSON, damage, another version, values out of range, or a certificate of other
           weights.
         """
         certificate = cls(**_fields_of(_parsed(text)))
         wanted = backbone if backbone is None or isinstance(backbone, str) else backbone.fingerprint
         if wanted is not None and certificate.backbone != wanted:
-            raise CertificateError(
+            raise InputError(
                 f"certificate.backbone: got {certificate.backbone[:16]!r}, {certificate.model!r:.80}; expected "
                 f"{wanted[:16]!r}: other weights, or the same in another dtype"
             )
@@ -353,19 +353,19 @@ class Certificate:
         """Writes a file, atomically.
 
         Raises:
-          CertificateError: a folder that is missing, or cannot be written.
+          InputError: a folder that is missing, or cannot be written.
         """
-        path = path_of(path, "certificate", CertificateError)
+        path = path_of(path, "certificate", InputError)
         try:
             replace(path, self.to_json().encode())
         except OSError as error:
-            raise CertificateError(f"{path}: got {error.strerror}; expected a file that can be written") from error
+            raise InputError(f"{path}: got {error.strerror}; expected a file that can be written") from error
         return path
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, backbone: str | Backbone | None) -> "Certificate":
         """Reads a file that `write` wrote. Arguments and errors as `from_json`; also if the file is missing."""
-        path = path_of(path, "certificate", CertificateError)
+        path = path_of(path, "certificate", InputError)
         try:
             # O_NONBLOCK, because opening a pipe would wait for a writer.
             with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
@@ -376,7 +376,7 @@ class Certificate:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             expected = "a certificate, as `python -m evals.certify` makes it"
-            raise CertificateError(f"{path}: got {reason}; expected {expected}") from error
+            raise InputError(f"{path}: got {reason}; expected {expected}") from error
         return cls.from_json(text, backbone=backbone)
 
     def __repr__(self) -> str:
@@ -405,18 +405,18 @@ def _neighbours(measured: Sequence[int], wanted: int) -> list[int]:
 
 
 def _digest(body: dict[str, Any]) -> str:
-    """Digests a body. Raises CertificateError for a string that UTF-8 cannot encode."""
+    """Digests a body. Raises InputError for a string that UTF-8 cannot encode."""
     try:
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     except ValueError as error:
-        raise CertificateError(f"certificate: got {error!s:.120}; expected finite numbers and UTF-8 strings") from None
+        raise InputError(f"certificate: got {error!s:.120}; expected finite numbers and UTF-8 strings") from None
 
 
 def _parsed(text: Any) -> dict[str, Any]:
     """Returns the body of a certificate's JSON, rows as dictionaries. The digest is checked, the values are not."""
     _check(isinstance(text, str | bytes), "certificate", text, "JSON")
-    saved = strict_json.object_of(text, "certificate", CertificateError)
+    saved = strict_json.object_of(text, "certificate", InputError)
     version = saved.get("version")
     is_known = saved.get("format") == FORMAT and type(version) is int and version == VERSION
     _check(is_known, "certificate", (saved.get("format"), version), f"{FORMAT!r}, version {VERSION}")
@@ -480,7 +480,7 @@ def _built[Row](kind: type[Row], values: Any, table: str) -> Row:
 
 
 def _check_value(kind: Any, name: str, value: Any, what: str) -> None:
-    """Raises CertificateError for a value that a field of this type and name cannot have."""
+    """Raises InputError for a value that a field of this type and name cannot have."""
     if kind is int:
         least = 0 if name in ("rank", "behind") and what == "certificate.rows" else 1
         _check(_is_integer(value, least), f"{what}.{name}", value, f"an integer >= {least}")
@@ -497,11 +497,11 @@ def _check_value(kind: Any, name: str, value: Any, what: str) -> None:
 
 
 def _check(is_valid: bool, what: str, value: Any, expected: str) -> None:
-    """Raises CertificateError for an invalid value, which may be huge."""
+    """Raises InputError for an invalid value, which may be huge."""
     if not is_valid:
         is_large = isinstance(value, int) and abs(value) >= 2**62
         shown = f"an integer of {value.bit_length()} bits" if is_large else f"{str(value)[:80]!r}"
-        raise CertificateError(f"{what}: got {shown}; expected {expected}")
+        raise InputError(f"{what}: got {shown}; expected {expected}")
 
 
 def _check_names(values: Any, names: Sequence[str], what: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from ..cache import BARE_WAYS, UNKNOWN, Antecedent, Identities, Likeness, Ways, identity
-from ..errors import PlanError
+from ..errors import InputError
 from ..window import Entry, PatchNote, Promise
 from .certificate import Certificate, Point
 
@@ -32,7 +32,7 @@ class Goal:
       kl: with "certified", nats that an answer behind the whole window may lose.
 
     Raises:
-      PlanError: an unknown word, or no finite number >= 0.
+      InputError: an unknown word, or no finite number >= 0.
     """
 
     reuse: Reuse = "exact"
@@ -40,11 +40,11 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.reuse not in get_args(Reuse):
-            raise PlanError(f"goal.reuse: got {self.reuse!r:.80}; expected one of {get_args(Reuse)}")
+            raise InputError(f"goal.reuse: got {self.reuse!r:.80}; expected one of {get_args(Reuse)}")
         # `math.isfinite` overflows for large integers; the comparison does not, and refuses NaN.
         is_number = isinstance(self.kl, int | float) and not isinstance(self.kl, bool)
         if not (is_number and 0 <= self.kl < 2**63):
-            raise PlanError(f"goal.kl: got {self.kl!r:.80}; expected a number of nats >= 0")
+            raise InputError(f"goal.kl: got {self.kl!r:.80}; expected a number of nats >= 0")
 
     def __str__(self) -> str:
         return f"KL ≤ {self.kl:g} nats" if self.reuse == "certified" else self.reuse

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, get_args
 
-from ..errors import PlanError
+from ..errors import InputError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of, replace
 from ..window import Action, ActionKind
@@ -79,7 +79,7 @@ class DeviceCosts:
             device = str(jax.devices()[0].device_kind)
 
         if not isinstance(device, str):
-            raise PlanError(f"device costs.device: got {device!r:.80}; expected a device's kind, or None")
+            raise InputError(f"device costs.device: got {device!r:.80}; expected a device's kind, or None")
 
         guess = next(row for row in _GUESSES if row.word in device.lower())
         rates = Rates(guess.launch, 1 / guess.flops, 1 / guess.bytes)
@@ -115,13 +115,13 @@ class DeviceCosts:
         """Writes the rates as JSON, atomically.
 
         Raises:
-          PlanError: the file cannot be written.
+          InputError: the file cannot be written.
         """
         body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         try:
-            replace(path_of(path, "device costs", PlanError), (json.dumps(body, indent=2) + "\n").encode())
+            replace(path_of(path, "device costs", InputError), (json.dumps(body, indent=2) + "\n").encode())
         except OSError as error:
-            raise PlanError(
+            raise InputError(
                 f"device costs {os.fspath(path)!r}: got {error}; expected a file that can be written"
             ) from error
 
@@ -133,23 +133,23 @@ class DeviceCosts:
           device: the kind of device that the file must be of; None accepts any.
 
         Raises:
-          PlanError: a missing or damaged file, another version, another device, an unknown kind of action, or rates
+          InputError: a missing or damaged file, another version, another device, an unknown kind of action, or rates
           that are negative or not finite.
         """
-        path = path_of(path, "device costs", PlanError)
+        path = path_of(path, "device costs", InputError)
         what = f"device costs {os.fspath(path)!r}"
         try:
-            body = strict_json.object_of(path.read_text("utf-8"), what, PlanError)
+            body = strict_json.object_of(path.read_text("utf-8"), what, InputError)
             version = body["format"], body["version"]
             if version != (FORMAT, VERSION):
-                raise PlanError(f"{what}: got format {version!r:.80}; expected {(FORMAT, VERSION)}")
+                raise InputError(f"{what}: got format {version!r:.80}; expected {(FORMAT, VERSION)}")
             kinds = {kind: Rates(*map(float, rates)) for kind, rates in body["kinds"].items()}
             costs = cls(body["device"], body["date"], kinds, body["about"])
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"{what}: got {error!r:.120}; expected a file of `DeviceCosts.write`") from error
+            raise InputError(f"{what}: got {error!r:.120}; expected a file of `DeviceCosts.write`") from error
         for kind, rates in costs.kinds.items():
             if kind not in KINDS or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-                raise PlanError(f"{what}: got {rates!r:.120} of {kind!r:.40}; expected finite numbers >= 0 of {KINDS}")
+                raise InputError(f"{what}: got {rates!r:.120} of {kind!r:.40}; expected finite numbers >= 0 of {KINDS}")
         if device is not None and costs.device != device:
-            raise PlanError(f"{what}: got rates of device {costs.device!r:.80}; expected {device!r:.80}")
+            raise InputError(f"{what}: got rates of device {costs.device!r:.80}; expected {device!r:.80}")
         return costs

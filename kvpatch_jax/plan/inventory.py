@@ -6,7 +6,7 @@ from typing import Any
 from ..backbone import Backbone
 from ..cache import Antecedent, Likeness, Patch, contents_differ
 from ..core import KVLayout
-from ..errors import PlanError
+from ..errors import InputError
 from ..window import Encodings, Entry, PatchNote, PatchStore, StoredPrefills, stored, stored_patches
 
 
@@ -44,12 +44,12 @@ class Inventory:
           options: the attributes `prefills` and `encodings`.
 
         Raises:
-          PlanError: no backbone, or no store.
+          InputError: no backbone, or no store.
         """
         if not all(hasattr(backbone, name) for name in ("fingerprint", "layout")):
-            raise PlanError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
+            raise InputError(f"inventory.backbone: got {backbone!r:.80}; expected a Backbone, as models.load returns")
         if store is not None and not isinstance(store, PatchStore):
-            raise PlanError(f"inventory.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
+            raise InputError(f"inventory.store: got {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
         return cls(store, backbone.fingerprint, backbone.layout, **options)
 
     def canonical(self, entry: Entry, leading: bool = False) -> bool:

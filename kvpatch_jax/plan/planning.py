@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..cache import UNKNOWN_WAYS, Ways, brief, identity
-from ..errors import CertificateError, PlanError
+from ..errors import InputError
 from ..window import (
     BARE,
     KEEP,
@@ -190,9 +190,9 @@ def plan(
       prices: bytes and FLOPs of the backbone's actions, such as `Executor.costs`; "certified" needs them.
 
     Raises:
-      WindowError: the window cannot hold these entries so.
-      CertificateError: a certificate of another backbone, or none.
-      PlanError: an inventory of another backbone, an argument of another type.
+      SessionError: the window cannot hold these entries so.
+      InputError: a certificate of another backbone, or none;
+      an inventory of another backbone, an argument of another type.
     """
     goal = Goal() if goal is None else goal
     _check_arguments(window, goal, stored, certificate, costs, prices)
@@ -390,20 +390,20 @@ def _check_arguments(window: Any, goal: Any, stored: Any, certificate: Any, cost
         ("prices", prices, Costs | None, "Costs.of(backbone), or None"),
     ):
         if not isinstance(value, kind):
-            raise PlanError(f"plan.{name}: got {value!r:.80}; expected {expected}")
+            raise InputError(f"plan.{name}: got {value!r:.80}; expected {expected}")
     is_certified = goal.reuse == "certified"
     if is_certified and prices is None:
-        raise PlanError("plan.prices: got None; expected Costs.of(backbone), because the least cost is chosen")
+        raise InputError("plan.prices: got None; expected Costs.of(backbone), because the least cost is chosen")
     is_lacking = is_certified and certificate is None
     if is_lacking or not isinstance(certificate, Certificate | None):
-        raise CertificateError(f"plan.certificate: got {certificate!r:.80}; expected Certificate.read(…)")
+        raise InputError(f"plan.certificate: got {certificate!r:.80}; expected Certificate.read(…)")
     backbone = window.backbone
     if stored is not None and stored.backbone != backbone:
-        raise PlanError(
+        raise InputError(
             f"plan.stored: got an inventory of backbone {stored.backbone[:16]!r}; expected {backbone[:16]!r}"
         )
     if certificate is not None and certificate.backbone != backbone:
-        raise CertificateError(
+        raise InputError(
             f"plan.certificate: got {certificate.model!r:.80} of backbone {certificate.backbone[:16]!r}; expected "
             f"backbone {backbone[:16]!r}"
         )
@@ -412,11 +412,11 @@ def _check_arguments(window: Any, goal: Any, stored: Any, certificate: Any, cost
 def _entries(window: Window, wanted: Any) -> list[Entry]:
     """Returns all entries that the window is to hold, pinned ones included."""
     if isinstance(wanted, str | bytes | Mapping) or not isinstance(wanted, Iterable):
-        raise PlanError(f"plan.wanted: got {wanted!r:.80}; expected a sequence of Entry")
+        raise InputError(f"plan.wanted: got {wanted!r:.80}; expected a sequence of Entry")
     entries = list(wanted)
     for entry in entries:
         if not isinstance(entry, Entry):
-            raise PlanError(f"plan.wanted: got {entry!r:.80}; expected an Entry, such as Entry.of(chunk)")
+            raise InputError(f"plan.wanted: got {entry!r:.80}; expected an Entry, such as Entry.of(chunk)")
     # A caller may leave out what cannot leave anyway.
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     return [*pinned, *entries] if pinned and pinned[0] not in entries else entries

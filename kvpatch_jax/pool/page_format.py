@@ -46,7 +46,7 @@ from ..core import (
     token_offsets,
     trimmed,
 )
-from ..errors import DtypeError, LayoutError, ShapeError
+from ..errors import LayoutError, ShapeError
 from ..patching import Placed
 from ..utils.kinds import expect_kind
 from .programs import places, token_rotations
@@ -299,20 +299,20 @@ def check_dtype(what: str, channel: Channel, dtype: np.dtype, pages: np.dtype) -
     """Refuses kv of another dtype than the pages'; what rotates may be float32, and is rounded once, when rotated.
 
     Raises:
-      DtypeError: it names the channel.
+      ShapeError: it names the channel.
     """
     if dtype == pages or (channel.rotates and dtype == jnp.float32 and jnp.dtype(pages).itemsize < 4):
         return
     more = " or float32" if channel.rotates else ""
-    raise DtypeError(f"{what}: got {channel.name!r} of dtype {dtype}; expected the pages' {pages}{more}")
+    raise ShapeError(f"{what}: got {channel.name!r} of dtype {dtype}; expected the pages' {pages}{more}")
 
 
 @dataclasses.dataclass(frozen=True)
 class PageFormat:
     """One format of an engine's pages, with the operations on them.
 
-    Errors are raised before anything is written: LayoutError, ShapeError or DtypeError for pages that do not hold the
-    layout in this format, PoolError for pages that were donated, KernelSlotError for slots out of range or named twice.
+    Errors are raised before anything is written: LayoutError, ShapeError or ShapeError for pages that do not hold the
+    layout in this format, PoolError for pages that were donated, KernelError for slots out of range or named twice.
 
     Attributes:
       name: for messages.
@@ -426,7 +426,7 @@ class PageFormat:
         if len(pages) != layout.layers or any(placement != placements[0] for placement in placements):
             raise ShapeError(f"{what}: got pages of {len(pages)} layers; expected {layout.layers}, all alike")
         if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == first.dtype for page in pages):
-            raise DtypeError(f"{what}: got pages of dtype {first.dtype}; expected one floating-point dtype")
+            raise ShapeError(f"{what}: got pages of dtype {first.dtype}; expected one floating-point dtype")
         return form, tuple(arrays_of(named).values())
 
 

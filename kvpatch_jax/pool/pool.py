@@ -4,8 +4,8 @@ A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the e
 page · O + offset. `slots` counts their owners, `programs` has what runs on a device, and `page_format` has other
 engines' pages.
 
-All functions raise before anything is written: LayoutError, ShapeError or DtypeError for another pool than the
-layout's, PoolError for a pool that was donated, KernelSlotError for slots out of range or named twice.
+All functions raise before anything is written: LayoutError, ShapeError or ShapeError for another pool than the
+layout's, PoolError for a pool that was donated, KernelError for slots out of range or named twice.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from ..core import (
     token_offsets,
     trimmed,
 )
-from ..errors import DtypeError, InputError, PoolError, ShapeError
+from ..errors import InputError, PoolError, ShapeError
 from ..patching import Placed
 from . import programs
 from .programs import Pools
@@ -85,8 +85,8 @@ def splice(
         overwritten. Without it, the caller ensures that.
 
     Raises:
-      PoolError: slots that are shared or have no owner. DtypeError: the chunk's dtype is not the pool's. ShapeError: a
-      batch of chunks, or slots that are not one per token. KernelShapeError: a rank beyond a channel's width.
+      PoolError: slots that are shared or have no owner. ShapeError: the chunk's dtype is not the pool's; a
+      batch of chunks, or slots that are not one per token. KernelError: a rank beyond a channel's width.
     """
     if not isinstance(placed, Placed):
         raise InputError(f"splice: got a {type(placed).__name__}; expected a Placed: a chunk, its patch, a start, …")
@@ -94,7 +94,7 @@ def splice(
     pages, page_size = check_pool(chunk.layout, pool)
     for name, vectors in pool.items():
         if placed.kv[name].dtype != vectors.dtype:
-            raise DtypeError(
+            raise ShapeError(
                 f"splice: got {name!r} of dtype {placed.kv[name].dtype}; expected the pool's {vectors.dtype}"
             )
     slots, length = chunk_slots(placed, slots, pages * page_size, "splice"), np.int32(chunk.length)

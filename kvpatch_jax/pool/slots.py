@@ -116,7 +116,7 @@ class SlotAllocator:
         """Adds one owner to each slot.
 
         Raises:
-          KernelSlotError: a slot out of range or named twice. PoolError: a slot without owners. Nothing changes.
+          KernelError: a slot out of range or named twice. PoolError: a slot without owners. Nothing changes.
         """
         self._count[self._in_use(slots, "share")] += 1
 
@@ -124,7 +124,7 @@ class SlotAllocator:
         """Removes one owner of each slot; slots without owners are free, and a page's masked tail with its last slot.
 
         Raises:
-          KernelSlotError, PoolError: as `share`.
+          KernelError, PoolError: as `share`.
         """
         self._count[self._in_use(slots, "release")] -= 1
         # A page's tail is masked as long as one of its slots has an owner.
@@ -193,7 +193,7 @@ def chunk_slots(placed: Placed, slots: Slots, total: int, what: str, first: int 
 
     Raises:
       ShapeError: a batch of chunks, or slots that are not one per token. InputError: no token from `first` on.
-      KernelSlotError, KernelDtypeError: slots out of range, named twice, or no integers.
+      KernelError: slots out of range, named twice, or no integers.
     """
     chunk, tokens, length = placed.chunk, placed.chunk.tokens, placed.chunk.length
     if chunk.batch is not None:

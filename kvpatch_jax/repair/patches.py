@@ -76,7 +76,7 @@ def patch(
     allowed = allowed_bytes(layout, splice, budget)
     highest = max(min(channel.rows_for(tokens), channel.features) for channel in layout.channels)
     if rank is not None and not 0 <= rank <= highest:
-        raise RankError(f"patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
+        raise InputError(f"patch.rank: got {rank}; expected 0 to {highest}, the rank of {tokens} tokens' KV")
     for setting, value, words in (("base", base, get_args(Base)), ("frame", frame, get_args(Frame))):
         if value not in words:
             raise InputError(f"patch.{setting}: got {value!r:.80}; expected one of {words}")

@@ -49,7 +49,7 @@ def gear(
         raise InputError(f"gear.outliers: got {outliers}; expected a share of 0 to 0.5")
     highest = min(min(tokens, channel.width) for channel in layout.channels)
     if not 0 <= rank <= highest:
-        raise RankError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
+        raise InputError(f"gear.rank: got {rank}; expected 0 to {highest}, the rank of a head's KV")
 
     extra, sparse, rest = 0, {}, {}
     for channel in layout.channels:

@@ -7,6 +7,7 @@ nothing. And a run extends beyond the window that found it, as far as the stored
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ import numpy as np
 from jaxtyping import Int
 
 from ..utils.optional_packages import require
-from .options import LEAST_SIMILARITY, ReuseThresholds
 from .text import SegmentPrompt, segments, spans
 
 SHINGLE = 6
 """k, units of a shingle (6 … 10 in the proposal)."""
 PERMUTATIONS, SEED = 128, 1
+LEAST_SIMILARITY = 0.5
+"""Jaccard similarity that the index is laid out for: it misses segments that are less alike."""
 CANDIDATES = 4
 """The most similar segments that a segment of a prompt is compared with token by token."""
 SegmentKey = tuple[str, int, int]
@@ -31,8 +33,7 @@ class StoredSpan(NamedTuple):
 
     Attributes:
       key: digest of its ids and of the context to their left.
-      ids: its token ids [T].
-      donor: digest of the prompt that it was computed in. start: its first token there.
+      donor, start: digest of the prompt that it was computed in, and its first token there.
       prefix: digest of the ids in front of it there.
       generation: reuses behind its KV; 0: it was computed exactly.
     """
@@ -58,17 +59,18 @@ class EqualRun(NamedTuple):
     offset: int
     context_similarity: float
 
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.stop - self.start
+    def cut(self, begin: int, end: int) -> "EqualRun":
+        """Returns the part of it in tokens begin … end-1."""
+        start = max(self.start, begin)
+        return self._replace(start=start, stop=min(self.stop, end), offset=self.offset + start - self.start)
 
 
 class SegmentIndex:
     """Spans, found by the similarity of their segments.
 
-    Args:
+    Attributes:
       context: W, tokens of the left context that is compared.
+      spans: by their keys.
 
     Raises:
       MissingExtraError: `datasketch` is not installed.
@@ -92,9 +94,7 @@ class SegmentIndex:
         return StoredSpan(key, ids.copy(), ids_digest(prompt.ids), tokens.start, prefix, generation)
 
     def add(self, prompt: SegmentPrompt, span: StoredSpan) -> None:
-        """Adds a span of a prompt with its windows. A known key stays as it is."""
-        if span.key in self.spans:
-            return
+        """Adds a new span of a prompt with its windows."""
         for segment in segments(range(span.start, span.start + len(span.ids))):
             key = (span.key, segment.start - span.start, len(segment))
             self._signatures[key] = self._signed(prompt, segment)
@@ -102,14 +102,13 @@ class SegmentIndex:
         self.spans[span.key] = span
 
     def remove(self, key: str) -> None:
-        """Removes a span and its windows; ignores an unknown key."""
-        span = self.spans.pop(key, None)
-        for segment in [] if span is None else segments(range(len(span.ids))):
+        """Removes a span and its windows."""
+        for segment in segments(range(len(self.spans.pop(key).ids))):
             self._lsh.remove((key, segment.start, len(segment)))
             del self._signatures[key, segment.start, len(segment)]
 
     def similar(
-        self, prompt: SegmentPrompt, segment: range, thresholds: ReuseThresholds
+        self, prompt: SegmentPrompt, segment: range, least: float, least_context: float
     ) -> list[tuple[SegmentKey, float]]:
         """Finds stored segments above both thresholds, with their contexts' similarity, the most similar first."""
         signature, context = self._signed(prompt, segment)
@@ -117,27 +116,26 @@ class SegmentIndex:
         for key in self._lsh.query(signature):
             stored, stored_context = self._signatures[key]
             similarity, context_similarity = signature.jaccard(stored), context.jaccard(stored_context)
-            if similarity >= thresholds.segment and context_similarity >= thresholds.context:
+            if similarity >= least and context_similarity >= least_context:
                 # The key breaks ties, because a query has no order.
                 ranked.append((-similarity, -context_similarity, key))
         return [(key, -context_similarity) for _, context_similarity, key in sorted(ranked)]
 
-    def runs(self, prompt: SegmentPrompt, thresholds: ReuseThresholds) -> list[EqualRun]:
-        """Finds the runs of tokens that a prompt shares with stored segments above the thresholds, in order.
+    def runs(self, prompt: SegmentPrompt, least: float, least_context: float) -> list[EqualRun]:
+        """Finds the runs of tokens that a prompt shares with stored segments above both thresholds, in order.
 
         Windows are looked up only where no stored span equals the span around them.
         """
         runs: dict[tuple[int, int, str], EqualRun] = {}
         for span in spans(prompt):
-            covered = False
             for segment in segments(span):
-                if covered:
+                for key, context_similarity in self.similar(prompt, segment, least, least_context)[:CANDIDATES]:
+                    # Tokens further left have another context than the one that was compared.
+                    for start, stop, offset in self._equal_runs(prompt, segment, key, leftwards=not least_context):
+                        run = EqualRun(start, stop, key[0], offset, context_similarity)
+                        runs.setdefault((start, stop, key[0]), run)
+                if any(start <= span.start and stop >= span.stop for start, stop, _ in runs):
                     break
-                for key, context_similarity in self.similar(prompt, segment, thresholds)[:CANDIDATES]:
-                    for run in self._equal_runs(prompt, segment, key, leftwards=not thresholds.context):
-                        run = run._replace(context_similarity=context_similarity)
-                        runs.setdefault((run.start, run.stop, run.span), run)
-                        covered |= run.start <= span.start and run.stop >= span.stop
         return sorted(runs.values())
 
     def _left(self, segment: range) -> range:
@@ -147,36 +145,28 @@ class SegmentIndex:
         """Computes the MinHashes of a segment and of its left context."""
         signatures = self._empty.copy(), self._empty.copy()
         for signature, tokens in zip(signatures, (segment, self._left(segment)), strict=True):
-            signature.update_batch(sorted(shingles(prompt.units(tokens))))
+            # All runs of `SHINGLE` units; fewer units are one shingle.
+            units = prompt.units(tokens)
+            starts = range(max(len(units) - SHINGLE, 0) + 1)
+            signature.update_batch(sorted({"\x1f".join(units[at : at + SHINGLE]).encode() for at in starts}))
         return signatures
 
     def _equal_runs(
         self, prompt: SegmentPrompt, segment: range, key: SegmentKey, *, leftwards: bool
-    ) -> Iterator[EqualRun]:
-        """Aligns a segment with a stored one, and yields runs of equal ids, as far as the stored span has them.
+    ) -> Iterator[tuple[int, int, int]]:
+        """Aligns a segment with a stored one, and yields (start, stop, offset) of equal runs, as of `EqualRun`.
 
-        Args:
-          leftwards: whether runs extend in front of the segment: not where left contexts have a threshold, because
-            tokens further left have another context than the one that was compared.
+        They extend as far as the stored span has them; in front of the segment only if `leftwards`.
         """
         span, offset, length = key
         stored, ids = self.spans[span].ids, prompt.ids
         first, second = ids[segment.start : segment.stop].tolist(), stored[offset : offset + length].tolist()
-        blocks = [difflib.Match(0, 0, len(first))]
-        if first != second:
-            blocks = difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
-        for block in blocks:
-            if block.size:
-                start, place = segment.start + block.a, offset + block.b
+        for a, b, size in difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
+            if size:
+                start, place = segment.start + a, offset + b
                 back = _equal_count(ids[:start][::-1], stored[:place][::-1]) if leftwards else 0
-                ahead = _equal_count(ids[start + block.size :], stored[place + block.size :])
-                yield EqualRun(start - back, start + block.size + ahead, span, place - back, 0.0)
-
-
-def shingles(units: list[str]) -> set[bytes]:
-    """Returns all runs of `SHINGLE` units; fewer units are one shingle, and no units are the empty one."""
-    starts = range(max(len(units) - SHINGLE, 0) + 1)
-    return {"\x1f".join(units[start : start + SHINGLE]).encode() for start in starts}
+                ahead = _equal_count(ids[start + size :], stored[place + size :])
+                yield start - back, start + size + ahead, place - back
 
 
 def ids_digest(ids: Int[np.ndarray, " T"]) -> str:
@@ -186,6 +176,5 @@ def ids_digest(ids: Int[np.ndarray, " T"]) -> str:
 
 def _equal_count(first: Int[np.ndarray, " n"], second: Int[np.ndarray, " m"]) -> int:
     """Counts equal tokens from the start until the first difference."""
-    size = min(len(first), len(second))
-    differ = np.flatnonzero(first[:size] != second[:size])
-    return int(differ[0]) if len(differ) else size
+    pairs = zip(first.tolist(), second.tolist(), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -2,16 +2,13 @@
 
 Segment reuse (proposal without experiments, §3.4), changed where it could not run as written:
 
-- *Residuals.* "Recompute all layers outside L_reuse" needs what enters them. The residual above the reused layers is
-  stored with the KV, and a reused token begins there.
-- *Halos.* A halo token is computed from the bottom, all layers of it: only reused tokens begin higher up.
-- *The reference of the test.* True logits of a segment's tokens are those of a full prefill, which reuse is to save.
-  The reference is the halo, which is computed anyway, in the new context; the candidate is the same token from its
-  stored residual, "keeping everything else identical". At the left border the reference is exact, unless an earlier
-  segment is reused; at the right one it reads the reused interior.
-- *Its cost.* The candidate's upper layers and the logits of both are counted, and a run that saves less is left out.
-- *Order.* A run is tested at its left border before its interior is touched, and at its right one before anything
-  behind it is computed. A rejection therefore costs its own tokens and taints nothing.
+- The residual above the reused layers is stored with the KV, and a reused token begins there.
+- A halo token is computed from the bottom, all layers of it.
+- The reference of the test is the halo, which is computed anyway, in the new context; the candidate is the same token
+  from its stored residual. (True logits are those of a full prefill, which reuse is to save.) At the left border the
+  reference is exact, unless an earlier segment is reused; at the right one it reads the reused interior.
+- A run is tested at its left border before its interior is touched, and at its right one before anything behind it is
+  computed. A rejection therefore costs its own tokens and taints nothing.
 """
 
 import dataclasses
@@ -21,13 +18,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
-from ..backbone import KV, Backbone, Recomputed, Tokens, check_cached
-from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free, zero_padded
-from ..errors import InputError
-from .options import ReuseThresholds
-from .plan import PlannedRun, plan_runs
+from ..backbone import Backbone, Step, Tokens
+from ..core import AnyArray, Buckets, EngineKV, as_start, check_positions, rotate_kv, to_phase_free
+from .plan import PlannedRun, ReuseThresholds, plan_runs
 from .store import SegmentStore
 from .text import SegmentPrompt, segments, spans
 
@@ -62,84 +57,71 @@ class SegmentPrefill(NamedTuple):
     Attributes:
       logits: [1,V] of the last token.
       cache: {channel: [L,1,S,K,H]}, slots behind the prompt's tokens are free.
-      reused: [L,T], layers and tokens whose KV was stored.
+      residual: [T,D] float32, entering the lowest layer that is not reused.
+      generations: [T], reuses behind the KV of each token; −1 of reused ones.
       decisions: about each planned run, in order.
-      flops, full_flops: of all that was computed, tests and rejected runs included, and of a prefill without reuse
-        behind what was cached. Matrix products, without padding.
-      residual: [T,D] float32, entering the lowest layer that is not reused; zeros of cached tokens.
-      prefix: tokens in front that were cached already.
+      flops, full_flops: of all that was computed, tests and rejected runs included, and of a prefill without reuse.
+        Matrix products, without padding.
     """
 
     logits: Float[Array, "1 V"]
     cache: EngineKV
-    reused: Bool[np.ndarray, "L T"]
+    residual: Float[np.ndarray, "T D"]
+    generations: Int[np.ndarray, " T"]
     decisions: tuple[SegmentDecision, ...]
     flops: int
     full_flops: int
-    residual: Float[np.ndarray, "T D"]
-    prefix: int
 
 
 def segment_prefill(
-    backbone: Backbone,
-    prompt: SegmentPrompt,
-    store: SegmentStore,
-    thresholds: ReuseThresholds | None = None,
-    prefix: KV | None = None,
+    backbone: Backbone, prompt: SegmentPrompt, store: SegmentStore, thresholds: ReuseThresholds | None = None
 ) -> SegmentPrefill:
     """Computes a prompt's cache and last logits, with stored KV where a segment is found and passes its test.
 
     Args:
       store: of this model; only read, see `store_segments`.
-      prefix: engine-frame KV {channel: [L,1,n,K,H]} of the prompt's first n tokens, from a prefix cache.
 
     Raises:
-      InputError: segments of another model, a prompt longer than the regime that the rope is pinned to, or a prefix
-      that is not shorter than the prompt. LayoutError, ShapeError, FrameError: a prefix that is not KV of this model.
+      InputError: segments of another model, or a prompt longer than the regime that the rope is pinned to.
     """
     store.expect(backbone)
     thresholds, count = thresholds or ReuseThresholds(), len(prompt.ids)
     check_positions(backbone.layout.rope, np.array([count - 1], np.int32), np.zeros((), np.int32))
-    tokens = backbone.embed(**backbone.prepare([prompt.ids.tolist()]))
-    first = 0
-    if prefix is not None:
-        check_cached(backbone.layout, tokens, prefix, "prefix")
-        first = next(iter(prefix.values())).shape[2]
-        if first >= count:
-            raise InputError(f"prefix: got {first} tokens of a prompt of {count}; expected fewer")
+    embeddings = backbone.embed(**backbone.prepare([prompt.ids.tolist()])).embeddings
 
-    # Plan, and copy what is planned: another thread may evict it.
-    costs, layers, size = backbone.forward_costs, store.options.reuse_layers, CACHE_SIZES.round_up(count)
+    # Plan, and copy what is planned, at its tokens of the prompt: another thread may evict it.
+    layout, costs, layers = backbone.layout, backbone.forward_costs, store.reuse_layers
+    size = CACHE_SIZES.round_up(count)
+    shapes = {channel.name: (layers, 1, size, channel.heads, channel.width) for channel in layout.channels}
+    stored = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    residual = np.zeros((size, embeddings.shape[-1]), np.float32)
     with store.lock:
-        runs = store.index.runs(prompt, thresholds)
-        plan = plan_runs(prompt, runs, store.index.spans, thresholds, costs, layers, first)
-        stored, residual = _read(store, plan, size, tokens.embeddings.shape[-1])
+        runs = store.index.runs(prompt, thresholds.segment, thresholds.context)
+        plan = plan_runs(prompt, runs, store.index.spans, thresholds, costs, layers)
+        for start, stop, span, offset, _ in [piece for run in plan for piece in run.pieces]:
+            kv, residual[start:stop] = store.read(span, offset, offset + stop - start)
+            for name, value in kv.items():
+                stored[name][:, 0, start:stop] = value
 
-    # Put cached and stored KV into the cache. No token sees a slot behind its own, and what is rejected is overwritten.
-    layout, dtype, cache = backbone.layout, tokens.embeddings.dtype, dict[str, Any]()
-    for channel in layout.channels:
-        shape = (layout.layers, 1, size, channel.heads, channel.width)
-        cached = zero_padded(prefix[channel.name], 2, size) if prefix is not None else jnp.zeros(shape)
-        cache[channel.name] = jnp.asarray(cached, dtype)
-    if stored:
-        phase_free = {name: jnp.asarray(value, dtype) for name, value in stored.items()}
-        rotated = rotate_kv(layout, phase_free, _text_positions(backbone, size), as_start(layout.rope, 0))
-        cache = {name: value.at[:layers].add(rotated[name]) for name, value in cache.items()}
+    # Put stored KV into the cache. No token sees a slot behind its own, and what is rejected is overwritten.
+    positions, dtype = _text_positions(backbone, size), embeddings.dtype
+    phase_free = {name: jnp.asarray(value, dtype) for name, value in stored.items()}
+    rotated = rotate_kv(layout, phase_free, positions, as_start(layout.rope, 0))
+    above = [(0, layout.layers - layers)] + [(0, 0)] * 4
+    cache = {name: jnp.pad(value, above) for name, value in rotated.items()}
 
     # Compute from left to right, run by run.
-    embeddings, positions = np.asarray(tokens.embeddings[0]), np.asarray(tokens.positions)[0]
-    execution = _Execution(backbone, thresholds, layers, embeddings, positions, cache, first, residual)
+    execution = _Execution(backbone, thresholds, layers, np.asarray(embeddings[0]), positions, cache, residual)
     decisions = tuple(execution.serve(run) for run in plan)
     logits = execution.compute(count, [count - 1])
-    reused = np.zeros((layout.layers, count), bool)
-    for decision in decisions:
-        if decision.accepted:
-            reused[:layers, slice(*decision.run.interior)] = True
-            for piece in decision.run.pieces:
-                store.use(piece.span)
-    full_flops = costs.flops(count - first, first) + costs.logit
-    cache, flops = EngineKV(execution.cache), execution.flops
-    return SegmentPrefill(logits, cache, reused, decisions, flops, full_flops, residual[:count], first)
+    # Tokens behind an accepted run are approximations themselves, unless the run is exact.
+    generations = np.zeros(count, np.int32)
+    for run in [decision.run for decision in decisions if decision.accepted]:
+        begin, end = run.interior
+        generations[begin:end] = -1
+        generations[end:] = np.maximum(generations[end:], run.generation)
+    cache, full_flops = EngineKV(execution.cache), costs.flops(count) + costs.logit
+    return SegmentPrefill(logits, cache, residual[:count], generations, decisions, execution.flops, full_flops)
 
 
 def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPrefill, store: SegmentStore) -> int:
@@ -149,20 +131,12 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
       InputError: segments of another model.
     """
     store.expect(backbone)
-    # Spans behind an accepted run are approximations themselves, unless the run is exact.
-    generations = np.zeros(len(prompt.ids), np.int64)
-    for decision in prefill.decisions:
-        if decision.accepted:
-            begin = decision.run.interior[0]
-            generations[begin:] = np.maximum(generations[begin:], decision.run.generation)
-
-    served = prefill.reused.any(0)
-    served[: prefill.prefix] = True
     new = []
     for tokens in spans(prompt):
         rows = slice(tokens.start, tokens.stop)
-        if segments(tokens) and not served[rows].any():
-            span = store.index.describe(prompt, tokens, int(generations[rows].max()))
+        generations = prefill.generations[rows]
+        if segments(tokens) and generations.min() >= 0:
+            span = store.index.describe(prompt, tokens, int(generations.max()))
             if store.lacks(span):
                 new.append((rows, span))
     if not new:
@@ -173,7 +147,7 @@ def store_segments(backbone: Backbone, prompt: SegmentPrompt, prefill: SegmentPr
     host = {name: np.asarray(value) for name, value in to_phase_free(backbone.layout, prefill.cache, local).items()}
     count = 0
     for rows, span in new:
-        kv = {name: value[: store.options.reuse_layers, 0, rows] for name, value in host.items()}
+        kv = {name: value[: store.reuse_layers, 0, rows] for name, value in host.items()}
         count += store.add(prompt, span, kv, prefill.residual[rows])
     return count
 
@@ -184,9 +158,10 @@ class _Execution:
 
     Attributes:
       layers: whose KV is reused, from the bottom.
-      embeddings [T,D], positions [T] or [T,A]: of the prompt, on the host, where slices of any size compile nothing.
-      cache: engine frame, {channel: [L,1,S,K,H]}. done: tokens that are final.
+      embeddings [T,D], positions [S] or [S,A]: on the host, where slices of any size compile nothing.
+      cache: engine frame, {channel: [L,1,S,K,H]}.
       residual: [S,D], entering the boundary layer: stored at first, computed where tokens are.
+      done: tokens that are final.
       flops: of all that was computed.
     """
 
@@ -196,14 +171,14 @@ class _Execution:
     embeddings: np.ndarray
     positions: np.ndarray
     cache: dict[str, Any]
-    done: int
     residual: np.ndarray
+    done: int = 0
     flops: int = 0
 
     def serve(self, run: PlannedRun) -> SegmentDecision:
         """Computes the tokens in front of a run, tests it, and reuses its interior if it passes."""
         begin, end = run.interior
-        probes = 0 if run.exact else self.thresholds.probes
+        probes, stop = self.thresholds.probes if run.halo else 0, end + run.halo
         entering = self.residual[begin - probes : end + probes].copy()
         kl: list[float] = []
 
@@ -225,11 +200,11 @@ class _Execution:
         step = self._run(begin, entering[probes:], range(count, count + probes), start_layer=self.layers)
         self.cache, self.done = dict(step.cache), end
         if run.halo:
-            reference = self.compute(run.stop, range(end, end + probes))
-            if probes and fails(reference, step.logits[0]):
+            reference = self.compute(stop, range(end, end + probes))
+            if fails(reference, step.logits[0]):
                 # Compute the run again from its interior on. Nothing behind it was computed yet.
                 self.done = begin
-                self.compute(run.stop, [])
+                self.compute(stop, [])
                 return SegmentDecision(run, "right", tuple(kl))
         return SegmentDecision(run, None, tuple(kl))
 
@@ -244,7 +219,7 @@ class _Execution:
 
     def _run(
         self, start: int, entering: np.ndarray, rows: Sequence[int], start_layer: int = 0, hidden_at: tuple = ()
-    ) -> Recomputed:
+    ) -> Step:
         """Runs tokens from `start` on, whose residual is `entering` [n,D]; returns logits of some rows.
 
         The last one is repeated up to a size that forwards share: it is written several times with the same values.
@@ -269,20 +244,6 @@ def _kl_rows(reference: Float[AnyArray, "n V"], candidate: Float[AnyArray, "n V"
     second = jax.nn.log_softmax(candidate.astype(jnp.float32), axis=-1)
     # Rounding may leave a sum just below zero.
     return jnp.maximum((jnp.exp(first) * (first - second)).sum(-1), 0.0)
-
-
-def _read(
-    store: SegmentStore, plan: list[PlannedRun], size: int, width: int
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Reads the KV [R,1,S,K,H] and residuals [S,D] of all planned runs, at their tokens of the prompt."""
-    stored: dict[str, np.ndarray] = {}
-    residual = np.zeros((size, width), np.float32)
-    for piece in (piece for run in plan for piece in run.pieces):
-        kv, residual[piece.start : piece.stop] = store.read(piece.span, piece.offset, piece.offset + piece.length)
-        for name, value in kv.items():
-            shape = (value.shape[0], 1, size, *value.shape[2:])
-            stored.setdefault(name, np.zeros(shape, np.float32))[:, 0, piece.start : piece.stop] = value
-    return stored, residual
 
 
 def _text_positions(backbone: Backbone, size: int) -> np.ndarray:

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from ..backbone import Backbone
 from ..core import Buckets, check_uniform, pack, zero_padded
 from ..errors import ConfigError, InputError
+from ..utils.kinds import is_whole
 from .index import SegmentIndex, StoredSpan
-from .options import SegmentOptions
 from .text import SegmentPrompt
 
 GENERATIONS = 2
@@ -29,27 +29,43 @@ SIZES = Buckets(16, 4)
 
 
 class SegmentStore:
-    """Segments of one model. Methods can be called by several threads.
+    """Segments of one model, which several threads may use.
 
     Stores share nothing. Use one for each tenant: with a shared budget, the time of a prefill would tell a tenant what
     another does. Evicted KV is overwritten with zeros.
 
     Attributes:
-      options: what it is built with. index: finds spans. bytes: of all KV and residuals.
-
-    Raises:
-      ConfigError: more reused layers than the model has below its last one. LayoutError: layers of unlike kinds.
+      index: finds spans.
+      bytes: of all KV and residuals.
     """
 
-    def __init__(self, backbone: Backbone, options: SegmentOptions):
+    def __init__(
+        self, backbone: Backbone, reuse_layers: int, *, context: int = 64, int8: bool = False, budget: int = 1 << 30
+    ):
+        """Creates an empty store.
+
+        Args:
+          reuse_layers: L_reuse, layers from the bottom whose KV is stored and reused; those above are always computed.
+          context: W, tokens of the left context that is compared (32 … 128 in the proposal).
+          int8: whether KV is stored in 8 bits, with a scale per layer, head and feature, and not in the model's dtype.
+            The residual is in bfloat16 then: a 255th of its largest value would drown most tokens.
+          budget: bytes. The segments least recently used are evicted.
+
+        Raises:
+          ConfigError: an option out of range. LayoutError: layers of unlike kinds.
+        """
         check_uniform(backbone.layout, "SegmentStore")
-        if not options.reuse_layers < backbone.layout.layers:
-            raise ConfigError(
-                f"reuse_layers: got {options.reuse_layers}; expected fewer than the model's {backbone.layout.layers} "
-                "layers, for logits need one that is computed"
-            )
-        self.options, self.fingerprint = options, backbone.fingerprint
-        self.index = SegmentIndex(options.context)
+        # Logits need a layer that is computed.
+        last = backbone.layout.layers - 1
+        for name, value, valid, expected in (
+            ("reuse_layers", reuse_layers, is_whole(reuse_layers, 1) and reuse_layers <= last, f"1 to {last}"),
+            ("context", context, is_whole(context, 0), "a number of tokens"),
+            ("budget", budget, is_whole(budget, 1), "a number of bytes, 1 or more"),
+        ):
+            if not valid:
+                raise ConfigError(f"SegmentStore: got {name} {value!r:.80}; expected {expected}")
+        self.fingerprint, self.reuse_layers, self.int8, self.budget = backbone.fingerprint, reuse_layers, int8, budget
+        self.index = SegmentIndex(context)
         self.lock = threading.RLock()
         self.bytes = 0
         # {key: (KV, residual)}, least recently used first.
@@ -82,61 +98,44 @@ class SegmentStore:
         Args:
           kv: phase-free, {channel: [R,n,K,H]}, the lowest `reuse_layers` layers of the span's tokens.
           residual: [n,D], entering layer `reuse_layers`.
-
-        Raises:
-          InputError: arrays of another number of layers or tokens.
         """
-        expected = {(self.options.reuse_layers, len(span.ids))}
-        shapes = {value.shape[:2] for value in kv.values()} | {(self.options.reuse_layers, len(residual))}
-        if shapes != expected:
-            raise InputError(f"segments: got layers and tokens {sorted(shapes)}; expected {sorted(expected)}")
-
+        rows: dict[str, Any] = dict(kv)
+        dtype = next(iter(kv.values())).dtype
+        if self.int8:
+            size, dtype = SIZES.round_up(len(residual)), jnp.bfloat16
+            for name, value in kv.items():
+                padded = zero_padded(value, 1, size)
+                rows[name] = pack(padded, 8, None, -2, symmetric=True, heads=True, length=len(residual))
+        # Copies, which can be overwritten.
+        arrays = jax.tree.map(np.array, (rows, residual.astype(dtype)))
         with self.lock:
-            if not self.lacks(span):
+            if not self.lacks(span) or _bytes(arrays) > self.budget:
                 return False
-            rows = {name: self._packed(value) if self.options.int8 else value for name, value in kv.items()}
-            dtype = jnp.bfloat16 if self.options.int8 else next(iter(kv.values())).dtype
-            # Copies, which can be overwritten.
-            arrays = jax.tree.map(np.array, (rows, residual.astype(dtype)))
-            size = _bytes(arrays)
-            if size > self.options.budget:
-                return False
-            self._drop(span.key)
-            while self.bytes + size > self.options.budget:
+            if span.key in self._arrays:
+                self._drop(span.key)
+            while self.bytes + _bytes(arrays) > self.budget:
                 self._drop(next(iter(self._arrays)))
             self.index.add(prompt, span)
             self._arrays[span.key] = arrays
-            self.bytes += size
+            self.bytes += _bytes(arrays)
             return True
 
     def read(self, key: str, start: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Reads tokens start … stop-1 of a span: phase-free KV {channel: [R,n,K,H]} and residual [n,D], float32."""
+        """Reads tokens start … stop-1 of a span, which becomes the most recently used.
+
+        Returns:
+          Phase-free KV {channel: [R,n,K,H]} and residual [n,D], float32.
+        """
         with self.lock:
             rows, residual = self._arrays[key]
+            self._arrays.move_to_end(key)
             kv = {name: np.asarray(value)[:, start:stop].astype(np.float32) for name, value in rows.items()}
             return kv, residual[start:stop].astype(np.float32)
 
-    def use(self, key: str) -> None:
-        """Marks a span as the most recently used; ignores one that was evicted meanwhile."""
-        with self.lock:
-            if key in self._arrays:
-                self._arrays.move_to_end(key)
-
-    def clear(self) -> None:
-        """Removes and overwrites everything."""
-        with self.lock:
-            for key in list(self._arrays):
-                self._drop(key)
-
-    def _packed(self, value: np.ndarray) -> Any:
-        count = value.shape[1]
-        padded = zero_padded(value, 1, SIZES.round_up(count))
-        return pack(padded, 8, None, -2, symmetric=True, heads=True, length=count)
-
     def _drop(self, key: str) -> None:
-        """Removes and overwrites a span; ignores an unknown key."""
+        """Removes and overwrites a span."""
         self.index.remove(key)
-        arrays = self._arrays.pop(key, None)
+        arrays = self._arrays.pop(key)
         self.bytes -= _bytes(arrays)
         for array in jax.tree.leaves(arrays):
             array.fill(0)

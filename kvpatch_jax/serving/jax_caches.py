@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..cache import Chunk
 from ..core import AnyArray, KVLayout, check_uniform, end_position, ops, to_phase_free
-from ..errors import DtypeError, InputError, LayoutError, ShapeError
+from ..errors import InputError, LayoutError, ShapeError
 from ..patching import Placed
 from ..utils.kinds import expect_kind
 
@@ -73,7 +73,7 @@ class CacheAxes:
                 if len(shape) != len(self.letters) or not expected.items() <= sizes.items():
                     raise ShapeError(f"cache.{field}: got shape {shape}; expected axes {self.axes!r}, {expected}")
                 if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                    raise DtypeError(f"cache.{field}: got dtype {leaf.dtype}; expected floating-point numbers")
+                    raise ShapeError(f"cache.{field}: got dtype {leaf.dtype}; expected floating-point numbers")
                 _expect_index(f"cache.{field}: got length", length, 1, sizes["T"])
                 _expect_index(f"cache.{field}: got slot", slot, 0, sizes["T"] - (1 if self.ring else length))
                 _expect_index(f"cache.{field}: got row", row, 0, sizes["B"] - 1)
@@ -129,7 +129,7 @@ def chunk_from_cache(
       start, local: the positions are `start + local`, [T] or [T, A]; None: 0, 1, 2, …
 
     Raises:
-      LayoutError: a field is missing, or quantised. ShapeError: arrays of other shapes. DtypeError: arrays of integers.
+      LayoutError: a field is missing, or quantised. ShapeError: arrays of other shapes; arrays of integers.
       InputError: slot, row or length are not in the cache. As `Chunk`.
     """
     expect_kind(axes, CacheAxes, "chunk_from_cache: axes", "a CacheAxes")

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from ..backbone import Backbone, Tokens, ahead_of
-from ..errors import InputError, SessionClosedError
+from ..backbone import Backbone, joined_tokens
+from ..errors import InputError, SessionError
 from ..window import Window
 from .inputs import EmbeddedInput, embedded
 from .runtime import Runtime
@@ -125,10 +124,10 @@ class Answer:
         return f"Answer({so_far[:80]!r}{'' if self._done else ' …'}, {len(self._ids)} tokens)"
 
     def close(self) -> None:
-        """Ends decoding. What was decoded stays readable; reading further raises SessionClosedError."""
+        """Ends decoding. What was decoded stays readable; reading further raises SessionError."""
         with self._lock:
             if not self._done and self._error is None:
-                self._error = SessionClosedError(
+                self._error = SessionError(
                     f"answer: got closed after {len(self._ids)} tokens; expected it read to its end before"
                 )
                 # A generator that runs right now, on this thread, is closed after its step.
@@ -219,23 +218,8 @@ def prefilled_logits(
       asked, question, places: as of `served_logits`.
       start: of the question.
     """
-    # Joined on the host, where a new length compiles nothing.
-    parts = [(piece.take(0, piece.length), place) for piece, place in [*pieces, (asked, start)]]
-    features = next((part.deepstack for part, _ in parts if part.deepstack is not None), None)
-    deepstack = None
-    if features is not None:
-        # Texts have no features of the vision tower; zeros add nothing.
-        rows = []
-        for part, _ in parts:
-            zeros = np.zeros((1, part.embeddings.shape[1], *features.shape[2:]), features.dtype)
-            rows.append(zeros if part.deepstack is None else part.deepstack)
-        deepstack = jnp.asarray(np.concatenate(rows, axis=1))
-    prompt = Tokens(
-        jnp.asarray(np.concatenate([part.embeddings for part, _ in parts], axis=1)),
-        np.concatenate([np.asarray(part.positions) + place for part, place in parts], axis=1),
-        deepstack,
-        ahead_of([part for part, _ in parts]),
-    )
+    parts = [piece.take(0, piece.length).shift(place) for piece, place in [*pieces, (asked, start)]]
+    prompt = joined_tokens(parts).on_device()
     before = sum(piece.length for piece, _ in pieces)
     out = backbone.prefill(prompt, logits=before + _answer_rows(question, places))
     return np.asarray(out.logits[0], np.float32)[:places]

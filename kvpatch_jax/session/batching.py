@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..answers import AnswerRows, Draws, TextPiece, check_steps, no_row
+from ..answers import AnswerRows, Draws, TextPiece, check_steps
 from ..backbone import Tokens
 from ..cache import brief
 from ..core import NO_PAGE, Buckets, Paged, end_position, identity
-from ..errors import NotFiniteError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
+from ..errors import NotFiniteError, PoolError, SessionError
 from ..utils.background import start_thread
 from ..window import Executor, Window
 from .runtime import AnswerOptions
@@ -220,7 +220,10 @@ class AnswerBatch:
         draws = [row.draws for row in self.rows]
         # Rows of padding take the likeliest token, whatever the first answer does: that needs no draw.
         draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding
-        rows += [no_row(rows[0])] * padding
+        empty = jax.tree.map(lambda value: np.zeros(value.shape, value.dtype), rows[0])
+        empty.table[:] = NO_PAGE
+        empty.owned[:, :1] = True  # a row of padding sees itself: a softmax over no key is NaN
+        rows += [empty] * padding
 
         # On the device from the first step on, as the results of later steps are: one program for all.
         *columns, transitions = zip(*rows, strict=True)
@@ -266,16 +269,16 @@ class BatchScheduler:
         return len(self._line) + len(self._calls)
 
     def do[Result](self, job: Callable[[], Result], window: Window | None = None) -> Result:
-        """Runs a job on the worker. Raises SessionBusyError if others hold the room; else as `InlineScheduler.do`."""
+        """Runs a job on the worker. Raises PoolError if others hold the room; else as `InlineScheduler.do`."""
         if threading.current_thread() is self._worker:
             return job()
         if os.getpid() != self._process:
-            raise SessionClosedError("sessions: got used in a process that was forked off; expected their own")
+            raise SessionError("sessions: got used in a process that was forked off; expected their own")
         call = Call(job=job, window=window, deadline=time.monotonic() + self._timeout)
         try:
             with self._lock:
                 if self._closed:
-                    raise SessionClosedError("sessions: got used after they were closed; expected them open")
+                    raise SessionError("sessions: got used after they were closed; expected them open")
                 if self._worker is None:
                     self._worker = start_thread(self._work, self._stop_at_exit, "sessions")
                 self._inbox.put(call)
@@ -291,8 +294,8 @@ class BatchScheduler:
         """Returns an iterator over an answer's tokens, with `close`. The question is in the line when this returns.
 
         Raises:
-          InputError: invalid options or length. WindowError: another window than the branch has. Here and from the
-          iterator, SessionBusyError: no place or room within the timeout. PoolLostError, SessionClosedError.
+          InputError: invalid options or length. SessionError: another window than the branch has. Here and from the
+          iterator, PoolError: no place or room within the timeout. PoolError, SessionError.
         """
         check_steps(options.steps)
         backbone: Any = self._executor.backbone
@@ -323,13 +326,13 @@ class BatchScheduler:
             for question in self._questions():
                 if question.asked == branch:
                     found = f"answer: got branch {brief(branch)!r}, which was released"
-                    self._end(question, SessionClosedError(f"{found}; expected an open session"))
+                    self._end(question, SessionError(f"{found}; expected an open session"))
 
-        with contextlib.suppress(SessionClosedError):
+        with contextlib.suppress(SessionError):
             self.do(job)
 
     def close(self) -> None:
-        """Ends all answers and waiting calls with SessionClosedError, and the worker. Idempotent."""
+        """Ends all answers and waiting calls with SessionError, and the worker. Idempotent."""
         # A forked process has no worker, and perhaps a lock that nobody releases.
         if os.getpid() != self._process:
             return
@@ -351,7 +354,7 @@ class BatchScheduler:
         """Yields the tokens of an answer in blocks, as `generate` does. Raises the error that ended it."""
         while not question.cancelled:
             if os.getpid() != self._process:
-                raise SessionClosedError("answer: got read in a process that was forked off; expected its own")
+                raise SessionError("answer: got read in a process that was forked off; expected its own")
             # A job may read an answer on the worker itself, which then decodes until there is a result.
             while threading.current_thread() is self._worker and question.results.empty():
                 if question not in self._line or self.batch.full:
@@ -380,7 +383,7 @@ class BatchScheduler:
             if self._worker not in (None, threading.current_thread()):
                 return
             self._worker = threading.current_thread()
-        error: BaseException = SessionClosedError("sessions: got closed, or the process exits; expected them open")
+        error: BaseException = SessionError("sessions: got closed, or the process exits; expected them open")
         try:
             while not self._closed:
                 if not self._receive() and self._left():
@@ -433,7 +436,7 @@ class BatchScheduler:
             elif call.shortage is not None and call in self._line and now >= call.deadline:
                 self.busy += 1
                 waited = f"{call.shortage}; other sessions held the room for {self._timeout:g} s"
-                self._end(call, SessionBusyError(waited))
+                self._end(call, PoolError(waited))
         if questions and self._executor.lost:
             self._lose(None)
 
@@ -480,7 +483,7 @@ class BatchScheduler:
         except BaseException as error:
             if executor.lost:
                 self._lose(error)
-            lost = executor.lost or isinstance(error, PoolLostError)
+            lost = executor.lost or getattr(error, "lost", False)
             if isinstance(error, PoolError) and not lost and not self._hopeless(call):
                 call.shortage = error
                 return False
@@ -520,7 +523,7 @@ class BatchScheduler:
     def _lose(self, cause: BaseException | None) -> None:
         """Ends all answers, because a launch has lost the pool."""
         for question in self._questions():
-            error = PoolLostError("answer: got its pool lost; expected the question again, after `reprefill`")
+            error = PoolError("answer: got its pool lost; expected the question again, after `reprefill`", lost=True)
             error.__cause__ = cause
             self._end(question, error)
         self._changed = True

@@ -12,7 +12,7 @@ import numpy as np
 from ..backbone import Backbone, check_is_backbone
 from ..cache import Text, check_text, encoded
 from ..core import KVEncoding
-from ..errors import CertificateError, DtypeError, InputError, PoolError, RankError, SessionError
+from ..errors import InputError, PoolError, SessionError, ShapeError
 from ..patching import GROUPS, Rank
 from ..plan import DEFAULT_KL, Certificate, Reuse
 from ..utils.sizes import Size, size_of
@@ -60,7 +60,7 @@ class SessionConfig:
       pages: of 16 tokens, of the pool. None: it grows as needed.
 
     Raises:
-      SessionError: an option of another kind or out of range. RankError, PoolError: an invalid rank or number of pages.
+      SessionError: an option of another kind or out of range. InputError: an invalid rank. PoolError: of pages.
     """
 
     reuse: Reuse | None = None
@@ -137,8 +137,8 @@ class SessionConfig:
         """Refuses arguments that do not make a session with these options.
 
         Raises:
-          SessionError, RankError: an invalid argument, or an option that backbone, store or a shared runtime do not
-          have. CertificateError: one of other weights. What the backbone raises of a text.
+          SessionError, InputError: an invalid argument, or an option that backbone, store or a shared runtime do not
+          have; one of other weights. What the backbone raises of a text.
         """
         loaded = all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill"))
         _refuse(("backbone", backbone, loaded, "a backbone of models.load"))
@@ -157,10 +157,10 @@ class SessionConfig:
             channels += GROUPS if backbone.layout.parts else ()
             if strangers := [channel for channel in self.rank if channel not in channels]:
                 found = f"a rank of channel {strangers[0]!r:.80}"
-                raise RankError(f"session: got {found}; expected channels among {channels}")
+                raise InputError(f"session: got {found}; expected channels among {channels}")
         if certificate is not None and certificate.backbone != fingerprint:
             found = f"{certificate.model!r:.80}, backbone {certificate.backbone[:16]!r}"
-            raise CertificateError(f"session.certificate: got one of {found}; expected backbone {fingerprint[:16]!r}")
+            raise InputError(f"session.certificate: got one of {found}; expected backbone {fingerprint[:16]!r}")
         if self.placeholder is not None:
             tokens = backbone.prepare([Text(self.placeholder)])["input_ids"].shape[1]
             _refuse(("placeholder", self.placeholder, 1 <= tokens <= LARGEST_TEXT, f"1 to {LARGEST_TEXT} tokens"))
@@ -199,21 +199,21 @@ def check_backbone(backbone: Any, store: Any, caller: str) -> None:
 
 
 def float_dtype(dtype: Any, caller: str) -> np.dtype:
-    """Returns a dtype by its name. Raises DtypeError for one without floating point; `caller` begins the message."""
+    """Returns a dtype by its name. Raises ShapeError for one without floating point; `caller` begins the message."""
     with contextlib.suppress(TypeError):
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return jnp.dtype(dtype)
-    raise DtypeError(f"{caller}: got dtype {dtype!r:.80}; expected a floating-point one, such as 'bfloat16'")
+    raise ShapeError(f"{caller}: got dtype {dtype!r:.80}; expected a floating-point one, such as 'bfloat16'")
 
 
 def check_rank(rank: Any, caller: str, least: int) -> None:
-    """Raises RankError unless a rank is a whole number, or one for each channel. None is valid if 0 is."""
+    """Raises InputError unless a rank is a whole number, or one for each channel. None is valid if 0 is."""
     if rank is None and least == 0:
         return
     for number in rank.values() if isinstance(rank, Mapping) else [rank]:
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
             expected = f"a whole number from {least}, or one for each channel"
-            raise RankError(f"{caller}: got rank {rank!r:.80}; expected {expected}")
+            raise InputError(f"{caller}: got rank {rank!r:.80}; expected {expected}")
 
 
 def with_chat_template(backbone: Any, lead: Any, config: SessionConfig) -> tuple[list[int] | None, SessionConfig]:

@@ -37,8 +37,8 @@ class SessionInput:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the items."""
-        media = [np.frombuffer(item.encode(), np.uint8) if isinstance(item, str) else item for item in self.items]
-        return sum([(item if isinstance(item, Video | Audio) else np.asarray(item)).nbytes for item in media])
+        sources = [item.source if isinstance(item, Video | Audio) else item for item in self.items]
+        return sum(len(source.encode()) if isinstance(source, str) else np.asarray(source).nbytes for source in sources)
 
 
 def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInput:
@@ -51,7 +51,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
       largest_image: bytes that an image may have, and a video or sound as it was given (a file's are encoded).
 
     Raises:
-      InputError: an empty input, one of another kind, an address, or a video or sound that cannot be read. ImageError:
+      InputError: an empty input, one of another kind, an address, or a video or sound that cannot be read. InputError:
       an image that cannot be read, or an input that is too large.
     """
     parts = cache.unit_items(item, "session")
@@ -103,8 +103,7 @@ class EmbeddedInput:
 
     def take(self, start: int, stop: int) -> Tokens:
         """Returns tokens start … stop-1, cut on the host, where no length compiles a program."""
-        fields: list[Any] = [None if value is None else np.asarray(value) for value in self.tokens]
-        return Tokens(*fields).take(start, stop)
+        return self.tokens.on_host().take(start, stop)
 
     def entry(self, id: str, read: SessionInput, kind: Kind, order_free: bool) -> Entry:
         """Returns the entry of a window that shows this input."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ..cache import Text, brief, encoded
-from ..errors import DtypeError, InputError, PoolLostError, SessionClosedError, SessionError, ShapeError
+from ..errors import InputError, PoolError, SessionError, ShapeError
 from ..traces import Event, Op, Watcher
 from ..window import Entry, Kind, Step, Window
 from .config import LARGEST_IMAGE, LARGEST_TEXT, SessionConfig
@@ -83,10 +83,10 @@ class PieceBook:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Holds the lock of an open session. Raises SessionClosedError after `close`."""
+        """Holds the lock of an open session. Raises SessionError after `close`."""
         with self.lock:
             if self.closed:
-                raise SessionClosedError(f"session: {self.name!r:.80} was closed; expected an open one")
+                raise SessionError(f"session: {self.name!r:.80} was closed; expected an open one")
             yield
 
     def fork(self) -> "PieceBook":
@@ -245,7 +245,7 @@ class PieceBook:
         features = store.get_encoder(read.content, backbone.fingerprint)
         if features is not None:
             # Another writer may have stored an output that does not fit the image. The tower then replaces it.
-            with contextlib.suppress(InputError, ShapeError, DtypeError):
+            with contextlib.suppress(InputError, ShapeError):
                 tokens = embedded(backbone, read.items, prompt={**prompt, "features": features})
                 self.counters["encoded"] += 1
                 return tokens
@@ -400,7 +400,9 @@ def session_call[**Given, Result](
             with guard():
                 try:
                     return method(*args, **options)
-                except PoolLostError:
+                except PoolError as error:
+                    if not error.lost:
+                        raise
                     session: Any = args[0]
                     session._book.reprefill()
                 # Outside of the handler, so that the lost pool is not the context of an error of the second call.

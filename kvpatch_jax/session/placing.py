@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..cache import brief, chunk_id
-from ..errors import InputError, PatchMismatchError, ShapeError, WindowError
+from ..errors import InputError, PatchMismatchError, SessionError, ShapeError
 from ..plan import Goal, Inventory, Plan, plan
 from ..window import Entry, Kind, Window
 from .config import Keep
@@ -132,7 +132,7 @@ class Placer:
         room = self._make_room(window, [entry])
         if before is not None and before not in room.window:
             found = f"{brief(book.names([before])[0])!r}, which leaves to make room"
-            raise WindowError(f"{op}: got {found} (keep={self.keep}); expected a piece that stays")
+            raise SessionError(f"{op}: got {found} (keep={self.keep}); expected a piece that stays")
         evicted, store = entry.id in window.gone, book.runtime.store
         # Asked before it is placed, because what is prefilled is then stored in the background.
         seen = evicted or entry.kind == "text" or self._is_stored(entry, book.runtime.executor.sources.encodings)

@@ -15,7 +15,7 @@ import jax
 from ..answers import Sampling, TextPiece
 from ..backbone import Backbone, Tokens
 from ..cache import brief
-from ..errors import PoolError, PoolLostError, SessionClosedError
+from ..errors import PoolError, SessionError
 from ..patching import Rank
 from ..window import Executor, PatchFormer, PatchStore, Step, Window
 
@@ -60,7 +60,7 @@ class InlineScheduler:
             try:
                 return job()
             except PoolError as error:
-                if isinstance(error, PoolLostError) or not self._grows or window is None:
+                if error.lost or not self._grows or window is None:
                     raise
             # Doubled at least, because programs are compiled again for every size.
             have, size = self._executor.slots.pages, self._executor.slots.page_size
@@ -148,7 +148,7 @@ class Runtime:
         """Runs a job that has the executor to itself. As `InlineScheduler.do`.
 
         Raises:
-          SessionClosedError: after `close`, and in a forked process. As the job.
+          SessionError: after `close`, and in a forked process. As the job.
         """
         self.check_open()
         return self.scheduler.do(job, window)
@@ -206,17 +206,18 @@ class Runtime:
         if not self._closed:
             self.scheduler.drop(branch)
         # A closed scheduler has no thread, and nobody else uses the executor.
-        with contextlib.suppress(SessionClosedError):
+        with contextlib.suppress(SessionError):
             self.scheduler.do(lambda: self.executor.release(branch))
         self._lost.discard(branch)
 
     def _check_pool(self, branch: str) -> None:
-        """Raises PoolLostError for a branch whose KV, or whose parent's, was lost with a pool."""
+        """Raises PoolError for a branch whose KV, or whose parent's, was lost with a pool."""
         self.executor.check_pool()
         if branch not in self.executor.branches and branch not in self._lost:
             branch = branch.rpartition("/")[0]
         if branch in self._lost:
-            raise PoolLostError(f"session: got branch {brief(branch)!r}, whose pool was lost; expected `reprefill`")
+            found = f"session: got branch {brief(branch)!r}, whose pool was lost"
+            raise PoolError(f"{found}; expected `reprefill`", lost=True)
 
     # --------------------------------------------------------------------------------------------------------- tokens
 
@@ -240,17 +241,17 @@ class Runtime:
                 del self._providers[id]
                 self.executor.forget(id)
 
-        with contextlib.suppress(SessionClosedError):
+        with contextlib.suppress(SessionError):
             self.do(job)
 
     # ------------------------------------------------------------------------------------------------------------ end
 
     def check_open(self) -> None:
-        """Raises SessionClosedError after `close`, and in a forked process, which has no thread of the scheduler."""
+        """Raises SessionError after `close`, and in a forked process, which has no thread of the scheduler."""
         if os.getpid() != self._process:
-            raise SessionClosedError("session: got used in a process that was forked off; expected its own")
+            raise SessionError("session: got used in a process that was forked off; expected its own")
         if self._closed:
-            raise SessionClosedError("session: got used after its runtime was closed; expected it open")
+            raise SessionError("session: got used after its runtime was closed; expected it open")
 
     def acquire(self, users: int = 1) -> int:
         """Registers an open session, or with -1 unregisters one. Returns how many there are."""

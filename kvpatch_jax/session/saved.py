@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ..backbone import Backbone
 from ..cache import Audio, Text, Video, decoded, sort_of
-from ..errors import CertificateError, PoolError, RankError, SessionError, WindowError
+from ..errors import PoolError, SessionError
 from ..utils.atomic_files import path_of, replace
 from ..window import Entry, PatchStore, Window, from_json, to_json
 from .config import Keep, SessionConfig
@@ -161,7 +161,7 @@ def restore(
             _, number, field = key.split(".", 2)
             snapshots[int(number)][field] = arrays[key]
         opened = runtime or config.runtime(backbone, store, dtype=dtype)
-    except (SessionError, WindowError, CertificateError, RankError, PoolError):
+    except (SessionError, PoolError):
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SessionError(f"session: got {type(error).__name__} {error!s:.200}; expected what was saved") from error
@@ -176,10 +176,8 @@ def restore(
         else:
             # Without KV, the window is prefilled.
             book.run("restore", window.anew())
-    except BaseException as error:
+    except BaseException:
         book.release()
-        if isinstance(error, WindowError):
-            raise SessionError(f"session: {error}") from error
         raise
     return book, keep
 

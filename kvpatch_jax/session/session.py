@@ -94,7 +94,7 @@ class Session:
           config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
 
         Raises:
-          SessionError, CertificateError: an invalid argument, or one of other weights. What adding the lead raises.
+          SessionError, InputError: an invalid argument, or one of other weights. What adding the lead raises.
         """
         config = SessionConfig.with_options(config, options)
         config.check(backbone, store, runtime, keep, name)
@@ -191,7 +191,7 @@ class Session:
           Its name.
 
         Raises:
-          SessionClosedError. SessionError: the name of another piece. ImageError, InputError: an unreadable input.
+          SessionError: it is closed; the name of another piece. InputError: an unreadable input.
           PoolError: no room. What the backbone raises.
         """
         # Decoding an image takes long and needs no lock; another thread may close the session meanwhile.
@@ -243,7 +243,7 @@ class Session:
 
     @session_call(interrupts_deferred)
     def slide(self, keep: int) -> tuple[str, ...]:
-        """Evicts all but the last `keep` chunks after the lead. Returns their names. Raises WindowError: no number."""
+        """Evicts all but the last `keep` chunks after the lead. Returns their names. Raises SessionError: no number."""
         with self._book.open():
             return self._book.evict("slide", self.window.slide(keep), keep=keep)
 
@@ -252,7 +252,7 @@ class Session:
         """Evicts a piece. Returns its name if it is a chunk, which can be recalled.
 
         Raises:
-          SessionClosedError. SessionError: an unknown name. WindowError: a piece of the lead, or one that has left.
+          SessionError: it is closed; an unknown name; a piece of the lead, or one that has left.
         """
         with self._book.open():
             record = self._book.find(id)
@@ -269,7 +269,7 @@ class Session:
           The name of the new piece.
 
         Raises:
-          As `add`; and SessionError: an unknown name. WindowError: a piece of the lead.
+          As `add`; and SessionError: an unknown name; a piece of the lead.
         """
         book = self._book
         read = book.read(item)
@@ -283,7 +283,7 @@ class Session:
         Chunks that move are rotated, and approximate if they then follow others than they were formed for.
 
         Raises:
-          SessionClosedError. SessionError: an unknown name. WindowError: a piece that is not order-free, or pinned.
+          SessionError: it is closed; an unknown name; a piece that is not order-free, or pinned.
         """
         book = self._book
         with book.open():
@@ -373,7 +373,7 @@ class Session:
           The answer: an iterable of text as it is decoded; `str(answer)` is all of it.
 
         Raises:
-          SessionClosedError. InputError, ConfigError: an invalid question or option. UnknownReferenceError: a reference
+          SessionError: it is closed. InputError, ConfigError: an invalid question or option. InputError: a reference
           that the linker does not know. What the backbone raises.
         """
         book = self._book
@@ -425,7 +425,7 @@ class Session:
           erased: also ask without any trace of the chunk: what follows it is served bare.
 
         Raises:
-          SessionClosedError. SessionError: an unknown name, or a text. WindowError: a chunk of the lead, or one that is
+          SessionError: it is closed; an unknown name, or a text; a chunk of the lead, or one that is
           not in the window. What `ask` raises.
         """
         if not isinstance(bound, int | float) or not bound >= 0:
@@ -466,7 +466,7 @@ class Session:
           kv: False leaves out the KV. The restored session then prefills its window, and forgets what had left.
 
         Raises:
-          SessionClosedError. SessionError: a file that cannot be written.
+          SessionError: it is closed; a file that cannot be written.
         """
         with self._book.open():
             saved.save(path, self._book, self.keep, kv)
@@ -491,7 +491,7 @@ class Session:
             they were saved.
 
         Raises:
-          SessionError: no session, damage, another version, or a runtime whose pool has another dtype. WindowError: a
+          SessionError: no session, damage, another version, or a runtime whose pool has another dtype; a
           session of another backbone. PoolError: no room.
         """
         session = cls.__new__(cls)

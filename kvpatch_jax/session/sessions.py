@@ -85,13 +85,13 @@ class Sessions:
           pages, page_size: of the pool, which does not grow.
           batch: the number of answers that are decoded together.
           waiting: the number of questions that may wait for a place among them.
-          timeout: seconds that a call waits for room before it raises SessionBusyError.
+          timeout: seconds that a call waits for room before it raises PoolError.
           rank, encoding: of what all these sessions form and keep, as of `SessionConfig`.
           options: of `Runtime`, such as `dtype`.
 
         Raises:
-          InputError: an invalid number, backbone, store or encoding. PoolError: no pages, or empty ones. RankError,
-          DtypeError: an invalid rank or dtype.
+          InputError: an invalid number, backbone, store or encoding. PoolError: no pages, or empty ones. InputError,
+          ShapeError: an invalid rank or dtype.
         """
         check_backbone(backbone, store, "sessions")
         check_rank(rank, "sessions", least=0)
@@ -118,7 +118,7 @@ class Sessions:
           options: of `Session`, except for those of the pool.
 
         Raises:
-          SessionClosedError. InputError: an option of the pool. SessionBusyError: no room for its lead. As `Session`.
+          SessionError: it is closed. InputError: an option of the pool. PoolError: no room for its lead. As `Session`.
         """
         return Session(self.backbone, self.store, keep, **self._shared(options))
 
@@ -142,7 +142,7 @@ class Sessions:
         )
 
     def close(self) -> None:
-        """Ends all answers with SessionClosedError, after pending patches were stored. Idempotent."""
+        """Ends all answers with SessionError, after pending patches were stored. Idempotent."""
         self.runtime.close()
 
     def _shared(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 import importlib.util
 
-from ..errors import StorePlatformError
-
 if importlib.util.find_spec("fcntl") is None:  # checked before the imports below fail
-    raise StorePlatformError("store: got a system without `fcntl`; expected a POSIX system, such as Linux or macOS")
+    # An AttributeError of the package too: `hasattr` returns False there, and `help` omits the store.
+    raise AttributeError("store: got a system without `fcntl`; expected a POSIX system, such as Linux or macOS")
 
 from ..cache import chunk_id as chunk_id
-from ..cache import encoder_id as encoder_id
 from .fetch import Fetched as Fetched
 from .fetch import Miss as Miss
 from .fetch import Request as Request

@@ -2,7 +2,7 @@
 
 | kind | leaves |
 |---|---|
-| chunk | `local`; each channel [L, T, K, H], of a transition's part [L, R, K, W]; `hidden.<layer>` [T, D] |
+| chunk | `local`; each channel [L, T, K, H], of a transition's part [L, R, K, W] |
 | patch | `<channel>.u`, `.v` with layers stacked, or `.dense`; `.rows` of ranks by layer; `.scale` if quantised |
 | encoder | `output`: a tower's output, or a channel's directions of a basis |
 
@@ -34,7 +34,7 @@ from ..core import (
     is_packed,
     plane_widths,
 )
-from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
+from ..errors import InputError, KVPatchError, ShapeError, StoreCorruptError
 from .files import DTYPES, Encoded, Stored
 from .names import Encoding, Names, encoding_word
 
@@ -46,10 +46,6 @@ _CHUNK_FIELDS: Mapping[str, tuple[type, ...]] = {
     **{"content": _WORD, "lead": _WORD, "encoding": _WORD},
 }
 """Fields of a chunk that its body holds as they are, with their types; beside them `layout` and `packed`."""
-
-
-class UnknownFieldError(StoreCorruptError, StoreVersionError):
-    """A field, leaf or word that this version of the format does not have: a later one may. A miss like damage."""
 
 
 @contextlib.contextmanager
@@ -65,9 +61,11 @@ def decoding(kind: str) -> Iterator[None]:
 
 
 def _expect_known(names: Iterable[str], known: Iterable[str] = ()) -> None:
-    """Raises UnknownFieldError for names of fields, leaves or words that are not known."""
+    """Raises StoreCorruptError for names of fields, leaves or words that are not known."""
     if unknown := set(names).difference(known):
-        raise UnknownFieldError(f"object: got {sorted(unknown)[0][:40]!r}; expected fields and words of the format")
+        # A later version of the format may have it.
+        found = sorted(unknown)[0][:40]
+        raise StoreCorruptError(f"object: got {found!r}; expected fields and words of the format", other_format=True)
 
 
 # --------------------------------------------------------------------------------------------- values of type hints
@@ -77,7 +75,7 @@ def _instance[T](kind: type[T], fields: Mapping[str, Any]) -> T:
     """Makes an instance of a dataclass from fields as JSON holds them, by its type hints.
 
     Raises:
-      UnknownFieldError: a field or word that it does not have. KeyError, TypeError, ValueError: it is malformed.
+      StoreCorruptError: a field or word that it does not have. KeyError, TypeError, ValueError: it is malformed.
     """
     hints = _hints_of(kind)
     _expect_known(fields, hints)
@@ -125,7 +123,7 @@ def encode_chunk_object(chunk: Chunk, encoding: Encoding | None = None) -> Encod
     """Encodes a canonical. An encoding packs kv that are not packed yet.
 
     Raises:
-      DtypeError: objects cannot hold a dtype. ShapeError: the chunk is a batch.
+      ShapeError: objects cannot hold a dtype; the chunk is a batch.
       InputError: the encoding is unknown, or the chunk has another one, or was decoded, so that its codes are lost.
     """
     word = encoding_word(encoding)
@@ -140,16 +138,14 @@ def encode_chunk_object(chunk: Chunk, encoding: Encoding | None = None) -> Encod
             f"store: got a chunk decoded from {chunk.encoding}, or of other bits; expected packed kv "
             "as `encode_chunk` makes them, or the chunk as it was prefilled"
         )
-    if any(name in ("local", "hidden") or "." in name for name in chunk.layout.names):
-        raise InputError(f"store: got channels {chunk.layout.names}; expected none called local or hidden, and no dots")
+    if any(name == "local" or "." in name for name in chunk.layout.names):
+        raise InputError(f"store: got channels {chunk.layout.names}; expected none called local, and no dots")
 
     body: dict[str, Any] = {field: getattr(chunk, field) for field in _CHUNK_FIELDS}
     body |= {"span": int(chunk.span), "length": int(chunk.length), "layout": _layout_text(chunk.layout), "packed": {}}
     arrays = {"local": np.asarray(chunk.local)}
     for name in chunk.layout.names:
         _add_array(arrays, body["packed"], name, chunk.kv[name])
-    for layer, states in sorted((chunk.hidden or {}).items()):
-        arrays[f"hidden.{layer}"] = np.asarray(states)
     return Encoded("chunk", body, arrays)
 
 
@@ -157,7 +153,7 @@ def decode_chunk_object(stored: Stored) -> Chunk:
     """Decodes a canonical; its arrays are views. Numbers are not examined: the checksums say that they are as put.
 
     Raises:
-      StoreCorruptError: the body does not match its arrays. UnknownFieldError: a later version's.
+      StoreCorruptError: the body does not match its arrays; a later version's.
     """
     with decoding("chunk"):
         body, leaves = dict(stored.body), dict(stored.arrays)
@@ -167,11 +163,10 @@ def decode_chunk_object(stored: Stored) -> Chunk:
             if not isinstance(value, _CHUNK_FIELDS[name]) or isinstance(value, bool):
                 raise StoreCorruptError(f"object: got a chunk's {name} of another type; expected a word or number")
         kv, local = {name: _take_array(leaves, packed, name) for name in layout.names}, leaves.pop("local")
-        hidden = {int(name[7:]): leaves.pop(name) for name in list(leaves) if name.startswith("hidden.")}
         _expect_known([*body, *leaves])
 
         chunk = object.__new__(Chunk)
-        fields |= {"kv": PhaseFreeKV(kv), "local": local, "layout": layout, "encoder": None, "hidden": hidden or None}
+        fields |= {"kv": PhaseFreeKV(kv), "local": local, "layout": layout, "encoder": None}
         vars(chunk).update(fields)
         layout.check(kv, "chunk")
         axes = () if layout.rope.axes is None else (layout.rope.axes,)
@@ -200,13 +195,15 @@ def _has_encoding(chunk: Chunk) -> bool:
 
 @functools.cache
 def _encoding_of(word: str) -> KVEncoding:
-    """Returns the encoding of a word in an object. Raises UnknownFieldError."""
+    """Returns the encoding of a word in an object. Raises StoreCorruptError."""
     try:
         encoding = KVEncoding.of(word)
     except InputError:
         encoding = None
     if encoding is None or str(encoding) != word:
-        raise UnknownFieldError(f"object: got encoding {word[:40]!r}; expected a word such as 'k4v4g32'")
+        raise StoreCorruptError(
+            f"object: got encoding {word[:40]!r}; expected a word such as 'k4v4g32'", other_format=True
+        )
     return encoding
 
 
@@ -296,7 +293,7 @@ def encode_patch_object(patch: Patch) -> Encoded:
     """Encodes a patch. Of one in a shared basis only the coefficients: the directions are stored once, with the basis.
 
     Raises:
-      DtypeError: objects cannot hold a dtype. ShapeError: the patch is of a batch of chunks.
+      ShapeError: objects cannot hold a dtype; the patch is of a batch of chunks.
     """
     metadata = patch.metadata
     if patch.batch is not None:
@@ -332,7 +329,7 @@ def decode_patch_parts(stored: Stored) -> PatchParts:
     The directions of a patch in a shared basis are NaN until `patching.with_basis` inserts them.
 
     Raises:
-      StoreCorruptError: the body does not match its arrays. UnknownFieldError: a later version's.
+      StoreCorruptError: the body does not match its arrays; a later version's.
     """
     with decoding("patch"):
         body, leaves = dict(stored.body), dict(stored.arrays)

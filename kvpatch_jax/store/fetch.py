@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..cache import Chunk, encode_chunk, fingerprint_of
-from ..errors import FetchError, InputError, StoreClosedError, StoreError
+from ..errors import InputError, StoreError
 from ..utils.kinds import is_whole
 from .names import Encoding, encoding_word
 from .queue import Ack
@@ -118,9 +118,9 @@ def fetch(
       report the errors of puts.
 
     Raises:
-      FetchError: `compute` raised, or returned other chunks than requested; its error is the cause. Loads have ended by
+      StoreError: `compute` raised, or returned other chunks than requested; its error is the cause. Loads have ended by
         then, and chunks computed before are stored.
-      StoreClosedError: the store is closed. InputError: `batch` is below 1.
+      StoreError: the store is closed. InputError: `batch` is below 1.
     """
     if batch is not None and not is_whole(batch, 1):
         raise InputError(f"fetch: got batch={batch!r:.40}; expected an integer >= 1, or None")
@@ -196,9 +196,9 @@ class _Fetch:
         for store, source in self._stores(request):
             try:
                 chunk = store.get(**request.names)
-            except StoreClosedError:
-                raise
             except (StoreError, OSError):
+                if store.objects.closed:
+                    raise
                 store.objects.counters["fetch_errors"] += 1
                 continue
             if chunk is not None:
@@ -252,7 +252,7 @@ class _Fetch:
                 flight = _Flight(threading.get_ident(), concurrent.futures.Future())
                 flights[request] = _flights[self._key(request)] = flight
             elif flight.thread == threading.get_ident():
-                raise FetchError("fetch: got a call from within `compute` of the same chunk; expected no fetch there")
+                raise StoreError("fetch: got a call from within `compute` of the same chunk; expected no fetch there")
             else:
                 self.joined[request] = flight
 
@@ -266,17 +266,17 @@ class _Fetch:
         return result is not None
 
     def _computed(self, requests: Sequence[Request]) -> list[Chunk]:
-        """Computes chunks, in their encodings. Raises FetchError, without ids, because it may be logged."""
+        """Computes chunks, in their encodings. Raises StoreError, without ids, because it may be logged."""
         try:
             chunks = list(self.compute([Miss(request, self.store) for request in requests]))
         except Exception as error:
-            raise FetchError(
+            raise StoreError(
                 f"fetch: got {type(error).__name__} (the cause) from computing {len(requests)} chunks; expected chunks"
             ) from error
 
         count = sum(_is_of(chunk, request) for chunk, request in zip(chunks, requests, strict=False))
         if len(chunks) != len(requests) or count < len(requests):
-            raise FetchError(
+            raise StoreError(
                 f"fetch: got {len(chunks)} computed chunks, {count} of them as requested; expected {len(requests)}"
             )
         encodings = [request.encoding for request in requests]

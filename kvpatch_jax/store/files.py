@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from ..errors import DtypeError, StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
+from ..errors import ShapeError, StoreCorruptError, StoreError
 from ..utils.optional_packages import require
 
 FORMAT = 3
@@ -86,7 +86,7 @@ def object_parts(encoded: Encoded, header: Header, key: bytes | None = None) -> 
     """Encodes an object as the parts of its file, in order, encrypted under a tenant's key if there is one.
 
     Raises:
-      DtypeError: a leaf of a dtype that files cannot hold.
+      ShapeError: a leaf of a dtype that files cannot hold.
     """
     parts = _plain_parts(encoded, header)
     if key is None:
@@ -101,7 +101,7 @@ def _plain_parts(encoded: Encoded, header: Header) -> list[memoryview]:
     sums, leaves, offset = dict[str, str](), list[np.ndarray](), 0
     for name, array in encoded.arrays.items():
         if array.dtype not in _WORDS:
-            raise DtypeError(f"store: got {name} of dtype {array.dtype}; expected one of {sorted(map(str, _WORDS))}")
+            raise ShapeError(f"store: got {name} of dtype {array.dtype}; expected one of {sorted(map(str, _WORDS))}")
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         end = offset + flat.nbytes
         tensors[name] = {"dtype": _WORDS[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
@@ -178,7 +178,7 @@ def read_object(path: str, key: bytes | None = None) -> tuple[Header, Stored]:
     """Reads and verifies a file, large ones by mapping it.
 
     Raises:
-      DamagedError: a checksum does not match. StoreVersionError: another format. StoreKeyError: encrypted otherwise.
+      DamagedError: a checksum does not match. StoreCorruptError: another format. StoreError: encrypted otherwise.
       OSError: the file system failed.
     """
     return parse_object(file_bytes(path), key)
@@ -229,10 +229,10 @@ def parse_object(data: np.ndarray, key: bytes | None = None) -> tuple[Header, St
     header, stored = _parse(data)
     if stored.kind != "sealed":
         if key is not None:
-            raise StoreKeyError("object: got one that is not encrypted; expected it encrypted with the store's key")
+            raise StoreError("object: got one that is not encrypted; expected it encrypted with the store's key")
         return header, stored
     if key is None:
-        raise StoreKeyError("object: got an encrypted one; expected the key it was encrypted with, ChunkStore(key=...)")
+        raise StoreError("object: got an encrypted one; expected the key it was encrypted with, ChunkStore(key=...)")
     plain = _unsealed(stored.arrays["sealed"], key, bytes.fromhex(stored.body["salt"]), header)
     inner, opened = _parse(plain)
     if inner != header:
@@ -291,7 +291,8 @@ def _parse_header(text: bytes, size: int) -> tuple[Header, Stored, dict[str, Any
     tensors = json.loads(text)
     metadata = tensors.pop("__metadata__")
     if metadata["format"] != str(FORMAT):
-        raise StoreVersionError(f"object: got format {metadata['format'][:20]!r}; expected {FORMAT}")
+        shown = metadata["format"][:20]
+        raise StoreCorruptError(f"object: got format {shown!r}; expected {FORMAT}", other_format=True)
     expires = float(metadata["expires"]) if metadata["expires"] else None
     header = Header(metadata["tenant"], metadata["name"], int(metadata["seq"]), expires)
     stored = Stored(metadata["kind"], json.loads(metadata["body"]), {}, header.seq, expires, size)
@@ -341,6 +342,6 @@ def _unsealed(sealed: np.ndarray, key: bytes, salt: bytes, header: Header) -> np
             opened = cipher.decrypt(nonce, sealed[number * step : (number + 1) * step].data, context)
         except exceptions.InvalidTag:
             # The checksum of the sealed bytes was right, so they are intact.
-            raise StoreKeyError("object: got one encrypted with another key; expected the store's key") from None
+            raise StoreError("object: got one encrypted with another key; expected the store's key") from None
         plain[number * SEALED_PIECE :][: len(opened)] = np.frombuffer(opened, np.uint8)
     return plain

@@ -21,14 +21,8 @@ import xxhash
 
 from ..errors import (
     KVPatchError,
-    StoreBusyError,
-    StoreClosedError,
     StoreCorruptError,
     StoreError,
-    StoreFullError,
-    StoreIOError,
-    StoreReadOnlyError,
-    StoreVersionError,
 )
 from . import forks
 from .files import FORMAT, read_header, sync_folder, write_synced
@@ -154,8 +148,8 @@ class Index:
       secret: key of names, from the root's file `secret`.
 
     Raises:
-      StoreError: the directory is no store, of another format, or on a network file system; StoreReadOnlyError,
-        StoreFullError, StoreIOError, StoreBusyError: the file system does not allow it.
+      StoreError: the directory is no store, of another format, or on a network file system; StoreError,
+        StoreError: the file system does not allow it.
     """
 
     def __init__(self, root: str, create: bool = True):
@@ -179,7 +173,7 @@ class Index:
                 "directory (stores of other formats are not read)"
             )
         if file_system(self.root) in NETWORK:
-            raise StoreIOError(
+            raise StoreError(
                 f"store {self.root}: got a root on {file_system(self.root)}; expected a local file system: machines "
                 "share objects by a remote store, ChunkStore(remote=...)"
             )
@@ -209,7 +203,7 @@ class Index:
                 if self._is_complete():
                     return False
                 if time.monotonic() > deadline:
-                    raise StoreBusyError(
+                    raise StoreError(
                         f"store {self.root}: got an index that is lost or damaged while other processes have the store "
                         "open; expected them to close it, then it is made again"
                     ) from None
@@ -276,7 +270,7 @@ class Index:
         for line in data[:86], data[87:173]:  # no search for line ends: they may be damaged
             if xxhash.xxh3_64_hexdigest(line[:70]).encode() == line[70:]:
                 if int(line[:4]) != FORMAT:
-                    raise StoreVersionError(f"store {self.root}: got format {int(line[:4])}; expected {FORMAT}")
+                    raise StoreError(f"store {self.root}: got format {int(line[:4])}; expected {FORMAT}")
                 return bytes.fromhex(line[5:69].decode())
         raise StoreCorruptError(
             f"store {self.root}: got a file `secret` that is damaged twice; expected it from a backup"
@@ -351,7 +345,7 @@ class Index:
         """Begins one write transaction, durable when the block ends; files that it forgets are unlinked after it.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreBusyError, StoreIOError: nothing has changed.
+          StoreError: nothing has changed.
         """
         with self._write_lock:
             self._expect_same_index()
@@ -373,20 +367,20 @@ class Index:
         self.unlink(transaction.forgotten)
 
     def _expect_same_index(self) -> None:
-        """Raises StoreIOError if the root was removed, or its index replaced, while the store is open."""
+        """Raises StoreError if the root was removed, or its index replaced, while the store is open."""
         try:
             same = os.stat(self.path).st_ino == self._inode
         except OSError:
             same = False
         if not same:
-            raise StoreIOError(
+            raise StoreError(
                 f"store {self.root}: got an index that was removed; expected it to stay while the store is open"
             )
 
     def _failed(self, error: Exception) -> KVPatchError:
         """Returns the typed error of a failure of SQLite. Marks a damaged index, which the next open makes again."""
         if self._closed:
-            return StoreClosedError(f"store {self.root}: got a call after close; expected an open store")
+            return StoreError(f"store {self.root}: got a call after close; expected an open store")
         # A header of the index that is damaged in one place says that nobody may write.
         is_denied = _code(error) == sqlite3.SQLITE_READONLY and os.access(self.path, os.W_OK)
         if _code(error) in _DAMAGE or is_denied:
@@ -466,13 +460,13 @@ class Index:
           The number of each object, 0 where something later has its name (the file is unlinked); how many were evicted.
 
         Raises:
-          StoreFullError: a budget has no room. As `write`.
+          StoreError: a budget has no room. As `write`.
         """
         stored, now = list[int](), time.time()
         with self.write() as transaction:
             db = transaction.db
             if not all(os.path.exists(f"{self.root}/data/{file.file}") for file in files):
-                raise StoreIOError("store: got a write that stalled for an hour; expected it to end sooner")
+                raise StoreError("store: got a write that stalled for an hour; expected it to end sooner")
             seq = transaction.next_seq()
             need = sum(file.size for file in files if RANKS[file.kind] < 2)
             evicted = self._evict(transaction, tenant, need, now) if need else 0
@@ -508,7 +502,7 @@ class Index:
             if taken + need <= budget:
                 continue
             if need > budget:
-                raise StoreFullError(f"store: got {need} bytes to write; expected at most the budget of {budget}")
+                raise StoreError(f"store: got {need} bytes to write; expected at most the budget of {budget}")
             query = f"SELECT id, file, size FROM objects WHERE expires <= ? AND rank < 2 AND {where}"
             victims = db.execute(query, (now, *values)).fetchall()
             transaction.forget([row[:2] for row in victims])
@@ -527,7 +521,7 @@ class Index:
                 victims.append((id, file))
                 excess -= size
             if excess > 0:
-                raise StoreFullError(
+                raise StoreError(
                     f"store: got {need} bytes to write, and {taken} that cannot be evicted before the remote store has "
                     f"them; expected at most {budget}"
                 )
@@ -635,12 +629,6 @@ def file_system(folder: str) -> str:
     return ""
 
 
-_ERRORS = {
-    sqlite3.SQLITE_FULL: StoreFullError,
-    sqlite3.SQLITE_READONLY: StoreReadOnlyError,
-    sqlite3.SQLITE_BUSY: StoreBusyError,
-    sqlite3.SQLITE_LOCKED: StoreBusyError,
-}
 _DAMAGE = (
     *(sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH),
     *(sqlite3.SQLITE_ERROR, 0),  # a table or column that is not there; text that is no UTF-8, or a column's other type
@@ -652,8 +640,7 @@ def _code(error: Exception) -> int:
 
 
 def _index_error(error: Exception, what: str) -> KVPatchError:
-    kind = _ERRORS.get(_code(error), StoreIOError)
-    return kind(f"{what}: index: got {error}; expected it to read and write")
+    return StoreError(f"{what}: index: got {error}; expected it to read and write")
 
 
 @contextlib.contextmanager
@@ -665,12 +652,10 @@ def file_errors(what: str) -> Iterator[None]:
         raise _index_error(error, what) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFullError(f"{what}: got {error.strerror}; expected space to write") from error
+            raise StoreError(f"{what}: got {error.strerror}; expected space to write") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise StoreReadOnlyError(
-                f"{what}: got {error.strerror}; expected a directory that may be written"
-            ) from error
-        raise StoreIOError(f"{what}: got {error.strerror or error}; expected the file system to work") from error
+            raise StoreError(f"{what}: got {error.strerror}; expected a directory that may be written") from error
+        raise StoreError(f"{what}: got {error.strerror or error}; expected the file system to work") from error
 
 
 def _quoted(path: str) -> str:

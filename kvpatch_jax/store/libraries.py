@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from ..cache import Chunk, Text, check_text, chunk_id, decoded, encoded, is_encoded, sort_of
 from ..core import AnyArray
-from ..errors import InputError, LibraryFullError, StoreError
+from ..errors import InputError, StoreError
 from ..utils.kinds import expect_kind
 from ..utils.sizes import Size, size_of
 from .codec import decoding
@@ -328,8 +328,8 @@ class StaticLibrary(_Library):
           The reference, as prompts name it.
 
         Raises:
-          LibraryFullError: it exceeds the quota; nothing was changed.
-          InputError, DtypeError, NotFiniteError: content, name or vector cannot be stored.
+          StoreError: it exceeds the quota; nothing was changed.
+          InputError, ShapeError, NotFiniteError: content, name or vector cannot be stored.
           StoreError: as `ChunkStore.put`.
         """
         reference, content = _named(name, content, chunk, kind)
@@ -340,7 +340,7 @@ class StaticLibrary(_Library):
             used = sum(entry.nbytes for entry in entries if entry.reference != reference)
             nbytes = written.body["nbytes"]
             if used + nbytes > self.quota:
-                raise LibraryFullError(
+                raise StoreError(
                     f"{reference}: got {nbytes} bytes; {used} of {self.quota} are taken; expected room within the quota"
                 )
             self._put_chunk(chunk, self._ttl)

@@ -10,7 +10,7 @@ import difflib
 from typing import Any, Literal
 
 from ..cache import Text, check_text, fingerprint_of
-from ..errors import UnknownReferenceError
+from ..errors import InputError
 from .fetch import Request
 from .libraries import DynamicLibrary, Resource, StaticLibrary
 from .references import Reference, parse_prompt
@@ -102,8 +102,8 @@ class Linker:
         """Splits a prompt into texts and chunks, in order. Module `references` defines the syntax.
 
         Raises:
-          UnknownReferenceError: neither library has a reference.
-          InputError: a reference was put as a chunk of another backbone only; the prompt is no str, or it has no
+          InputError: neither library has a reference;
+          a reference was put as a chunk of another backbone only; the prompt is no str, or it has no
             reference and looks like a file name. Nothing is held in these cases.
         """
         parts = parse_prompt(prompt)
@@ -119,7 +119,7 @@ class Linker:
         if len(linked.segments) == 1 and linked.chunks:
             return linked
         linked.close()
-        raise UnknownReferenceError(f"reference: got {reference[:80]!r}; expected KIND#NAME")
+        raise InputError(f"reference: got {reference[:80]!r}; expected KIND#NAME")
 
     def _resolve(self, reference: Reference, stack: contextlib.ExitStack) -> LinkedChunk:
         if self.static is not None and reference.version is None:
@@ -139,4 +139,4 @@ class Linker:
         names = [] if self.static is None else [str(entry.reference) for entry in self.static.entries()]
         similar = difflib.get_close_matches(str(dataclasses.replace(reference, version=None)), names, n=3)
         hint = f"one of {', '.join(similar)}, or another that is there" if similar else "a reference that is there"
-        raise UnknownReferenceError(f"{reference}: no library has it; expected {hint}")
+        raise InputError(f"{reference}: no library has it; expected {hint}")

@@ -167,7 +167,7 @@ class Names:
         return f"{self.chunk(backbone, id)}/kv{behind}{'' if word is None else f'.{word}'}"
 
     def encoder(self, backbone: str, id: str) -> str:
-        """Names an encoder output, by the id of its chunk or an `encoder_id`."""
+        """Names an encoder output, by the id of its chunk."""
         return f"{self.chunk(backbone, id)}/enc"
 
     def entry(self, library: str, *fields: str, version: int | None = None) -> str:

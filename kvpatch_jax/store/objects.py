@@ -14,13 +14,9 @@ import xxhash
 
 from ..errors import (
     InputError,
-    StoreClosedError,
     StoreCorruptError,
     StoreError,
-    StoreIOError,
-    StoreKeyError,
     StoreUnreachableError,
-    StoreVersionError,
 )
 from ..utils.sizes import Size, size_of
 from .files import (
@@ -117,9 +113,9 @@ class Objects:
             self.sender = Sender(self, remote)
 
     def expect_open(self) -> None:
-        """Raises StoreClosedError after `close`."""
+        """Raises StoreError after `close`."""
         if self.closed:
-            raise StoreClosedError(f"store {self.root}: got a call after close; expected an open store")
+            raise StoreError(f"store {self.root}: got a call after close; expected an open store")
 
     # ---------------------------------------------------------------------------------------------------- writing
 
@@ -137,7 +133,7 @@ class Objects:
           Which took place; False: something later has the name.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreIOError: nothing was written. DtypeError: a leaf's dtype.
+          StoreError: nothing was written. ShapeError: a leaf's dtype.
         """
         self.expect_open()
         ticket = self.index.ticket()
@@ -212,9 +208,7 @@ class Objects:
             with alone():
                 if self._amend_once(name, make, expires):
                     return
-        raise StoreIOError(
-            f"store: amend: got a later write during each of {ATTEMPTS} attempts; expected time to write"
-        )
+        raise StoreError(f"store: amend: got a later write during each of {ATTEMPTS} attempts; expected time to write")
 
     def _amend_once(self, name: str, make: Callable[[list[Stored]], Encoded], expires: float | int | None) -> bool:
         """Amends an object unless somebody else wrote it meanwhile; returns whether it did."""
@@ -247,7 +241,7 @@ class Objects:
           decode: makes the value that memory keeps; StoreCorruptError counts as damage.
 
         Raises:
-          StoreKeyError: it is encrypted with another key, or not encrypted. StoreClosedError.
+          StoreError: it is encrypted with another key, or not encrypted; the store is closed.
         """
         if self.closed:
             self.expect_open()  # raises
@@ -267,11 +261,8 @@ class Objects:
             if stored is not None:
                 try:
                     value = decode(stored)
-                except StoreVersionError:
-                    self.counters["other_format"] += 1
-                    break
-                except StoreCorruptError:
-                    self.counters["damaged"] += 1
+                except StoreCorruptError as error:
+                    self.counters["other_format" if error.other_format else "damaged"] += 1
                     break
                 self._unread.discard(file)
                 self.memory.put(self._space, name, file, value, size)
@@ -360,10 +351,8 @@ class Objects:
             return _read_named(f"{self.root}/data/{file}", self.tenant, name, self.key)
         except FileNotFoundError:
             return None
-        except StoreVersionError:
-            self.counters["other_format"] += 1
-        except StoreCorruptError:
-            self.counters["damaged"] += 1
+        except StoreCorruptError as error:
+            self.counters["other_format" if error.other_format else "damaged"] += 1
         except OSError:
             self.counters["read_errors"] += 1
         return None
@@ -380,7 +369,7 @@ class Objects:
             return None, None
         try:
             stored = _parse_named(data, self.tenant, name, self.key)
-        except (StoreCorruptError, StoreVersionError):
+        except StoreCorruptError:
             self.counters["remote_damaged"] += 1
             return None, etag
         if stored.expires is not None and stored.expires <= time.time():
@@ -444,14 +433,14 @@ class Objects:
         """Lists the names of objects whose files do not verify, twice; with `delete` they are deleted.
 
         Raises:
-          StoreKeyError: objects are encrypted with another key.
+          StoreError: objects are encrypted with another key.
           StoreCorruptError: the index is damaged.
         """
         self.index.check()
         names = []
         for _, name, verdict in verify_objects(self.index, self.tenant, self.key, delete):
             if verdict == "encrypted":
-                raise StoreKeyError("object: got an encrypted one; expected a store with its key, ChunkStore(key=...)")
+                raise StoreError("object: got an encrypted one; expected a store with its key, ChunkStore(key=...)")
             if verdict == "damaged":
                 names.append(name)
         return names
@@ -549,7 +538,7 @@ def verify_objects(
     unreadable ones are not, because another version of the format or another attempt may read them.
 
     Raises:
-      StoreKeyError: an object is encrypted with another key than the tenant's `key`, or not encrypted.
+      StoreError: an object is encrypted with another key than the tenant's `key`, or not encrypted.
     """
     for owner, name, *_, file in listed_rows(index, tenant):
         verdict = _verdict(index, owner, name, file, key)
@@ -567,11 +556,13 @@ def _verdict(index: Index, tenant: str, name: str, file: str, key: bytes | None)
     try:
         _read_named(f"{index.root}/data/{file}", tenant, name, key)
         return "good"
-    except StoreKeyError:
+    except StoreCorruptError as error:
+        return "unreadable" if error.other_format else "damaged"
+    except StoreError:  # of its key: its checksums were verified before
         if key is not None:
             raise
-        return "encrypted"  # its checksums were verified before
-    except (StoreCorruptError, FileNotFoundError):
+        return "encrypted"
+    except FileNotFoundError:
         return "damaged"
-    except (StoreVersionError, OSError):
+    except OSError:
         return "unreadable"

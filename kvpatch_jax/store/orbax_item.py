@@ -22,7 +22,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from ..cache import Chunk, Patch, trusted
 from ..core import AnyArray, PhaseFreeKV
-from ..errors import InputError, KVPatchError, StoreError, StoreFullError, StoreIOError, StoreSnapshotError
+from ..errors import InputError, KVPatchError, StoreCorruptError, StoreError
 from . import codec, snapshot
 from .files import Encoded, Stored, sync_folder
 from .index import file_errors
@@ -80,7 +80,7 @@ class StoreItem:
         """Starts to save; Orbax calls it, and awaits the result in the background."""
         if self.store is not None and not self.arrays:
             return _save_snapshot(self.store.objects, directory, self.ids)
-        with _typed_errors(directory.path, StoreIOError):
+        with _typed_errors(directory.path, StoreError):
             await directory.await_creation()
             if self.store is None:
                 encoded = [item for value in self.contents for item in _encoded(value)]
@@ -97,7 +97,7 @@ class StoreItem:
     def _load(self, path: str) -> None:
         is_snapshot = os.path.exists(f"{path}/{snapshot.MANIFEST}")
         if self.store is None and is_snapshot:
-            raise StoreSnapshotError(f"checkpoint {path}: got a snapshot; expected arrays, or a store to load into")
+            raise StoreCorruptError(f"checkpoint {path}: got a snapshot; expected arrays, or a store to load into")
         if self.store is None:
             self.contents = _load_contents(path, self.placement, self.ids)
         elif is_snapshot:
@@ -110,7 +110,7 @@ def make_durable(directory: str | os.PathLike[str]) -> None:
     """Syncs all files and names of a finished checkpoint, so that it survives a loss of power.
 
     Raises:
-      StoreIOError: it does not exist, or cannot be synced.
+      StoreError: it does not exist, or cannot be synced.
     """
     path = os.path.abspath(directory)
     with file_errors(f"checkpoint {path}: sync"):
@@ -170,7 +170,7 @@ async def _save_arrays(directory: Any, objects: Sequence[Stored]) -> Awaitable[N
     pending = await ocp.handlers.PyTreeHandler().save(directory / "arrays", tree) if tree else asyncio.sleep(0)
 
     async def saved() -> None:
-        with _typed_errors(directory.path, StoreIOError):
+        with _typed_errors(directory.path, StoreError):
             await pending
             if jax.process_index() == 0:
                 text = json.dumps(descriptions)
@@ -189,7 +189,6 @@ def _typed_errors(path: Any, kind: type[StoreError]) -> Iterator[None]:
     except KVPatchError:
         raise
     except Exception as error:
-        kind = StoreFullError if "No space left" in str(error) else kind
         raise kind(f"checkpoint {path}: got {str(error)[:300]}; expected Orbax to write and read it") from error
 
 
@@ -209,9 +208,9 @@ def _read_descriptions(path: str) -> list[dict[str, Any]]:
     try:
         checksum, _, text = (epath.Path(path) / DESCRIPTIONS).read_text().partition("\n")
     except (OSError, ValueError) as error:
-        raise StoreSnapshotError(f"checkpoint {path}: got {error}; expected a finished store item") from error
+        raise StoreCorruptError(f"checkpoint {path}: got {error}; expected a finished store item") from error
     if xxhash.xxh3_128_hexdigest(text.encode()) != checksum:
-        raise StoreSnapshotError(f"checkpoint {path}: got {DESCRIPTIONS} of another checksum; expected its own")
+        raise StoreCorruptError(f"checkpoint {path}: got {DESCRIPTIONS} of another checksum; expected its own")
     return json.loads(text)
 
 
@@ -221,7 +220,7 @@ def _load_objects(
     """Loads and verifies objects, on the host except for kv with a placement.
 
     Raises:
-      StoreSnapshotError: Orbax cannot read them, or arrays were changed.
+      StoreCorruptError: Orbax cannot read them, or arrays were changed.
     """
     from etils import epath
     from orbax.checkpoint import v1 as ocp
@@ -236,7 +235,7 @@ def _load_objects(
         handler = ocp.handlers.PyTreeHandler(context=context)
         return await (await handler.load(epath.Path(path) / "arrays", template))
 
-    with _typed_errors(path, StoreSnapshotError):
+    with _typed_errors(path, StoreCorruptError):
         loaded = asyncio.run(read()) if template else {}
     objects, bad = list[Stored](), list[str]()
     for about in descriptions:
@@ -248,7 +247,7 @@ def _load_objects(
         size = sum(value.nbytes for value in values.values())
         objects.append(Stored(about["kind"], about["body"], values, 0, about["expires"], size))
     if bad:
-        raise StoreSnapshotError(f"checkpoint {path}: got other bits of {bad[0]}; expected those saved", tuple(bad))
+        raise StoreCorruptError(f"checkpoint {path}: got other bits of {bad[0]}; expected those saved", tuple(bad))
     return objects
 
 
@@ -258,7 +257,7 @@ def _templates(about: Mapping[str, Any], placement: Placements | None) -> dict[s
     for name, (dtype, shape, _) in about["arrays"].items():
         leaves[name] = _empty(dtype, shape)
         channel, _, packed = name.partition(".")
-        if placement is None or about["kind"] != "chunk" or channel in ("local", "hidden"):
+        if placement is None or about["kind"] != "chunk" or channel == "local":
             continue
         target = placement[channel] if isinstance(placement, Mapping) else placement
         target = packed_target(target) if packed else target

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import StoreClosedError
+from ..errors import StoreError
 from ..utils.background import start_thread
 from . import forks
 from .files import Encoded
@@ -66,7 +66,7 @@ class PutQueue:
             while self.nbytes and self.nbytes + job.nbytes > self._limit and not self._closing:
                 self._changed.wait()
             if self._closing:
-                raise StoreClosedError("store: got a put after close; expected an open store")
+                raise StoreError("store: got a put after close; expected an open store")
             job.ticket = self._ticket()
             replaced = self._jobs.pop(job.name, None)
             if replaced is not None:

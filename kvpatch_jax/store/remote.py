@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, StoreError, StoreIOError, StoreUnreachableError
+from ..errors import InputError, StoreError, StoreUnreachableError
 from ..utils.background import JobQueue
 from ..utils.optional_packages import require
 from . import forks
@@ -192,7 +192,7 @@ class Remote:
     """A remote store as `ChunkStore` uses it; several stores of a process may share it.
 
     After a failure, reads fail at once for a while, so that an outage does not cost each of them the timeout. Methods
-    raise StoreUnreachableError for what may pass and StoreIOError for what may not.
+    raise StoreUnreachableError for what may pass and StoreError for what may not.
     """
 
     def __init__(self, client: Any):
@@ -207,7 +207,7 @@ class Remote:
             line = str(error).partition("\n")[0][:200]
             message = f"remote store: {call}: got {type(error).__name__}: {line}; expected the service to do it"
             if not isinstance(error, self._client.temporary):
-                raise StoreIOError(message) from error
+                raise StoreError(message) from error
             self.paused_until = time.monotonic() + min(FIRST_PAUSE * 2.0**self._failures, LAST_PAUSE)
             self._failures = min(self._failures + 1, 10)
             raise StoreUnreachableError(message) from error
@@ -350,7 +350,7 @@ class Sender:
         """Sends the outbox; what is not sent stays in it.
 
         Raises:
-          StoreUnreachableError: the remote store does not answer. StoreIOError: it refuses some; others were sent.
+          StoreUnreachableError: the remote store does not answer. StoreError: it refuses some; others were sent.
         """
         last, refusal = 0, None
         while not self._objects.closed:
@@ -361,9 +361,9 @@ class Sender:
                 last = rows[-1][0]
                 try:
                     self._send_rows(rows)
-                except StoreIOError as error:
-                    if isinstance(error, StoreUnreachableError):
-                        raise
+                except StoreUnreachableError:
+                    raise
+                except StoreError as error:
                     refusal = error
                     continue
                 with self._objects.index.write() as transaction:

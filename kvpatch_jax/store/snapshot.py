@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import xxhash
 
-from ..errors import InputError, StoreCorruptError, StoreFullError, StoreKeyError, StoreSnapshotError, StoreVersionError
+from ..errors import InputError, StoreCorruptError, StoreError
 from .codec import is_of, name_of
 from .files import Encoded, Header, Stored, read_header, read_object, sync_folder, tenant_key, write_synced
 from .index import COLUMNS, INSERT, Index, file_errors, kind_of
@@ -68,7 +68,7 @@ def save_snapshot(source: Objects | Path, directory: Path, *, ids: Collection[st
       ids: of a tenant's chunks to save, with their encoder outputs and patches; None: everything.
 
     Raises:
-      InputError: the directory is not empty. StoreFullError, StoreReadOnlyError, StoreIOError: it cannot be written.
+      InputError: the directory is not empty. StoreError: it cannot be written.
     """
     directory = os.path.abspath(directory)
     _expect_new(directory)
@@ -198,8 +198,8 @@ def load_snapshot(
       ids: of the chunks to restore, with their encoder outputs and patches; None: everything.
 
     Raises:
-      StoreSnapshotError: it is unfinished or damaged (`bad` lists the objects), or not for this target.
-      StoreKeyError: it is encrypted otherwise. StoreFullError: it exceeds the budget. As a put. Nothing was added.
+      StoreCorruptError: it is unfinished or damaged (`bad` lists the objects), or not for this target.
+      StoreError: it is encrypted otherwise; it exceeds the budget. As a put. Nothing was added.
     """
     directory = os.path.abspath(directory)
     scope, rows = _listed(directory)
@@ -216,7 +216,7 @@ def load_snapshot(
     tenant = target.tenant if scope == "root" else scope
     rows = [row for row in rows if row[0] == tenant]
     if scope == "root" and not rows:
-        raise StoreSnapshotError(
+        raise StoreCorruptError(
             f"snapshot {directory}: got a root's with nothing of this tenant under the store's secret; expected the "
             "same secret (or load it into a new root, and save the tenant's snapshot from there)"
         )
@@ -227,7 +227,7 @@ def load_snapshot(
     jobs, expired, ticket = list[Job](), 0, target.index.ticket()
     for path, header, stored, opener in _verified(directory, rows, key):
         if stored is None:
-            raise StoreKeyError(f"snapshot {directory}: got encrypted objects; expected their key")
+            raise StoreError(f"snapshot {directory}: got encrypted objects; expected their key")
         name = header.name if tenant == target.tenant else name_of(target.names, stored)
         if header.expires is not None and header.expires <= time.time():
             expired += 1
@@ -251,7 +251,7 @@ def _listed(directory: str) -> tuple[str, list[tuple]]:
             rows = listed.execute("SELECT tenant, name, file, size FROM objects").fetchall()
         return str(manifest["scope"]), rows
     except (OSError, ValueError, KeyError, TypeError, sqlite3.Error) as error:
-        raise StoreSnapshotError(
+        raise StoreCorruptError(
             f"snapshot {directory}: got {str(error)[:300]}; expected a finished and unchanged snapshot"
         ) from error
 
@@ -273,14 +273,16 @@ def _verified(
             opener, stored = key if stored.kind == "sealed" else None, None
             try:
                 _, stored = read_object(path, opener)
-            except StoreKeyError:  # its checksums were verified before
+            except StoreCorruptError:
+                raise
+            except StoreError:  # of its key: its checksums were verified before
                 if opener is not None:
                     raise
             yield path, header, stored, opener
-        except (StoreCorruptError, StoreVersionError, OSError) as error:
+        except (StoreCorruptError, OSError) as error:
             bad.append(f"{name}: {error}")
     if bad:
-        raise StoreSnapshotError(
+        raise StoreCorruptError(
             f"snapshot {directory}: got {len(bad)} of {len(rows)} objects that do not verify, the first is "
             f"{bad[0][:300]}; expected all to",
             tuple(bad),
@@ -299,13 +301,13 @@ def add_objects(objects: Objects, jobs: Sequence[Job]) -> Summary:
     What others write or delete after the jobs' tickets counts as later, and stays.
 
     Raises:
-      StoreFullError: they exceed a budget. StoreError: as `Objects.put`, or reading them failed. Nothing was added.
+      StoreError: they exceed a budget; as `Objects.put`, or reading them failed. Nothing was added.
     """
     index, absent = objects.index, [job for job in jobs if not _is_present(objects, job.name)]
     need = sum(job.nbytes for job in absent if kind_of(job.name) != "entry")
     for (budget,) in index.rows("SELECT bytes FROM budgets WHERE tenant IN ('', ?)", objects.tenant):
         if need > budget:
-            raise StoreFullError(f"store: got {need} bytes to restore; expected at most the budget of {budget}")
+            raise StoreError(f"store: got {need} bytes to restore; expected at most the budget of {budget}")
 
     # Entries come last, so that nobody sees one without its chunk, and the newest version of each first.
     absent.sort(key=_order, reverse=True)

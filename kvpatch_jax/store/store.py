@@ -123,10 +123,10 @@ class ChunkStore:
           ttl: time to live in seconds.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreIOError: nothing was stored.
-          DtypeError: objects cannot hold the dtype.
+          StoreError: nothing was stored.
+          ShapeError: objects cannot hold the dtype.
           InputError: the encoding is unknown; the chunk is encoded otherwise, or was decoded.
-          StoreClosedError: after `close`.
+          StoreError: after `close`.
         """
         self.put_many([chunk], encoding=encoding, ttl=ttl)
 
@@ -173,7 +173,7 @@ class ChunkStore:
           lead: digest of the lead behind which it was prefilled (`Chunk.lead`); None: prefilled alone.
 
         Raises:
-          StoreKeyError: the object is encrypted with another key, or not encrypted.
+          StoreError: the object is encrypted with another key, or not encrypted.
         """
         chunk = self.objects.get(self.names.canonical(backbone, id, encoding, lead), decode_chunk_object)
         if chunk is None:
@@ -251,7 +251,7 @@ class ChunkStore:
     # ------------------------------------------------------------------------------------ encoder outputs, patches
 
     def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: float | int | None = None) -> None:
-        """Stores an encoder output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
+        """Stores an encoder output, [T, D] or any shape, under a chunk's id. Raises as `put`."""
         write = self.names.encoder(backbone, id), encode_encoder(id, backbone, output)
         self.objects.put([write], expires=self.objects.expiry(ttl))
 
@@ -290,7 +290,7 @@ class ChunkStore:
         """Stores patches durably in one transaction. Extends the life of a basis that would expire before them.
 
         Raises:
-          InputError: a patch's basis is not stored. StoreError, DtypeError: as `put`.
+          InputError: a patch's basis is not stored. StoreError, ShapeError: as `put`.
         """
         patches, expires = all_of(Patch, patches, "store"), self.objects.expiry(ttl)
         extend_bases(self.objects, patches, expires)
@@ -365,7 +365,7 @@ class ChunkStore:
         """Reads all objects of the tenant. Returns the keyed names of damaged ones, and deletes these if asked.
 
         Raises:
-          StoreKeyError: objects are encrypted with another key.
+          StoreError: objects are encrypted with another key.
           StoreCorruptError: the index is damaged; the next opening makes it again.
         """
         self.objects.expect_open()

@@ -1,32 +1,32 @@
-"""Events of sessions: the lines of a trace, which anybody may have written and which are therefore checked."""
+"""Events of sessions: the lines of a trace, which anybody may have written."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..errors import TraceError
-from ..window import LIMIT, Kind
+from ..errors import InputError
+from ..window import Kind, is_count
 
 Op = Literal["add", "insert", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
 PLACING: tuple[Op, ...] = ("add", "insert", "replace")
 """Operations that bring a new piece."""
 
-_PIECE = "chunk content tokens span kind order_free payload text keep"
-_FIELDS: dict[str, tuple[str, str]] = {
-    "add": ("chunk", _PIECE),
-    "insert": ("chunk before", f"{_PIECE} before"),
-    "ask": ("text", "text steps tokens"),
-    "slide": ("keep", "keep"),
-    "recall": ("chunk", "chunk keep"),
-    "reorder": ("order", "order"),
-    "fork": ("branch", "branch"),
-    "replace": ("chunk replaced", f"{_PIECE} replaced"),
-    "evict": ("chunk", "chunk"),
-    "close": ("", ""),
+_ALL, _PIECE = "at session", "content tokens span kind order_free payload text keep"
+_FIELDS = {
+    "add": (f"{_ALL} chunk", _PIECE),
+    "insert": (f"{_ALL} chunk before", _PIECE),
+    "ask": (f"{_ALL} text", "steps tokens"),
+    "slide": (f"{_ALL} keep", ""),
+    "recall": (f"{_ALL} chunk", "keep"),
+    "reorder": (f"{_ALL} order", ""),
+    "fork": (f"{_ALL} branch", ""),
+    "replace": (f"{_ALL} chunk replaced", _PIECE),
+    "evict": (f"{_ALL} chunk", ""),
+    "close": (_ALL, ""),
 }
-"""By operation: required fields, and allowed fields, besides time and session."""
+"""By operation, the fields that it must have and may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,28 +36,19 @@ class Event:
     Attributes:
       at: seconds since the trace began.
       session: whose window. A fork is named by the `branch` of the event that created it.
-      op: "add" a chunk or text after the others; "insert" one in front of another; "ask" a question; "slide" to the
-        last `keep` chunks; "recall" an evicted chunk; "reorder" order-free chunks; "fork" a branch; "replace" a piece
-        by another; "evict" one; "close".
-      chunk: id of the piece that is added, inserted, recalled or evicted, or that takes another's place.
+      op: "add" a piece after the others; "insert" one in front of another; "ask" a question; "slide" to the last `keep`
+        chunks; "recall" an evicted chunk; "reorder" order-free chunks; "fork"; "replace" a piece; "evict" one; "close".
+      chunk: id of the piece that enters or is evicted. replaced, before: of the piece whose place it takes, or in front
+        of which it is inserted.
       content: digest of what it shows; None if unknown.
       tokens, span: of the piece, for the backbone that it was recorded with; None if unknown. A question has `tokens`
         where only its length is known: its `text` is then a name, and the same name asks the same.
-      kind: "chunk" or "text".
       order_free: whether the chunk's place has no meaning.
-      payload: files of the content, relative to the trace's folder: one for an image, several for frames, none for a
-        text, or where they are not stored.
+      payload: files of the content, relative to the trace's folder: one for an image, several for frames.
       text: the question, or the text that is added.
-      keep: the number of chunks that stay after the lead. When a piece enters, the oldest leave first, if needed. None:
-        all stay.
+      keep: the number of chunks that stay after the lead; the oldest leave before a piece enters. None: all stay.
       order: ids, as `Window.reorder` takes them.
-      replaced: id of the piece that leaves.
-      before: id of the piece that an inserted one precedes.
-      branch: name of the new session.
       steps: the largest number of tokens of the answer; None if unknown.
-
-    Raises:
-      TraceError: a field of another type or out of range, a missing field, or one that the operation does not take.
     """
 
     at: float | int
@@ -78,41 +69,35 @@ class Event:
     branch: str | None = None
     steps: int | None = None
 
-    def __post_init__(self) -> None:
-        fields = self.to_dict()
-        for name, value in fields.items():
-            fits, expected = _VALUES[name]
-            if not fits(value):
-                raise TraceError(f"event.{name}: got {value!r:.80}; expected {expected}")
-
-        required, allowed = (words.split() for words in _FIELDS[self.op])
-        for name in required:
-            if name not in fields:
-                raise TraceError(f"event.op: got {self.op!r} without {name}; expected one")
-        for name in fields:
-            if name not in ("at", "session", "op", *allowed):
-                raise TraceError(f"event.op: got {self.op!r} with {name}; expected {allowed or 'no other field'}")
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that are not at their defaults, which most are."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Event":
-        """Returns the event of a JSON object.
+    def of(cls, fields: Mapping[str, Any], where: str = "event") -> "Event":
+        """Makes the event of a JSON object. Null stands for a field that is absent.
 
         Raises:
-          TraceError: an unknown field, or as the class.
+          InputError: a field that is missing, that the operation does not take, or of another type or out of range. The
+          message begins with `where`.
         """
-        # An unknown field may be one of a later version, whose meaning would be lost.
-        if unknown := sorted(set(fields) - set(_VALUES)):
-            raise TraceError(f"event: got field {unknown[0]!r:.80}; expected some of {list(_VALUES)}")
-        # JSON has lists where events have tuples. Fields that every event has are refused where they are None.
-        values: dict[str, Any] = {"at": None, "session": None, "op": None}
-        for name, value in fields.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+        values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        op: Any = values.pop("op", None)
+        if op not in list(_FIELDS):
+            raise InputError(f"{where}, op: got {op!r:.80}; expected one of {list(_FIELDS)}")
+        required, optional = (words.split() for words in _FIELDS[op])
+        for name in required:
+            if name not in values:
+                raise InputError(f"{where}, op: got {op!r} without {name}; expected one")
+        for name, value in values.items():
+            values[name] = value = tuple(value) if isinstance(value, list) else value
+            if name not in required + optional:
+                raise InputError(f"{where}, op: got {op!r} with {name!r:.80}; expected {required + optional}")
+            fits, expected = _VALUES[name]
+            if not fits(value):
+                raise InputError(f"{where}, {name}: got {value!r:.80}; expected {expected}")
+        return cls(op=op, **values)
 
 
 def _is_text(value: Any) -> bool:
@@ -120,26 +105,19 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
-def _is_name(value: Any) -> bool:
-    return _is_text(value) and value != "" and "\0" not in value
+def _are_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(_is_text(name) and "\0" not in name for name in value)
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < LIMIT
-
-
-_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_VALUES = {
     "at": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "seconds, 0 or more"),
-    "session": (_is_name, "a name in UTF-8"),
-    "op": (lambda value: isinstance(value, str) and value in _FIELDS, f"one of {list(_FIELDS)}"),
     "kind": (lambda value: value in ("chunk", "text"), "'chunk' or 'text'"),
     "order_free": (lambda value: isinstance(value, bool), "True or False"),
-    "text": (_is_text, "a text in UTF-8"),
-    **dict.fromkeys(("chunk", "content", "replaced", "before", "branch"), (_is_name, "a name in UTF-8")),
-    **dict.fromkeys(("tokens", "span"), (lambda value: _is_whole(value) and value > 0, "a number from 1 to 2**30")),
-    **dict.fromkeys(("keep", "steps"), (_is_whole, "a number from 0 to 2**30")),
     **dict.fromkeys(
-        ("order", "payload"), (lambda value: isinstance(value, tuple) and all(map(_is_name, value)), "names in UTF-8")
+        ["session", "chunk", "content", "text", "replaced", "before", "branch"], (_is_text, "a text in UTF-8")
     ),
+    **dict.fromkeys(("order", "payload"), (_are_names, "names in UTF-8")),
+    **dict.fromkeys(("tokens", "span"), (is_count, "a number from 1 to 2**30")),
+    **dict.fromkeys(("keep", "steps"), (lambda value: is_count(value, 0), "a number from 0 to 2**30")),
 }
 """By field: what fits, and in words."""

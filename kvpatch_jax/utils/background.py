@@ -6,6 +6,7 @@ rethrown". Therefore every thread of the library that its caller does not join i
 
 import atexit
 import collections
+import functools
 import logging
 import math
 import threading
@@ -20,62 +21,54 @@ RUNNING_SECONDS = 60.0
 """Seconds after the program's end during which running jobs are waited for."""
 
 _ends: dict[threading.Thread, tuple[Callable[[float], None], float]] = {}
-_lock = threading.Lock()
-_registered = False
 
 
 def start_thread(
     work: Callable[[], object], end: Callable[[float], None], name: str, patience: float = RUNNING_SECONDS
 ) -> threading.Thread:
-    """Starts a daemon thread that is ended when the interpreter exits.
+    """Starts a daemon thread that runs `work` and is ended when the interpreter exits.
 
     Args:
-      work: function that the thread runs.
       end: called at exit with a deadline of `time.monotonic`. It must return at once, and keep `work` from starting
         anything new after the deadline.
-      name: name of the thread.
       patience: seconds for which the thread is waited for at exit; choose less if it may hang outside of JAX.
 
     Raises:
       RuntimeError: the interpreter is exiting, or the system cannot start another thread.
     """
-    global _registered
 
     def run() -> None:
         try:
             work()
         finally:
-            with _lock:
-                _ends.pop(thread, None)
+            _ends.pop(thread, None)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    with _lock:
-        _ends[thread] = end, patience
-        # Not on import: exit functions run in reverse order, and this one must precede jax's shutdown of its backends,
-        # which is registered by now.
-        if not _registered:
-            atexit.register(_end_threads)
-            _registered = True
-
+    _register()
+    _ends[thread] = end, patience
     try:
         thread.start()
     except BaseException:
-        with _lock:
-            del _ends[thread]
+        del _ends[thread]
         raise
-
     return thread
+
+
+@functools.cache
+def _register() -> None:
+    # Once, and not on import: exit functions run in reverse order, and this one must precede jax's shutdown of its
+    # backends, which is registered by the time of the first thread.
+    atexit.register(_end_threads)
 
 
 def _end_threads() -> None:
     """Ends all threads and joins them, at interpreter exit."""
     begun = time.monotonic()
-
-    # After a fork these are the parent's threads: they do not run here, and one may have held the lock, so it is not
-    # taken.
+    # After a fork these are the parent's threads, which do not run here.
     alive = [(thread, *ending) for thread, ending in _ends.copy().items() if thread.is_alive()]
-    for _, end, _ in alive:
-        end(begun + EXIT_SECONDS)
+    for _, end, patience in alive:
+        # Nothing begins after the thread is no longer waited for: JAX would run while the interpreter is taken down.
+        end(begun + min(EXIT_SECONDS, patience))
     for thread, _, patience in alive:
         thread.join(max(0.0, begun + patience - time.monotonic()))
         if thread.is_alive():
@@ -91,9 +84,8 @@ class JobQueue[Job]:
     Args:
       run: called with each job; must not raise.
       pending: number of jobs that may wait.
-      name: name of the thread.
       drop: called with each job that will not be run.
-      patience: seconds for which the thread is waited for when the interpreter exits.
+      name, patience: as `start_thread` takes them.
     """
 
     def __init__(
@@ -137,7 +129,7 @@ class JobQueue[Job]:
             if self.full:
                 return False
             if self._thread is None:
-                self._thread = start_thread(self._work, self._end_at_exit, self._name, self._patience)
+                self._thread = start_thread(self._work, self._end, self._name, self._patience)
             self._jobs.append(job)
             self._changed.notify_all()
         return True
@@ -172,10 +164,6 @@ class JobQueue[Job]:
             self.closed, self._deadline = True, min(self._deadline, deadline)
             self._changed.notify_all()
 
-    def _end_at_exit(self, deadline: float) -> None:
-        # Nothing begins after the thread is no longer waited for: JAX would run while the interpreter is taken down.
-        self._end(min(deadline, time.monotonic() + self._patience))
-
     def _drop_waiting(self) -> None:
         while self._jobs:
             self._drop(self._jobs.popleft())
@@ -191,12 +179,10 @@ class JobQueue[Job]:
                 if not self._jobs:
                     return
                 job, self._running = self._jobs.popleft(), True
-
             try:
                 self._run(job)
             finally:
-                # Free its arrays before the next job is waited for.
-                del job
+                del job  # frees its arrays before the next job is waited for
                 with self._changed:
                     self._running = False
                     self._changed.notify_all()

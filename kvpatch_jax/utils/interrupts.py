@@ -11,8 +11,7 @@ from typing import Any
 def interrupts_deferred() -> Iterator[None]:
     """Defers SIGINT to the end of the block, so that what the block changes is changed as a whole.
 
-    A second one is not deferred: the block may hang. Python handles signals between two instructions of the main
-    thread; on other threads nothing has to be deferred.
+    A second one is not deferred: the block may hang. Python handles signals on the main thread alone.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -13,8 +13,17 @@ def loads(text: str | bytes) -> Any:
       ValueError: the text is not JSON, repeats a name, contains NaN or an infinity, or is nested so deeply that it
       exhausts the stack.
     """
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a name is there twice")
+        return dict(pairs)
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no number")
+
     try:
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=distinct, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -32,15 +41,3 @@ def object_of(text: str | bytes, what: str, refused: type[KVPatchError]) -> dict
     if not isinstance(value, dict):
         raise refused(f"{what}: got a {type(value).__name__}; expected an object")
     return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds an object, rejecting repeated names, of which json would keep the last."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name is there twice")
-    return result
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number")

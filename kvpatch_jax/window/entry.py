@@ -11,7 +11,7 @@ import numpy as np
 from ..backbone import Tokens
 from ..cache import Antecedent, Chunk, Patch, brief, content_of, encoded, patch_digest
 from ..core import PackedArray, RaggedFactors, end_position
-from ..errors import WindowError
+from ..errors import SessionError
 from ..patching.patch_flops import adding_flops, transition_adding_flops
 
 Kind = Literal["chunk", "text"]
@@ -41,7 +41,7 @@ class Entry:
         of texts "text". Certificates cover certain modalities. It is no part of the entry's identity.
 
     Raises:
-      WindowError: a field of another kind or out of range, or a text that is order-free.
+      SessionError: a field of another kind or out of range, or a text that is order-free.
       InputError: an id or content that UTF-8 cannot encode.
     """
 
@@ -73,7 +73,7 @@ class Entry:
         )
         for field, valid, expected in checks:
             if not valid:
-                raise WindowError(f"entry.{field}: got {getattr(self, field)!r:.80} of {name!r}; expected {expected}")
+                raise SessionError(f"entry.{field}: got {getattr(self, field)!r:.80} of {name!r}; expected {expected}")
         # Digests need UTF-8, which lone surrogates are not.
         encoded(self.id + (self.content or ""))
 
@@ -98,14 +98,14 @@ class Entry:
         """Describes embedded tokens, [B, T] as `backbone.embed` returns them; all rows must have one extent.
 
         Raises:
-          WindowError: rows of unequal extents. Else as `Entry`.
+          SessionError: rows of unequal extents. Else as `Entry`.
         """
         # Over all axes: under M-RoPE an image may extend furthest along its height or width.
         positions = np.asarray(tokens.positions)
         rows = zip(positions, end_position(positions), strict=True) if positions.size else ()
         spans = {math.floor(last) - math.floor(row.min()) + 1 for row, last in rows} or {0}
         if len(spans) != 1:
-            raise WindowError(f"entry.tokens: got rows that span {sorted(spans)} of {brief(id)!r}; expected one span")
+            raise SessionError(f"entry.tokens: got rows that span {sorted(spans)} of {brief(id)!r}; expected one span")
         return cls(id, content, int(positions.shape[1]), spans.pop(), kind, order_free, modality)
 
     @property
@@ -151,15 +151,15 @@ class PatchNote:
         """Notes what a window needs of a patch; a note is returned as it is.
 
         Raises:
-          WindowError: no patch, or a correction (`update_patch` folds it in).
+          SessionError: no patch, or a correction (`update_patch` folds it in).
         """
         if isinstance(patch, PatchNote):
             return patch
         if not isinstance(patch, Patch):
-            raise WindowError(f"patch: got a {type(patch).__name__}; expected a Patch, or a PatchNote of one")
+            raise SessionError(f"patch: got a {type(patch).__name__}; expected a Patch, or a PatchNote of one")
         metadata = patch.metadata
         if metadata.base == "patched":
-            raise WindowError(
+            raise SessionError(
                 f"patch of chunk {brief(metadata.chunk.id)!r}: got a correction; expected a patch, such as "
                 "`update_patch` makes of it"
             )

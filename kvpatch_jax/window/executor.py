@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Chunk, Patch, brief, identity
 from ..core import PARTS, Paged, PhaseFreeKV, as_start, bucket, check_positions, zero_padded
-from ..errors import InputError, NotFiniteError, PoolError, PoolLostError, WindowError
+from ..errors import InputError, NotFiniteError, PoolError, SessionError
 from ..pool import (
     Pools,
     SlotAllocator,
@@ -128,9 +128,9 @@ class Executor:
 
         Raises:
           PoolError: no room. InputError: tokens, a canonical, patch or prefill that was not provided and that no store
-          has. PatchMismatchError: a chunk or patch of another content. WindowError: a window of another backbone, or
+          has. PatchMismatchError: a chunk or patch of another content. SessionError: a window of another backbone, or
           pieces whose front has changed since they were placed: run every window. NotFiniteError: a forward whose
-          logits are NaN. PoolLostError: the pool is lost. What the backbone raises.
+          logits are NaN. PoolError: the pool is lost. What the backbone raises.
         """
         return self._bring(_Run(window))
 
@@ -198,7 +198,7 @@ class Executor:
         """Returns the window's KV in place: what `backbone.prefill` and `generate` read. None of an empty window.
 
         Raises:
-          WindowError: the pool does not hold the window: it was not run, or another one since.
+          SessionError: the pool does not hold the window: it was not run, or another one since.
         """
         return self._context(window.pieces, self._residents(window))
 
@@ -211,7 +211,7 @@ class Executor:
           options: of `backbone.prefill`; `logits` is "last", "all", or indices [1,n].
 
         Raises:
-          InputError: as `question`. WindowError: as `context`. What the backbone raises.
+          InputError: as `question`. SessionError: as `context`. What the backbone raises.
         """
         return self._ask_behind(self.question(window, tokens, length), self.context(window), **options)
 
@@ -254,7 +254,7 @@ class Executor:
         """Copies a piece's phase-free KV out of the pool, {channel: [L,T,K,H]}, with its transition in a hybrid model.
 
         Raises:
-          WindowError: the pool does not hold the window.
+          SessionError: the pool does not hold the window.
         """
         resident = self._residents(window)[window.piece(id).id]
         kv = self._phase_free(resident, bucket(self.buckets, len(resident.slots)))
@@ -265,7 +265,7 @@ class Executor:
         """Copies a window's pieces to the host: for each its "local", "engine.k", "source.k", "state.map" …
 
         Raises:
-          WindowError: the pool does not hold the window.
+          SessionError: the pool does not hold the window.
         """
         snapshots = []
         for resident in self._residents(window).values():
@@ -282,12 +282,12 @@ class Executor:
         """Writes the pieces of a window into the pool, where its branch holds nothing, bit for bit.
 
         Raises:
-          WindowError: pieces that are not the window's, or of another pool's channels, widths or dtype. PoolError: no
-          room. PoolLostError: the pool is lost. Then nothing has changed.
+          SessionError: pieces that are not the window's, or of another pool's channels, widths or dtype. PoolError: no
+          room; the pool is lost. Then nothing has changed.
         """
         self._check(window)
         if self.branches.get(window.branch) or len(snapshots) != len(window.pieces):
-            raise WindowError(
+            raise SessionError(
                 f"restore: got {len(snapshots)} pieces for branch {window.branch!r}; expected "
                 f"{len(window.pieces)}, and a branch that holds nothing"
             )
@@ -297,7 +297,7 @@ class Executor:
             wrong = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
             if wrong:
                 got = f"{min(wrong)} {shapes.get(min(wrong))} of piece {brief(piece.id)!r}"
-                raise WindowError(f"restore: got {got}; expected {expected.get(min(wrong))}")
+                raise SessionError(f"restore: got {got}; expected {expected.get(min(wrong))}")
         residents = {}
         with self._taking() as taken:
             self._allocate(window.pieces, taken)
@@ -327,7 +327,7 @@ class Executor:
         """Appends pages to the pool, up to this number; what it holds stays. Programs compile for the new size.
 
         Raises:
-          PoolError: fewer pages than there are. PoolLostError: the pool is lost.
+          PoolError: fewer pages than there are; the pool is lost.
         """
         self.check_pool()
         slots = self.slots.enlarged(pages)
@@ -340,11 +340,12 @@ class Executor:
         return any(value.is_deleted() for value in jax.tree.leaves(self.pools))
 
     def check_pool(self, cause: BaseException | None = None) -> None:
-        """Raises PoolLostError if the vectors are lost."""
+        """Raises PoolError if the vectors are lost."""
         if self.lost:
-            raise PoolLostError(
+            raise PoolError(
                 "executor: got a pool whose vectors were lost in a failed launch; expected `renew()`, then a run of "
-                "`window.anew()`"
+                "`window.anew()`",
+                lost=True,
             ) from cause
 
     @property
@@ -386,7 +387,7 @@ class Executor:
         if made != {piece.id: piece.made for piece in window.pieces}:
             wrong = next((piece.id for piece in window.pieces if made.get(piece.id) != piece.made), None)
             found = "more pieces" if wrong is None else f"other KV of {brief(wrong)!r}"
-            raise WindowError(
+            raise SessionError(
                 f"executor: got {found} in branch {window.branch!r}; expected this window to be run first"
             )
         with self._taking() as taken:
@@ -399,7 +400,7 @@ class Executor:
         self.check_pool()
         fingerprint = self.backbone.fingerprint
         if window.backbone != fingerprint:
-            raise WindowError(
+            raise SessionError(
                 f"executor: got a window of backbone {window.backbone[:16]!r}; expected {fingerprint[:16]!r}"
             )
 
@@ -465,7 +466,7 @@ class Executor:
         if piece.method == "prefill":
             front = tuple(other.made for other in window.pieces[:index])
             if piece.made != identity(entry.key, "prefill", front):
-                raise WindowError(
+                raise SessionError(
                     f"executor: got {brief(piece.id)!r} behind another front; expected every window to be run"
                 )
             making.tokens = sources.tokens(entry)
@@ -511,7 +512,7 @@ class Executor:
             if piece.base is not None:
                 # A removal patch is added to what the piece has in the pool; the canonical tells the shapes.
                 if id not in held or held[id].made != piece.base:
-                    raise WindowError(f"patch: got a removal patch of {brief(id)!r}; expected its base in the pool")
+                    raise SessionError(f"patch: got a removal patch of {brief(id)!r}; expected its base in the pool")
                 kv = self._phase_free(held[id], making.chunk.tokens)
 
         names, state = [channel.name for channel in layout.parts], None

@@ -24,7 +24,7 @@ from ..cache import (
     encode_chunk,
 )
 from ..core import KVEncoding, KVLayout, bucket
-from ..errors import InputError, PatchMismatchError, ShapeError, WindowError
+from ..errors import InputError, PatchMismatchError, SessionError, ShapeError
 from .entry import Entry, PatchNote
 from .stored_prefill import StoredPrefills
 
@@ -238,7 +238,7 @@ class Sources:
             was prefilled is encoded if need be, and then kept so.
 
         Raises:
-          InputError: nobody has it. PatchMismatchError: it has another content. WindowError: another number of tokens.
+          InputError: nobody has it. PatchMismatchError: it has another content. SessionError: another number of tokens.
         """
         words, unit, name = encodings or self.encodings, self[entry.id], brief(entry.id)
         chunk, content, is_read = unit.chunk, unit.content, False
@@ -258,7 +258,7 @@ class Sources:
         if contents_differ(entry.content, content):
             raise PatchMismatchError(f"piece {name!r}: got content {content!r}; expected {entry.content!r}")
         if chunk.length != entry.tokens:
-            raise WindowError(f"piece {name!r}: got {chunk.length} tokens of {name!r}; expected {entry.tokens}")
+            raise SessionError(f"piece {name!r}: got {chunk.length} tokens of {name!r}; expected {entry.tokens}")
         if chunk is not unit.chunk:
             self.provide(entry.id, chunk=chunk)
         return self[entry.id].chunk or chunk, is_read

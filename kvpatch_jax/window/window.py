@@ -24,7 +24,7 @@ from ..cache import (
     merged,
     slides,
 )
-from ..errors import PatchMismatchError, StalePatchError, WindowError
+from ..errors import PatchMismatchError, SessionError, StalePatchError
 from ..utils.kinds import all_of
 from .entry import LIMIT, Entry, PatchNote, is_count
 
@@ -173,7 +173,7 @@ class Window:
         window = window.append(Entry.of(chunk))
         window = window.slide(keep=4)
 
-    Operations that take ids raise `WindowError` for one that is not in the window, or a piece of the lead that would
+    Operations that take ids raise `SessionError` for one that is not in the window, or a piece of the lead that would
     move. `Executor.run(window)` brings the KV there.
 
     Attributes:
@@ -207,15 +207,15 @@ class Window:
           branch: its name, if several windows that are no forks of one another share one pool; without a slash.
 
         Raises:
-          WindowError: an invalid promise, lead or branch.
+          SessionError: an invalid promise, lead or branch.
         """
         if not isinstance(backbone, str) and not hasattr(backbone, "fingerprint"):
-            raise WindowError(f"window.backbone: got {backbone!r:.80}; expected a Backbone, or its fingerprint")
+            raise SessionError(f"window.backbone: got {backbone!r:.80}; expected a Backbone, or its fingerprint")
         fingerprint = fingerprint_of(backbone if isinstance(backbone, str) else backbone.fingerprint, "window")
         if not is_count(lead, 0):
-            raise WindowError(f"window.lead: got {lead!r:.80}; expected an integer >= 0")
+            raise SessionError(f"window.lead: got {lead!r:.80}; expected an integer >= 0")
         if promise not in ("remember", "forget"):
-            raise WindowError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
+            raise SessionError(f"window.promise: got {promise!r:.80}; expected 'remember' or 'forget'")
         return cls(fingerprint, lead=lead, promise=promise).renamed(branch)
 
     # ------------------------------------------------------------------------------------------------ enter and leave
@@ -227,7 +227,7 @@ class Window:
           service: by a forward, by a patch formed behind `target()`, by its canonical alone, by a stored prefill.
 
         Raises:
-          WindowError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
+          SessionError: an id that is in the window or was evicted (`recall` brings it back), a text that is not
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         return self._entered(self._new(entry), service)
@@ -240,13 +240,15 @@ class Window:
         """Brings an evicted chunk back, behind all others or in front of one, else as `append`.
 
         Raises:
-          WindowError: a chunk that was not evicted from this window.
+          SessionError: a chunk that was not evicted from this window.
         """
         entry = next((entry for entry in self.evicted if entry.id == id), None)
         if entry is None:
             state = "in the window" if id in self else "unknown"
             gone = tuple(brief(other.id) for other in self.evicted[-8:])
-            raise WindowError(f"recall.id: got {_shown(id)}, which is {state}; expected an evicted one, such as {gone}")
+            raise SessionError(
+                f"recall.id: got {_shown(id)}, which is {state}; expected an evicted one, such as {gone}"
+            )
         return self._entered(entry, service, before)
 
     def replace(self, id: str, entry: Entry, service: Service = PREFILL) -> "Window":
@@ -266,21 +268,21 @@ class Window:
         """Takes pieces out. Chunks can be recalled; texts cannot.
 
         Raises:
-          WindowError: one named twice.
+          SessionError: one named twice.
         """
         leaving = {self.index(id) for id in ids}
         if len(leaving) != len(ids):
-            raise WindowError(f"evict.ids: got {tuple(map(brief, ids))}; expected each once")
+            raise SessionError(f"evict.ids: got {tuple(map(brief, ids))}; expected each once")
         return self.arranged([piece.entry for index, piece in enumerate(self.pieces) if index not in leaving])
 
     def slide(self, keep: int) -> "Window":
         """Evicts all but the last `keep` chunks behind the lead, each with the texts that follow it.
 
         Raises:
-          WindowError: `keep` is not an integer >= 0.
+          SessionError: `keep` is not an integer >= 0.
         """
         if not is_count(keep, 0):
-            raise WindowError(f"slide.keep: got {keep!r:.80}; expected an integer >= 0")
+            raise SessionError(f"slide.keep: got {keep!r:.80}; expected an integer >= 0")
         movable = range(min(self.lead, len(self.pieces)), len(self.pieces))
         chunks = [index for index in movable if self.pieces[index].entry.kind == "chunk"]
         if len(chunks) <= keep:
@@ -300,12 +302,12 @@ class Window:
           order: ids: the places of those that are named are filled in this order.
 
         Raises:
-          WindowError: a piece that would move and is no order-free chunk, or is named twice.
+          SessionError: a piece that would move and is no order-free chunk, or is named twice.
         """
         ids = all_of(str, order, "order")
         places, entries = [self.index(id) for id in ids], [piece.entry for piece in self.pieces]
         if len(set(ids)) != len(ids):
-            raise WindowError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
+            raise SessionError(f"reorder.order: got {tuple(map(brief, ids))}; expected each once")
         for old, new in zip(places, sorted(places), strict=True):
             entries[new] = self.pieces[old].entry
         return self.arranged(entries)
@@ -314,7 +316,7 @@ class Window:
         """Serves pieces otherwise in their places: prefilled again, bare, patched, restored. Kamera App. E.
 
         Raises:
-          WindowError: a text that is not prefilled. StalePatchError, PatchMismatchError: as `append`.
+          SessionError: a text that is not prefilled. StalePatchError, PatchMismatchError: as `append`.
         """
         for id in services:
             self.index(id)
@@ -335,7 +337,7 @@ class Window:
           renewed: ids of entries that come in anew, also where the window has the very same.
 
         Raises:
-          WindowError: an entry named twice; what is pinned missing or elsewhere; chunks in another order that are not
+          SessionError: an entry named twice; what is pinned missing or elsewhere; chunks in another order that are not
           order-free; an id that was evicted as another entry; positions beyond 2**30. Else as `append`.
         """
         services, before = services or {}, {piece.id: piece for piece in self.pieces}
@@ -348,7 +350,7 @@ class Window:
                 stay[entry.id] = old
         for old, new in zip([piece for piece in self.pieces if piece.id in stay], stay.values(), strict=True):
             if old is not new and not new.entry.order_free:
-                raise WindowError(
+                raise SessionError(
                     f"window: got {brief(new.id)!r} moved; expected it in its order: it is not order-free"
                 )
 
@@ -360,7 +362,7 @@ class Window:
             pieces.append(piece)
             start = piece.end
         if start >= LIMIT:
-            raise WindowError(f"window: got positions to {start}; expected them below 2**30")
+            raise SessionError(f"window: got positions to {start}; expected them below 2**30")
 
         evicted = [entry for entry in self.evicted if entry.id not in present]
         evicted += [piece.entry for piece in self.pieces if piece.id not in present and piece.entry.kind == "chunk"]
@@ -386,10 +388,10 @@ class Window:
         """Returns the same window under another name. An executor holds nothing under the new name.
 
         Raises:
-          WindowError: not a string, or one with a slash, which only names of forks have.
+          SessionError: not a string, or one with a slash, which only names of forks have.
         """
         if not isinstance(branch, str) or "/" in branch:
-            raise WindowError(f"window.branch: got {branch!r:.80}; expected a name without a slash")
+            raise SessionError(f"window.branch: got {branch!r:.80}; expected a name without a slash")
         return dataclasses.replace(self, branch=branch)
 
     def fork(self, name: str | None = None) -> "Window":
@@ -399,11 +401,11 @@ class Window:
           name: of the branch, behind its parent's and a slash; random if None.
 
         Raises:
-          WindowError: an empty name, or one with a slash.
+          SessionError: an empty name, or one with a slash.
         """
         name = secrets.token_hex(4) if name is None else name
         if not isinstance(name, str) or not name or "/" in name:
-            raise WindowError(f"fork.name: got {name!r:.80}; expected a name without a slash")
+            raise SessionError(f"fork.name: got {name!r:.80}; expected a name without a slash")
         return dataclasses.replace(self, branch=f"{self.branch}/{name}")
 
     # -------------------------------------------------------------------------------------------------------- queries
@@ -472,7 +474,7 @@ class Window:
             return self.places[id]
         # The last pieces are shown, of which the id is most likely a misspelling.
         state, ids = "evicted" if id in self.gone else "not in the window", tuple(map(brief, self.ids[-8:]))
-        raise WindowError(f"window.id: got {_shown(id)}, which is {state}; expected one of its pieces, such as {ids}")
+        raise SessionError(f"window.id: got {_shown(id)}, which is {state}; expected one of its pieces, such as {ids}")
 
     def piece(self, id: str) -> Piece:
         """Returns a piece."""
@@ -559,10 +561,10 @@ class Window:
     def _new(self, entry: Any) -> Entry:
         """Returns an entry that the window does not know yet."""
         if not isinstance(entry, Entry):
-            raise WindowError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
+            raise SessionError(f"window: got a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
         state = "is in the window" if entry.id in self else "was evicted" if entry.id in self.gone else None
         if state is not None:
-            raise WindowError(f"window.entry: got {_shown(entry.id)}, which {state}; expected a new id, or `recall`")
+            raise SessionError(f"window.entry: got {_shown(entry.id)}, which {state}; expected a new id, or `recall`")
         return entry
 
     def _check_entries(self, entries: Sequence[Entry]) -> dict[str, Entry]:
@@ -570,17 +572,17 @@ class Window:
         present = {entry.id: entry for entry in entries}
         if len(present) != len(entries):
             twice, _ = Counter(entry.id for entry in entries).most_common(1)[0]
-            raise WindowError(f"window: got {brief(twice)!r} twice; expected each once")
+            raise SessionError(f"window: got {brief(twice)!r} twice; expected each once")
         pinned = [piece.entry for piece in self.pieces[: self.lead]]
         if list(entries[: len(pinned)]) != pinned:
             names = tuple(brief(entry.id) for entry in pinned)
-            raise WindowError(
+            raise SessionError(
                 f"window: got other entries in front; expected {names}, which are pinned there (`lead=` says how many)"
             )
         # An id that was evicted comes back as the same entry, or its patches and stored KV would be another's.
         for entry in self.evicted:
             if present.get(entry.id, entry) != entry:
-                raise WindowError(f"window: got {brief(entry.id)!r}, evicted as {entry}; expected that, or another id")
+                raise SessionError(f"window: got {brief(entry.id)!r}, evicted as {entry}; expected that, or another id")
         return present
 
 
@@ -623,18 +625,18 @@ def _served(line: _Line, entry: Entry, start: int, old: Piece | None, service: S
 def _check_service(line: _Line, entry: Entry, old: Piece | None, service: Service) -> None:
     """Refuses services and options that do not go together."""
     if not isinstance(service, Service):
-        raise WindowError(f"window.service: got {service!r:.40} of {_shown(entry.id)}; expected a Service")
+        raise SessionError(f"window.service: got {service!r:.40} of {_shown(entry.id)}; expected a Service")
     method, what = service.method, f"window.service: got {service.method!r:.40} of {_shown(entry.id)}"
     if method not in ("keep", *get_args(Method)) or (method == "patch") != (service.patch is not None):
         patch = "no patch" if service.patch is None else "a patch"
-        raise WindowError(f"{what} with {patch}; expected one of {get_args(Method)}, and a patch of 'patch' alone")
+        raise SessionError(f"{what} with {patch}; expected one of {get_args(Method)}, and a patch of 'patch' alone")
     if entry.kind == "text" and method not in ("keep", "prefill"):
-        raise WindowError(f"{what}, which is a text; expected it prefilled")
+        raise SessionError(f"{what}, which is a text; expected it prefilled")
     if (method == "keep" and old is None) or (method == "leading" and (line.front or old is not None)):
         expected = "a piece of the window" if method == "keep" else "nothing in front of it, and that it comes in"
-        raise WindowError(f"{what}; expected {expected}")
+        raise SessionError(f"{what}; expected {expected}")
     if (service.stored is not None and method != "restored") or (service.likeness and service.stored is None):
-        raise WindowError(f"{what} with stored={service.stored!r:.40}; expected an identity, of what is 'restored'")
+        raise SessionError(f"{what} with stored={service.stored!r:.40}; expected an identity, of what is 'restored'")
 
 
 def _patched(line: _Line, entry: Entry, start: int, old: Piece | None, note: PatchNote, allow_stale: bool) -> Piece:

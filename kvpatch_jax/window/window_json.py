@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ..cache import MOST_WAYS, text_digest
-from ..errors import InputError, WindowError
+from ..errors import InputError, SessionError
 from ..utils import strict_json
 from .entry import LIMIT, Entry, is_count
 from .window import MOST_GONE, Method, Piece, Window
@@ -29,43 +29,43 @@ def from_json(text: str | bytes, backbone: str) -> Window:
     """Reads what `to_json` wrote, for the backbone of this fingerprint. The contents are checked, but not their author.
 
     Raises:
-      WindowError: another format or backbone, damage, or pieces that form no window.
+      SessionError: another format or backbone, damage, or pieces that form no window.
     """
     try:
         saved = strict_json.loads(text)
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             found = saved.get("format") if isinstance(saved, dict) else saved
-            raise WindowError(f"window: got format {found!r:.80}; expected {FORMAT!r}")
+            raise SessionError(f"window: got format {found!r:.80}; expected {FORMAT!r}")
         body = dict(saved["window"])
         if body.keys() != {field.name for field in dataclasses.fields(Window)}:
-            raise WindowError(f"window: got fields {sorted(body)!s:.120}; expected those of a window")
+            raise SessionError(f"window: got fields {sorted(body)!s:.120}; expected those of a window")
         if text_digest(json.dumps(body, sort_keys=True)) != saved["digest"]:
-            raise WindowError("window: got contents of another digest; expected those that were written")
+            raise SessionError("window: got contents of another digest; expected those that were written")
         if body["backbone"] != backbone:
-            raise WindowError(f"window: got one of backbone {body['backbone']!r:.80}; expected {backbone!r}")
+            raise SessionError(f"window: got one of backbone {body['backbone']!r:.80}; expected {backbone!r}")
         pieces = tuple(_piece(fields) for fields in body["pieces"])
         evicted = tuple(Entry(**fields) for fields in body["evicted"])
         branch = body["branch"]
         window = Window.empty(backbone, lead=body["lead"], promise=body["promise"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, WindowError):
+        if isinstance(error, SessionError):
             raise
         shown = f"{type(error).__name__} {error!s:.120}"
-        raise WindowError(f"window: got {shown}; expected the JSON of a window") from None
+        raise SessionError(f"window: got {shown}; expected the JSON of a window") from None
 
     end, ids = 0, [entry.id for entry in (*(piece.entry for piece in pieces), *evicted)]
     for piece in pieces:
         if piece.start != end:
-            raise WindowError(f"window: got {piece.id!r:.80} at {piece.start}; expected it at {end}")
+            raise SessionError(f"window: got {piece.id!r:.80} at {piece.start}; expected it at {end}")
         end = piece.end
     if end >= LIMIT or len(evicted) > MOST_GONE:
-        raise WindowError(
+        raise SessionError(
             f"window: got positions to {end}, {len(evicted)} evicted; expected less than 2**30, at most {MOST_GONE}"
         )
     if len(set(ids)) != len(ids) or any(entry.kind != "chunk" for entry in evicted):
-        raise WindowError("window: got pieces of one id, or an evicted text; expected distinct ids")
+        raise SessionError("window: got pieces of one id, or an evicted text; expected distinct ids")
     if not isinstance(branch, str):
-        raise WindowError(f"window.branch: got {branch!r:.80}; expected a name")
+        raise SessionError(f"window.branch: got {branch!r:.80}; expected a name")
     return dataclasses.replace(window, pieces=pieces, evicted=evicted, branch=branch)
 
 

@@ -99,8 +99,7 @@ class Answering(LoadedModel):
         It is compiled once for each number of rows and pages of a table. The pool is donated.
 
         Args:
-          rows: where each answer stands; those that stand for none (`kvpatch_jax.answers.no_row`) are run, and written
-            nowhere. draws: as many rows.
+          rows: where each answer stands; those that stand for none are run, and written nowhere. draws: as many rows.
 
         Returns:
           The rows, each a token further: what the next step takes; and the pool.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.backbone import KV, LayerAttention, Recomputed, Tokens
+from kvpatch_jax.backbone import KV, LayerAttention, Step, Tokens
 from kvpatch_jax.core import KVLayout, Paged
 
 from ..attention import Mask
@@ -40,7 +40,7 @@ def write_tokens(
     start_layer: int = 0,
     stop_layer: int | None = None,
     hidden_at: tuple[int, ...] = (),
-) -> Recomputed:
+) -> Step:
     """Runs tokens as keys of a context and writes them into it.
 
     Args:
@@ -78,7 +78,7 @@ def write_tokens(
         own, last = jax.lax.optimization_barrier((own, last))
     cache = written_into(pool, layout, own, slots, keep, layers)
     hidden = last if rows is None else take_tokens(last, rows)
-    return Recomputed(decoder.logits(hidden), cache, run.taps)
+    return Step(decoder.logits(hidden), cache, run.taps)
 
 
 def recompute(
@@ -96,7 +96,7 @@ def recompute(
     start_layer: int = 0,
     stop_layer: int | None = None,
     hidden_at: tuple[int, ...] = (),
-) -> Recomputed:
+) -> Step:
     """Writes tokens into a cache, contiguous where there are no pages.
 
     Args:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.backbone import Context, Output, Recomputed, Tokens
+from kvpatch_jax.backbone import Context, Output, Step, Tokens
 from kvpatch_jax.core import Buckets, KVLayout
 
 from ..decoder.sharding import auto_mesh, cache_shardings, split_mesh
@@ -61,7 +61,7 @@ class Forward:
         self.router_load = self._program(router_load, whole)
 
         # A pool is written in place: what came in is gone with the call. A contiguous cache stays the caller's.
-        written, layers = Recomputed(whole, kv, whole), ("start_layer", "stop_layer", "hidden_at")
+        written, layers = Step(whole, kv, whole), ("start_layer", "stop_layer", "hidden_at")
         self.recompute = self._program(recompute, written, *layers)
         self.recompute_in_pages = self._program(recompute, written, *layers, donate="pool")
         self.attention = self._program(observe_attention, whole, "layers", "reduce", "start_layer")

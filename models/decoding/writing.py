@@ -14,10 +14,8 @@ from kvpatch_jax.backbone import (
     Context,
     LayerAttention,
     Logits,
-    Recomputed,
     Step,
     Tokens,
-    check_behind,
     check_cached,
     check_tokens,
 )
@@ -26,7 +24,7 @@ from kvpatch_jax.errors import InputError, ShapeError
 from pallas_kernels.splice import check_slots
 
 from ..inputs.buckets import pad_slots, pad_tokens
-from ..inputs.masks import check_mask, check_mask_over
+from ..inputs.masks import check_behind, check_mask, check_mask_over
 from ..inputs.rows import logit_rows
 from .programs import LoadedModel
 from .traced import key_count
@@ -49,7 +47,7 @@ class Writing(LoadedModel):
         start_layer: int = 0,
         stop_layer: int | None = None,
         hidden_at: tuple[int, ...] = (),
-    ) -> Recomputed:
+    ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
         if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
@@ -136,8 +134,7 @@ class Writing(LoadedModel):
         logits: Logits = "last",
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
-        step = self._write(tokens, cache, slots, None, mask, logits, "decode", ALL_LAYERS)
-        return Step(step.logits, step.cache)
+        return self._write(tokens, cache, slots, None, mask, logits, "decode", ALL_LAYERS)
 
     def _write(
         self,
@@ -149,7 +146,7 @@ class Writing(LoadedModel):
         logits: Logits,
         what: str,
         layers: Mapping[str, Any],
-    ) -> Recomputed:
+    ) -> Step:
         """Writes tokens into a cache, and reads the logits behind them.
 
         A pool is donated, and its table gets the slots' pages.
@@ -196,7 +193,7 @@ class Writing(LoadedModel):
             after = pages._replace(pool=pool, transition=transition)
         after = EngineKV(after) if isinstance(cache, EngineKV) else after
         hidden = {layer: residual[:, :length] for layer, residual in step.hidden.items()}
-        return Recomputed(step.logits if rows is not None else step.logits[:, :length], after, hidden)
+        return Step(step.logits if rows is not None else step.logits[:, :length], after, hidden)
 
 
 def in_pages(window: int | None, context: Paged) -> Paged:

@@ -79,7 +79,7 @@ def process_smolvlm_videos(videos: Sequence[Video], config: VideoConfig) -> dict
       float64 [frames of all videos] and `video_durations` float64 [videos], in seconds.
 
     Raises:
-      InputError, ImageError: as `read_clip`.
+      InputError: as `read_clip`.
     """
     clips = clips_of(videos, functools.partial(sample_smolvlm, config=config))
     longest, side = config.length("size"), config.length("max_image_size")
@@ -145,7 +145,7 @@ def process_internvl_videos(videos: Sequence[Video], config: VideoConfig) -> dic
       `pixel_values` float32 [frames of all videos, 3, S, S] and `video_frames` int32 [videos].
 
     Raises:
-      InputError, ImageError: as `read_clip`.
+      InputError: as `read_clip`.
     """
     clips = clips_of(videos, functools.partial(sample_internvl, config=config))
     tiles, side = [], config.length("size")
@@ -185,7 +185,7 @@ def process_kimi_videos(
       frame of each.
 
     Raises:
-      InputError, ImageError: as `read_clip`. ConfigError: frames that are not to be resized.
+      InputError: as `read_clip`. ConfigError: frames that are not to be resized.
     """
     if not config.pixels.do_resize:
         raise ConfigError("video do_resize: got False, which is not built for Kimi-K2.5; expected True")

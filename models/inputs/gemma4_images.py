@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Float32
 
 from kvpatch_jax.cache import Video
-from kvpatch_jax.errors import ConfigError, ImageError
+from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import read_table
 from .family_videos import sample_evenly
@@ -57,7 +57,7 @@ def budget_size(size: Sequence[int], patch: int, pool: int, tokens: int) -> tupl
     all at most.
 
     Raises:
-      ConfigError: a budget that is none of `BUDGETS`. ImageError: an image of which nothing would be left.
+      ConfigError: a budget that is none of `BUDGETS`. InputError: an image of which nothing would be left.
     """
     if tokens not in BUDGETS:
         raise ConfigError(f"max_soft_tokens: got {tokens}; expected one of {BUDGETS}")
@@ -69,7 +69,7 @@ def budget_size(size: Sequence[int], patch: int, pool: int, tokens: int) -> tupl
     elif columns == 0:
         rows, columns = min(height // width, tokens), 1
     if not 0 < rows * columns <= tokens:
-        raise ImageError(f"image: got {height}×{width} pixels; expected a size that {tokens} tokens hold")
+        raise InputError(f"image: got {height}×{width} pixels; expected a size that {tokens} tokens hold")
     return rows * step, columns * step
 
 
@@ -91,7 +91,7 @@ def process_gemma4(images: Sequence[ImageSource], config: PictureConfig) -> dict
       [n, patches, 2], each patch's column and row; zeros and −1 behind an image's own.
 
     Raises:
-      InputError, ImageError: no images, one that cannot be read, or one that the budget has no room for.
+      InputError: no images, one that cannot be read, or one that the budget has no room for.
     """
     patch, pool, tokens = config["patch_size"], config["pooling_kernel_size"], config["max_soft_tokens"]
     found = []
@@ -99,7 +99,7 @@ def process_gemma4(images: Sequence[ImageSource], config: PictureConfig) -> dict
         if config.option("do_resize", True):
             image = resize(image, *budget_size(image.shape[:2], patch, pool, tokens), config.pixels)
         elif image.shape[0] % (patch * pool) or image.shape[1] % (patch * pool):
-            raise ImageError(
+            raise InputError(
                 f"image: got {image.shape[:2]} pixels without resizing; expected multiples of {patch * pool}"
             )
         found.append(_patches(normalise(image, config.pixels)[None], patch, tokens * pool**2))
@@ -115,7 +115,7 @@ def process_gemma4_videos(videos: Sequence[Video], config: VideoConfig) -> dict[
       `num_frames_per_video` int32 [videos] and `video_timestamps` float64 [frames], in seconds.
 
     Raises:
-      InputError, ImageError: as `read_clip`, or frames that the budget has no room for.
+      InputError: as `read_clip`, or frames that the budget has no room for.
     """
     patch, pool, tokens = (config.option(name) for name in ("patch_size", "pooling_kernel_size", "max_soft_tokens"))
     clips, found = clips_of(videos, functools.partial(sample_evenly, config=config)), []

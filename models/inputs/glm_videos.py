@@ -50,7 +50,7 @@ def process_glm_videos(videos: Sequence[Video], config: VideoConfig) -> dict[str
       many decimals of them the prompt says (0: whole seconds, without a unit).
 
     Raises:
-      InputError, ImageError: as `read_clip` and `smart_resize`.
+      InputError: as `read_clip` and `smart_resize`.
     """
     newer, temporal = is_newer(config), config.pixels.temporal_patch_size
     clips = clips_of(videos, functools.partial(sample_glm46 if newer else sample_glm4, config=config))

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from kvpatch_jax.cache import decoded
-from kvpatch_jax.errors import ConfigError, ImageError, InputError
+from kvpatch_jax.errors import ConfigError, InputError
 
 from ..towers.projectors import best_resolution
 from .hd_images import hd_transform, shrink
@@ -147,7 +147,7 @@ def read_images(images: Sequence[ImageSource]) -> list[np.ndarray]:
     """Returns the images as arrays.
 
     Raises:
-      InputError: none at all. ImageError: one that cannot be read, or is more than 200 times longer than wide.
+      InputError: none at all; one that cannot be read, or is more than 200 times longer than wide.
     """
     if not len(images):
         raise InputError("images: got none; expected at least one")
@@ -158,7 +158,7 @@ def read_images(images: Sequence[ImageSource]) -> list[np.ndarray]:
         found.append(decoded(source, name))
         height, width = found[-1].shape[:2]
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise ImageError(
+            raise InputError(
                 f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}"
             )
 
@@ -181,7 +181,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
     with the mean colour (CLIP's would pad what comes out, all of one size).
 
     Raises:
-      InputError, ImageError: no images, one that cannot be read, or images that do not come out in one size.
+      InputError: no images, one that cannot be read, or images that do not come out in one size.
     """
     square = config.option("do_pad", False) and str(config.option("image_processor_type", "")).startswith("Llava")
     out = []
@@ -205,7 +205,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
 
     sizes = {image.shape for image in out}
     if len(sizes) > 1:
-        raise ImageError(f"images: got sizes {sorted(sizes)} without a centre crop; expected one size")
+        raise InputError(f"images: got sizes {sorted(sizes)} without a centre crop; expected one size")
     return {"pixel_values": np.stack(out)}
 
 

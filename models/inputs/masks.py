@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvpatch_jax.core import Paged
-from kvpatch_jax.errors import DtypeError, InputError, ShapeError
+from kvpatch_jax.backbone import Context, Tokens
+from kvpatch_jax.core import Paged, token_rows
+from kvpatch_jax.errors import InputError, ShapeError
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
@@ -66,11 +67,11 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
 
 
 def check_mask(mask: Any) -> None:
-    """Raises DtypeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
+    """Raises ShapeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
     if mask is not None and not hasattr(mask, "dtype"):
-        raise DtypeError(f"mask: got a {type(mask).__name__}; expected an array of bool")
+        raise ShapeError(f"mask: got a {type(mask).__name__}; expected an array of bool")
     if mask is not None and mask.dtype != bool:
-        raise DtypeError(
+        raise ShapeError(
             f"mask: got {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
             "scores: mask == 0)"
         )
@@ -87,6 +88,36 @@ def check_mask_over(mask: Any, shape: tuple[int, int, int], what: str) -> None:
         raise ShapeError(
             f"{what}: got mask of shape {mask.shape}; expected {(rows, 1, *rest)}, over all keys of a table's pages, "
             "and in front of tokens over these"
+        )
+
+
+def check_behind(tokens: Tokens, context: Context, mask: Any, what: str) -> None:
+    """Checks that tokens follow their context: no row that sees it starts at position 0.
+
+    Checking positions on the host (as `embed` and `shift` return them) is free; those on a device are copied to the
+    host; traced ones pass. Rows that start with padding at position 0 pass, and so do rows whose first token may not
+    attend to any of the context.
+
+    Raises:
+      InputError: a row starts at position 0; the message names it.
+    """
+    paged = isinstance(context, Paged)
+    size = context.key_count if paged else token_rows(context).shape[2]
+    if size == 0 or isinstance(tokens.positions, Tracer) or (paged and isinstance(context.seen, Tracer)):
+        return
+
+    # A row that starts with padding has its second token at position 0, too.
+    first = np.asarray(tokens.positions)[:, :2]
+    at_start = (first == 0).all(axis=tuple(range(2, first.ndim)))  # [B, 2] or [B, 1]
+    unmoved = at_start[:, 0] & ~at_start[:, 1:].any(axis=1)
+    visible = np.asarray(context.seen) if paged else np.ones((1, size), bool)
+    if unmoved.any() and mask is not None and not isinstance(mask, Tracer):
+        visible = visible & np.asarray(mask)[:, 0, 0, :size]
+    unmoved &= visible.any(axis=-1)
+    if unmoved.any():
+        raise InputError(
+            f"{what}: got row {int(unmoved.argmax())} at position 0 behind a context of {size} tokens; expected "
+            "positions behind it: tokens.shift(start), start being where the context's span ends"
         )
 
 

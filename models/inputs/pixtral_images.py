@@ -62,7 +62,7 @@ def process_pixtral(
       pixels.
 
     Raises:
-      InputError, ImageError: no images, one that cannot be read, or is more than 200 times longer than wide.
+      InputError: no images, one that cannot be read, or is more than 200 times longer than wide.
     """
     patch, most, out, sizes = config["patch_size"], config.side(), [], []
     step = patch * config["spatial_merge_size"]

@@ -18,7 +18,7 @@ from einops import repeat
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from kvpatch_jax.cache import ImageSource, decoded
-from kvpatch_jax.errors import ConfigError, ImageError
+from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
 from ..checkpoints import read_table
@@ -169,7 +169,7 @@ def preprocess_images(
       [images, 3]: (time, height, width) in patches.
 
     Raises:
-      ImageError: an image that cannot be read, is empty, or is more than 200 times longer than wide. It names the
+      InputError: an image that cannot be read, is empty, or is more than 200 times longer than wide. It names the
         image.
     """
     # An array without rows in front, so that no images are no rows and no error.
@@ -181,7 +181,7 @@ def preprocess_images(
         if config.do_resize:
             image = resize(image, *smart_resize(height, width, config, name), config)
         elif height % config.factor or width % config.factor:
-            raise ImageError(
+            raise InputError(
                 f"{name}: got {height}×{width} pixels; expected multiples of {config.factor} where images are not "
                 "resized"
             )
@@ -197,11 +197,11 @@ def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) 
     row, column, with the image repeated along time. H and W must be multiples of patch × merge.
 
     Raises:
-      ImageError: sides that are not such multiples.
+      InputError: sides that are not such multiples.
     """
     height, width = images.shape[1:3]
     if height % config.factor or width % config.factor:
-        raise ImageError(f"images: got {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
+        raise InputError(f"images: got {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
 
     return repeat(
         images,
@@ -241,12 +241,12 @@ def smart_resize(
     which GLM-4V counts.
 
     Raises:
-      ImageError: an empty image, or one more than 200 times longer than wide.
+      InputError: an empty image, or one more than 200 times longer than wide.
     """
     if min(height, width) < 1:
-        raise ImageError(f"{name}: got {height}×{width} pixels; expected one that is not empty")
+        raise InputError(f"{name}: got {height}×{width} pixels; expected one that is not empty")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ImageError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+        raise InputError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
     # GLM-4V makes small images larger first.
     factor, glm, temporal = config.factor, config.image_processor_type.startswith("Glm"), config.temporal_patch_size

@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float32
 
 from kvpatch_jax.cache import Video
-from kvpatch_jax.errors import ImageError
+from kvpatch_jax.errors import InputError
 
 from .qwen_images import MAX_ASPECT_RATIO, ImageConfig, smart_resize
 from .resampling import resize_frames
@@ -33,7 +33,7 @@ def process_qwen2_videos(videos: Sequence[Video], config: VideoConfig) -> dict[s
       float32 [videos]: seconds per temporal patch.
 
     Raises:
-      InputError, ImageError: as `read_clip` and `smart_resize`; timestamps that are uneven.
+      InputError: as `read_clip` and `smart_resize`; timestamps that are uneven.
     """
     clips = clips_of(videos, functools.partial(sample_qwen2, config=config))
     arrays = patches_of(clips, config, _sides_qwen2)
@@ -52,7 +52,7 @@ def process_qwen3_videos(videos: Sequence[Video], config: VideoConfig) -> dict[s
       all videos]: seconds, the mean of a patch's first and last frame.
 
     Raises:
-      InputError, ImageError: as `read_clip`; a frame more than 200 times longer than wide.
+      InputError: as `read_clip`; a frame more than 200 times longer than wide.
     """
     clips = clips_of(videos, functools.partial(sample_qwen3, config=config))
     temporal, times = config.pixels.temporal_patch_size, []
@@ -84,11 +84,11 @@ def patchify_frames(
     features are channel, time, row, column. The last frame is repeated to whole temporal patches.
 
     Raises:
-      ImageError: sides that are no multiples of patch × merge.
+      InputError: sides that are no multiples of patch × merge.
     """
     height, width = frames.shape[1:3]
     if height % config.factor or width % config.factor:
-        raise ImageError(f"{name}: got {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
+        raise InputError(f"{name}: got {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
     frames = _filled(frames, config.temporal_patch_size)
     patches = rearrange(
         frames,
@@ -130,7 +130,7 @@ def _sides_qwen3(count: int, height: int, width: int, config: VideoConfig, name:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ImageError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+        raise InputError(f"{name}: got {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
 
     temporal = pixels.temporal_patch_size
     rows, columns = round(height / factor) * factor, round(width / factor) * factor

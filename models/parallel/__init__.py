@@ -1,18 +1,13 @@
-"""Prefill of long contexts over a mesh axis: each device prefills its own chunks, and few tokens are recomputed.
+"""Prefill of long contexts over devices: each device prefills its own chunks, and few tokens are recomputed.
 
-    over = spread_backbone(backbone, jax.make_mesh((4,), ("chunks",)))
-    context = prefill_chunks_apart(over, tokens)
-    answer = read_question(over, context, question, ratio=0.15)
-
-Where the chunks' KV is stored, `place_chunk_cache` takes the place of `prefill_chunks_apart`.
+over = spread_backbone(backbone)
+context = prefill_chunks_apart(over, tokens)
+answer = read_question(over, context, question, ratio=0.15)
 """
 
 from .prefill import ChunkCache as ChunkCache
-from .prefill import ChunkLayout as ChunkLayout
 from .prefill import MeshBackbone as MeshBackbone
 from .prefill import ParallelPrefill as ParallelPrefill
-from .prefill import lay_out as lay_out
-from .prefill import place_chunk_cache as place_chunk_cache
 from .prefill import prefill_chunks_apart as prefill_chunks_apart
 from .prefill import read_question as read_question
 from .prefill import spread_backbone as spread_backbone

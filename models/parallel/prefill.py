@@ -1,10 +1,8 @@
-"""Prefill of a long context over a mesh axis, some of its chunks on each device.
+"""Prefill of a long context over several devices, some of its chunks on each.
 
 InfoFlow KV (sections 4 and 7): every device prefills its own chunks alone; the question's attention selects a few
-tokens; these are recomputed under the global causal mask, and the question reads the result.
-
-A sequence lies over the devices in order, [B, P·S], padding behind each device's own tokens. Parameters are on every
-device.
+tokens; these are recomputed under the global causal mask, and the question reads the result. A sequence lies over the
+devices in order, [B, P·S], padding behind each device's own tokens. Parameters are on every device.
 
 Axis letters: B batch, T tokens, P devices, S tokens of a device with padding, n question tokens, L layers, K KV heads,
 H head width, V vocabulary.
@@ -19,41 +17,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.backbone import Tokens, check_tokens
-from kvpatch_jax.core import EngineKV, check_positions, check_uniform, expect_frame, to_engine
+from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
+from kvpatch_jax.core import EngineKV, check_positions, check_uniform, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
-from kvpatch_jax.repair import READINGS, Reading, attention_scores
+from kvpatch_jax.repair import attention_scores
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
 from ..backbone import ModelBackbone
 from ..decoder.cached import row_slots, written_into
 from ..decoding import by_layer
-from .readouts import exchange, over_all_devices
+from .readouts import AXIS, exchange, over_all_devices
 
 LEAST_GRANULE = 8
 """Selected tokens of a device are padded to multiples of this, or of a 64th of all selected where that is more."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["backbone", "mesh", "axis"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["backbone", "mesh"])
 @dataclasses.dataclass(frozen=True)
 class MeshBackbone:
-    """A backbone with its parameters on every device of a mesh, for sequences that lie over one axis of it.
+    """A backbone with its parameters on several devices, for sequences that lie over them.
 
     Attributes:
       backbone: the model on one device.
-      mesh: with every axis `AxisType.Auto`; axes but `axis` hold copies.
-      axis: name of the axis that sequences lie over.
-      state: the parameters on the mesh.
+      mesh: the devices.
+      state: the parameters on each of them.
     """
 
     backbone: ModelBackbone
     mesh: Mesh
-    axis: str
     state: Any
 
     def place(self, tree: Any, *spec: str | None) -> Any:
@@ -73,127 +69,86 @@ class MeshBackbone:
         return everywhere(self.state, *arrays)
 
 
-class ChunkLayout(NamedTuple):
-    """How a sequence of chunks lies over P devices.
-
-    Attributes:
-      chunks: length of each chunk, in order; device d holds the d-th share of them, as many chunks as every other.
-      index: int32 [P·S], which token of the sequence lies at each place; 0 for padding.
-      numbers: int32 [P·S], which chunk that token is of; -1 for padding.
-      lengths: int32 [P], tokens of each device.
-    """
-
-    chunks: tuple[int, ...]
-    index: np.ndarray
-    numbers: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """S, tokens of a device with padding."""
-        return len(self.index) // len(self.lengths)
-
-    @property
-    def live(self) -> np.ndarray:
-        """Places that are not padding, in the order of the sequence."""
-        return np.flatnonzero(self.numbers >= 0)
-
-
 class ChunkCache(NamedTuple):
-    """KV of a sequence of chunks over the devices of a mesh axis, and the tokens that it was computed from.
+    """KV of a sequence of chunks over devices, and the tokens that it was computed from.
 
     Attributes:
       kv: engine-frame {channel: [L,B,P·S,K,H]}; of chunks prefilled alone, or with some tokens recomputed.
-      tokens: with their positions in the sequence, over the axis.
-      layout: which token lies where.
+      tokens: with their positions in the sequence, over the devices.
+      numbers: int32 [P,S], which chunk the token at each place is of; -1 for padding.
     """
 
     kv: EngineKV
     tokens: Tokens
-    layout: ChunkLayout
+    numbers: np.ndarray
 
     def gather(self) -> EngineKV:
         """Copies the KV to the host, in the order of the sequence and without padding: {channel: [L,B,T,K,H]}."""
-        return EngineKV({name: np.asarray(leaf)[:, :, self.layout.live] for name, leaf in self.kv.items()})
+        live = np.flatnonzero(self.numbers >= 0)
+        return EngineKV({name: np.asarray(leaf)[:, :, live] for name, leaf in self.kv.items()})
 
 
 class ParallelPrefill(NamedTuple):
-    """Result of reading a question over a context that lies over a mesh axis.
+    """Result of reading a question over a context that lies over devices.
 
     Attributes:
       logits: [B,n,V] float32, of the question's tokens.
       cache: the context's KV with the chosen tokens recomputed.
       question: phase-free KV of the question's tokens, {channel: [L,B,n,K,H]}.
       chosen: int32 [B,count], indices of the chosen tokens in the context, ascending.
-      scores: float32 [B,T], of the context's tokens.
     """
 
     logits: Float[Array, "B n V"]
     cache: ChunkCache
     question: Mapping[str, Array]
     chosen: Int[np.ndarray, "B count"]
-    scores: Float[np.ndarray, "B T"]
 
 
-def spread_backbone(backbone: ModelBackbone, mesh: Mesh, axis: str = "chunks") -> MeshBackbone:
-    """Copies a backbone's parameters to every device of a mesh.
-
-    Args:
-      mesh: of any axis types; inside, all are `AxisType.Auto`, which `jax.shard_map` asks for.
-      axis: name of the axis that sequences will lie over.
+def spread_backbone(backbone: ModelBackbone, devices: Sequence[Any] | None = None) -> MeshBackbone:
+    """Copies a backbone's parameters to devices; None: all of them.
 
     Raises:
-      ConfigError: the mesh lacks the axis, the backbone lies over a mesh of its own, or a layer of it has a sliding
-      window, whose edge this module does not carry from device to device.
+      ConfigError: the backbone lies over a mesh of its own, or a layer of it has a sliding window, whose edge this
+      module does not carry from device to device.
     """
-    if axis not in mesh.axis_names:
-        raise ConfigError(f"mesh: got axes {tuple(mesh.axis_names)}; expected one called {axis!r}")
     if backbone.mesh is not None:
         raise ConfigError(f"backbone: got one over a mesh {backbone.mesh.shape}; expected one on a single device")
     window = backbone.config.text.window
     if window is not None:
         raise ConfigError(f"backbone: got a sliding window of {window} tokens; expected full attention")
     check_uniform(backbone.layout, "backbone")
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return MeshBackbone(backbone, mesh, axis, jax.device_put(backbone.programs.state, NamedSharding(mesh, P())))
+    mesh = Mesh(np.array(jax.devices() if devices is None else devices), (AXIS,))
+    return MeshBackbone(backbone, mesh, jax.device_put(backbone.programs.state, NamedSharding(mesh, P())))
 
 
-def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> ChunkLayout:
-    """Divides a sequence over devices.
-
-    Args:
-      chunks: lengths of its chunks, as many for each device; None: one for each device, as equal as they can be.
+def lay_out(tokens: int, devices: int, chunks: Sequence[int] | None = None) -> Int[np.ndarray, "P S"]:
+    """Divides a sequence over devices: which chunk lies at each place, in order; -1 for padding.
 
     Raises:
-      InputError: fewer tokens than devices; chunks that are empty, do not add up to the tokens, or are no multiple of
-      the devices.
+      InputError: fewer tokens than devices, or chunks that do not fit.
     """
     if tokens < devices:
         raise InputError(f"tokens: got {tokens}; expected at least one for each of {devices} devices")
     if chunks is None:
         chunks = [tokens // devices + (device < tokens % devices) for device in range(devices)]
-    chunks = tuple(int(length) for length in chunks)
     if not chunks or min(chunks) < 1 or sum(chunks) != tokens or len(chunks) % devices:
         expected = f"a multiple of {devices} of them, each at least 1, that add up to {tokens}"
         raise InputError(f"chunks: got lengths {chunks!s:.80}; expected {expected}")
 
     lengths = np.array(chunks).reshape(devices, -1).sum(axis=1)
-    starts, place = np.cumsum([0, *lengths[:-1]]), np.arange(lengths.max())
-    live = place < lengths[:, None]
-    index = np.where(live, starts[:, None] + place, 0).reshape(-1).astype(np.int32)
-    numbers = np.where(live.reshape(-1), np.repeat(np.arange(len(chunks)), chunks)[index], -1).astype(np.int32)
-    return ChunkLayout(chunks, index, numbers, lengths.astype(np.int32))
+    numbers = np.full((devices, lengths.max()), -1, np.int32)
+    numbers[np.arange(lengths.max()) < lengths[:, None]] = np.repeat(np.arange(len(chunks)), chunks)
+    return numbers
 
 
-def _placed(over: MeshBackbone, tokens: Tokens, chunks: Sequence[int] | None) -> tuple[ChunkLayout, Tokens]:
-    """Returns the layout of a context, and its tokens over the axis."""
-    check_tokens(tokens, "parallel prefill")
-    _check_regime(over, tokens)
-    layout = lay_out(tokens.embeddings.shape[1], over.mesh.shape[over.axis], chunks)
-    return layout, over.place(jax.tree.map(lambda leaf: leaf[:, layout.index], tokens), None, over.axis)
+def _index(numbers: Int[np.ndarray, "P S"]) -> Int[np.ndarray, " PS"]:
+    """Returns which token of the sequence lies at each place; for padding, that of a place in front."""
+    return (np.cumsum(numbers >= 0) - 1).astype(np.int32)
 
 
-def prefill_chunks_apart(over: MeshBackbone, tokens: Tokens, chunks: Sequence[int] | None = None) -> ChunkCache:
+def prefill_chunks_apart(
+    over: MeshBackbone, tokens: Tokens, chunks: Sequence[int] | None = None, kv: Mapping[str, Array] | None = None
+) -> ChunkCache:
     """Prefills every chunk alone, each device its own; devices exchange nothing.
 
     Positions inside a chunk are counted from the chunk's smallest, on every axis of M-RoPE; keys are then rotated to
@@ -201,117 +156,81 @@ def prefill_chunks_apart(over: MeshBackbone, tokens: Tokens, chunks: Sequence[in
 
     Args:
       tokens: the context, with its positions in the sequence.
-      chunks: as of `lay_out`.
+      chunks: lengths of its chunks, as many for each device; None: one for each device, as equal as they can be.
+      kv: engine-frame {channel: [L,B,T,K,H]} of the context where it is available (stored canonicals at their
+        positions). It is placed over the devices, and nothing is prefilled.
 
     Raises:
-      As `lay_out`. InputError, ShapeError: no tokens. InputError: positions outside of the regime that the rope is
-      pinned to.
+      InputError, ShapeError: no tokens, fewer than devices, or chunks that do not fit; positions outside of the regime
+      that the rope is pinned to. LayoutError, ShapeError: KV of another frame, layout or length.
     """
-    layout, placed = _placed(over, tokens, chunks)
-    positions, starts = np.asarray(tokens.positions), np.cumsum([0, *layout.chunks[:-1]])
-    local = positions - np.repeat(np.minimum.reduceat(positions, starts, axis=1), layout.chunks, axis=1)
-    arrays = over.place((local[:, layout.index], layout.numbers[None]), None, over.axis)
-    return ChunkCache(EngineKV(_prefill_chunks(over, placed, *arrays)), placed, layout)
+    check_tokens(tokens, "parallel prefill")
+    positions = np.asarray(tokens.positions)
+    check_positions(over.backbone.layout.rope, positions, np.array(0, np.int32))
+    numbers = lay_out(tokens.embeddings.shape[1], over.mesh.size, chunks)
+    index, lengths = _index(numbers), np.bincount(numbers[numbers >= 0])
+    placed = over.place(jax.tree.map(lambda leaf: leaf[:, index], tokens), None, AXIS)
+    if kv is None:
+        starts = np.cumsum([0, *lengths[:-1]])
+        local = positions - np.repeat(np.minimum.reduceat(positions, starts, axis=1), lengths, axis=1)
+        arrays = over.place((local[:, index], numbers.reshape(1, -1)), None, AXIS)
+        return ChunkCache(EngineKV(_prefill_chunks(over, placed, *arrays)), placed, numbers)
+
+    check_cached(over.backbone.layout, tokens, kv, "parallel prefill: kv")
+    if any(leaf.shape[2] != lengths.sum() for leaf in kv.values()):
+        shapes = {name: leaf.shape for name, leaf in kv.items()}
+        raise ShapeError(f"parallel prefill: got kv of shapes {shapes}; expected {lengths.sum()} tokens")
+    leaves = {name: over.place(leaf[:, :, index], None, None, AXIS) for name, leaf in kv.items()}
+    return ChunkCache(EngineKV(leaves), placed, numbers)
 
 
-def place_chunk_cache(
-    over: MeshBackbone, tokens: Tokens, kv: Mapping[str, Array], chunks: Sequence[int] | None = None
-) -> ChunkCache:
-    """Places available KV of chunks (stored canonicals at their positions) over the axis, in place of a prefill.
-
-    Args:
-      tokens, chunks: as of `prefill_chunks_apart`.
-      kv: engine-frame {channel: [L,B,T,K,H]} of the context.
-
-    Raises:
-      As `prefill_chunks_apart`; FrameError, LayoutError, ShapeError: the KV is in another frame, of another layout, or
-      of another number of tokens.
-    """
-    layout, placed = _placed(over, tokens, chunks)
-    expect_frame(kv, "parallel prefill: kv", "engine")
-    over.backbone.layout.check(kv, "parallel prefill: kv")
-    expected = over.backbone.layout.layers, *tokens.embeddings.shape[:2]
-    for name, leaf in kv.items():
-        if leaf.shape[:3] != expected:
-            raise ShapeError(f"kv {name!r}: got shape {leaf.shape}; expected {expected} first")
-    leaves = {name: over.place(leaf[:, :, layout.index], None, None, over.axis) for name, leaf in kv.items()}
-    return ChunkCache(EngineKV(leaves), placed, layout)
-
-
-def read_question(
-    over: MeshBackbone, context: ChunkCache, question: Tokens, *, ratio: float, reading: Reading = "mass"
-) -> ParallelPrefill:
+def read_question(over: MeshBackbone, context: ChunkCache, question: Tokens, *, ratio: float) -> ParallelPrefill:
     """Selects tokens by the question's attention, recomputes them in the whole context, and reads the question.
 
     Tokens are scored at layers 22 … 25 of a decoder that has them (appendix B), else at the last two, as the released
     code takes them by default. Selected tokens are recomputed at all layers (appendix B), each by the device that holds
     it, and its new KV stays there. They attend to all KV in front of them: a device sends its selected tokens' queries
-    to the devices in front and gets outputs and softmax masses back, which it merges. (Section 7 says that only "the
-    small subset of tokens selected" is communicated; the released code gathers all queries and outputs on every
-    device.)
-
-    Selected tokens of the first chunk are not recomputed: nothing is in front of it, so its KV is already that of the
-    whole context. Layer 0, which the released code recomputes whole, needs no recompute either: the KV of a first layer
-    has no context, and is rotated to its position.
+    to the devices in front, which send readouts back. (The released code gathers all queries and outputs on every
+    device.) The first chunk and layer 0, which the released code recomputes, have no context and stay as they are.
 
     Args:
-      context: of `prefill_chunks_apart` or `place_chunk_cache`; or an earlier question's, whose recomputed tokens stay.
+      context: of `prefill_chunks_apart`, or an earlier question's, whose recomputed tokens stay.
       question: [B,n,…], with its positions in the sequence.
       ratio: share of the context that is selected, 0 … 1, rounded half up to tokens.
-      reading: how attention becomes a score; see `kvpatch_jax.repair.Reading`.
 
     Raises:
-      InputError: an invalid ratio or reading. ShapeError: another batch than the context's.
+      InputError: an invalid ratio. ShapeError: another batch than the context's.
     """
-    layout, deepstack = context.layout, context.tokens.deepstack
-    B = context.tokens.embeddings.shape[0]
+    numbers, deepstack, B = context.numbers, context.tokens.deepstack, context.tokens.embeddings.shape[0]
     check_tokens(question, "parallel prefill: question")
     if question.embeddings.shape[0] != B:
         raise ShapeError(f"question: got {question.embeddings.shape[0]} rows; expected the context's {B}")
-    if reading not in READINGS:
-        raise InputError(f"reading: got {reading!r:.80}; expected one of {READINGS}")
     if not 0 <= ratio <= 1:
         raise InputError(f"ratio: got {ratio}; expected 0 to 1")
-    _check_regime(over, question)
+    positions = np.asarray(question.positions).astype(context.tokens.positions.dtype)
+    check_positions(over.backbone.layout.rope, positions, np.array(0, np.int32))
 
     # Text has nothing to add where images have deepstack features.
     if deepstack is not None and question.deepstack is None:
         zeros = jnp.zeros((*question.embeddings.shape[:2], *deepstack.shape[2:]), deepstack.dtype)
         question = question._replace(deepstack=zeros)
-    positions = np.asarray(question.positions).astype(context.tokens.positions.dtype)
-    question, lengths = over.place((question._replace(positions=positions), layout.lengths))
+    lengths = (numbers >= 0).sum(axis=1, dtype=np.int32)
+    question, lengths = over.place((question._replace(positions=positions), lengths))
 
     # Score and select. The host reads the selection, on which the shape of the next program depends.
-    total, count = over.backbone.layout.layers, int(ratio * sum(layout.chunks) + 0.5)
+    total, count = over.backbone.layout.layers, int(ratio * (numbers >= 0).sum() + 0.5)
     layers = tuple(range(22, 26) if total >= 26 else range(max(0, total - 2), total))
-    scores, places = _score_context(over, dict(context.kv), lengths, question, layers, reading, count)
-    places, scores = np.asarray(places), np.asarray(scores)[:, layout.live]
+    places = np.asarray(_select(over, dict(context.kv), lengths, question, layers, count))
 
-    # Recompute and read.
-    slots = over.place(_slots_of(layout, places), None, over.axis)
+    # Recompute and read. Nothing is in front of the first chunk, so its KV is already that of the whole context.
+    (devices, size), first = numbers.shape, (numbers == 0).sum()
+    parts = [row[(row // size == d) & (row >= first)] % size for row in places for d in range(devices)]
+    granule = max(LEAST_GRANULE, count // 64)
+    rows = min(size, max(1, -(-max(map(len, parts)) // granule)) * granule)
+    slots = np.array([np.pad(part, (0, rows - len(part)), constant_values=NOWHERE) for part in parts], np.int32)
+    slots = over.place(slots.reshape(B, -1), None, AXIS)
     logits, kv, read = _recompute_and_read(over, dict(context.kv), context.tokens, slots, lengths, question)
-    return ParallelPrefill(logits, context._replace(kv=EngineKV(kv)), read, layout.index[places], scores)
-
-
-def _slots_of(layout: ChunkLayout, places: Int[np.ndarray, "B count"]) -> Int[np.ndarray, "B m"]:
-    """Returns where on its device each selected token lies, ascending, padded by `NOWHERE`: [B,P·rows].
-
-    The first chunk has nothing in front of it and is left out. The number of rows is rounded up, so that similar
-    selections run the same compiled program.
-    """
-    devices, size = len(layout.lengths), layout.size
-    parts = [row[(row // size == d) & (row >= layout.chunks[0])] % size for row in places for d in range(devices)]
-    granule = max(LEAST_GRANULE, places.shape[1] // 64)
-    rows = min(size, -(-max(map(len, parts)) // granule) * granule)
-    slots = [np.pad(part, (0, rows - len(part)), constant_values=NOWHERE) for part in parts]
-    return np.array(slots, np.int32).reshape(len(places), -1)
-
-
-def _check_regime(over: MeshBackbone, tokens: Tokens) -> None:
-    """Refuses positions that a rope pinned to one regime does not serve."""
-    rope = over.backbone.layout.rope
-    if rope.scaling is not None and rope.scaling.kind in ("longrope", "dynamic"):
-        check_positions(rope, tokens.positions, np.array(0, np.int32))
+    return ParallelPrefill(logits, context._replace(kv=EngineKV(kv)), read, _index(numbers)[places])
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -326,49 +245,43 @@ def _prefill_chunks(over: MeshBackbone, tokens: Tokens, local: Array, numbers: I
         run = decoder.run(tokens.embeddings, local, mask, deepstack=by_layer(tokens))
         return dict(to_engine(decoder.config.layout, run.kv, tokens.positions, 0))
 
-    return over.run(on_device, [P(None, over.axis)] * 3, P(None, None, over.axis), tokens, local, numbers)
+    return over.run(on_device, [P(None, AXIS)] * 3, P(None, None, AXIS), tokens, local, numbers)
 
 
-@functools.partial(jax.jit, static_argnames=("layers", "reading", "count"))
-def _score_context(
+@functools.partial(jax.jit, static_argnames=("layers", "count"))
+def _select(
     over: MeshBackbone,
     cache: dict[str, Array],
     lengths: Int[Array, " P"],
     question: Tokens,
     layers: tuple[int, ...],
-    reading: Reading,
     count: int,
-) -> tuple[Float[Array, "B S"], Int[Array, "B count"]]:
-    """Scores all tokens of the sequence by the question's attention, and selects the `count` best of each row.
+) -> Int[Array, "B count"]:
+    """Selects the `count` places of each row that the question attends to most, on the mean over `layers`: ascending.
 
     The question runs on every device, over the keys that lie there; partial outputs and, at the scored layers, softmax
-    masses are summed over devices. One score per token is gathered.
-
-    Returns:
-      Mean score over `layers` [B,P·S], −∞ for padding; and the selected places [B,count], ascending. Ties go to the
-      earlier token.
+    masses are summed over devices. One score per token is gathered. Ties go to the earlier token.
     """
 
-    def on_device(decoder: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> tuple[Array, Array]:
-        size = next(iter(cache.values())).shape[2]
-        mask, live = _question_mask(over.axis, lengths, size, question.embeddings.shape[1])
+    def on_device(decoder: Any, cache: dict[str, Array], lengths: Array, question: Tokens) -> Array:
+        size, asked = next(iter(cache.values())).shape[2], question.embeddings.shape[1]
+        places, behind = _places(lengths, size, asked)
         run = decoder.run(
             question.embeddings,
             question.positions,
-            mask,
+            Mask(causal=True, query_places=behind, key_places=places),
             context=cache,
             stop_layer=layers[-1] + 1,
             deepstack=by_layer(question),
             observed=layers,
-            observe=functools.partial(attention_scores, reading=reading, context=size, axis=over.axis),
-            attend=over_all_devices(over.axis),
+            observe=functools.partial(attention_scores, reading="mass", context=size, axis=AXIS),
+            attend=over_all_devices,
         )
-        scores = jnp.where(live, run.observed.mean(0), -jnp.inf)
-        scores = jax.lax.all_gather(scores, over.axis, axis=1, tiled=True)
-        return scores, jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
+        scores = jnp.where(places[:, :size] == NOWHERE, -jnp.inf, run.observed.mean(0))
+        scores = jax.lax.all_gather(scores, AXIS, axis=1, tiled=True)
+        return jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
 
-    specs = P(None, None, over.axis), P(), P()
-    return over.run(on_device, specs, (P(), P()), cache, lengths, question)
+    return over.run(on_device, (P(None, None, AXIS), P(), P()), P(), cache, lengths, question)
 
 
 @jax.jit
@@ -386,7 +299,7 @@ def _recompute_and_read(
     anything attends to that layer.
 
     Args:
-      slots: [B,P·rows], over the axis: places of selected tokens on their device, ascending; `NOWHERE` for padding.
+      slots: [B,P·rows], over the devices: places of selected tokens on their device, ascending; `NOWHERE` for padding.
 
     Returns:
       Logits of the question's tokens, the engine-frame KV of the sequence, and the phase-free KV of the question.
@@ -396,41 +309,35 @@ def _recompute_and_read(
         decoder: Any, cache: dict[str, Array], tokens: Tokens, slots: Array, lengths: Array, question: Tokens
     ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
         size, asked, rows = next(iter(cache.values())).shape[2], question.embeddings.shape[1], slots.shape[1]
-        mask, live = _question_mask(over.axis, lengths, size, asked)
-        places = jnp.where(live, jnp.arange(size, dtype=jnp.int32), NOWHERE)
-        places = jnp.concatenate([places, jnp.full((1, asked), NOWHERE, jnp.int32)], axis=1)
+        places, behind = _places(lengths, size, asked)
+        behind = jnp.broadcast_to(behind, (len(slots), asked))
         # Padding is at no place, and sees nothing.
-        selected_mask = Mask(causal=True, query_places=jnp.where(slots == NOWHERE, -1, slots), key_places=places)
+        queries = jnp.concatenate([jnp.where(slots == NOWHERE, -1, slots), behind], axis=1)
+        mask = Mask(causal=True, query_places=queries, key_places=places)
 
         # Selected tokens first, then the question, which every device runs and writes behind its own keys.
         index = jnp.arange(len(slots))[:, None], jnp.minimum(slots, size - 1)
-        read = jax.tree.map(lambda leaf, behind: jnp.concatenate([leaf[index], behind], axis=1), tokens, question)
-        behind = jnp.broadcast_to(size + jnp.arange(asked, dtype=jnp.int32), (len(slots), asked))
+        read = jax.tree.map(lambda leaf, last: jnp.concatenate([leaf[index], last], axis=1), tokens, question)
         keys, written = row_slots(size + asked, jnp.concatenate([slots, behind], axis=1))
-
         room = {name: jnp.pad(leaf, ((0, 0), (0, 0), (0, asked), (0, 0), (0, 0))) for name, leaf in cache.items()}
-        attend = exchange(over.axis, rows, lengths, size, selected_mask, mask)
-        deepstack = by_layer(read)
+        attend, deepstack = exchange(rows, size), by_layer(read)
         run = decoder.run(
-            read.embeddings, read.positions, Mask(), context=room, slots=keys, deepstack=deepstack, attend=attend
+            read.embeddings, read.positions, mask, context=room, slots=keys, deepstack=deepstack, attend=attend
         )
         cache = written_into(room, decoder.config.layout, run.written, written, None, range(decoder.config.layers))
         cache = {name: leaf[:, :, :size] for name, leaf in cache.items()}
         return decoder.logits(run.hidden[:, rows:]), cache, {name: leaf[:, :, rows:] for name, leaf in run.kv.items()}
 
-    kv, spec = P(None, None, over.axis), P(None, over.axis)
+    kv, spec = P(None, None, AXIS), P(None, AXIS)
     specs = kv, spec, spec, P(), P()
     return over.run(on_device, specs, (P(), kv, P()), cache, tokens, slots, lengths, question)
 
 
-def _question_mask(axis: str, lengths: Array, size: int, asked: int) -> tuple[Mask, Array]:
-    """Returns the mask of a question over this device's keys and its own, and which of the `size` keys are live.
+def _places(lengths: Int[Array, " P"], size: int, asked: int) -> tuple[Int[Array, "1 S"], Int[Array, "1 n"]]:
+    """Returns places of this device's keys and of the question behind them; hidden keys are `NOWHERE`.
 
     Every key counts on one device: the question's own, which all have, on the last.
     """
-    device, place = jax.lax.axis_index(axis), jnp.arange(size, dtype=jnp.int32)
-    live = place < lengths[device]
-    behind = size + jnp.arange(asked, dtype=jnp.int32)[None]
-    context = jnp.where(live, place, NOWHERE)[None]
-    keys = jnp.concatenate([context, jnp.where(device == len(lengths) - 1, behind, NOWHERE)], axis=1)
-    return Mask(causal=True, query_places=behind, key_places=keys), live[None]
+    device, place = jax.lax.axis_index(AXIS), jnp.arange(size + asked, dtype=jnp.int32)
+    counts = jnp.where(place < size, place < lengths[device], device == len(lengths) - 1)
+    return jnp.where(counts, place, NOWHERE)[None], place[None, size:]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from .._dispatch import choose, kernel_module
 from .._target import interpretation
-from ..errors import KernelDtypeError, KernelShapeError
+from ..errors import KernelError
 from . import reference
 
 
@@ -33,18 +33,16 @@ def block_product(
         for (`preferring`, `targeting`) and takes these arguments, else "xla".
 
     Raises:
-      KernelShapeError: blocks of unequal size, or rows of another width than the matrices'.
-      KernelDtypeError: x and stack of two dtypes.
+      KernelError: blocks of unequal size, or rows of another width than the matrices';
+      x and stack of two dtypes.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     if not len(which) or len(x) % len(which):
-        raise KernelShapeError(f"block_product: got {len(x)} rows in {len(which)} blocks; expected blocks of one size")
+        raise KernelError(f"block_product: got {len(x)} rows in {len(which)} blocks; expected blocks of one size")
     if x.shape[1] != stack.shape[1]:
-        raise KernelShapeError(
-            f"block_product: got rows of {x.shape[1]}; expected {stack.shape[1]}, as the matrices have"
-        )
+        raise KernelError(f"block_product: got rows of {x.shape[1]}; expected {stack.shape[1]}, as the matrices have")
     if x.dtype != stack.dtype:
-        raise KernelDtypeError(f"block_product: got rows of {x.dtype}; expected {stack.dtype}, as the matrices are")
+        raise KernelError(f"block_product: got rows of {x.dtype}; expected {stack.dtype}, as the matrices are")
     if what_runs(len(x) // len(which), x.dtype, stack, implementation) == "xla":
         return reference.block_product(x, stack, which)
     return _by_kernel(interpretation(), x, stack, which, used)

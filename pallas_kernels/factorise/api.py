@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Key, Num
 
 from .._dispatch import choose
 from .._target import platform
-from ..errors import KernelShapeError
+from ..errors import KernelError
 from . import derivative, reference
 
 METHODS = ("randomised", "exact")
@@ -45,23 +45,21 @@ def factorise(
       implementation: None (best available) or "xla".
 
     Raises:
-      KernelShapeError: rank out of range, or unknown `method` or `orthonormal`.
+      KernelError: rank out of range, or unknown `method` or `orthonormal`.
       KernelUnavailableError: unknown or unavailable implementation.
     """
     choose("factorise", implementation)
     if method not in METHODS:
-        raise KernelShapeError(f"factorise: got method {method!r}; expected one of {METHODS}")
+        raise KernelError(f"factorise: got method {method!r}; expected one of {METHODS}")
 
     limit = min(matrix.shape[-2:])
     if not 1 <= rank <= limit:
-        raise KernelShapeError(
-            f"factorise: got rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}"
-        )
+        raise KernelError(f"factorise: got rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}")
 
     if orthonormal is None:
         orthonormal = "cholesky" if platform() == "gpu" else "qr"
     if orthonormal not in ORTHONORMAL:
-        raise KernelShapeError(f"factorise: got orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
+        raise KernelError(f"factorise: got orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
 
     key = jax.random.key(0) if key is None else key
     if method == "exact":
@@ -84,9 +82,9 @@ def merge(
     """Returns the best rank-`rank` factors of u₁v₁ + u₂v₂, forming neither product; float32, as from `factorise`.
 
     Raises:
-      KernelShapeError: a rank beyond the two ranks together, or beyond the matrix.
+      KernelError: a rank beyond the two ranks together, or beyond the matrix.
     """
     limit = min(first[0].shape[-1] + second[0].shape[-1], first[0].shape[-2], first[1].shape[-1])
     if not 1 <= rank <= limit:
-        raise KernelShapeError(f"merge: got rank {rank}; expected 1 to {limit}")
+        raise KernelError(f"merge: got rank {rank}; expected 1 to {limit}")
     return reference.merge(first, second, rank)

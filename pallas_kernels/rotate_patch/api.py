@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Num
 from .._dispatch import choose, kernel_module
 from .._operands import Operands
 from .._target import interpretation
-from ..errors import KernelDtypeError
+from ..errors import KernelError
 from . import reference
 
 
@@ -52,8 +52,8 @@ def rotate_patch(
         `targeting` say otherwise.
 
     Raises:
-      KernelShapeError: unknown layout word, or arrays that do not fit.
-      KernelDtypeError: a scale beside a wide array, int8 without one, or no `out_dtype` where x does not say it.
+      KernelError: unknown layout word, or arrays that do not fit;
+      a scale beside a wide array, int8 without one, or no `out_dtype` where x does not say it.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
@@ -76,10 +76,10 @@ def rotate_patch(
 def _out_dtype(x: Array, x_scale: Array | None, out_dtype: jax.typing.DTypeLike | None) -> str:
     """Returns the result's dtype by name; that of x where nothing else is asked for."""
     if out_dtype is None and (x_scale is not None or x.dtype == jnp.int8):
-        raise KernelDtypeError(f"rotate_patch: got x of dtype {x.dtype} with a scale; expected an out_dtype")
+        raise KernelError(f"rotate_patch: got x of dtype {x.dtype} with a scale; expected an out_dtype")
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out, jnp.floating):
-        raise KernelDtypeError(f"rotate_patch: got out_dtype {out}; expected a floating-point dtype")
+        raise KernelError(f"rotate_patch: got out_dtype {out}; expected a floating-point dtype")
     return out.name
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Num
 from .._dispatch import choose, kernel_module
 from .._operands import Operands, padded_width
 from .._target import interpretation
-from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
+from ..errors import KernelError
 from . import reference
 
 Slots = Int[Array | np.ndarray, " T"]
@@ -57,9 +57,9 @@ def splice(
       The pool. Arithmetic is float32, rounded once to its dtype.
 
     Raises:
-      KernelSlotError: a concrete slot out of range, or two alike.
-      KernelDtypeError: slots that are not integers, x of another dtype than the pool, or scales as in `rotate_patch`.
-      KernelShapeError: arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
+      KernelError: a concrete slot out of range, or two alike;
+      slots that are not integers, x of another dtype than the pool, or scales as in `rotate_patch`;
+      arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
     operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
@@ -109,10 +109,10 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
       slots: [T]. total: slots of the pool. length: slots from here on are padding; a traced one counts all of them.
 
     Raises:
-      KernelSlotError, KernelDtypeError: see `splice`.
+      KernelError: see `splice`.
     """
     if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise KernelDtypeError(f"splice: got slots of dtype {slots.dtype}; expected int32")
+        raise KernelError(f"splice: got slots of dtype {slots.dtype}; expected int32")
     if isinstance(slots, Tracer):
         return
 
@@ -121,11 +121,11 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
     rising = np.sort(named)
     if named.size and (rising[0] < 0 or rising[-1] >= total):
         outside = named[(named < 0) | (named >= total)]
-        raise KernelSlotError(f"splice: got slot {int(outside[0])}; expected 0 to {total - 1}")
+        raise KernelError(f"splice: got slot {int(outside[0])}; expected 0 to {total - 1}")
 
     twice = rising[1:][rising[1:] == rising[:-1]]
     if twice.size:
-        raise KernelSlotError(f"splice: got slot {int(twice[0])} named twice; expected distinct slots")
+        raise KernelError(f"splice: got slot {int(twice[0])} named twice; expected distinct slots")
 
 
 def _check_pool(pool: Array, slots: Slots, operands: Operands) -> None:
@@ -136,10 +136,10 @@ def _check_pool(pool: Array, slots: Slots, operands: Operands) -> None:
     fits = pool.ndim == x.ndim + 1 and pool.shape[:-4] == leading and pool.shape[-2] == heads
     if not fits or pool.shape[-1] not in (width, padded_width(width)):
         wanted = f"{[*leading, 'P', 'O', heads, width]}, or {padded_width(width)} wide with padding"
-        raise KernelShapeError(f"splice: got pool {pool.shape}; expected {wanted}")
+        raise KernelError(f"splice: got pool {pool.shape}; expected {wanted}")
     if slots.shape != (tokens,):
-        raise KernelShapeError(f"splice: got slots of shape {slots.shape}; expected [{tokens}]")
+        raise KernelError(f"splice: got slots of shape {slots.shape}; expected [{tokens}]")
     if operands.x_scale is None and x.dtype != pool.dtype:
-        raise KernelDtypeError(f"splice: got x of dtype {x.dtype}; expected the pool's {pool.dtype}")
+        raise KernelError(f"splice: got x of dtype {x.dtype}; expected the pool's {pool.dtype}")
     if v is not None and v.shape[-2] > v.shape[-1]:
-        raise KernelShapeError(f"splice: got rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")
+        raise KernelError(f"splice: got rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")

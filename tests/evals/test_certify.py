@@ -21,7 +21,7 @@ from evals.certify.scores import conformal_bound, covered, least_clusters
 from evals.certify.windows import Window, WindowSet, lead_ids
 from evals.harness.lines import Contents, Question, packed
 from evals.trained import MAIN, shipped
-from kvpatch_jax.errors import CertificateError, InputError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import Certificate
 from models import ModelBackbone, load
 
@@ -118,7 +118,7 @@ def test_a_bound_is_that_of_the_worst_size():
 def test_answers_that_are_not_finite_are_not_certified():
     broken = scored({("bare", 0): 2.0})
     broken.kl[Mode("bare", 0, 0, "forget")][3] = math.nan
-    with pytest.raises(CertificateError, match="kl"):
+    with pytest.raises(InputError, match="kl"):
         rows(broken)
 
 

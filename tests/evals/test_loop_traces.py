@@ -14,7 +14,7 @@ from evals.loops.computer_use import read_computer_use
 from evals.loops.dataset import LOOPS
 from evals.loops.episodes import OMITTED, Shown, episodes_of, recorded_prompts
 from evals.loops.mooncake import read_mooncake
-from kvpatch_jax.errors import InputError, TraceError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Event, Trace
 
 LINES = [
@@ -64,7 +64,7 @@ def test_mooncake_is_priced_without_a_model(tmp_path):
     ],
 )
 def test_a_mooncake_line_is_refused_by_its_field(tmp_path, change, message):
-    with pytest.raises(TraceError, match=message):
+    with pytest.raises(InputError, match=message):
         read_mooncake(written(tmp_path / "m.jsonl", [LINES[0] | change]))
     with pytest.raises(InputError, match="got damaged bytes"):
         read_mooncake(tmp_path / "none.jsonl")
@@ -119,7 +119,7 @@ def test_computer_use_shows_what_each_request_shows(tmp_path):
     ],
 )
 def test_a_computer_use_line_is_refused_by_its_field(tmp_path, change, message):
-    with pytest.raises(TraceError, match=message):
+    with pytest.raises(InputError, match=message):
         read_computer_use(written(tmp_path / "h.jsonl", [requests()[0] | change]))
 
 
@@ -152,8 +152,8 @@ def test_a_history_in_front_grows_while_screenshots_leave():
 )
 def test_what_cannot_have_happened_is_refused_by_its_number(last, message):
     trace = Trace((Event(0, "a", "add", "one", "1", tokens=3, span=3), last))
-    with pytest.raises(TraceError, match=message):
+    with pytest.raises(InputError, match=message):
         list(recorded_prompts(trace))
     if last.op == "recall":
-        with pytest.raises(TraceError, match="expected one added before"):
+        with pytest.raises(InputError, match="expected one added before"):
             episodes_of(trace)

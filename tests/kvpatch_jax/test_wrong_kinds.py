@@ -106,7 +106,6 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
         "link": (linker.link, {"prompt": "x"}),
         "parse_prompt": (stores.parse_prompt, {"prompt": "x"}),
         "escape": (stores.escape, {"text": "x"}),
-        "encoder_id": (stores.encoder_id, {"backbone": "b", "request": {"a": np.ones(2)}}),
         "save": (store.save, {"directory": "snapshot"}),
         "restore": (store.restore, {"directory": "none"}),
         "open_remote": (stores.open_remote, {"url": "memory://", "timeout": 1.0}),

@@ -1,24 +1,17 @@
-"""Random KV of hybrid layouts: every form of a decay, with a convolution's tail and without."""
+"""Random KV of hybrid layouts, with a convolution's tail and without."""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from kvpatch_jax.cache import Chunk
 from kvpatch_jax.core import KVLayout, Rope
 
 LINEAR, FULL = (0, 1, 3), (2, 4)
 PLAIN = KVLayout.gqa(5, 2, 8, Rope(1e4, 8))
-LAYOUTS: dict[str, KVLayout] = {}
-for _decay in ("matrix", "row", "scalar"):
-    LAYOUTS[_decay] = PLAIN.with_transitions(LINEAR, 3, 6, 4, decay=_decay)
-    LAYOUTS[f"{_decay}, tail"] = PLAIN.with_transitions(LINEAR, 3, 6, 4, decay=_decay, tail=(3, 10))
-LAYOUT = LAYOUTS["matrix, tail"]
-QUICK = ("matrix, tail", "row", "scalar")
-FORMS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-"""Names of all layouts, for tests that compile a program for each; three of them stand for the rest by default."""
+LAYOUT = PLAIN.with_transitions(LINEAR, 3, 6, 4, tail=(3, 10))
+LAYOUTS = {"tail": LAYOUT, "no tail": PLAIN.with_transitions(LINEAR, 3, 6, 4)}
 TOKENS = 7
 
 
@@ -32,8 +25,7 @@ def drawn(
         shape = (layout.depth(channel.name), *batch, count, channel.heads, channel.width)
         kv[channel.name] = rng.normal(size=shape).astype(rows if channel.rows is None else np.float32)
     kv["map"] = (0.5 + 0.1 * kv["map"]).astype(np.float32)
-    if kv["map"].shape[-1] > 1:
-        kv["map"] *= np.eye(6, dtype=np.float32)[:, None, :] + 0.3
+    kv["map"] *= np.eye(kv["map"].shape[-1], dtype=np.float32)[:, None, :] + 0.3
     return kv
 
 
@@ -57,12 +49,8 @@ def composed(pieces: list[dict[str, np.ndarray]], lengths: list[int]) -> dict[st
             total, reached = np.eye(width), np.zeros((width, values))
             for piece in pieces:
                 own = piece["map"][layer, :, head, :].astype(np.float64)
-                own = own if own.shape[1] > 1 else np.diag(np.broadcast_to(own[:, 0], width))
                 total, reached = own @ total, own @ reached + piece["state"][layer, :, head, :]
             maps[layer, :, head], state[layer, :, head] = total, reached
-    form = pieces[0]["map"].shape
-    if form[-1] == 1:
-        maps = np.diagonal(maps, axis1=1, axis2=3).transpose(0, 2, 1)[:, : form[-3], :, None]
     result = {"map": maps, "state": state}
     if "tail" in pieces[0]:
         inputs = [np.zeros_like(pieces[0]["tail"])]

@@ -8,8 +8,8 @@ import functools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,14 @@ import numpy as np
 from evals.bench.shapes import qwen2_config, tiny_config
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
-from kvpatch_jax.errors import KVPatchError
-from kvpatch_jax.repair import Reading, attention_scores
+from kvpatch_jax.repair import attention_scores
 from models import ModelBackbone
-from models.parallel import (
-    ParallelPrefill,
-    place_chunk_cache,
-    prefill_chunks_apart,
-    read_question,
-    spread_backbone,
-)
+from models.parallel import ParallelPrefill, prefill_chunks_apart, read_question, spread_backbone
 from models.random_weights import random_backbone
 
 CHUNKS, ASKED = (9, 11, 12, 8), 5
 """Tokens of the four chunks, and of the question."""
 SMALL = qwen2_config(32, 64, heads=4, layers=3, kv_heads=2, vocabulary=320)
-
-
-def four() -> jax.sharding.Mesh:
-    """A mesh as `jax.make_mesh` makes it: its axis is Explicit."""
-    return jax.make_mesh((4,), ("chunks",))
 
 
 def sequence(backbone: ModelBackbone, rows: int, chunks: Sequence[int]) -> tuple[Tokens, Tokens]:
@@ -73,25 +61,19 @@ def taken(tokens: Tokens, index: np.ndarray) -> Tokens:
     return jax.tree.map(lambda leaf: leaf[rows, index], tokens)
 
 
-@functools.cache
-def reduction(reading: Any, context: int) -> Callable[..., Any]:
-    """The scores of one layer on one device, one function for each program."""
-    return functools.partial(attention_scores, reading=reading, context=context)
-
-
 def alone(
-    backbone: ModelBackbone, context: Tokens, question: Tokens, chunks: Sequence[int], reading: Any, count: int
+    backbone: ModelBackbone, context: Tokens, question: Tokens, chunks: Sequence[int], count: int
 ) -> dict[str, Any]:
     """Selects, recomputes and answers on one device, over the last two layers' scores."""
     cache = blind_cache(backbone, context, chunks)
     last = backbone.layout.layers
-    reduce = reduction(reading, sum(chunks))
+    reduce = functools.partial(attention_scores, reading="mass", context=sum(chunks))
     scores = backbone.attention(question, cache, layers=(last - 2, last - 1), reduce=reduce).mean(0)
     chosen = np.sort(np.asarray(jax.lax.top_k(scores, count)[1]), axis=-1)
     if count:
         cache = EngineKV(backbone.recompute(taken(context, chosen), cache, jnp.asarray(chosen)).cache)
     out = backbone.prefill(question, cache, logits="all")
-    return {"scores": scores, "chosen": chosen, "logits": out.logits, "question": dict(out.kv), **cache}
+    return {"chosen": chosen, "logits": out.logits, "question": dict(out.kv), **cache}
 
 
 def difference(found: Any, expected: Any) -> float:
@@ -102,7 +84,7 @@ def difference(found: Any, expected: Any) -> float:
 
 def compared(read: ParallelPrefill, expected: dict[str, Any]) -> dict[str, Any]:
     """Differences of a result over the mesh from that of one device."""
-    found = {"scores": read.scores, "logits": read.logits, **read.cache.gather()}
+    found = {"logits": read.logits, **read.cache.gather()}
     errors = {name: difference(value, expected[name]) for name, value in found.items()}
     for name, value in read.question.items():
         errors[f"question {name}"] = difference(value, expected["question"][name])
@@ -111,9 +93,9 @@ def compared(read: ParallelPrefill, expected: dict[str, Any]) -> dict[str, Any]:
 
 def case(backbone: ModelBackbone, rows: int, chunks: Sequence[int] = CHUNKS) -> dict[str, Any]:
     """One backbone over four devices beside one device."""
-    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, rows, chunks)
+    over, (context, question) = spread_backbone(backbone), sequence(backbone, rows, chunks)
     read = read_question(over, prefill_chunks_apart(over, context, chunks), question, ratio=0.35)
-    return compared(read, alone(backbone, context, question, chunks, "mass", 14))
+    return compared(read, alone(backbone, context, question, chunks, 14))
 
 
 def gqa() -> dict[str, Any]:
@@ -137,71 +119,34 @@ def several() -> dict[str, Any]:
 
 
 def budgets() -> dict[str, Any]:
-    """Nothing selected, everything selected, readings, and a prepared cache; all over one context."""
+    """Nothing selected, everything selected, and a prepared cache; all over one context."""
     backbone = random_backbone(SMALL)
-    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 2, CHUNKS)
+    over, (context, question) = spread_backbone(backbone), sequence(backbone, 2, CHUNKS)
     apart = prefill_chunks_apart(over, context, CHUNKS)
     before, facts = apart.gather(), dict[str, Any]()
 
-    nothing = read_question(over, apart, question, ratio=0)
-    facts["nothing"] = compared(nothing, alone(backbone, context, question, CHUNKS, "mass", 0))
-    untouched = nothing.cache.gather()
-    facts["untouched"] = all(np.array_equal(untouched[name], leaf) for name, leaf in before.items())
+    def same_bits(cache: EngineKV, tokens: Any) -> bool:
+        return all(np.array_equal(leaf[:, tokens], cache[name][:, tokens]) for name, leaf in before.items())
+
+    nothing, everywhere = read_question(over, apart, question, ratio=0), np.ones((2, sum(CHUNKS)), bool)
+    facts["nothing"] = compared(nothing, alone(backbone, context, question, CHUNKS, 0))
+    facts["untouched"] = same_bits(nothing.cache.gather(), everywhere)
 
     # Everything recomputed is one prefill of everything.
     prompt = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), context, question)
     exact = backbone.prefill(prompt, logits="all")
     facts["everything"] = difference(read_question(over, apart, question, ratio=1).logits, exact.logits[:, -ASKED:])
 
-    # The tokens that were not chosen keep their bits.
+    # The tokens that were not chosen keep their bits, and so does the first chunk.
     some = read_question(over, apart, question, ratio=0.3)
-    rest = np.ones((2, sum(CHUNKS)), bool)
+    rest, first, after = everywhere.copy(), np.arange(sum(CHUNKS)) < CHUNKS[0], some.cache.gather()
     rest[np.arange(2)[:, None], some.chosen] = False
-    after = some.cache.gather()
-    facts["others_keep_their_bits"] = all(
-        np.array_equal(before[name][:, rest], after[name][:, rest]) for name in before
-    )
-    facts["chosen_change"] = any(not np.array_equal(before[name], after[name]) for name in before)
-    first = np.arange(CHUNKS[0])
-    facts["first_chunk_keeps_its_bits"] = all(
-        np.array_equal(before[name][:, :, first], after[name][:, :, first]) for name in before
-    )
+    facts["others_keep_their_bits"] = same_bits(after, rest) and same_bits(after, everywhere & first)
+    facts["chosen_change"] = not same_bits(after, everywhere)
 
-    prepared = place_chunk_cache(over, context, blind_cache(backbone, context, CHUNKS), CHUNKS)
+    prepared = prefill_chunks_apart(over, context, CHUNKS, blind_cache(backbone, context, CHUNKS))
     facts["prepared"] = difference(read_question(over, prepared, question, ratio=0.3).logits, some.logits)
-
-    for reading in get_args(Reading):
-        expected = alone(backbone, context, question, CHUNKS, reading, 12)
-        read = read_question(over, apart, question, ratio=0.3, reading=reading)
-        facts[reading] = {"error": difference(read.scores, expected["scores"])}
-        facts[reading] |= {"same_tokens": bool(np.array_equal(read.chosen, expected["chosen"]))}
     return facts
-
-
-def refusals() -> dict[str, str]:
-    """The errors of bad input."""
-    backbone = random_backbone(SMALL)
-    over, (context, question) = spread_backbone(backbone, four()), sequence(backbone, 1, CHUNKS)
-    apart = prefill_chunks_apart(over, context, CHUNKS)
-    windowed = random_backbone(SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
-    calls: dict[str, Callable[[], Any]] = {
-        "axis": lambda: spread_backbone(backbone, four(), "tensor"),
-        "window": lambda: spread_backbone(windowed, four()),
-        "sum": lambda: prefill_chunks_apart(over, context, (9, 11, 12, 9)),
-        "number": lambda: prefill_chunks_apart(over, context, (20, 20)),
-        "empty": lambda: prefill_chunks_apart(over, context, (0, 20, 12, 8)),
-        "few": lambda: prefill_chunks_apart(over, context.take(0, 3)),
-        "ratio": lambda: read_question(over, apart, question, ratio=1.2),
-        "reading": lambda: read_question(over, apart, question, ratio=0.1, reading="max"),  # type: ignore[arg-type]
-        "rows": lambda: read_question(over, apart, sequence(backbone, 2, CHUNKS)[1], ratio=0.1),
-    }
-    errors = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except KVPatchError as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-    return errors
 
 
 def main() -> None:

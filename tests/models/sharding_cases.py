@@ -96,7 +96,7 @@ def run(backbone: ModelBackbone, embedded: dict[str, Any], whole: bool) -> dict[
         logits, cache, _ = backbone.recompute(other, cache, np.array([[2, 3]]), keep, logits="all")
         found |= {"recompute": logits, **_named("recompute", cache)}
         found |= {"generate": backbone.generate(_behind(tokens), 3, engine)}
-    logits, cache = backbone.decode(_behind(tokens), cache, np.full((len(tokens.embeddings), 1), T))
+    logits, cache, _ = backbone.decode(_behind(tokens), cache, np.full((len(tokens.embeddings), 1), T))
     return found | {"decode": logits, **_named("decode", cache)}
 
 
@@ -310,7 +310,7 @@ def hybrid(directory: Path) -> dict[str, Any]:
         engine = to_engine(backbone.layout, out.kv, first.positions, 0)
         room = ((0, 0), (0, 0), (0, 3), (0, 0), (0, 0))
         cache = {name: value if name in PARTS else jnp.pad(value, room) for name, value in engine.items()}
-        logits, cache = backbone.decode(last, cache, np.array([[77, 78, 79]]), logits="all")
+        logits, cache, _ = backbone.decode(last, cache, np.array([[77, 78, 79]]), logits="all")
         found = {"prefill": out.logits, **_named("prefill", out.kv), "decode": logits, **_named("decode", cache)}
         results.append(found | {"generate": backbone.generate(last, 3, engine)})
     expected, found = results

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Backbone, Tokens
 from kvpatch_jax.core import relocate, to_engine
-from kvpatch_jax.errors import ConfigError, ImageError, InputError, ShapeError, WeightsError
+from kvpatch_jax.errors import ConfigError, InputError, ShapeError, WeightsError
 from models import load, save
 from models.checkpoints import flatten_params
 from tests.compilations import compilations
@@ -90,7 +90,7 @@ def test_cached_decode_equals_the_whole_forward_and_transformers(backbone):
     parts, found = [tokens], []
     for step, (token, place) in enumerate(zip(gold["decode_tokens"], gold["decode_positions"], strict=True)):
         parts.append(text_of(backbone, [[token]], place))
-        logits, cache = backbone.decode(parts[-1], cache, np.array([[size + step]]))
+        logits, cache, _ = backbone.decode(parts[-1], cache, np.array([[size + step]]))
         found.append(logits[0, -1])
     close(np.stack(found), gold["decode_logits"], GOLDEN, "decode logits")
     whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
@@ -291,7 +291,7 @@ def test_prepare_refuses(backbone, gold, tmp_path):
     half = tmp_path / "half.jpeg"
     Image.fromarray(gold["image.0"]).resize((200, 200)).save(half)
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
-    with pytest.raises(ImageError, match=r"half\.jpeg: got no image that can be read"):
+    with pytest.raises(InputError, match=r"half\.jpeg: got no image that can be read"):
         backbone.prepare([[1], half])
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.bench.shapes import SHAPES
-from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
+from kvpatch_jax.backbone import ForwardCosts, Tokens
 from kvpatch_jax.utils.traced_flops import traced_flops
 from models.attention import using
 from models.decoder.costs import forward_costs
@@ -141,10 +141,10 @@ def test_layers_that_slide_see_their_window():
 @given(tokens=st.integers(0, 30), behind=st.integers(0, 30), window=st.integers(0, 40))
 def test_pairs_are_counted_one_by_one(tokens, behind, window):
     seen = sum(min(behind + token + 1, window or 10**9) for token in range(tokens))
-    assert seen_pairs(tokens, behind, window) == seen
+    assert ForwardCosts((0,), (1,), (window,), 0).flops(tokens, behind) == seen
 
 
 def test_a_forward_that_starts_at_a_layer_counts_those_above():
     costs = ForwardCosts(token=(1, 10, 100), pair=(2, 20, 200), window=(0, 4, 0), logit=7)
-    assert costs.flops(3, 5, start_layer=2) == 300 + 200 * seen_pairs(3, 5)
-    assert costs.flops(3, 5) == 333 + 202 * seen_pairs(3, 5) + 20 * 12
+    assert costs.flops(3, 5, start_layer=2) == 300 + 200 * 21
+    assert costs.flops(3, 5) == 333 + 202 * 21 + 20 * 12

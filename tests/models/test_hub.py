@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from kvpatch_jax.errors import ConfigError, HubError, MissingExtraError
+from kvpatch_jax.errors import ConfigError, MissingExtraError
 from models import load
 from models.hub import snapshot
 from tests.goldens.load import write_checkpoint
@@ -128,7 +128,7 @@ def test_a_download_that_is_cut_off_goes_on_where_it_stopped(hub, monkeypatch):
 
 
 def test_a_name_that_is_neither_here_nor_there_gives_both_hints(hub):
-    with pytest.raises(HubError) as refused:
+    with pytest.raises(ConfigError) as refused:
         load("output/checkpoint-500")
     message = str(refused.value)
     assert f"got neither a directory on this machine nor a repository of {hub.url}" in message
@@ -138,21 +138,21 @@ def test_a_name_that_is_neither_here_nor_there_gives_both_hints(hub):
 
 @pytest.mark.parametrize("revision", ["no-such-branch", "f" * 40])
 def test_a_revision_that_is_not_there(revision, hub):
-    with pytest.raises(HubError, match=f"got revision '{revision}', which it does not have"):
+    with pytest.raises(ConfigError, match=f"got revision '{revision}', which it does not have"):
         load(NAME, revision=revision)
 
 
 def test_a_gated_repository_says_how_to_get_in(hub):
     hub.gated.add(NAME)
     with pytest.raises(
-        HubError, match=rf"{NAME}: got a gated repository; .*{hub.url}/{NAME}.*`hf auth login`.*HF_TOKEN"
+        ConfigError, match=rf"{NAME}: got a gated repository; .*{hub.url}/{NAME}.*`hf auth login`.*HF_TOKEN"
     ):
         load(NAME)
 
 
 def test_a_repository_without_safetensors_names_what_it_has(hub):
     (hub.repositories[NAME] / "model.safetensors").unlink()
-    with pytest.raises(HubError, match=r"without safetensors \(it has consolidated\.safetensors, model\.gguf"):
+    with pytest.raises(ConfigError, match=r"without safetensors \(it has consolidated\.safetensors, model\.gguf"):
         load(NAME)
     assert not [asked for asked in hub.requests if "resolve" in asked]
 

@@ -134,7 +134,7 @@ def test_decode_over_a_cache_equals_the_whole_forward(prompt):
     cache = {name: value.at[:, :, cut:].set(0) for name, value in prompt.engine.items()}
     found = []
     for place in range(cut, prompt.length):
-        logits, cache = prompt.backbone.decode(prompt.tokens.take(place, place + 1), cache, np.array([[place]]))
+        logits, cache, _ = prompt.backbone.decode(prompt.tokens.take(place, place + 1), cache, np.array([[place]]))
         found.append(logits[0, 0])
     close(np.stack(found), prompt.out.logits[0, cut:], "logits")
     each_close(cache, prompt.engine, "cache")

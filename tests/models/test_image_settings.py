@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax.cache import decoded
-from kvpatch_jax.errors import ConfigError, ImageError, InputError
+from kvpatch_jax.errors import ConfigError, InputError
 from models import load
 from models.families.family import Vision
 from models.families.registry import IMAGE_FAMILIES
@@ -45,7 +45,7 @@ def test_images_that_come_out_in_several_sizes_are_refused():
         "resample": 3,
     }
     images = [np.zeros((16, 16, 3), np.uint8), np.zeros((16, 32, 3), np.uint8)]
-    with pytest.raises(ImageError, match="expected one size"):
+    with pytest.raises(InputError, match="expected one size"):
         process_clip(images, PictureConfig.from_dict(options))
 
 
@@ -72,7 +72,7 @@ def test_no_images_and_slivers_are_refused(architecture, tmp_path, unchecked):
     settings = vision.settings(tmp_path)
     with pytest.raises(InputError, match="images: got none; expected at least one"):
         vision.process([], settings)
-    with pytest.raises(ImageError, match="image 0: got 1×20000 pixels; expected sides within a ratio of 200"):
+    with pytest.raises(InputError, match="image 0: got 1×20000 pixels; expected sides within a ratio of 200"):
         vision.process([np.zeros((1, 20000, 3), np.uint8)], settings)
 
 
@@ -113,5 +113,5 @@ def test_sixteen_bits_a_value(tmp_path):
     (tmp_path / "grey.png").write_bytes(png16(grey, 0))
     (tmp_path / "colour.png").write_bytes(png16(colour.reshape(8, -1, 3), 2))
     np.testing.assert_array_equal(decoded(tmp_path / "colour.png"), (colour >> 8).astype(np.uint8))
-    with pytest.raises(ImageError, match="mode I;16; expected at most 8 bits a value"):
+    with pytest.raises(InputError, match=r"mode I;16 .*; expected pixels of at most 8 bits a value"):
         decoded(tmp_path / "grey.png")

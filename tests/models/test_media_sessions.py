@@ -118,6 +118,6 @@ def test_a_batch_names_videos_in_json(loaded, tmp_path):
     answers = kvp.batch.read_answers(tmp_path / "answers.jsonl")
     expected = answer_to(backbone, [Video(FRAMES, rate=2.0)], "What?", 5)
     assert answers[0]["ids"] == answers[1]["ids"] == expected
-    assert "with the fields ['speed']" in answers[2]["message"]
+    assert "with the fields ['rate', 'speed', 'video']; expected" in answers[2]["message"]
     assert "no readable file" in answers[3]["message"]
     assert len(answers[4]["ids"]) == 2

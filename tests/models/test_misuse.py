@@ -10,7 +10,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.errors import FrameError, InputError, KVPatchError, ShapeError
+from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, ShapeError
 from models import load
 
 T = 10
@@ -65,7 +65,7 @@ def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
             lambda kv=kv: backbone.decode(rest.take(0, 1), kv, np.array([[2]])),
             lambda kv=kv: backbone.recompute(rest.take(0, 1), kv, np.array([[2]])),
         ):
-            with pytest.raises(FrameError, match="expected it in the engine frame"):
+            with pytest.raises(LayoutError, match="expected it in the engine frame"):
                 call()
     assert backbone.prefill(rest, engine).logits.shape[:2] == (1, 1)
     step = backbone.decode(rest.take(0, 1), engine, np.array([[2]]))
@@ -90,13 +90,13 @@ def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled
             lambda kv=kv: kvp.to_engine(layout, kv, chunk.local, 3),
             lambda kv=kv: kvp.core.to_local(layout, kv, chunk.local),
         ):
-            with pytest.raises(FrameError, match="expected it phase-free"):
+            with pytest.raises(LayoutError, match="expected it phase-free"):
                 call()
     for call in (
         lambda: kvp.to_phase_free(layout, chunk.kv, chunk.local, 3),
         lambda: kvp.relocate(layout, out.kv, 0, 3),
     ):
-        with pytest.raises(FrameError, match="phase-free; expected it in the engine frame or in the local frame"):
+        with pytest.raises(LayoutError, match="phase-free; expected it in the engine frame or in the local frame"):
             call()
     back = kvp.to_phase_free(layout, placed, chunk.local, 3)
     assert kvp.Chunk(kv=back, **fields).kv.keys() == chunk.kv.keys()

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import kvpatch_jax as kvp
+from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.core import Buckets, end_position, relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.patching.canonical import one_behind_the_other
 from models import FAMILIES, load, save
 from models.inputs.qwen_images import ImageConfig, preprocess_images
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
@@ -341,7 +341,7 @@ def test_a_session_of_videos_and_sounds_is_one_prefill(backbones):
         parts.append(tokens.shift(start))
         start += int(np.floor(end_position(np.asarray(tokens.positions))[0])) + 1
     assert (np.asarray(parts[1].positions) % 1 != 0).any()
-    assert answer == tuple(np.asarray(backbone.generate(one_behind_the_other(parts), 6))[0].tolist())
+    assert answer == tuple(np.asarray(backbone.generate(joined_tokens(parts), 6))[0].tolist())
 
 
 def test_starts_between_positions(backbones):
@@ -421,7 +421,7 @@ def test_a_video_without_its_sound_is_its_frames_alone(family, tmp_path):
 
 
 def test_sounds_of_videos_where_there_are_none_are_refused(tmp_path, unchecked):
-    with pytest.raises(InputError, match="expected a file, whose own sound it is"):
+    with pytest.raises(InputError, match="sound of a file alone"):
         kvp.Video(np.zeros((2, 8, 8, 3), np.uint8), rate=1.0, sound=True).read()
     with pytest.raises(InputError, match="expected true or false"):
         kvp.Video(tmp_path / "a.mkv", sound=1)  # type: ignore[arg-type]

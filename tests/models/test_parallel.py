@@ -10,108 +10,94 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvpatch_jax.backbone import LayerAttention
+from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.repair import Reading, attention_scores
 from models.attention import Mask
-from models.parallel import lay_out, readouts
+from models.parallel import prefill_chunks_apart, read_question, readouts, spread_backbone
+from models.parallel.prefill import lay_out
+from models.random_weights import random_backbone
+from tests.models.parallel_cases import SMALL, sequence
 
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5
-DEFAULT = ("gqa", "refusals")
-SLOW = ("mla", "mrope", "several", "budgets")
+CASES = ("gqa", "mla", "mrope", "several", "budgets")
 
 
-def findings(names: tuple[str, ...]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
     """What the program found, with four devices on the host."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    program = [sys.executable, "-m", "tests.models.parallel_cases", *names]
+    program = [sys.executable, "-m", "tests.models.parallel_cases", *CASES]
     run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
 
-@pytest.fixture(scope="module")
-def facts():
-    """What the default cases found."""
-    return findings(DEFAULT)
-
-
-@pytest.fixture(scope="module")
-def slow_facts():
-    """What the slow cases found."""
-    return findings(SLOW)
-
-
-def check_equal(found: dict[str, Any]) -> None:
+def check_equal(result: dict[str, Any]) -> None:
     """Selection is the same, and all results are within the bar."""
-    assert found.get("same_tokens", True)
-    assert {"logits"} < found["errors"].keys()
-    worst = max(found["errors"], key=found["errors"].__getitem__)
-    assert found["errors"][worst] <= BAR, f"{worst}: off by {found['errors'][worst]:.2e}"
+    assert result["same_tokens"]
+    assert {"logits"} < result["errors"].keys()
+    worst = max(result["errors"], key=result["errors"].__getitem__)
+    assert result["errors"][worst] <= BAR, f"{worst}: off by {result['errors'][worst]:.2e}"
 
 
 # ---------------------------------------------------------------------------------------------- on four devices
 
 
 @pytest.mark.slow
-def test_grouped_heads_over_devices_answer_as_one_device(facts):
-    check_equal(facts["gqa"])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("axis", "ConfigError: mesh: got axes ('chunks',); expected one called 'tensor'"),
-        ("window", "ConfigError: backbone: got a sliding window of 4 tokens; expected full attention"),
-        ("sum", "InputError: chunks: got lengths (9, 11, 12, 9); expected a multiple of 4 of them"),
-        ("number", "InputError: chunks: got lengths (20, 20); expected a multiple of 4"),
-        ("empty", "InputError: chunks: got lengths (0, 20, 12, 8); expected"),
-        ("few", "InputError: tokens: got 3; expected at least one for each of 4 devices"),
-        ("ratio", "InputError: ratio: got 1.2; expected 0 to 1"),
-        ("reading", "InputError: reading: got 'max'; expected one of"),
-        ("rows", "ShapeError: question: got 2 rows; expected the context's 1"),
-    ],
-)
-def test_bad_input_is_refused(facts, call, message):
-    assert facts["refusals"][call].startswith(message)
+@pytest.mark.parametrize("case", CASES[:-1])
+def test_heads_latents_images_and_several_chunks_over_devices_answer_as_one_device(facts, case):
+    check_equal(facts[case])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["mla", "mrope", "several"])
-def test_latents_images_and_several_chunks_over_devices_answer_as_one_device(slow_facts, case):
-    check_equal(slow_facts[case])
-
-
-@pytest.mark.slow
-def test_budgets_at_their_ends_leave_the_cache_or_prefill_it_again(slow_facts):
-    found = slow_facts["budgets"]
-    check_equal(found["nothing"])
-    assert found["untouched"]
-    assert found["everything"] <= BAR
-
-
-@pytest.mark.slow
-def test_only_chosen_tokens_change_and_a_prepared_cache_gives_the_same(slow_facts):
-    found = slow_facts["budgets"]
-    assert found["others_keep_their_bits"]
-    assert found["chosen_change"]
-    assert found["first_chunk_keeps_its_bits"]
-    assert found["prepared"] <= BAR
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reading", get_args(Reading))
-def test_every_reading_selects_as_one_device(slow_facts, reading):
-    assert slow_facts["budgets"][reading]["same_tokens"]
-    assert slow_facts["budgets"][reading]["error"] <= BAR
+def test_only_chosen_tokens_change_and_all_of_them_are_a_prefill(facts):
+    budgets = facts["budgets"]
+    check_equal(budgets["nothing"])
+    assert budgets["untouched"]
+    assert budgets["everything"] <= BAR
+    assert budgets["others_keep_their_bits"]
+    assert budgets["chosen_change"]
+    assert budgets["prepared"] <= BAR  # of KV that was available
 
 
 # ----------------------------------------------------------------------------------------------- on one device
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks", "message"),
+    [
+        (40, (9, 11, 12, 9), "a multiple of 4 of them, each at least 1, that add up to 40"),
+        (40, (20, 20), "a multiple of 4"),
+        (40, (0, 20, 12, 8), "each at least 1"),
+        (3, None, "at least one for each of 4 devices"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(tokens, chunks, message):
+    with pytest.raises(InputError, match=f"got .*; expected .*{message}"):
+        lay_out(tokens, 4, chunks)
+
+
+def test_bad_input_is_refused(unchecked):
+    backbone, devices = random_backbone(SMALL), jax.devices()[:1]
+    windowed = random_backbone(SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
+    over, (context, question) = spread_backbone(backbone, devices), sequence(backbone, 1, (20, 20))
+    with pytest.raises(ConfigError, match="got a sliding window of 4 tokens; expected full attention"):
+        spread_backbone(windowed)
+    cache = prefill_chunks_apart(over, context)
+    with pytest.raises(ShapeError, match="expected 39 tokens"):
+        prefill_chunks_apart(over, context.take(0, 39), kv=cache.gather())
+    with pytest.raises(InputError, match=r"ratio: got 1.2; expected 0 to 1"):
+        read_question(over, cache, question, ratio=1.2)
+    with pytest.raises(ShapeError, match="question: got 2 rows; expected the context's 1"):
+        read_question(over, cache, sequence(backbone, 2, (20, 20))[1], ratio=0.1)
 
 
 @pytest.mark.parametrize("reading", get_args(Reading))
@@ -122,7 +108,7 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
     allowed = np.broadcast_to(np.arange(S) <= S - T + np.arange(T)[:, None], (B, 1, T, S))
     heads = jnp.asarray(keys, jnp.float32)
     seen = LayerAttention(jnp.asarray(query, jnp.float32), heads, jnp.asarray(allowed), 0.5)
-    found = attention_scores(seen, reading, S - T)
+    scores = attention_scores(seen, reading, S - T)
 
     # Query head n reads KV head n // 2.
     weights = np.einsum("BTNH,BSNH->BNTS", query, np.repeat(keys, N // K, axis=2)) * 0.5
@@ -133,16 +119,15 @@ def test_scores_are_the_reductions_of_paper_and_code(reading):
         "norm": np.sqrt((weights.mean(1) ** 2).sum(1)),
         "head_norm": np.sqrt((weights**2).sum((1, 2))),
     }[reading]
-    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    np.testing.assert_allclose(scores, expected, rtol=2e-6)
 
 
 def test_layout_gives_every_token_one_place():
     for chunks in ((3, 5, 2, 4), (1, 2, 3, 1, 2, 2, 2, 1)):
-        layout = lay_out(14, 4, chunks)
-        assert layout.index[layout.live].tolist() == list(range(14))
-        assert layout.numbers[layout.live].tolist() == np.repeat(np.arange(len(chunks)), chunks).tolist()
-        places = np.arange(len(layout.index)) % layout.size
-        assert np.array_equal(places < np.repeat(layout.lengths, layout.size), layout.numbers >= 0)
+        numbers = lay_out(14, 4, chunks)
+        assert numbers[numbers >= 0].tolist() == np.repeat(np.arange(len(chunks)), chunks).tolist()
+        assert (numbers >= 0).sum(1).tolist() == np.array(chunks).reshape(4, -1).sum(1).tolist()
+        assert (np.diff(numbers >= 0, axis=1).sum(1) <= 1).all()  # padding is behind
 
 
 def test_queries_taken_in_blocks_read_the_same(monkeypatch):
@@ -152,9 +137,9 @@ def test_queries_taken_in_blocks_read_the_same(monkeypatch):
     )
     # Some queries see nothing.
     mask = Mask(causal=True, query_places=jnp.asarray(rng.integers(-1, 29, (2, 37)), jnp.int32))
-    whole = readouts.partial_readout(query, key, value, mask, 0.3)
-    monkeypatch.setattr(readouts, "DENSE_SCORES", 29)
-    blocks = readouts.partial_readout(query, key, value, mask, 0.3)
-    for found, expected in zip(blocks, whole, strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-6)
-    assert np.isneginf(np.asarray(whole[1])).any()
+    dense = readouts.readout(query, key, value, mask, 0.3)
+    for scores in (29, 29 * 5):
+        monkeypatch.setattr(readouts, "DENSE_SCORES", scores)
+        for block, expected in zip(readouts.readout(query, key, value, mask, 0.3), dense, strict=True):
+            np.testing.assert_allclose(block, expected, atol=2e-6)
+    assert np.isneginf(np.asarray(dense[1])).any()

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax.cache import decoded
-from kvpatch_jax.errors import ConfigError, ImageError
+from kvpatch_jax.errors import ConfigError, InputError
 from models.inputs.qwen_images import (
     ImageConfig,
     glm_image_config,
@@ -81,7 +81,7 @@ def test_no_images_give_empty_arrays() -> None:
 def test_arrays_and_files_give_the_same_pixels(tmp_path: Path, size: tuple[int, int]) -> None:
     array = picture(*size)
     Image.fromarray(array).save(tmp_path / "image.png")
-    sources = [array, Image.fromarray(array), tmp_path / "image.png", str(tmp_path / "image.png")]
+    sources = [array, Image.fromarray(array), tmp_path / "image.png"]
     first, *others = [preprocess_images([source], TINY)["pixel_values"] for source in sources]
     assert all(same_bits(first, other) for other in others)
 
@@ -124,7 +124,7 @@ def test_jpeg_cut_in_half(tmp_path: Path) -> None:
     Image.fromarray(picture(64, 64)).save(buffer, "JPEG", quality=95)
     path = tmp_path / "half.jpg"
     path.write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
-    with pytest.raises(ImageError, match=r"half\.jpg: got no image that can be read \(image file is truncated"):
+    with pytest.raises(InputError, match=r"half\.jpg: got no image that can be read \(image file is truncated"):
         preprocess_images([path], TINY)
 
 
@@ -133,7 +133,7 @@ def test_deep_images_are_refused_rather_than_clipped(tmp_path: Path) -> None:
     image = Image.fromarray(np.full((16, 16), 40000, np.uint16))
     image.save(tmp_path / "deep.png")
     for source, name in ((image, "image 0"), (tmp_path / "deep.png", r"deep\.png")):
-        with pytest.raises(ImageError, match=f"{name}: got mode I;16; expected at most 8 bits"):
+        with pytest.raises(InputError, match=f"{name}: got mode I;16 .*; expected pixels of at most 8 bits"):
             preprocess_images([source], TINY)
 
 
@@ -142,13 +142,13 @@ def test_a_png_that_was_cut_short_is_refused(tmp_path: Path, share: float) -> No
     stored = ARRAYS["rgb_large.png"].tobytes()
     path = tmp_path / "short.png"
     path.write_bytes(stored[: int(share * len(stored))])
-    with pytest.raises(ImageError, match=r"short\.png: got no image that can be read"):
+    with pytest.raises(InputError, match=r"short\.png: got no image that can be read"):
         preprocess_images([path], TINY)
 
 
 def test_lazy_pil_image_cut_short(tmp_path: Path) -> None:
     stored = ARRAYS["rgb_large.png"].tobytes()
-    with Image.open(io.BytesIO(stored[: len(stored) // 2])) as image, pytest.raises(ImageError, match="image 0"):
+    with Image.open(io.BytesIO(stored[: len(stored) // 2])) as image, pytest.raises(InputError, match="image 0"):
         preprocess_images([image], TINY)
 
 
@@ -159,16 +159,16 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
     unknown, absent, folder = "cannot identify image file", "No such file", "Is a directory"
     reasons = {"text.png": unknown, "empty.png": unknown, "absent.png": absent, "folder.png": folder}
     for name, reason in reasons.items():
-        with pytest.raises(ImageError, match=rf"{name}: got no image that can be read \(.*{reason}"):
+        with pytest.raises(InputError, match=rf"{name}: got no image that can be read \(.*{reason}"):
             preprocess_images([tmp_path / name], TINY)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (np.zeros((0, 8, 3), np.uint8), "image 0: got 0×8 pixels"),
-        (np.zeros((0, 8, 4), np.uint8), "image 0: got 0×8 pixels"),
-        (Image.new("RGB", (0, 8)), "image 0: got 8×0 pixels"),
+        (np.zeros((0, 8, 3), np.uint8), r"image 0: got uint8 \[0, 8, .\]; expected .* not empty"),
+        (np.zeros((0, 8, 4), np.uint8), r"image 0: got uint8 \[0, 8, .\]; expected .* not empty"),
+        (Image.new("RGB", (0, 8)), "image 0: got .* 0×8 pixels; expected pixels"),
         (np.zeros((2, 402, 3), np.uint8), "image 0: got 2×402 pixels; expected sides within a ratio of 200"),
         (np.zeros((8, 8, 3), np.float32), r"image 0: got float32 \[8, 8, 3\]; expected uint8"),
         (np.zeros((3, 8, 8), np.uint8), r"image 0: got uint8 \[3, 8, 8\]; expected uint8"),
@@ -176,15 +176,15 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
     ],
 )
 def test_bad_images_are_named(source: object, message: str) -> None:
-    with pytest.raises(ImageError, match=message):
+    with pytest.raises(InputError, match=message):
         preprocess_images([source], TINY)
 
 
 def test_patchify_wants_multiples() -> None:
-    with pytest.raises(ImageError, match="images: got 12×16 pixels; expected multiples of 8"):
+    with pytest.raises(InputError, match="images: got 12×16 pixels; expected multiples of 8"):
         patchify(np.zeros((1, 12, 16, 3), np.float32), TINY)
     config = dataclasses.replace(TINY, do_resize=False)
-    with pytest.raises(ImageError, match="expected multiples of 8 where images are not resized"):
+    with pytest.raises(InputError, match="expected multiples of 8 where images are not resized"):
         preprocess_images([picture(12, 16)], config)
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
-from kvpatch_jax.errors import DtypeError, InputError, WeightsError
+from kvpatch_jax.errors import InputError, ShapeError, WeightsError
 from models import load, save
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
@@ -78,7 +78,7 @@ def test_a_mask_that_is_added_to_scores_is_refused(backbone, unchecked):
             lambda mask=mask: backbone.recompute(tokens, cache, np.arange(6)[None], mask=mask),
             lambda mask=mask: backbone.decode(last, cache, np.array([[5]]), mask[..., -1:, :]),
         ):
-            with pytest.raises(DtypeError, match=f"mask: got {mask.dtype}; expected bool"):
+            with pytest.raises(ShapeError, match=f"mask: got {mask.dtype}; expected bool"):
                 call()
 
 

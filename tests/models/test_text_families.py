@@ -96,7 +96,7 @@ def test_cached_decode_equals_transformers_and_the_whole_forward(loaded, family)
     cache, found, parts = {name: room(value) for name, value in engine.items()}, [], [tokens]
     for step, token in enumerate(gold["decode_tokens"]):
         parts.append(backbone.embed(np.array([[token]]), gold["position_ids"][None, -1:] + 1 + step))
-        logits, cache = backbone.decode(parts[-1], cache, np.array([[size + step]]))
+        logits, cache, _ = backbone.decode(parts[-1], cache, np.array([[size + step]]))
         found.append(logits[0, -1])
     close(np.stack(found), gold["decode_logits"], GOLDEN, "decode logits")
     full = everything(backbone, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts))

@@ -125,9 +125,9 @@ class CacheFormat(NamedTuple):
           lead: what it has to have been prefilled behind; None of a canonical.
 
         Raises:
-          LayoutError, DtypeError: it is from another model's cache, or in another dtype.
-          InputError: it has another number of tokens, or was prefilled behind another lead.
-          InputError: its tokens' positions are not consecutive.
+          LayoutError, ShapeError: it is from another model's cache, or in another dtype.
+          InputError: it has another number of tokens, or was prefilled behind another lead;
+          its tokens' positions are not consecutive.
         """
         what = f"chunk {chunk.id[:12]}…"
         if not same_storage(chunk.layout, self.layout):

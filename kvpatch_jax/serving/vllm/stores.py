@@ -22,10 +22,7 @@ from ...errors import (
     InputError,
     KVPatchError,
     MissingExtraError,
-    StoreClosedError,
-    StoreFullError,
-    StoreIOError,
-    StoreReadOnlyError,
+    StoreError,
     WeightsError,
 )
 from ...store import ChunkStore, PatchKey, open_remote
@@ -91,7 +88,7 @@ class Stores:
 
         Raises:
           WeightsError: they are of other weights.
-          StoreClosedError: after `close`.
+          StoreError: after `close`.
           StoreError, InputError: as `ChunkStore`.
         """
         if self._closed:
@@ -299,8 +296,8 @@ def _close(store: ChunkStore) -> None:
         logger.warning("kvpatch: a store was not closed: %s", error)
 
 
-def _closed_error(config: ConnectorConfig) -> StoreClosedError:
-    return StoreClosedError(f"stores of {config.store.root}: got a call after close; expected open stores")
+def _closed_error(config: ConnectorConfig) -> StoreError:
+    return StoreError(f"stores of {config.store.root}: got a call after close; expected open stores")
 
 
 # ------------------------------------------------------------------------------------------------- weights of a name
@@ -320,7 +317,7 @@ def expect_weights(store: ChunkStore, backbone: str, digest: str) -> None:
         try:
             # Kept if there is one meanwhile: with `put_encoder` the last engine would win, unnoticed by the others.
             store.amend_encoder(WEIGHTS_RECORD, backbone, lambda records: records[0] if records else engines)
-        except (StoreReadOnlyError, StoreFullError):
+        except StoreError:
             return
         record = store.get_encoder(WEIGHTS_RECORD, backbone)
 
@@ -404,7 +401,7 @@ def remote_of(options: StoreOptions) -> Remote | None:
 
     try:
         return open_remote(url, timeout=REMOTE_SECONDS)
-    except (InputError, MissingExtraError, StoreIOError, ImportError, OSError) as error:
+    except (InputError, MissingExtraError, StoreError, ImportError, OSError) as error:
         why = type(error).__name__ if is_named else str(error)
         raise ConfigError(
             f"connector.store.remote: got {options.remote!r:.200}, {why}; expected a URL that can be opened"

@@ -68,7 +68,7 @@ class WorkerSide:
 
         Raises:
           ConfigError: the pages have another number of layers or tokens, or elements of 8 bits.
-          ShapeError, LayoutError, DtypeError: they have another format, or are sharded otherwise than by heads.
+          ShapeError, LayoutError: they have another format, or are sharded otherwise than by heads.
         """
         pages = runner.kv_caches
         if len(pages) != self.layout.layers:

@@ -83,7 +83,7 @@ def test_what_is_served_without_a_forward(backbone, tmp_path):
     [
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "got roles"),
         ([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}], "the last of which is no text"),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}], "without its image"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}], "'image' with the fields"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "https://x.org/a"}, {"type": "text", "text": "a"}]}],
             "x.org",

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpatch_jax.batch import BatchItem, answer_batch, answer_batch_on_ray, read_answers, run_shards
-from kvpatch_jax.errors import InputError, ShardError
+from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
+from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.store import ChunkStore
 from models import load
 from tests.goldens.load import write_checkpoint
@@ -33,7 +33,7 @@ def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
     draw = np.random.default_rng(3)
     first, second, page = (draw.integers(0, 256, (40, 40, 3), np.uint8) for _ in range(3))
     fronts = [[first, page], [second, first], [first, second, page]]
-    items = [BatchItem(fronts[number % 3], [5, 6], f"q{number}", steps=2, stop=()) for number in range(6)]
+    items = [BatchItem(fronts[number % 3], [5, 6], f"q{number}", steps=2) for number in range(6)]
 
     # Defined in here, it travels by value: a worker cannot import a test.
     def opening(model=model, root=tmp_path / "chunks"):
@@ -42,7 +42,12 @@ def test_a_batch_on_two_workers_answers_as_one_process_does(cluster, tmp_path):
     backbone, store = opening()
     with store:
         alone = answer_batch(backbone, store, items, out=tmp_path / "alone.jsonl")
-    reports = answer_batch_on_ray(opening, items, out=tmp_path / "shared.jsonl", shards=3)
+
+    def task(index, count, opening=opening, items=items, out=tmp_path / "shared.jsonl"):
+        backbone, store = once_in_this_process(opening)
+        return answer_batch(backbone, store, items, out=out, shard=(index, count))
+
+    reports = run_shards(task, 3)
     assert [report.answered for report in reports] == [2, 2, 2]
     assert alone.answered == 6
     shared = read_answers(*(report.path for report in reports))
@@ -69,7 +74,9 @@ def test_a_shard_whose_worker_dies_begins_again_and_an_error_of_one_leaves_the_o
             raise ValueError("a page\nthat nobody has")
         return index
 
-    with pytest.raises(ShardError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"):
+    with pytest.raises(
+        SessionError, match=r"1 of 3 shards that failed \(0\): shard 0: a page that nobody has; expected"
+    ):
         run_shards(functools.partial(refuses, str(tmp_path)), 3)
     assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1", "done 2"}
 

@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transition_cases import LAYOUT, LAYOUTS, PLAIN, TOKENS, chunk_of, close, composed, drawn
+from transition_cases import LAYOUT, LAYOUTS, LINEAR, PLAIN, TOKENS, chunk_of, close, composed, drawn
 
 from kvpatch_jax import joined
 from kvpatch_jax.backbone import Output, Tokens
@@ -18,7 +18,7 @@ from kvpatch_jax.patching import apply_patch, conditioned, make_chunk
 PARTS = {"map", "state", "tail"}
 
 
-@pytest.mark.parametrize("name", ["matrix, tail", "row"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_tokens_and_batch_are_those_of_the_rows(name: str):
     layout = LAYOUTS[name]
     chunk = chunk_of(layout, length=5)
@@ -122,7 +122,7 @@ def test_few_bits_pack_the_rows_and_round_the_transition():
 # ------------------------------------------------------------------------------------------------------- contexts
 
 
-@pytest.mark.parametrize("name", ["matrix", "scalar, tail"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_context_has_rows_side_by_side_and_transitions_composed(name: str):
     layout, counts = LAYOUTS[name], (2, 1, 5)
     pieces = [drawn(layout, seed, tokens) for seed, tokens in enumerate(counts)]
@@ -150,7 +150,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own():
 
 def test_parts_that_make_no_context_are_refused(unchecked):
     kv = apply_patch(chunk_of())
-    other = apply_patch(chunk_of(LAYOUTS["row, tail"]))
+    other = apply_patch(chunk_of(PLAIN.with_transitions(LINEAR, 3, 5, 4, tail=(3, 10))))
     for parts, error in (
         ((kv, other), ShapeError),
         ((kv, {name: value for name, value in kv.items() if name != "tail"}), LayoutError),
@@ -166,7 +166,7 @@ def test_parts_that_make_no_context_are_refused(unchecked):
 class RunningMean:
     """A hybrid model of one linear layer and one attention layer, in NumPy: S ← .9·S + x xᵀ, read by the next layer."""
 
-    layout = KVLayout.gqa(2, 1, 4, Rope(1e4, 4)).with_transitions((0,), 1, 4, 4, decay="scalar", tail=(2, 4))
+    layout = KVLayout.gqa(2, 1, 4, Rope(1e4, 4)).with_transitions((0,), 1, 4, 4, tail=(2, 4))
     fingerprint, forward_costs = "running mean", None
     encode = property(lambda self: None)
 
@@ -191,7 +191,8 @@ class RunningMean:
             state, own = 0.9 * state + outer, 0.9 * own + outer
             seen = 0 if context is None else np.asarray(context["v"]).sum((0, 2, 3))
             values.append(np.einsum("bij,bj->bi", state, x[:, t]) + seen)
-        parts = {"map": np.full((1, rows, 1, 1, 1), 0.9**count), "state": own[None, :, :, None]}
+        decays = np.broadcast_to(0.9**count * np.eye(4)[:, None], (1, rows, 4, 1, 4))
+        parts = {"map": decays, "state": own[None, :, :, None]}
         parts["tail"] = np.concatenate([np.zeros((rows, 2, 4)), x], axis=1)[None, :, -2:, None]
         kv = {"k": x[None, :, :, None], "v": np.stack(values, axis=1)[None, :, :, None], **parts}
         return Output(
@@ -215,7 +216,7 @@ def test_conditioned_units_have_the_transition_of_their_own_tokens():
             mixed = x[t - 2] + 2 * x[t - 1] + x[t]
             own = 0.9 * own + np.outer(mixed, mixed)
         assert np.abs(np.asarray(kv["state"][0, :, 0]) - own).max() <= 1e-5 * np.abs(own).max()
-        assert np.allclose(kv["map"], 0.9 ** (end - begin))
+        assert np.allclose(kv["map"][0, :, 0], 0.9 ** (end - begin) * np.eye(4))
         assert np.allclose(kv["tail"][0, :, 0], x[end - 2 : end])
     # Rows of the batch, as they came; the chunk of the first unit alone differs from the unit behind the lead.
     both = Tokens(jnp.concatenate([model.embed(["a"]).embeddings] * 2), np.zeros((2, 3), np.int32) + np.arange(3))

@@ -10,7 +10,7 @@ from operator_cases import chunk_of, conditioned_of
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import patch_digest
-from kvpatch_jax.errors import FetchError, InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError, StoreError
 from kvpatch_jax.store import ChunkStore, PatchKey, Request, fetch
 from models import load
 
@@ -144,7 +144,7 @@ def test_fetching_asks_for_one_lead(store):
     alone, behind = both()
     asked = Request("page", "tiny", lead=DIGEST)
     store.put(alone)
-    with pytest.raises(FetchError, match="0 of them as requested"):
+    with pytest.raises(StoreError, match="0 of them as requested"):
         fetch(store, [asked], lambda misses: [alone for _ in misses])
     (found,) = fetch(store, [asked], lambda misses: [behind for _ in misses])
     assert found.source == "computed"

@@ -30,71 +30,57 @@ def data_url(content: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{in_base64(content)}"
 
 
-URL = data_url(png())
+URL, FILM, SOUND = data_url(png()), data_url(b"film", "video/mp4"), data_url(b"sound", "audio/wav")
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
-        {"type": "image_url", "image_url": URL, "uuid": "page", "cache_control": {"type": "ephemeral"}},
-        {"image_url": {"url": URL}},
-        {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
-        {"type": "image", "image": PAGE},
-        {"type": "image", "image": Image.fromarray(PAGE), "text": None},
-        {"type": "image", "image": png()},
-        {"type": "image", "url": URL},
-        {"type": "image", "image": f"data:image;base64,{in_base64(png())}"},
-        {"type": "image", "image": f"DATA:IMAGE/PNG;name=a.png;base64,{in_base64(png())}"},
-        {"type": "image", "base64": in_base64(png())},
-        {"type": "image", "base64": base64.encodebytes(png()).decode()},
-        {"type": "image", "base64": URL},
-        {"image": PAGE},
-    ],
-)
-def test_an_image_is_one_image_in_every_form(part):
-    assert chunk_id("model", part_item(part)) == chunk_id("model", PAGE)
+PAGE_PARTS = [
+    {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
+    {"type": "image_url", "image_url": URL, "uuid": "page", "cache_control": {"type": "ephemeral"}},
+    {"image_url": {"url": URL}},
+    {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None},
+    {"type": "image", "image": Image.fromarray(PAGE), "text": None},
+    {"type": "image", "image": png()},
+    {"type": "image", "url": URL},
+    {"type": "image", "image": f"data:image;base64,{in_base64(png())}"},
+    {"type": "image", "image": f"DATA:IMAGE/PNG;name=a.png;base64,{in_base64(png())}"},
+    {"type": "image", "base64": base64.encodebytes(png()).decode()},
+    {"type": "image", "base64": URL},
+    {"image": PAGE},
+]
+FILM_PARTS = [
+    {"type": "video_url", "video_url": {"url": FILM}},
+    {"type": "video", "video": FILM},
+    {"type": "video", "base64": in_base64(b"film")},
+    {"type": "video", "video": b"film"},
+    {"type": "video", "video": Video(b"film")},
+]
+SOUND_PARTS = [
+    {"type": "input_audio", "input_audio": {"data": in_base64(b"sound"), "format": "wav"}},
+    {"type": "audio_url", "audio_url": {"url": SOUND}},
+    {"type": "audio", "audio": SOUND},
+    {"type": "audio", "url": SOUND},
+]
+FORMS = [(PAGE_PARTS, PAGE), (FILM_PARTS, Video(b"film")), (SOUND_PARTS, Audio(b"sound"))]
+FORMS += [
+    ([{"type": "video_url", "video_url": {"url": FILM}, "frames": 4}], Video(b"film", frames=4)),
+    ([{"audio": np.zeros(8, np.float32), "rate": 8000}], Audio(np.zeros(8, np.float32), 8000)),
+    ([{"type": "video", "video": [URL, PAGE], "rate": 1}], Video(np.stack([PAGE, PAGE]), rate=1)),
+]
+
+
+@pytest.mark.parametrize(("part", "item"), [(part, item) for parts, item in FORMS for part in parts])
+def test_a_medium_is_one_item_in_every_form(part, item):
+    assert chunk_id("model", part_item(part)) == chunk_id("model", item)
 
 
 def test_a_file_is_named_in_every_form(tmp_path):
     path = tmp_path / "a page.png"
-    path.write_bytes(png())
-    names = [
-        {"path": str(path)},
-        {"path": path},
-        {"url": str(path)},
-        {"url": path.as_uri()},
-        {"image": f"file://{path}"},
-    ]
-    assert [part_item({"type": "image", **name}) for name in names] == [path] * len(names)
+    for field in ({"path": str(path)}, {"path": path}, {"url": path.as_uri()}, {"image": f"file://{path}"}):
+        assert part_item({"type": "image", **field}) == path
     assert part_item({"type": "image", "path": "~/page.png"}) == Path.home() / "page.png"
     assert part_item({"image": "page 3"}) == Path("page 3")
-
-
-def test_videos_and_sounds_in_every_form():
-    film, sound = data_url(b"film", "video/mp4"), data_url(b"sound", "audio/wav")
-    for part in (
-        {"type": "video_url", "video_url": {"url": film}},
-        {"type": "video", "video": film},
-        {"type": "video", "base64": in_base64(b"film")},
-        {"type": "video", "video": b"film"},
-    ):
-        assert chunk_id("m", part_item(part)) == chunk_id("m", Video(b"film"))
-    for part in (
-        {"type": "input_audio", "input_audio": {"data": in_base64(b"sound"), "format": "wav"}},
-        {"type": "audio_url", "audio_url": {"url": sound}},
-        {"type": "audio", "audio": sound},
-        {"type": "audio", "url": sound},
-    ):
-        assert chunk_id("m", part_item(part)) == chunk_id("m", Audio(b"sound"))
-    assert part_item({"type": "video", "video": "clip.mp4", "fps": 2}).options == Video(b"", fps=2).options
-    assert part_item({"type": "video_url", "video_url": {"url": film}, "frames": 4}).frames == 4
-    samples = np.zeros(8, np.float32)
-    assert chunk_id("m", part_item({"audio": samples, "rate": 8000})) == chunk_id("m", Audio(samples, 8000))
-    shown = Video(np.stack([PAGE, PAGE]), rate=1)
-    assert part_item({"type": "video", "video": shown}) is shown
-    frames = part_item({"type": "video", "video": [URL, PAGE], "rate": 1})
-    assert chunk_id("m", frames) == chunk_id("m", shown)
+    film = part_item({"type": "video", "video": "clip.mp4", "fps": 2})
+    assert (film.source, film.options) == (Path("clip.mp4"), Video(b"", fps=2).options)
 
 
 def test_a_text_is_a_text_whatever_it_looks_like():
@@ -118,49 +104,56 @@ def test_a_messages_parts_come_in_their_order():
     assert unit_items([5, 6], "here") == [[5, 6]]
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}, "an address.*fetch it first"),
-        ({"type": "image", "image": "http://x.org/a.png"}, "an address.*fetch it first"),
-        ({"type": "video", "url": "s3://films/a.mp4"}, "an address.*fetch it first"),
-        ({"type": "image", "image": "file://server/a.png"}, "an address.*fetch it first"),
-        ({"type": "image", "image": "file://[server/a.png"}, "an address.*fetch it first"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/a.png"}}, "an address.*fetch it first"),
-        ({"type": "image_url", "image_url": {"url": "/etc/a.png"}}, "expected a data URL"),
-        ({"type": "input_image", "image_url": {"file_id": "f-1"}}, "expected a data URL"),
-        ({"type": "image_url", "image_url": Path("a.png")}, "expected a data URL"),
-        ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,SGk="}}, "a data URL of 'text/plain'"),
-        ({"type": "image_url", "image_url": {"url": data_url(b"film", "video/mp4")}}, "a data URL of 'video/mp4'"),
-        ({"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}, "expected data:image"),
-        ({"type": "image_url", "image_url": {"url": data_url(b"Hi, I am no image")}}, "expected 'image'"),
-        ({"type": "image_url", "image_url": {"url": URL[:-3]}}, "damaged base64"),
-        ({"type": "image_url", "image_url": {"url": URL + "é"}}, "damaged base64"),
-        ({"type": "image", "base64": "not base64!"}, "damaged base64"),
-        ({"type": "image", "base64": ""}, "base64 of no bytes"),
-        ({"type": "input_audio", "input_audio": {"data": "?"}}, "damaged base64"),
-        ({"type": "image", "image": "film.mp4"}, r"film\.mp4'; expected 'image'"),
-        ({"type": "video", "video": "page.png"}, r"page\.png'; expected 'video'"),
-        ({"type": "audio", "path": "film.mp4"}, r"film\.mp4'; expected 'audio'"),
-        ({"type": "audio", "audio": Video(b"film")}, "got a Video; expected 'audio'"),
-        ({"type": "video", "video": Video(b"film"), "fps": 2}, "got a Video; expected 'video'"),
-        ({"type": "video", "video": "a.mp4", "fps": -1}, "fps: got -1"),
-        ({"type": "image", "image": [PAGE]}, "got a list; expected 'image'"),
-        ({"type": "image", "image": "a\0b"}, "expected a file's name"),
-        ({"type": "image"}, "without its image"),
-        ({"type": "image_url", "image_url": None, "uuid": "page"}, "without its image_url"),
-        ({"type": "image", "image": PAGE, "min_pixels": 4}, r"with the fields \['min_pixels'\]"),
-        ({"type": "image", "image": PAGE, "path": "a.png"}, r"with the fields \['path'\]"),
-        ({"type": "text", "text": 7}, "got a text of type int"),
-        ({"type": "file", "file": {"file_data": URL}}, "a part of type 'file'"),
-        ({"type": ["image"], "image": PAGE}, "a part of type"),
-        ({"type": PAGE, "image": PAGE}, "a part of type"),
-        ({"type": "video", "video": "a.mp4", "frames": 10**400}, "expected a positive whole number"),
-        ({}, "a part of type None"),
-        ("a text", "a part of type 'str'"),
-        (None, "a part of type 'NoneType'"),
+def linked(url: object) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+REFUSED = {
+    "an address.*fetch it first": [
+        linked("https://x.org/a.png"),
+        linked("file:///etc/a.png"),
+        {"type": "image", "image": "http://x.org/a.png"},
+        {"type": "video", "url": "s3://films/a.mp4"},
+        {"type": "image", "image": "file://server/a.png"},
+        {"type": "image", "image": "file://[server/a.png"},
     ],
-)
+    "expected a data URL": [
+        linked("/etc/a.png"),
+        {"type": "input_image", "image_url": {"file_id": "f-1"}},
+        {"type": "image_url", "image_url": Path("a.png")},
+    ],
+    "got data:[^,]*; expected data:image": [
+        linked("data:text/plain;base64,SGk="),
+        linked(FILM),
+        linked("data:image/a,"),
+    ],
+    "damaged base64": [
+        linked(URL[:-3]),
+        linked(URL + "é"),
+        {"type": "image", "base64": "not base64!"},
+        {"type": "input_audio", "input_audio": {"data": "?"}},
+    ],
+    "base64 of no bytes": [{"type": "image", "base64": ""}],
+    "got a (bytes|list); expected 'image'": [linked(data_url(b"no image")), {"type": "image", "image": [PAGE]}],
+    r"film\.mp4'; expected 'image'": [{"type": "image", "image": "film.mp4"}],
+    r"page\.png'; expected 'video'": [{"type": "video", "video": "page.png"}],
+    r"film\.mp4'; expected 'audio'": [{"type": "audio", "path": "film.mp4"}],
+    "got a Video; expected 'audio'": [{"type": "audio", "audio": Video(b"film")}],
+    "got a Video; expected 'video'": [{"type": "video", "video": Video(b"film"), "fps": 2}],
+    "fps: got -1": [{"type": "video", "video": "a.mp4", "fps": -1}],
+    "expected a positive whole number": [{"type": "video", "video": "a.mp4", "frames": 10**400}],
+    "expected a file's name": [{"type": "image", "image": "a\0b"}],
+    r"expected fields of \['image": [{"type": "image"}, {"type": "image_url", "image_url": None, "uuid": "page"}],
+    "fields .*(min_pixels|path).*; exp": [{"image": PAGE, "min_pixels": 4}, {"image": PAGE, "path": "a.png"}],
+    "got a text of type int": [{"type": "text", "text": 7}],
+    "a part of type": [
+        *({"type": "file", "file": {"file_data": URL}}, {}, "a text", None),
+        *({"type": ["image"], "image": PAGE}, {"type": PAGE, "image": PAGE}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("part", "message"), [(part, reason) for reason, parts in REFUSED.items() for part in parts])
 def test_another_part_is_refused_by_what_is_wrong_with_it(part, message):
     with pytest.raises(InputError, match=message) as refused:
         part_item(part, "here")

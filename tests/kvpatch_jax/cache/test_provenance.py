@@ -83,7 +83,7 @@ def test_an_antecedent_has_the_identities_of_its_members():
     assert antecedent_of([chunk, "B"]) == Antecedent.of(chunk, "B") == Antecedent((ONE, Member("B")))
     assert Antecedent.of(chunk, "B").identities == prefilled(["one", "B"])
     assert Antecedent.of("A", Member("B", None, BARE)).identities == (identity("A"), BARE)
-    assert (Antecedent.of("A").plain, Antecedent.of(ONE).plain, Antecedent.of(ONE).exact) == (True, False, True)
+    assert Antecedent.of(ONE).exact
     assert not Antecedent.of(Member("A", None, BARE)).exact
     chunks, exact = [("A", "one"), ("B", "two"), ("C", None)], prefilled(["one", "two", "C"])
     assert Antecedent.at(chunks, exact) == Antecedent.of(ONE, TWO, "C")
@@ -164,7 +164,7 @@ def test_an_orbit_is_of_one_set():
     chunk = chunk_of("gqa")
     sums = kvp.accumulate(None, conditioned_of(chunk, seed=1), chunk, [ONE, TWO])
     for wrong in ([ONE], ["A", "B"], [ONE, Member("B", "three")]):
-        with pytest.raises(PatchMismatchError, match=r"antecedent .*expected an ordering of"):
+        with pytest.raises(PatchMismatchError, match=r"antecedent .*expected .*, in any order"):
             kvp.accumulate(sums, conditioned_of(chunk, seed=2), chunk, wrong)
     patch = kvp.orbit_patch(kvp.accumulate(sums, conditioned_of(chunk, seed=2), chunk, [TWO, ONE]), 4)
     for antecedent in ([TWO, ONE], ["B", "A"], [ONE, "B"]):

@@ -1,7 +1,7 @@
 """Transitions: composed in windows, and checked. The oracle is NumPy in float64."""
 # pyright: reportArgumentType=false
 
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,23 +15,17 @@ from kvpatch_jax.core import (
     fold,
     identity,
 )
-from kvpatch_jax.errors import DtypeError, InputError, KVPatchError, LayoutError, NotFiniteError, ShapeError
+from kvpatch_jax.errors import KVPatchError, LayoutError, ShapeError
 
 LAYERS, BATCH, HEADS, KEY, VALUE, ROWS, WIDTH = 2, 3, 2, 8, 6, 3, 10
-Form = Literal["matrix", "row", "scalar"]
-FORMS: list[Form] = ["matrix", "row", "scalar"]
 PLAIN = KVLayout.gqa(3, 2, 8, Rope(1e4, 8))
+LAYOUT = PLAIN.with_transitions([0, 2], HEADS, KEY, VALUE, tail=(ROWS, WIDTH))
 
 
-def layout_of(form: Form) -> KVLayout:
-    return PLAIN.with_transitions([0, 2], HEADS, KEY, VALUE, decay=form, tail=(ROWS, WIDTH))
-
-
-def drawn(form: Form, length: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def drawn(length: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """A transition [L, B, R, K, W] of `length` tokens, and the inputs of its convolution, [L, B, length, 1, C]."""
     rng = np.random.default_rng(seed)
-    shape = {"matrix": (KEY, HEADS, KEY), "row": (KEY, HEADS, 1), "scalar": (1, HEADS, 1)}[form]
-    map_ = rng.uniform(size=(LAYERS, BATCH, *shape)) / (KEY**0.5 if form == "matrix" else 1)
+    map_ = rng.uniform(size=(LAYERS, BATCH, KEY, HEADS, KEY)) / KEY**0.5
     inputs = rng.normal(size=(LAYERS, BATCH, length, 1, WIDTH))
     behind = np.concatenate((np.zeros((LAYERS, BATCH, ROWS, 1, WIDTH)), inputs), 2)[:, :, -ROWS:]
     state = rng.normal(size=(LAYERS, BATCH, KEY, HEADS, VALUE))
@@ -40,9 +34,8 @@ def drawn(form: Form, length: int, seed: int) -> tuple[dict[str, np.ndarray], np
 
 
 def matrices(map_: Any) -> np.ndarray:
-    """Maps of any form as matrices, [..., K, Dk, Dk] in float64."""
-    heads = np.moveaxis(np.asarray(map_, np.float64), -2, -3)
-    return heads if heads.shape[-1] > 1 else heads * np.eye(KEY)
+    """Maps as matrices, [..., K, Dk, Dk] in float64."""
+    return np.moveaxis(np.asarray(map_, np.float64), -2, -3)
 
 
 def close(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
@@ -51,11 +44,10 @@ def close(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5
         np.testing.assert_allclose(got[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_stretches_are_composed_as_matrices_are(form: Form):
+def test_stretches_are_composed_as_matrices_are():
     """Stretches of fewer tokens than the convolution reads among them, and one of none."""
     lengths = [4, 1, 0, 2, 7]
-    stretches, inputs = zip(*(drawn(form, length, seed) for seed, length in enumerate(lengths)), strict=True)
+    stretches, inputs = zip(*(drawn(length, seed) for seed, length in enumerate(lengths)), strict=True)
     matrix, state = np.eye(KEY), np.zeros((LAYERS, BATCH, HEADS, KEY, VALUE))
     for index, stretch in enumerate(stretches):
         step = matrices(stretch["map"])
@@ -68,7 +60,7 @@ def test_stretches_are_composed_as_matrices_are(form: Form):
 
 
 def test_each_row_of_a_batch_may_have_lengths_of_its_own():
-    pieces = [[drawn("scalar", length, 10 * index + length)[0] for length in (1, 2, 5)] for index in range(2)]
+    pieces = [[drawn(length, 10 * index + length)[0] for length in (1, 2, 5)] for index in range(2)]
     rows = [
         {name: np.stack([row[name][0, 0] for row in piece])[None] for name in piece[0]} for piece in pieces
     ]  # [1, B, R, K, W]
@@ -79,11 +71,10 @@ def test_each_row_of_a_batch_may_have_lengths_of_its_own():
         close({name: value[:, index] for name, value in got.items()}, apart)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_no_tokens_change_nothing(form: Form):
-    layout, (own, _) = layout_of(form), drawn(form, 5, 0)
+def test_no_tokens_change_nothing():
+    layout, (own, _) = LAYOUT, drawn(5, 0)
     nothing = identity(layout, (BATCH,))
-    check_parts(layout, nothing, "nothing", batch=(BATCH,))
+    check_parts(layout, nothing, "nothing", (BATCH,))
     close(compose(nothing, own, 5), own, 1e-6)
     close(compose(own, nothing, 0), own, 1e-6)
     assert identity(PLAIN) == {}
@@ -91,43 +82,37 @@ def test_no_tokens_change_nothing(form: Form):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("form", FORMS)
-def test_parts_that_are_wrong_are_named(form: Form):
-    layout, (own, _) = layout_of(form), drawn(form, 5, 0)
-    check_parts(layout, own, "parts")
-    check_parts(PLAIN, None, "parts")
+def test_parts_that_are_wrong_are_named():
+    layout, (own, _) = LAYOUT, drawn(5, 0)
+    check_parts(layout, own, "parts", (BATCH,))
+    check_parts(PLAIN, None, "parts", (BATCH,))
 
     def changed(name: str, value: Any) -> dict[str, Any]:
         return {**own, name: value}
 
-    broken = own["state"].copy()
-    broken[1, 2, 3, 1, 4] = np.nan
     rows = {name: np.zeros((1, 4, 2, 8), np.float32) for name in ("k", "v")}
     cases: list[tuple[Any, type[KVPatchError], str]] = [
         (rows, LayoutError, r"parts: got \['k', 'v'\]; expected parts of a transition, map, state, tail"),
         (None, LayoutError, "parts: got a NoneType"),
         (own["map"], LayoutError, "parts: got a ndarray"),
         ({name: own[name] for name in ("map", "state")}, LayoutError, r"got \['map', 'state'\]"),
-        (changed("state", own["state"][..., :1, :]), ShapeError, r"parts\['state'\]: got shape .* expected \(2, 3, 8"),
+        (
+            changed("state", own["state"][..., :1, :]),
+            ShapeError,
+            r"parts\['state'\]: got float32 .* expected floating-point \(2, 3, 8",
+        ),
         (changed("state", own["state"][:1]), ShapeError, "state"),
         (changed("tail", own["tail"][:, :, :1]), ShapeError, "tail"),
-        (changed("map", own["map"][:, 0]), ShapeError, "state"),
-        (changed("state", own["state"].astype(int)), DtypeError, "state"),
-        (changed("state", None), DtypeError, r"parts\['state'\]: got NoneType"),
-        (changed("state", broken), NotFiniteError, r"parts\['state'\]: got nan"),
-        (changed("tail", own["tail"] * np.inf), NotFiniteError, r"parts\['tail'\]"),
+        (changed("map", own["map"][:, 0]), ShapeError, "map"),
+        (changed("state", own["state"].astype(int)), ShapeError, "state"),
+        (changed("state", None), ShapeError, r"parts\['state'\]: got NoneType"),
     ]
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):
-            check_parts(layout, wrong, "parts")
+            check_parts(layout, wrong, "parts", (BATCH,))
     with pytest.raises(ShapeError, match="map"):
-        check_parts(layout, own, "parts", batch=(BATCH + 1,))
+        check_parts(layout, own, "parts", (BATCH + 1,))
     with pytest.raises(LayoutError, match="without transitions"):
-        check_parts(PLAIN, own, "parts")
+        check_parts(PLAIN, own, "parts", (BATCH,))
     with pytest.raises(LayoutError, match="expected"):
         layout.check(own, "kv")
-    check_parts(layout, changed("state", broken), "parts", values=False)
-    if form != "matrix":
-        for wrong, value in ((1.5, "1.5"), (-0.25, "-0.25")):
-            with pytest.raises(InputError, match=rf"parts\['map'\]: got a decay of {value}; expected 0 to 1"):
-                check_parts(layout, changed("map", np.full_like(own["map"], wrong)), "parts")

@@ -26,7 +26,7 @@ from kvpatch_jax.errors import LayoutError, ShapeError
 from kvpatch_jax.patching import Basis, Placed, apply_patch, form_patch, keep_layers
 from kvpatch_jax.pool import RAGGED, make_pool, read_slots, rotate_slots, splice
 from kvpatch_jax.repair import METHODS
-from kvpatch_jax.segments import SegmentOptions, SegmentStore
+from kvpatch_jax.segments import SegmentStore
 
 LAYERS, TOKENS, START = 5, 6, 31
 FULL, LOCAL = Rope(1e4, 8), Rope(30.0, 4, cached="pairs", width=6)

@@ -12,7 +12,7 @@ from operator_cases import chunk_of, conditioned_of
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import check_factors
 from kvpatch_jax.core import is_packed
-from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
+from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, ShapeError
 
 A = ("A1", "A2")
 
@@ -72,7 +72,7 @@ def test_a_rank_beyond_the_chunk_is_capped():
     found = kvp.apply_patch(chunk, patch, 3, A)
     assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
     for rank in (0, -1):
-        with pytest.raises(RankError, match="expected at least 1"):
+        with pytest.raises(InputError, match="expected at least 1"):
             kvp.form_patch(chunk, conditioned, rank, A)
 
 

@@ -120,9 +120,8 @@ def test_a_replaced_local_is_another_chunk():
 def test_numpy_arrays_that_change_later_change_no_chunk():
     layout = LAYOUTS["gqa"]
     kv = {name: np.array(value) for name, value in kv_of(layout, 24).items()}
-    hidden = {1: np.ones((24, 8), np.float32)}
     local, encoder = local_of(layout, 24), np.ones((4, 6), np.float32)
-    chunk = chunk_of("gqa", kv=kv, local=local, encoder=encoder, hidden=hidden)
+    chunk = chunk_of("gqa", kv=kv, local=local, encoder=encoder)
     before = kvp.to_engine(layout, chunk.kv, chunk.local, 3)
     view = local[:]
     view.flags.writeable = False  # whoever has what it is a view of can write all the same
@@ -131,12 +130,10 @@ def test_numpy_arrays_that_change_later_change_no_chunk():
     kv["v"] = kv["k"]
     local[:] = 5
     encoder[:] = 5
-    hidden[1][:] = 5
     after = kvp.to_engine(layout, chunk.kv, chunk.local, 3)
     for name in layout.names:
         np.testing.assert_array_equal(before[name], after[name])
     assert (np.asarray(chunk.encoder) == 1).all()
-    assert (np.asarray((chunk.hidden or {})[1]) == 1).all()
     assert np.asarray(seen.local)[-1] == 23
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(chunk.kv["k"])[:] = 1

@@ -13,7 +13,7 @@ from pool_cases import PAGE_SIZE, PAGES, TOTAL, bits, pool_of, same, slots_of
 import kvpatch_jax as kvp
 from kvpatch_jax import pool
 from kvpatch_jax.core import EngineKV
-from kvpatch_jax.errors import InputError, KernelSlotError, ShapeError
+from kvpatch_jax.errors import InputError, KernelError, ShapeError
 from tests.compilations import compilations
 
 CASES = (
@@ -112,11 +112,11 @@ def test_refuses_before_it_rotates(unchecked):
     vectors, pages = pool_of(layout), pool.RAGGED.to_pages(layout, pool_of(layout))
     rotate = lambda slots, offset, *source: pool.rotate_slots(layout, vectors, slots, offset, *source)
     for call, error, words in (
-        (lambda: rotate(slots + 30, 1), KernelSlotError, "expected 0 to 47"),
+        (lambda: rotate(slots + 30, 1), KernelError, "expected 0 to 47"),
         (lambda: rotate(slots, 0.5), InputError, "integers"),
         (lambda: rotate(slots, 1, {"k": keys[:, 1:]}), ShapeError, "source"),
         (lambda: rotate(slots, 1, {"v": keys}), ShapeError, "None"),
-        (lambda: pool.RAGGED.rotate(layout, pages, slots + 30, 1), KernelSlotError, "expected 0 to 47"),
+        (lambda: pool.RAGGED.rotate(layout, pages, slots + 30, 1), KernelError, "expected 0 to 47"),
         (lambda: pool.RAGGED.rotate(layout, pages, slots, np.zeros(23, np.int32)), InputError, r"\(23,\)"),
         (lambda: pool.RAGGED.rotate(layout, pages, slots, 2**31), InputError, "2147483648"),
         (lambda: pool.RAGGED.rotate(layout, pages[:2], slots, 1), ShapeError, "2 layers"),

@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, ROWS),
         (errors.InputError, "got row .* expected 0 to", (cache, axes, placed), 0, None),
         (errors.LayoutError, "not quantised", (quantised, axes, placed), 0, 0),
-        (errors.DtypeError, "int8", (small, axes, placed), 0, 0),
+        (errors.ShapeError, "int8", (small, axes, placed), 0, 0),
         (errors.ShapeError, r"cache\.k: got shape", (cache, CacheAxes(GQA, "L B K T H"), placed), 0, 0),
         (errors.LayoutError, "got 0 arrays", ({"keys": cache["k"]}, axes, placed), 0, 0),
         (errors.LayoutError, "one chunk of the cache's", (cache, axes, kvp.Placed(chunk_of(MLA), None, 3)), 0, 0),

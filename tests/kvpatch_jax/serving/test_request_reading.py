@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from serving_sides import TOKENS, matched_of, output_of, report_of, request_of, served, true_kv
 
-from kvpatch_jax.errors import StoreIOError
+from kvpatch_jax.errors import StoreError
 from kvpatch_jax.plan import choose
 from kvpatch_jax.serving.vllm import plan, segments_of
 from kvpatch_jax.serving.vllm.config import PATIENCE
@@ -104,7 +104,7 @@ def test_whatever_reading_raises_costs_only_a_prefill_or_what_would_be_formed(
     sides, scheduler, monkeypatch, read, count, counted
 ):
     def fails(*_):
-        raise StoreIOError("on purpose")
+        raise StoreError("on purpose")
 
     monkeypatch.setattr(Stores, read, fails)
     assert served(sides, "request", {"segments": [8, 18]}).count == count

@@ -14,7 +14,7 @@ import pytest
 from session_cases import QUESTION, Oracle, expect_logits, image_of, logits, state, words
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import NotFiniteError, PoolError, SessionClosedError
+from kvpatch_jax.errors import NotFiniteError, PoolError, SessionError
 from kvpatch_jax.traces import Event, Recorder, Trace
 
 
@@ -181,7 +181,7 @@ def test_a_watcher_that_raises_holds_nothing(backbone, op):
     assert (len(executor.branches), executor.slots.free_pages) == ((1, held) if op == "fork" else (0, held + 2))
     session.watchers.clear()
     session.close()
-    with pytest.raises(SessionClosedError):
+    with pytest.raises(SessionError):
         session.runtime.check_open()
 
 
@@ -197,7 +197,7 @@ def test_watchers_see_every_change_after_it_has_happened(backbone, tmp_path):
             seen.append((event.op, event.chunk, event.replaced, event.text, len(items)))
 
         session.watchers.append(watch)
-        recorder.watch(session)
+        session.watchers.append(recorder)
         session.add("w5 w6", id="system")
         session.add(image_of(0), id="shot 0")
         session.add(image_of(1), id="shot 1")
@@ -214,4 +214,4 @@ def test_watchers_see_every_change_after_it_has_happened(backbone, tmp_path):
         ("insert", "note", None, "w20", 1), ("replace", "other", "note", "w21", 1), ("ask", None, None, QUESTION, 0),
         ("evict", "other", None, None, 0), ("slide", None, None, None, 0), ("close", None, None, None, 0),
     ]  # fmt: skip
-    assert [event.op for event in Trace.read(tmp_path / "trace.jsonl")] == [op for op, *_ in seen]
+    assert [event.op for event in Trace.read(tmp_path / "trace.jsonl").events] == [op for op, *_ in seen]

@@ -5,7 +5,7 @@ import pytest
 from session_cases import IMAGE_TOKENS, QUESTION, Oracle, expect_logits, image_of, settled, state, words
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import WindowError
+from kvpatch_jax.errors import SessionError
 
 SHOTS = [image_of(number) for number in range(4)]
 HISTORIES = [words(5 + number, 9 + number) for number in range(5)]
@@ -79,7 +79,7 @@ def test_an_inserted_chunk_is_unknown_to_what_follows(backbone):
             expect_logits(session, oracle.logits())
             assert session.fidelity("shot 0") == ("exact" if reuse == "exact" else "approximate")
             before = state(session)
-            with pytest.raises(WindowError, match="pinned"):
+            with pytest.raises(SessionError, match="pinned"):
                 session.insert("w9", "system")
             assert state(session) == before
 
@@ -96,7 +96,7 @@ def test_nothing_is_inserted_in_front_of_what_leaves_for_it(backbone):
         for number in range(2):
             session.add(SHOTS[number], id=f"shot {number}")
         before = state(session)
-        with pytest.raises(WindowError, match="'shot 0', which leaves to make room"):
+        with pytest.raises(SessionError, match="'shot 0', which leaves to make room"):
             session.insert(SHOTS[2], "shot 0")
         assert state(session) == before
         assert session.insert(SHOTS[2], "shot 1") == session.ids[0]
@@ -121,7 +121,7 @@ def test_a_lead_never_leaves(backbone, lead, count):
             return
         before = state(session)
         for call, arguments in ((session.evict, ()), (session.replace, ("w9",))):
-            with pytest.raises(WindowError, match="pinned"):
+            with pytest.raises(SessionError, match="pinned"):
                 call(first, *arguments)
             assert state(session) == before
 

@@ -9,7 +9,7 @@ from session_cases import QUESTION, image_of, state
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import KVPatchError, PoolError, SessionError, WindowError
+from kvpatch_jax.errors import KVPatchError, PoolError, SessionError
 
 IMAGE = image_of(5)
 INPUTS = (None, 7, True, 1.5, "", "  ", "\ud800", "shot.png", b"text", b"\x89PNG nothing", {}, {"image": 1}, [], [[]],
@@ -84,7 +84,7 @@ def test_invalid_arguments_of_a_session_are_refused(backbone):
             *((SessionError, name, 5) for name in ("store", "name", "certificate", "retriever", "config")),
             (SessionError, "runtime", 5, other.runtime),
             (SessionError, "linker", linker),
-            (WindowError, "promise", "recall", None),
+            (SessionError, "promise", "recall", None),
             (PoolError, "pages", 0, True, 1.5),
             (KVPatchError, "rank", -1, {"nope": 4}, "4", True),
             (KVPatchError, "lead", b"\x89PNG nothing", -1, [None]),

@@ -8,7 +8,7 @@ import pytest
 from session_cases import QUESTION, Oracle, PatchesAlone, expect_logits, image_of, settled, state
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import CertificateError, SessionError
+from kvpatch_jax.errors import InputError, SessionError
 from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, RankChoice, Rates
 
 
@@ -101,7 +101,7 @@ def test_a_certificate_serves_nothing_beyond_what_was_measured(backbone, patches
 
 
 def test_a_certificate_of_other_weights_is_refused(backbone):
-    with pytest.raises(CertificateError, match="'tiny'"):
+    with pytest.raises(InputError, match="'tiny'"):
         kvp.Session(backbone, certificate=signed(backbone, backbone="f" * 64))
 
 

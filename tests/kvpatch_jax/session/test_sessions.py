@@ -33,9 +33,6 @@ from kvpatch_jax.errors import (
     InputError,
     NotFiniteError,
     PoolError,
-    PoolLostError,
-    SessionBusyError,
-    SessionClosedError,
     SessionError,
 )
 from kvpatch_jax.session.runtime import AnswerOptions
@@ -195,7 +192,7 @@ def test_a_job_may_call_and_read_on_the_worker_itself(backbone):
         expected, answer = one.ask(0, 6), one.start(0, 6)
         assert runtime.do(lambda: ids_of(answer)) == expected
         assert runtime.do(lambda: other.ask(0, 6)) == other.alone(0, 6)
-        with hog(runtime, 0), pytest.raises(SessionBusyError):
+        with hog(runtime, 0), pytest.raises(PoolError):
             runtime.do(lambda: one.ask(0, 6))
         expect_balanced(runtime, one, other)
 
@@ -233,16 +230,15 @@ def test_waiting_times_out(backbone):
         (agent,) = agents_of(runtime, 1)
         window = agent.window
         with hog(runtime, 0):
-            with pytest.raises(SessionBusyError, match=r"whole pages.* others|whole pages.*other sessions held"):
+            with pytest.raises(PoolError, match=r"whole pages.* others|whole pages.*other sessions held"):
                 agent.add(40)
-            with pytest.raises(SessionBusyError, match="other sessions held"):
+            with pytest.raises(PoolError, match="other sessions held"):
                 agent.ask(1)
             answer = agent.start(0)
-            with pytest.raises(SessionBusyError, match="other sessions held"):
+            with pytest.raises(PoolError, match="other sessions held"):
                 ids_of(answer)
         assert agent.window is window
         assert runtime.scheduler.busy == 3
-        assert issubclass(SessionBusyError, PoolError)
         assert len(agent.ask(1)) == 5
         expect_balanced(runtime, agent)
 
@@ -270,7 +266,7 @@ def test_what_can_never_fit_is_refused_at_once(runtime):
     runtime.provide("large", tokens, PAGES * 8 + 1, None)
     with pytest.raises(PoolError, match="whole pages") as raised:
         runtime.run(other.window.append(Entry.of_tokens("large", tokens)))
-    assert not isinstance(raised.value, SessionBusyError)
+    assert "waited" not in str(raised.value)
     with pytest.raises(PoolError, match="whole pages"):
         one.ask(1, PAGES * 8)
     runtime.release(other.window.branch)  # from now on nobody else holds pages
@@ -297,7 +293,7 @@ def test_a_lost_pool_is_allocated_again_and_windows_are_brought_again(runtime, m
     monkeypatch.setattr(runtime.backbone, "advance_answers", failing)
     causes = []
     for answer in answers:
-        with pytest.raises(PoolLostError) as raised:
+        with pytest.raises(PoolError) as raised:
             ids_of(answer)
         causes.append(str(raised.value.__cause__))
     assert causes == ["no memory left"] * 2
@@ -305,7 +301,7 @@ def test_a_lost_pool_is_allocated_again_and_windows_are_brought_again(runtime, m
     one.window = runtime.reprefill(one.window)
     assert one.ask(0, 8) == expected[0]
     for use in (lambda: other.add(40), lambda: other.ask(0, 8)):
-        with pytest.raises(PoolLostError, match="expected `reprefill`"):
+        with pytest.raises(PoolError, match="expected `reprefill`"):
             use()
     other.window = runtime.reprefill(other.window)
     assert other.ask(0, 8) == expected[1]
@@ -332,7 +328,7 @@ def test_releasing_a_branch_ends_its_answers(runtime):
     expected = other.ask(0, 40)
     answers = [one.start(0, 40), other.start(0, 40)]
     runtime.release(one.window.branch)
-    with pytest.raises(SessionClosedError, match="released"):
+    with pytest.raises(SessionError, match="released"):
         ids_of(answers[0])
     assert ids_of(answers[1]) == expected
     expect_balanced(runtime, other)
@@ -346,7 +342,7 @@ def test_closing_ends_answers_and_waits(backbone):
         errors: list[BaseException] = []
 
         def wait() -> None:
-            with pytest.raises(SessionClosedError) as raised:
+            with pytest.raises(SessionError) as raised:
                 other.add(40)
             errors.append(raised.value)
 
@@ -357,10 +353,10 @@ def test_closing_ends_answers_and_waits(backbone):
         runtime.close()
         thread.join()
         assert len(errors) == 1
-        with pytest.raises(SessionClosedError):
+        with pytest.raises(SessionError):
             ids_of(answer)
         for use in (lambda: one.add(41), lambda: one.ask(1), lambda: runtime.reprefill(one.window)):
-            with pytest.raises(SessionClosedError):
+            with pytest.raises(SessionError):
                 use()
         runtime.release(one.window.branch)
         runtime.close()
@@ -373,7 +369,7 @@ def test_in_a_forked_process_nothing_waits_for_ever(runtime, monkeypatch):
     own = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: own + 1)
     for use in (lambda: next(answer), lambda: agent.add(40), lambda: agent.ask(1)):
-        with pytest.raises(SessionClosedError, match="forked off"):
+        with pytest.raises(SessionError, match="forked off"):
             use()
     runtime.close()
     monkeypatch.undo()
@@ -483,7 +479,7 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
         assert (stats.growing, stats.waiting, stats.busy, stats.slots) == (0, 0, 0, PAGES * 8)
         assert f"answers {stats.answers}" in str(stats)
     for use in (lambda: first.add(shots[0]), sessions.open):
-        with pytest.raises(SessionClosedError):
+        with pytest.raises(SessionError):
             use()
     first.close()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import FetchError, InputError, StoreClosedError, StoreIOError
+from kvpatch_jax.errors import InputError, StoreError
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.store.fetch import Request, fetch
 
@@ -80,7 +80,7 @@ def test_hits_are_loaded_and_misses_computed_in_order(store):
     with pytest.raises(InputError, match="batch"):
         fetch(store, [], compute, batch=0)
     store.close()
-    with pytest.raises(StoreClosedError):
+    with pytest.raises(StoreError):
         fetch(store, REQUESTS, compute)
 
 
@@ -115,7 +115,7 @@ def test_chunks_that_fail_to_load_are_computed_and_replaced(store, monkeypatch):
 
     def failing(id, *args, **more):
         if id == "c3":
-            raise StoreIOError("store: read: EIO")
+            raise StoreError("store: read: EIO")
         return get(id, *args, **more)
 
     monkeypatch.setattr(store, "get", failing)
@@ -140,7 +140,7 @@ def test_computed_chunks_are_stored_and_returned_in_their_encodings(store):
     leaves = [jax.tree.leaves(dict(result.chunk.kv)) for result in (computed, loaded)]
     assert all(np.array_equal(first, second) for first, second in zip(*leaves, strict=True))
     assert not store.contains("c0", MODEL)
-    with pytest.raises(FetchError, match="0 of them as requested"):
+    with pytest.raises(StoreError, match="0 of them as requested"):
         fetch(store, REQUESTS[:1], lambda misses: [computed.chunk])
 
 
@@ -165,7 +165,7 @@ def test_a_load_that_hangs_is_computed_at_the_deadline(store, monkeypatch):
 def test_errors_of_computing_are_typed_and_leave_nothing(store):
     for id in IDS[3:]:
         store.put(chunk_of(id))
-    with pytest.raises(FetchError, match=r"got ZeroDivisionError .* from computing 1 chunks") as caught:
+    with pytest.raises(StoreError, match=r"got ZeroDivisionError .* from computing 1 chunks") as caught:
         fetch(store, REQUESTS, Computing(wrong="c1"))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "c1" not in str(caught.value) + repr(REQUESTS)
@@ -173,7 +173,7 @@ def test_errors_of_computing_are_typed_and_leave_nothing(store):
     assert store.contains("c0", MODEL)  # what was computed before is not lost
     assert not store.contains("c2", MODEL)
     check(fetch(store, REQUESTS, Computing()), IDS)
-    with pytest.raises(FetchError) as caught:
+    with pytest.raises(StoreError) as caught:
         fetch(store, [Request("c8", MODEL)], lambda misses: [fetch(store, [misses[0].request], Computing())[0].chunk])
     assert "no fetch there" in str(caught.value.__cause__)
 
@@ -228,7 +228,7 @@ def test_a_follower_takes_over_when_its_leader_fails(store):
         assert started.wait(60)
         threading.Timer(0.2, free.set).start()
         (follower,) = fetch(store, REQUESTS[:1], Computing())
-    assert isinstance(leader.exception(), FetchError)
+    assert isinstance(leader.exception(), StoreError)
     assert (follower.chunk.id, follower.source) == ("c0", "computed")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpatch_jax.errors import StoreFullError, StoreIOError
+from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import files, index
 from kvpatch_jax.store.files import Encoded, Stored
 from kvpatch_jax.store.objects import Objects
@@ -213,9 +213,9 @@ def test_a_put_that_the_disk_fails_changes_nothing(disk, monkeypatch):
     store = opened(disk.root)
     store.put([(name_of(1), object_of(10))])
     for method, code, error in (
-        ("fsync", errno.EIO, StoreIOError),
-        ("writev", errno.ENOSPC, StoreFullError),
-        ("open", errno.EDQUOT, StoreFullError),
+        ("fsync", errno.EIO, StoreError),
+        ("writev", errno.ENOSPC, StoreError),
+        ("open", errno.EDQUOT, StoreError),
     ):
 
         def fail(*_: object, code: int = code) -> None:

@@ -2,17 +2,16 @@
 
 import json
 import os
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from kvpatch_jax.errors import TraceError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.traces import Event, Recorder, Trace
 
-HEADER = {"format": "kvpatch_jax.trace", "version": 1, "parameters": {}}
+HEADER = {"format": "kvpatch_jax.trace", "version": 1}
 ADD = {"at": 0.5, "session": "a", "op": "add", "chunk": "one", "tokens": 3, "span": 3}
 EVENTS = (
     Event(0, "a", "add", "system", text="Be brief.", kind="text", tokens=4, span=4),
@@ -37,12 +36,10 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_a_written_trace_reads_back_equal(tmp_path):
-    trace = Trace(EVENTS, {"seed": 3, "rate": 0.5, "name": "ü", "none": None})
+    trace = Trace(EVENTS, lead=2)
     trace.write(tmp_path / "trace.jsonl")
     again = Trace.read(tmp_path / "trace.jsonl")
-    assert (again.events, again.parameters, again.folder) == (trace.events, trace.parameters, tmp_path)
-    assert again.sessions == ("a", "a/left", "b")
-    assert [event.op for event in again.of("a/left")] == ["slide", "recall", "close"]
+    assert (again.events, again.lead, again.folder) == (EVENTS, 2, tmp_path)
     assert os.listdir(tmp_path) == ["trace.jsonl"]
 
 
@@ -51,36 +48,30 @@ def test_a_written_trace_reads_back_equal(tmp_path):
     [
         (ADD | {"at": -1.0}, "seconds, 0 or more"),
         (ADD | {"op": "explode"}, "op: got 'explode'"),
-        (ADD | {"op": "slide"}, "got 'slide' without keep"),
         (ADD | {"op": "insert"}, "got 'insert' without before"),
-        (ADD | {"before": "zero"}, "got 'add' with before"),
-        (ADD | {"chunk": "\ud800"}, "a name in UTF-8"),
+        (ADD | {"before": "zero"}, "got 'add' with 'before'"),
+        (ADD | {"chunk": "\ud800"}, "a text in UTF-8"),
         (ADD | {"tokens": 0}, "tokens: got 0"),
         (ADD | {"span": 2**31}, "span: got 2147483648"),
         (ADD | {"payload": "image.png"}, "payload: got 'image.png'"),
-        (ADD | {"steps": 3}, "got 'add' with steps"),
         ({"at": 0.0, "session": "a", "op": "ask", "text": "q", "steps": 10**10}, "steps: got 10000000000"),
-        (ADD | {"more": 1}, "got field 'more'"),
+        (ADD | {"more": 1}, "got 'add' with 'more'"),
         ({"at": 1, "session": "a"}, "op: got None"),
         (b"{", "JSON"),
-        (b"[" * 100_000, "JSON"),
-        (b'{"at": NaN, "session": "a", "op": "close"}', "JSON"),
-        (b'{"at": 1, "at": 2, "session": "a", "op": "close"}', "JSON"),
-        (b'{"at": ' + b"9" * 5000 + b', "session": "a", "op": "close"}', "JSON"),
     ],
 )
 def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked, line, message):
-    with pytest.raises(TraceError, match=f"line 3: .*{message}"):
+    with pytest.raises(InputError, match=f"line 3.*{message}"):
         Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
 
 
-@pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"parameters": 3}, b""])
+@pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""])
 def test_files_that_are_no_trace_are_refused(tmp_path, header):
-    with pytest.raises(TraceError, match="line 1"):
+    with pytest.raises(InputError, match="line 1"):
         Trace.read(write(tmp_path / "t.jsonl", header, ADD))
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be read"):
         Trace.read(tmp_path)
-    with pytest.raises(TraceError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be written"):
         Trace(()).write(tmp_path / "no" / "folder.jsonl")
 
 
@@ -94,27 +85,24 @@ def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     trace = Trace((), folder=inside)
     assert trace.payloads(event("own.png")) == (inside / "own.png",)
     for name in ("link.png", "none.png", "folder", "../secret.png", tmp_path / "secret.png"):
-        with pytest.raises(TraceError, match="expected a regular file below"):
+        with pytest.raises(InputError, match="expected a regular file below"):
             trace.payloads(event(name))
-    with pytest.raises(TraceError, match="folder: got None"):
+    with pytest.raises(InputError, match="folder: got None"):
         Trace(()).payloads(event("own.png"))
 
 
 def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
-    session, pixels = types.SimpleNamespace(watchers=[]), np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     Image.fromarray(pixels).save(tmp_path / "shot.png")
     with Recorder(tmp_path / "t.jsonl") as recorder:
-        recorder.watch(session)
-        recorder.watch(session)  # twice is once
-        (watcher,) = session.watchers
-        watcher(Event(99, "a", "add", "one", "c", 3, 3), [tmp_path / "shot.png"])
-        watcher(Event(0, "a", "add", "two", "c", 3, 3), [pixels])
+        recorder(Event(99, "a", "add", "one", "c", 3, 3), [tmp_path / "shot.png"])
+        recorder(Event(0, "a", "add", "two", "c", 3, 3), [pixels])
         assert len(Trace.read(tmp_path / "t.jsonl").events) == 2  # already there
-        watcher(Event(0, "a", "ask", text="what?"), ["what?"])
-    watcher(Event(0, "a", "close"), [])  # after the recorder was closed
+        recorder(Event(0, "a", "ask", text="what?"), ["what?"])
+    recorder(Event(0, "a", "close"), [])  # after the recorder was closed
 
     trace = Trace.read(tmp_path / "t.jsonl")
-    times = [event.at for event in trace]
+    times = [event.at for event in trace.events]
     assert times == sorted(times)
     assert times[-1] < 99  # its own clock
     (first,), (second,) = trace.payloads(trace.events[0]), trace.payloads(trace.events[1])
@@ -130,9 +118,9 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     from evals.loops.episodes import recorded_prompts
     from kvpatch_jax import Session
 
-    backbone, windows = reader(), []
-    with Recorder(tmp_path / "t.jsonl") as recorder, Session(backbone, keep=2) as session:
-        recorder.watch(session)
+    windows = []
+    with Recorder(tmp_path / "t.jsonl") as recorder, Session(reader(), keep=2) as session:
+        session.watchers.append(recorder)
 
         def ask() -> None:
             str(session.ask(QUESTION, steps=1))
@@ -147,9 +135,9 @@ def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
         session.slide(1)
         session.replace(back, image_of(7))
         ask()
-    visits = list(recorded_prompts(Trace.read(tmp_path / "t.jsonl")))
-    assert [[(piece.shown.content, piece.shown.tokens) for piece in visit.pieces] for visit in visits] == windows
-    assert [visit.questions for visit in visits] == [(QUESTION,)] * 6
+    prompts = list(recorded_prompts(Trace.read(tmp_path / "t.jsonl")))
+    assert [[(piece.shown.content, piece.shown.tokens) for piece in prompt.pieces] for prompt in prompts] == windows
+    assert [prompt.questions for prompt in prompts] == [(QUESTION,)] * 6
 
 
 def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):
@@ -157,11 +145,9 @@ def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked
     recorder(Event(0, "a", "add", "one"))
     recorder(Event(0, "a", "add", "two"), [b"\x89PNG, but not really"])
     recorder(Event(0, "a", "add", "three"))
-    with pytest.raises(TraceError, match="ended early"):
+    with pytest.raises(InputError, match="ended early"):
         recorder.close()
     recorder.close()
-    assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl")] == ["one"]
-    with pytest.raises(TraceError, match="expected a new file"):
+    assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
+    with pytest.raises(InputError, match="expected a new file"):
         Recorder(tmp_path / "t.jsonl")
-    with Recorder(tmp_path / "other.jsonl") as other, pytest.raises(TraceError, match="has watchers"):
-        other.watch(object())

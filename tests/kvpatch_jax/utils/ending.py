@@ -1,11 +1,8 @@
-"""Processes that end while threads of the library work, each in a way of its own. A program.
+"""Processes that end while threads of the library work, each in a way of its own: `python ending.py COUNT`.
 
-    python ending.py CASE
-    python ending.py fork COUNT
-
-A case prints "at work" once its threads are, and ends at once. `fork` imports everything once and forks a process for
-each of COUNT ends, four at a time, so that one costs no imports; no process that forks has touched a device. It prints
-a line of JSON for each: its case, its status, the one that is expected, and what it printed.
+It imports everything once and forks a process for each of COUNT ends, four at a time; no process that forks has touched
+a device. A process prints "at work" once its threads are, and ends at once. A line of JSON is printed for each: its
+case, its status, the one that is expected, and what it printed.
 """
 
 import atexit
@@ -26,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
 from window_oracle import tiny  # noqa: E402
 
 import kvpatch_jax as kvp  # noqa: E402
-from kvpatch_jax.errors import SessionClosedError  # noqa: E402
+from kvpatch_jax.errors import SessionError  # noqa: E402
 
 SIDE_BY_SIDE = 4
 alive = []
@@ -63,7 +60,7 @@ def answering() -> None:
 def read() -> None:
     try:
         print(len(alive[-1].ids), "tokens were made")
-    except SessionClosedError:
+    except SessionError:
         print("the answer was cut short")
 
 
@@ -114,8 +111,7 @@ def main(count: int) -> str | None:
 
 
 if __name__ == "__main__":
-    chosen = main(int(sys.argv[2])) if sys.argv[1] == "fork" else sys.argv[1]
-    if chosen is not None:
+    if (chosen := main(int(sys.argv[1]))) is not None:
         begin, end, _ = CASES[chosen]
         begin()
         print("at work", flush=True)

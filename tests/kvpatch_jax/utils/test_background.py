@@ -13,13 +13,17 @@ from kvpatch_jax.utils.background import JobQueue
 ENDING = Path(__file__).with_name("ending.py")
 
 
+def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_processes_end_with_their_own_status_while_threads_work(count: int):
     """Sessions that nobody closes, at a normal end, an unhandled exception and an exit: no signal, no hang."""
-    command = [sys.executable, "-W", "ignore", str(ENDING), "fork", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-W", "ignore", str(ENDING), str(count)]
+    ends = [json.loads(line) for line in ended(command).stdout.splitlines()]
     assert len(ends) == count
     for end in ends:
         assert end["status"] == end["expected"], end
@@ -61,23 +65,16 @@ start_thread(threading.Event().wait, lambda deadline: print("ended", flush=True)
 """
 
 
-def end_of(program: str, *arguments: str) -> tuple[list[str], str]:
-    """What a program printed until its end, and its errors."""
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split(), done.stderr
-
-
 @pytest.mark.parametrize(("seconds", "jobs"), [("60", ["0", "1", "2"]), ("0", ["0"])])
 def test_at_exit_the_job_that_runs_ends_and_those_that_wait_have_a_limit(seconds: str, jobs: list[str]):
-    assert end_of(EXITING, seconds) == (jobs, "")
+    done = ended([sys.executable, "-c", EXITING, seconds])
+    assert (done.stdout.split(), done.stderr) == (jobs, "")
 
 
 def test_a_thread_that_hangs_keeps_no_process_from_ending():
-    printed, errors = end_of(HANGING)
-    assert printed == ["ended"]
-    assert "'hangs' still runs after 0.01 s" in errors
+    done = ended([sys.executable, "-c", HANGING])
+    assert done.stdout == "ended\n"
+    assert "'hangs' still runs after 0.01 s" in done.stderr
 
 
 def test_a_queue_runs_jobs_in_order_and_is_bounded():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch_jax.errors import PlanError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.plan import DeviceCosts
 from kvpatch_jax.utils import strict_json
 from kvpatch_jax.utils.atomic_files import replace
@@ -42,7 +42,7 @@ def test_a_place_that_cannot_be_written_is_unchanged(tmp_path: Path):
     with pytest.raises(OSError, match="folder"):
         replace(tmp_path / "folder", b"content")
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
-    with pytest.raises(PlanError, match="expected a file that can be written"):
+    with pytest.raises(InputError, match="expected a file that can be written"):
         DeviceCosts.assumed().write(tmp_path / "nowhere" / "costs.json")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from window_cases import Loop, same
 
-from kvpatch_jax.errors import PoolError, WindowError
+from kvpatch_jax.errors import PoolError, SessionError
 from kvpatch_jax.window import Window
 
 
@@ -87,13 +87,13 @@ def test_a_window_that_the_pool_does_not_hold_is_refused():
     loop = loop_of()
     window = loop.window
     left = window.evict("c1")
-    with pytest.raises(WindowError, match="got more pieces in branch ''; expected this window to be run first"):
+    with pytest.raises(SessionError, match="got more pieces in branch ''; expected this window to be run first"):
         loop.executor.context(left)
-    with pytest.raises(WindowError, match="got other KV of 'c3'"):
+    with pytest.raises(SessionError, match="got other KV of 'c3'"):
         loop.executor.context(left.append(loop.entry("c3")))
     # What was appended behind a front that never was in the pool cannot be made any more.
     skipped = left.append(loop.entry("c3")).recall("c1", before="c2")
-    with pytest.raises(WindowError, match="'c3' behind another front; expected every window to be run"):
+    with pytest.raises(SessionError, match="'c3' behind another front; expected every window to be run"):
         loop.executor.run(skipped)
     assert not loop.executor.run(window)
 
@@ -151,12 +151,12 @@ def test_a_snapshot_of_another_pool_is_refused():
     ):
         other = Loop()
         pools = other.executor.pools
-        with pytest.raises(WindowError, match="restore: got"):
+        with pytest.raises(SessionError, match="restore: got"):
             other.executor.restore(window, wrong)
         assert (other.executor.pools is pools, other.executor.branches) == (True, {})
-    with pytest.raises(WindowError, match="a branch that holds nothing"):
+    with pytest.raises(SessionError, match="a branch that holds nothing"):
         loop.executor.restore(window, snapshots)
-    with pytest.raises(WindowError, match="backbone"):
+    with pytest.raises(SessionError, match="backbone"):
         Loop("mrope").executor.restore(window, snapshots)
     small = Loop(pages=2)
     with pytest.raises(PoolError):

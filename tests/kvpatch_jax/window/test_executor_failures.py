@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from window_cases import BAR, Loop, Watched, backbone_of, owners, same
 
-from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, PoolLostError, WindowError
+from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, SessionError
 from kvpatch_jax.window import BARE, PREFILL, Entry, PatchNote, Service, Window
 
 IDS = ("c0", "c1", "c2", "c3")
@@ -108,13 +108,13 @@ def test_what_can_be_refused_is_refused_before_anything_is_written():
         (window.append(Entry("c6", "another", 5, 5), BARE), PatchMismatchError, "expected 'another'"),
         (window.append(Entry("c6", "another", 5, 5)), InputError, "expected 'another'"),
         (window.append(Entry("c6", "content of c6", 4, 5)), InputError, "got 5 tokens of 'c6'; expected 4"),
-        (window.append(Entry("c6", "content of c6", 4, 5), BARE), WindowError, "got 5 tokens of 'c6'; expected 4"),
-        (dataclasses.replace(window, backbone="f" * 64), WindowError, "a window of backbone 'ffff"),
+        (window.append(Entry("c6", "content of c6", 4, 5), BARE), SessionError, "got 5 tokens of 'c6'; expected 4"),
+        (dataclasses.replace(window, backbone="f" * 64), SessionError, "a window of backbone 'ffff"),
     ):
         with pytest.raises(error, match=words):
             loop.executor.run(changed)
         assert loop.executor.pools is pools
-        with pytest.raises(WindowError, match="expected"):
+        with pytest.raises(SessionError, match="expected"):
             loop.executor.context(changed)
     assert same(case.state(), before)
 
@@ -132,7 +132,7 @@ def test_a_pool_that_is_lost_comes_back(monkeypatch: pytest.MonkeyPatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("kvpatch_jax.window.executor.write_piece", dies)
-        with pytest.raises(PoolLostError, match=r"expected `renew\(\)`") as error:
+        with pytest.raises(PoolError, match=r"expected `renew\(\)`") as error:
             loop.run(loop.window.append(loop.entry("c4")))
     assert isinstance(error.value.__cause__, RuntimeError)
     executor, window = loop.executor, loop.window
@@ -144,13 +144,13 @@ def test_a_pool_that_is_lost_comes_back(monkeypatch: pytest.MonkeyPatch):
         lambda: executor.snapshot(window),
         lambda: executor.enlarge(64),
     ):
-        with pytest.raises(PoolLostError):
+        with pytest.raises(PoolError):
             call()
 
     executor.renew()
     assert not executor.lost
     assert executor.slots.free_pages == 48
-    with pytest.raises(WindowError, match="every window"):
+    with pytest.raises(SessionError, match="every window"):
         executor.run(window)
     loop.run(window.anew())
     assert [window.fidelity(id) for id in window.ids] == ["exact", "survivor", "approximate"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from window_cases import FINGERPRINT, chunk, note_of, patched, text, window_of
 
-from kvpatch_jax.errors import InputError, PatchMismatchError, StalePatchError, WindowError
+from kvpatch_jax.errors import InputError, PatchMismatchError, SessionError, StalePatchError
 from kvpatch_jax.window import BARE, KEEP, LIMIT, PREFILL, Service, Window
 
 
@@ -40,7 +40,7 @@ def test_a_slide_takes_the_texts_behind_a_chunk_along_and_leaves_those_in_front_
     assert window.slide(9) == window
     empty = window.slide(0)
     assert (empty.ids, empty.gone) == (("system", "trules"), ("A", "B", "C"))
-    with pytest.raises(WindowError, match=r"'tA1', which is unknown; expected an evicted one, such as \('A',\)"):
+    with pytest.raises(SessionError, match=r"'tA1', which is unknown; expected an evicted one, such as \('A',\)"):
         slid.recall("tA1")
 
 
@@ -87,11 +87,11 @@ def test_the_lead_neither_leaves_nor_moves():
         lambda: window.replace("A", chunk("X")),
         lambda: window.insert(chunk("X"), before="A"),
     ):
-        with pytest.raises(WindowError, match=r"expected \('system', 'A'\), which are pinned there .*`lead=`"):
+        with pytest.raises(SessionError, match=r"expected \('system', 'A'\), which are pinned there .*`lead=`"):
             refused()
-    with pytest.raises(WindowError, match="pinned"):
+    with pytest.raises(SessionError, match="pinned"):
         window.reorder(["B", "A"])
-    with pytest.raises(WindowError, match=r"expected \('system', 'A'\), which are pinned"):
+    with pytest.raises(SessionError, match=r"expected \('system', 'A'\), which are pinned"):
         window.arranged([piece.entry for piece in window.pieces[1:]])
     # It may be served otherwise, where it is.
     assert window.serve({"A": BARE}).ids == window.ids
@@ -109,7 +109,7 @@ def test_a_window_without_a_lead_says_when_the_sink_has_left():
 @pytest.mark.usefixtures("unchecked")
 def test_a_word_is_no_service():
     service: Any = "bare"
-    with pytest.raises(WindowError, match="'bare' of 'A'; expected a Service"):
+    with pytest.raises(SessionError, match="'bare' of 'A'; expected a Service"):
         Window.empty(FINGERPRINT).append(chunk("A"), service)
 
 
@@ -125,14 +125,14 @@ def test_services_that_do_not_fit_a_piece_are_refused():
         (Service("bare", stored="0" * 32), "with stored="),
         (Service("restored", likeness="near"), "with stored=None"),
     ):
-        with pytest.raises(WindowError, match=words):
+        with pytest.raises(SessionError, match=words):
             window.append(chunk("B"), service)
     for service in (BARE, Service("leading"), Service("restored"), patched(note)):
-        with pytest.raises(WindowError, match="which is a text; expected it prefilled"):
+        with pytest.raises(SessionError, match="which is a text; expected it prefilled"):
             window.append(text("t2"), service)
-        with pytest.raises(WindowError, match="which is a text; expected it prefilled"):
+        with pytest.raises(SessionError, match="which is a text; expected it prefilled"):
             window.serve({"t": service})
-    with pytest.raises(WindowError, match="that it comes in"):
+    with pytest.raises(SessionError, match="that it comes in"):
         Window.empty(FINGERPRINT).append(chunk("A")).serve({"A": Service("leading")})
 
 
@@ -214,7 +214,7 @@ REFUSED: list[tuple[Callable[[Window], Any], str]] = [
 def test_refused_operations_say_what_is_expected_and_change_nothing(unchecked, operation, words):
     window = window_of(*"ABC", "t").evict("A")
     copy = dataclasses.replace(window)
-    with pytest.raises(WindowError, match=words) as refusal:
+    with pytest.raises(SessionError, match=words) as refusal:
         operation(window)
     assert "expected" in str(refusal.value)
     assert window == copy
@@ -228,7 +228,7 @@ def test_refused_operations_say_what_is_expected_and_change_nothing(unchecked, o
     ],
 )
 def test_refused_entries_name_the_field(unchecked, fields):
-    with pytest.raises(WindowError, match=rf"entry\.({'|'.join(fields)}): got .*expected"):
+    with pytest.raises(SessionError, match=rf"entry\.({'|'.join(fields)}): got .*expected"):
         dataclasses.replace(chunk("A"), **fields)
     with pytest.raises(InputError):
         chunk("\ud800")

@@ -9,7 +9,7 @@ import pytest
 from window_cases import chunk, note_of, patched, window_of
 
 from kvpatch_jax.cache import text_digest
-from kvpatch_jax.errors import WindowError
+from kvpatch_jax.errors import SessionError
 from kvpatch_jax.window import BARE, LIMIT, Service, Window, from_json, to_json
 
 MADE = "0" * 32
@@ -42,7 +42,7 @@ def test_a_window_is_read_back_as_it_was():
         assert from_json(to_json(window).encode(), window.backbone) == window
     assert {piece.method for piece in saved().pieces} == {"prefill", "bare", "patch", "restored"}
     assert saved().piece("D").base is not None
-    with pytest.raises(WindowError, match=f"of backbone '{'f' * 32}'; expected 'other'"):
+    with pytest.raises(SessionError, match=f"of backbone '{'f' * 32}'; expected 'other'"):
         from_json(to_json(saved()), "other")
 
 
@@ -57,7 +57,7 @@ def test_a_window_is_read_back_as_it_was():
     ],
 )
 def test_what_is_no_document_is_refused(body):
-    with pytest.raises(WindowError, match="expected"):
+    with pytest.raises(SessionError, match="expected"):
         from_json(body, "f" * 32)
 
 
@@ -65,7 +65,7 @@ def test_damage_is_found():
     text = to_json(saved())
     for old, new in (('"start": 18', '"start": 19'), ('"lead": 1', '"lead": 2'), ('"branch": "/x"', '"branch": "/y"')):
         assert old in text
-        with pytest.raises(WindowError, match="another digest"):
+        with pytest.raises(SessionError, match="another digest"):
             from_json(text.replace(old, new, 1), "f" * 32)
 
 
@@ -115,7 +115,7 @@ def test_hostile_contents_are_refused(unchecked, number):
     change, value = HOSTILE[number]
     contents = document()["window"]
     change(contents, value)
-    with pytest.raises(WindowError, match="expected"):
+    with pytest.raises(SessionError, match="expected"):
         from_json(written(contents), "f" * 32)
 
 
@@ -132,8 +132,8 @@ def test_contents_that_contradict_each_other_are_refused():
         {key: value for key, value in contents.items() if key != "pieces"} | {"backbone": 3},
     ]
     for change in changes:
-        with pytest.raises(WindowError, match="expected"):
+        with pytest.raises(SessionError, match="expected"):
             from_json(written(copy.deepcopy(contents) | change), "f" * 32)
     for name in contents:
-        with pytest.raises(WindowError, match="expected"):
+        with pytest.raises(SessionError, match="expected"):
             from_json(written({key: value for key, value in contents.items() if key != name}), "f" * 32)

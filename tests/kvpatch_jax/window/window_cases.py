@@ -9,8 +9,7 @@ import numpy as np
 from window_oracle import FAMILIES, rows_of, span_of, tiny, tokens_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.patching.canonical import one_behind_the_other
+from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.window import PREFILL, Entry, Executor, PatchNote, Service, Step, Window, canonical_of
 
 FINGERPRINT = "f" * 32
@@ -160,7 +159,7 @@ class Loop:
         for tokens in [*(self.tokens[id] for id in ids), *([self.question()] if question else [])]:
             parts.append(tokens.shift(start))
             start += span_of(tokens)
-        return one_behind_the_other(parts)
+        return joined_tokens(parts)
 
 
 def distance(rows: dict[str, np.ndarray], expected: dict[str, Any]) -> float:

@@ -21,8 +21,8 @@ from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.batch.items import read_items
 from kvpatch_jax.cache import expect_small, medium_of, one_form, sort_of
 from kvpatch_jax.cache.inputs import looks_like_a_file
-from kvpatch_jax.errors import AmbiguousTextError, InputError, KVPatchError
-from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
+from kvpatch_jax.errors import InputError, KVPatchError
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id
 from models import load
 from models.inputs.chat import read_messages
 from tests.goldens.redraw import draw_frames
@@ -59,8 +59,6 @@ def store(tmp_path: Path):
     with ChunkStore(tmp_path / "store") as store:
         yield store
 
-
-# -------------------------------------------------------------------------------------------------- texts and files
 
 FILES = r"""
 nope.png|shot1.pgn|clip.mp4|SHOT.JPEG|a@2x.webp|bilder/größe.png|请看shot.png|notes.txt|my shot.png|describe shot.png
@@ -119,7 +117,7 @@ def is_refused(call: Callable[[str], object], text: str) -> bool:
     """Whether a text is refused as ambiguous; that its words are not in the vocabulary does not matter here."""
     try:
         call(text)
-    except AmbiguousTextError as error:
+    except InputError as error:
         return re.search(r"pathlib\.Path\(.*kvpatch_jax\.Text\(", str(error)) is not None
     except KVPatchError:
         pass
@@ -190,7 +188,7 @@ def test_items_from_json_say_what_is_an_image(path):
             'in JSON {"image": ...}, {"video": ...} or {"text": ...}',
             "item.front 0: got a int; expected 'image'",
             "item.front 0: got a part of type None with the fields ['images']",
-            "an address; expected its bytes or a file: fetch it first",
+            "expected a data URL (an address: fetch it first",
         ),
         strict=True,
     ):
@@ -199,12 +197,9 @@ def test_items_from_json_say_what_is_an_image(path):
 
 def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
     items = [{"front": [f"page {number}.png"], "question": "C6"} for number in range(3)]
-    with pytest.raises(AmbiguousTextError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
+    with pytest.raises(InputError, match=r"got 3 invalid items: .*page 0\.png.*in JSON"):
         kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()
-
-
-# ------------------------------------------------------------------------------------------------- sorts and forms
 
 
 def test_every_item_has_a_sort(backbone, unchecked: None):
@@ -249,31 +244,27 @@ def test_other_content_has_another_id(tmp_path):
     assert len({id_of(other) for other in others}) == len(others)
 
 
-def test_a_medium_has_one_id_however_it_is_given(tmp_path):
-    (tmp_path / "other.mkv").write_bytes(b"one")
+def test_a_medium_has_one_id_and_keeps_nothing_of_the_callers(tmp_path):
+    path, samples = tmp_path / "clip.mkv", np.linspace(-1, 1, 50, dtype=np.float32)
+    path.write_bytes(b"one")
     assert id_of(Video(FRAMES, rate=2)) == id_of(Video(FRAMES.copy(), rate=2.0)) == id_of(Video(list(FRAMES), rate=2))
-    assert id_of(tmp_path / "other.mkv") == id_of(Video(tmp_path / "other.mkv")) == id_of(Video(b"one"))
-    samples = np.linspace(-1, 1, 50, dtype=np.float32)
+    assert id_of(path) == id_of(Video(path)) == id_of(Video(b"one"))
     assert id_of(Audio(samples.astype(np.float64), 16000)) == id_of(Audio(samples, 16000))
 
-
-def test_reading_keeps_nothing_of_the_callers(tmp_path):
-    frames, samples = FRAMES.copy(), np.ones(4, np.float32)
-    video, audio = one_form(Video(frames, rate=2)), one_form(Audio(samples, 8000))
-    frames[:] = samples[:] = 0
+    frames, copied = FRAMES.copy(), samples.copy()
+    video, audio, clip = one_form(Video(frames, rate=2)), one_form(Audio(copied, 8000)), one_form(path)
+    frames[:] = copied[:] = 0
+    path.write_bytes(b"two")
     assert np.array_equal(video.source, FRAMES)
-    assert audio.source.tolist() == [1, 1, 1, 1]
+    assert np.array_equal(audio.source, samples)
+    assert clip.source == b"one"
+    path.unlink()
     Image.fromarray(FRAMES[0]).save(tmp_path / "b.png")
     Image.fromarray(FRAMES[1]).save(tmp_path / "a.png")
     assert np.array_equal(one_form(Video(tmp_path, timestamps=[0, 1])).source, FRAMES[[1, 0]])
-    path = tmp_path / "clip.mp4"
-    path.write_bytes(b"one")
-    clip = one_form(path)
-    path.write_bytes(b"two")
-    assert clip.source == b"one"
 
 
-def test_ids_come_from_the_content_by_default(backbone, path):
+def test_ids_come_from_the_content_and_a_path_is_an_image_in_every_place(backbone, store, path):
     """As a library and the linker name it, so that what was computed by hand is found by its reference."""
     made = lambda *items, **options: kvp.make_chunk(backbone, items, **options).id
     assert made(path) == made(PAGE) == made(Image.fromarray(PAGE)) == chunk_id(backbone.fingerprint, PAGE)
@@ -282,8 +273,6 @@ def test_ids_come_from_the_content_by_default(backbone, path):
     assert made("C6", [13]) == chunk_id(backbone.fingerprint, "C6", [13])
     assert made(PAGE, id="page") == "page"
 
-
-def test_a_path_is_an_image_in_every_place(backbone, store, path):
     by_path, by_pixels = (backbone.prepare([item]) for item in (path, PAGE))
     assert all(np.array_equal(by_path[name], by_pixels[name]) for name in by_pixels)
     library = StaticLibrary(store, quota=1 << 20)
@@ -307,18 +296,18 @@ def test_a_path_is_an_image_in_every_place(backbone, store, path):
         (lambda: Video(FRAMES, timestamps=[0, 2, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[-1, 0, 1, 3]), "expected seconds that rise from 0 or more"),
         (lambda: Video(FRAMES, timestamps=[0, 1, 2, 10**400]), "expected seconds that rise from 0 or more"),
-        (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 2 timestamps; expected one for each of 4 frames"),
-        (lambda: Video(FRAMES).read(), "frames without their times; expected rate= or timestamps="),
-        (lambda: Video(b"file", rate=2).read(), "a file with rate or timestamps"),
-        (lambda: Video(FRAMES[0], rate=2).read(), r"frames of shape \[16, 24, 3\]"),
+        (lambda: Video(FRAMES, timestamps=[0, 1]).read(), "got 4 frames of .* and 2 timestamps; expected"),
+        (lambda: Video(FRAMES).read(), "frames with .*; expected rate or timestamps of frames"),
+        (lambda: Video(b"file", rate=2).read(), "a file with .*; expected rate or timestamps of frames"),
+        (lambda: Video(FRAMES[0], rate=2).read(), r"of shape \[16, 24, 3\]; expected"),
         (lambda: Video([FRAMES[0], FRAMES[0][:8]], rate=2).read(), "frames of sizes"),
-        (lambda: Video([], rate=2).read(), "a list without frames"),
+        (lambda: Video([], rate=2).read(), "got a list; expected a file, a folder, images"),
         (lambda: Video(Path("missing.mp4")).read(), "no readable file"),
-        (lambda: Audio(np.zeros((2, 2), np.float32), 8000), r"float32 \[2, 2\]; expected floats \[samples\]"),
-        (lambda: Audio(np.zeros(3, np.int16), 8000), "expected floats"),
-        (lambda: Audio(np.zeros(3, np.float32)), "got rate None; expected one with an array"),
-        (lambda: Audio(b"x", 8000), "got rate 8000; expected one with an array, and none with a file"),
-        (lambda: Audio("said.wav"), "got a str; expected a path"),
+        (lambda: Audio(np.zeros((2, 2), np.float32), 8000), r"float32 \[2, 2\] and .*; expected .* floats \[samples\]"),
+        (lambda: Audio(np.zeros(3, np.int16), 8000), "int16 .*; expected .* floats"),
+        (lambda: Audio(np.zeros(3, np.float32)), "and rate None; expected .* floats .* with one"),
+        (lambda: Audio(b"x", 8000), "got a bytes and rate 8000; expected a path or bytes without a rate"),
+        (lambda: Audio("said.wav"), "got a str and rate None; expected a path"),
         (lambda: Audio(np.full(3, np.inf, np.float32), 8000).read(), "not finite"),
         (lambda: expect_small(Video(FRAMES, rate=1), 100), "got 4608 bytes; expected at most 100"),
         (lambda: expect_small(Video(b"12345"), 4), "got 5 bytes; expected at most 4"),
@@ -330,16 +319,13 @@ def test_what_is_no_video_or_sound_is_refused(make, message, unchecked: None):
         make()
 
 
-# --------------------------------------------------------------------------------------- bare strings and single items
-
-
 def test_a_single_item_is_no_sequence_of_items(backbone, unchecked: None):
     single = ("a b c", kvp.Text("a b c"), PAGE, jnp.asarray(PAGE), Path("page.png"), Image.fromarray(PAGE), 7)
     for call in (backbone.prepare, lambda items: kvp.make_chunk(backbone, items, "x")):
         for items in single:
             with pytest.raises(InputError, match="expected a sequence of items"):
                 call(items)
-    with pytest.raises(InputError, match="expected at least one"):
+    with pytest.raises(InputError, match="expected a sequence of items, at least one"):
         backbone.prepare([])
     assert backbone.prepare(item for item in [[1], [2]])["input_ids"].tolist() == [[1, 2]]
 
@@ -371,7 +357,6 @@ def test_a_backbone_in_place_of_its_fingerprint_is_refused(backbone, store, unch
     fields = {name: getattr(chunk, name) for name in ("kv", "local", "span", "length", "id", "layout")}
     for call in (
         lambda backbone: chunk_id(backbone, PAGE),
-        lambda backbone: encoder_id(backbone, {"pixel_values": PAGE}),
         lambda backbone: store.get("page", backbone),
         lambda backbone: store.contains("page", backbone),
         lambda backbone: store.delete("page", backbone),
