@@ -202,22 +202,3 @@ def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens, what: str = "c
     tokens = unit if isinstance(unit, Tokens) else backbone.embed(**backbone.prepare(items_of(unit, what)))
     check_tokens(tokens, what)
     return tokens
-
-
-def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens at their positions to one prompt; parts without deepstack features get zeros."""
-    deepstack, traced = None, any(isinstance(part.positions, Array) for part in parts)
-    known = [part.deepstack for part in parts if part.deepstack is not None]
-    if known:
-        features = []
-        for part in parts:
-            shape = (*part.embeddings.shape[:2], *known[0].shape[2:])
-            features.append(jnp.zeros(shape, known[0].dtype) if part.deepstack is None else part.deepstack)
-        deepstack = jnp.concatenate(features, axis=1)
-
-    return Tokens(
-        jnp.concatenate([part.embeddings for part in parts], axis=1),
-        (jnp if traced else np).concatenate([part.positions for part in parts], axis=1),
-        deepstack,
-        ahead_of(parts),
-    )

@@ -32,8 +32,8 @@ METHODS: dict[str, Callable[..., Repaired]] = {function.__name__: function for f
 
 Settings are keyword arguments with defaults. A budget is a `RepairBudget`, or a float: a share of the cached tokens; of
 stored forms, of the bytes of the chunk's KV. All methods raise InputError for a budget or setting that is out of range
-or of a kind that they do not take (RankError for a rank), and for a splice that lacks what they read (a question,
-recorded KV, other antecedents, …); ShapeError, LayoutError, DtypeError and FrameError for arrays that do not match the
+or of a kind that they do not take (InputError for a rank), and for a splice that lacks what they read (a question,
+recorded KV, other antecedents, …); ShapeError, LayoutError and LayoutError for arrays that do not match the
 backbone. Those that keep bytes take a splice of one chunk. `patch`, `pooled`, `cachegen` and `block_differences` choose
 by values, and refuse KV inside a trace. What else they raise, each one says.
 """

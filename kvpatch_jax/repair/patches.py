@@ -12,7 +12,7 @@ from jaxtyping import Array
 from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
 from ..core import KVEncoding, PackedArray, arrays_of, to_engine
-from ..errors import InputError, RankError
+from ..errors import InputError
 from ..patching import Basis, ByteBudget, apply_patch, form_in_basis, form_patch, mean_base
 from ..patching.patch_flops import adding_flops, transition_adding_flops
 from .repair_budget import ALL, NUMBER_BYTES, RepairBudget, kv_bytes

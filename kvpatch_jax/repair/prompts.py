@@ -10,10 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..backbone import KV, Backbone, Tokens
+from ..backbone import KV, Backbone, Tokens, joined_tokens
 from ..core import EngineKV, to_engine
 from ..errors import InputError
-from ..patching.canonical import one_behind_the_other
 from .leading_tokens import first_counts, recompute_first
 from .recomputation import Recompute
 from .references import expect_nothing
@@ -62,7 +61,7 @@ def splice_prompt(backbone: Backbone, pieces: Sequence[PromptPiece]) -> SplicedC
         first += n
 
     cache = {name: jnp.concatenate([part[name] for part in parts], axis=2) for name in layout.names}
-    tokens = one_behind_the_other([piece.tokens for piece in pieces])
+    tokens = joined_tokens([piece.tokens for piece in pieces])
     slots = jnp.asarray(np.broadcast_to(np.arange(first, dtype=np.int32), (tokens.embeddings.shape[0], first)))
     splice = SplicedCache(tokens, EngineKV(cache), slots, chunks=tuple(chunks))
     check_splice(layout, splice)

@@ -10,7 +10,7 @@ from pallas_kernels import factorise
 
 from ..backbone import KV, Backbone
 from ..core import BITS, AnyArray, KVEncoding, flatten_heads
-from ..errors import InputError, RankError
+from ..errors import InputError
 from .repair_budget import RepairBudget
 from .repaired import RepairBytes, Repaired, method
 from .spliced_cache import SplicedCache, live_tokens, required

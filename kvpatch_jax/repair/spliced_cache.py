@@ -14,10 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from ..backbone import KV, Tokens
+from ..backbone import KV, Tokens, joined_tokens
 from ..core import AnyArray, KVLayout, check_uniform, expect_frame, to_phase_free
 from ..errors import InputError, LayoutError, ShapeError
-from ..patching.canonical import one_behind_the_other
 from ..utils.pytrees import pytree
 
 
@@ -130,7 +129,7 @@ def check_splice(layout: KVLayout, splice: SplicedCache, *, hybrid: bool = False
     """Checks that the arrays of a splice match the layout and one another, and, unless `hybrid`, as `check_rows`.
 
     Raises:
-      LayoutError, DtypeError, ShapeError, FrameError: channels, a dtype, a shape or a frame differs.
+      LayoutError, ShapeError: channels, a dtype, a shape or a frame differs.
       InputError: chunks overlap or lie outside the tokens, or concrete slots lie outside the cache.
     """
     if not hybrid:
@@ -243,7 +242,7 @@ def with_front(splice: SplicedCache, front: Tokens) -> SplicedCache:
     rows, before = front.embeddings.shape[:2]
     slots = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (rows, before)), jnp.asarray(splice.slots)], axis=1)
     length = None if splice.length is None else before + jnp.asarray(splice.length)
-    return SplicedCache(one_behind_the_other([front, splice.tokens]), splice.cache, slots, length=length)
+    return SplicedCache(joined_tokens([front, splice.tokens]), splice.cache, slots, length=length)
 
 
 # ---------------------------------------------------------------------------------------------------------- scores

@@ -35,7 +35,7 @@ from ..core import (
     to_phase_free,
     unpack,
 )
-from ..errors import InputError, RankError
+from ..errors import InputError
 from ..utils.traced_flops import traced_flops
 from .repair_budget import ALL, NUMBER_BYTES, RepairBudget, kv_bytes
 from .repaired import RepairBytes, Repaired, engine_written, factorising_flops, method, rotation_flops, untouched
@@ -280,7 +280,7 @@ def _reduced(
     if rank is None:
         rank = largest_fitting(range(1, highest + 1), nbytes, allowed)
     if not 1 <= rank <= highest:
-        raise RankError(f"rank: got {rank}; expected 1 to {highest}")
+        raise InputError(f"rank: got {rank}; expected 1 to {highest}")
 
     factors = _kv_factors(recorded, live, tuple((name, min(rank, tokens, widths[name])) for name in names))
     marked = None

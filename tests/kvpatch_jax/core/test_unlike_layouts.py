@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, Patch, PatchMetadata
+from kvpatch_jax.cache import Antecedent, Chunk, ChunkKey, PatchMetadata, check_factors
 from kvpatch_jax.core import (
     Channel,
     KVEncoding,
@@ -167,7 +167,7 @@ def test_a_patch_of_some_layers_has_factors_of_the_channels_that_they_keep():
         {name: np.asarray(value) for name, value in apply_patch(chunk, alone, START).items()},
     )
     with pytest.raises(ShapeError, match=r"expected \[2, any, any\]"):
-        Patch({"k": (jnp.zeros((5, TOKENS, 2)), jnp.zeros((5, 2, 8)))}, patch.metadata)
+        check_factors({"k": (jnp.zeros((5, TOKENS, 2)), jnp.zeros((5, 2, 8)))}, patch.metadata)
 
 
 class StandIn:
@@ -184,7 +184,7 @@ def test_what_needs_layers_of_one_kind_refuses_others_by_name():
         lambda: check_uniform(LAYOUT, "anything"),
         lambda: RAGGED.read(LAYOUT, list(np.zeros((5, 2, 4, 2, 8), np.float32)), np.arange(2)),
         lambda: Basis(empty, LAYOUT, "backbone"),
-        lambda: SegmentStore(StandIn(), SegmentOptions(reuse_layers=1)),
+        lambda: SegmentStore(StandIn(), 1),
         lambda: METHODS["cacheblend"](StandIn(), None, 0.1),
     ]
     for call in refused:

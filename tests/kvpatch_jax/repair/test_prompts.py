@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.patching.canonical import one_behind_the_other
 from kvpatch_jax.repair import METHODS, PromptPiece, RepairBudget, splice_prompt
 from kvpatch_jax.repair.methods import blind, first_k, mpic, two_step_reuse, vlcache
 from tests.kvpatch_jax.repair.splices import PIECES, ROWS, error, make_prompt, make_splice, text_tokens, tiny_backbone
@@ -122,12 +121,12 @@ def numbered_tokens(first: int, count: int, deepstack: bool) -> Tokens:
 
 def test_texts_among_images_with_deepstack_features_have_zeros():
     parts = [numbered_tokens(0, 2, False), numbered_tokens(10, 3, True), numbered_tokens(20, 1, False)]
-    joined = one_behind_the_other(parts)
+    joined = joined_tokens(parts)
     assert joined.deepstack is not None
     np.testing.assert_array_equal(np.asarray(joined.deepstack)[0, :, 0, 0], [0, 0, 1, 1, 1, 0])
     np.testing.assert_array_equal(np.asarray(joined.positions)[0], [0, 1, 10, 11, 12, 20])
     np.testing.assert_array_equal(np.asarray(joined.embeddings)[0, :, 0], [0, 2, 10, 12, 14, 20])
-    assert one_behind_the_other([parts[0], parts[2]]).deepstack is None
+    assert joined_tokens([parts[0], parts[2]]).deepstack is None
 
 
 @pytest.mark.slow
