@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpatch_jax.errors import InputError, KVPatchError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.utils import strict_json
 from models import Buckets, load
 
@@ -77,7 +77,7 @@ def longest_prompt(path: Path) -> int | None:
     file = path / "config.json"
     if not file.is_file():
         return None
-    raw = strict_json.object_of(file.read_bytes(), f"{file}", KVPatchError)
+    raw = strict_json.object_of(file.read_bytes(), f"{file}")
     text = raw.get("text_config") or raw.get("language_config") or raw.get("llm_config") or {}
     sizes = [values.get("max_position_embeddings") for values in (text, raw)]
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)

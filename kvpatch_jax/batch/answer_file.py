@@ -113,7 +113,7 @@ def _parsed(path: Path, content: bytes, expected: Mapping[str, Any]) -> tuple[Li
     """Parses the complete lines of a file. Raises InputError unless its header is the expected one."""
     where = f"answers: {str(path)!r:.200}, line"
     lines = content.split(b"\n")[:-1]
-    header, *rest = [strict_json.object_of(line, f"{where} {n}", InputError) for n, line in enumerate(lines, 1)] or [{}]
+    header, *rest = [strict_json.object_of(line, f"{where} {n}") for n, line in enumerate(lines, 1)] or [{}]
     for name in [name for name in expected if header.get(name) != expected[name]]:
         shown = f"answers of {name} {header.get(name)!r:.80}, not of {expected[name]!r:.80}"
         raise InputError(f"answers: got {str(path)!r:.200}, which has {shown}; expected one of this batch")

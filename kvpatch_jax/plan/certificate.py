@@ -416,7 +416,7 @@ def _digest(body: dict[str, Any]) -> str:
 def _parsed(text: Any) -> dict[str, Any]:
     """Returns the body of a certificate's JSON, rows as dictionaries. The digest is checked, the values are not."""
     _check(isinstance(text, str | bytes), "certificate", text, "JSON")
-    saved = strict_json.object_of(text, "certificate", InputError)
+    saved = strict_json.object_of(text, "certificate")
     version = saved.get("version")
     is_known = saved.get("format") == FORMAT and type(version) is int and version == VERSION
     _check(is_known, "certificate", (saved.get("format"), version), f"{FORMAT!r}, version {VERSION}")

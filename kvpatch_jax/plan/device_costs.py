@@ -139,7 +139,7 @@ class DeviceCosts:
         path = path_of(path, "device costs", InputError)
         what = f"device costs {os.fspath(path)!r}"
         try:
-            body = strict_json.object_of(path.read_text("utf-8"), what, InputError)
+            body = strict_json.object_of(path.read_text("utf-8"), what)
             version = body["format"], body["version"]
             if version != (FORMAT, VERSION):
                 raise InputError(f"{what}: got format {version!r:.80}; expected {(FORMAT, VERSION)}")

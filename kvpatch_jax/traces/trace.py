@@ -79,7 +79,7 @@ class Trace:
             raise InputError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
 
         where = f"{str(path)!r:.200}, line"
-        header, *rest = [strict_json.object_of(line, f"{where} {n}", InputError) for n, line in enumerate(lines, 1)]
+        header, *rest = [strict_json.object_of(line, f"{where} {n}") for n, line in enumerate(lines, 1)]
         lead = header.pop("lead", None)
         if header != HEADER or not (lead is None or is_count(lead, 0)):
             raise InputError(

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..errors import KVPatchError
+from ..errors import InputError
 
 
 def loads(text: str | bytes) -> Any:
@@ -28,16 +28,16 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def object_of(text: str | bytes, what: str, refused: type[KVPatchError]) -> dict[str, Any]:
+def object_of(text: str | bytes, what: str) -> dict[str, Any]:
     """Parses one JSON object, as `loads` does.
 
     Raises:
-      `refused`: the text is no such JSON, or another value than an object. The message begins with `what`.
+      InputError: the text is no such JSON, or another value than an object. The message begins with `what`.
     """
     try:
         value = loads(text)
     except ValueError as error:
-        raise refused(f"{what}: got no JSON of this kind ({error!s:.80}); expected one object") from None
+        raise InputError(f"{what}: got no JSON of this kind ({error!s:.80}); expected one object") from None
     if not isinstance(value, dict):
-        raise refused(f"{what}: got a {type(value).__name__}; expected an object")
+        raise InputError(f"{what}: got a {type(value).__name__}; expected an object")
     return value
