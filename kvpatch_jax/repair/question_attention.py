@@ -67,9 +67,10 @@ def attention_scores(
 
 
 def infoflow_layers(layout: KVLayout, reading: Reading = "mass") -> tuple[int, ...]:
-    """Returns the layers that InfoFlow KV scores with, for a model of another depth than its own.
+    """Returns the layers that InfoFlow KV scores with, at .55 to .65 of the depth; for "head_norm" the last two.
 
-    Layers 22 to 25 of 40 (appendix B, Qwen3-14B); for "head_norm" the last two, as in the released code.
+    The source scores with layers 22 to 25 of Qwen3-14B's 40 (appendix B), where this takes 22 to 26; its released code
+    takes the last two by default.
     """
     if reading == "head_norm":
         return tuple(range(max(0, layout.layers - 2), layout.layers))
