@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from ..errors import InputError
 from ..utils import strict_json
 from ..utils.atomic_files import path_of
+from ..utils.kinds import is_whole
 
 FORMAT = {"format": "kvpatch_jax.answers", "version": 1}
 Line = dict[str, Any]
@@ -62,9 +63,8 @@ def open_answers(path: Path, header: Mapping[str, Any], items: Set[int]) -> tupl
         if complete or not json.dumps(header).encode().startswith(content):
             _, lines = _parsed(path, complete, header)
         for number, line in enumerate(lines, 2):
-            index = line.get("item")
-            if not isinstance(index, int) or index not in items:
-                shown = f"{str(path)!r:.200}, line {number}: got item {index!r:.40}"
+            if line["item"] not in items:
+                shown = f"{str(path)!r:.200}, line {number}: got item {line['item']!r:.40}"
                 raise InputError(f"answers: {shown}; expected one of this shard")
         file.truncate(len(complete))
         if not complete:
@@ -117,4 +117,10 @@ def _parsed(path: Path, content: bytes, expected: Mapping[str, Any]) -> tuple[Li
     for name in [name for name in expected if header.get(name) != expected[name]]:
         shown = f"answers of {name} {header.get(name)!r:.80}, not of {expected[name]!r:.80}"
         raise InputError(f"answers: got {str(path)!r:.200}, which has {shown}; expected one of this batch")
+    count = header.get("items")
+    for number, index in [(1, count), *[(number, line.get("item")) for number, line in enumerate(rest, 2)]]:
+        if not is_whole(index, 0) or (number > 1 and index >= count):
+            raise InputError(
+                f"{where} {number}: got item {index!r:.40} of {count!r:.40}; expected an index below their number"
+            )
     return header, rest

@@ -93,6 +93,10 @@ class Chunk:
     def __post_init__(self) -> None:
         expect_kind(self.layout, KVLayout, "chunk: layout", "a KVLayout, such as `backbone.layout`")
         expect_kind(self.local, AnyArray, "chunk: local", "an array of positions", InputError)
+        if np.dtype(self.local.dtype).kind not in "iuf":
+            raise InputError(f"chunk: got local positions of {self.local.dtype}; expected numbers")
+        expect_kind(self.id, str, "chunk: id", "a name")
+        expect_kind(self.encoder, AnyArray | None, "chunk: encoder", "an array, or None", InputError)
         for word in ("content", "lead", "encoding"):
             expect_kind(getattr(self, word), str | None, f"chunk: {word}", "a digest or a word, or None")
         expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
@@ -184,9 +188,9 @@ class Chunk:
         Raises:
           ShapeError: `tokens` below T.
         """
-        more = tokens - self.tokens
-        if more < 0:
-            raise ShapeError(f"chunk {self.id!r}: got tokens={tokens}; expected at least {self.tokens}")
+        if not is_whole(tokens, self.tokens):
+            raise ShapeError(f"chunk {self.id!r}: got tokens={tokens!r:.80}; expected at least {self.tokens}")
+        more = int(tokens) - self.tokens
 
         # Padding changes neither the content nor whether it is finite, so nothing is examined again.
         kv = {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core import PARTS, ChannelFactors, KVLayout, RaggedFactors, is_low_rank
 from ..errors import InputError, PatchMismatchError, ShapeError, StalePatchError
+from ..utils.kinds import is_whole
 from .chunk import Chunk, brief, content_of, pad
 from .ids import examine
 from .provenance import Antecedent
@@ -123,11 +124,10 @@ class Patch:
         Raises:
           ShapeError: `tokens` below what the patch has.
         """
-        more = tokens - (tokens if self.tokens is None else self.tokens)
-        if more < 0:
-            raise ShapeError(
-                f"patch of chunk {self.metadata.chunk.id!r}: got tokens={tokens}; expected at least {self.tokens}"
-            )
+        if not is_whole(tokens, self.tokens or 0):
+            what = f"patch of chunk {self.metadata.chunk.id!r}"
+            raise ShapeError(f"{what}: got tokens={tokens!r:.80}; expected at least {self.tokens or 0}")
+        more = 0 if self.tokens is None else int(tokens) - self.tokens
 
         factors: dict[str, Any] = {}
         for name, own in self.factors.items():

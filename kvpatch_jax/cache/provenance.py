@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
@@ -265,13 +265,14 @@ def antecedent_of(members: Iterable[Any] | Antecedent, what: str = "antecedent")
     """
     if isinstance(members, Antecedent):
         return members
-    if members == ():
+    if isinstance(members, tuple) and not members:
         return _NO_ANTECEDENT
     # A Member is a tuple, and a str a sequence of letters: each would pass for a sequence of names.
     if isinstance(members, str | bytes | Chunk | Member):
         shown = f"{members[:40]!r}" if isinstance(members, str | bytes) else f"a {type(members).__name__}"
         raise InputError(f"{what}: got {shown}; expected a sequence of names, chunks or members, such as [{shown}]")
-    if not isinstance(members, Iterable):
+    # Sets and mappings have no order that a later process would find again.
+    if not isinstance(members, Iterable) or isinstance(members, Set | Mapping):
         raise InputError(f"{what}: got a {type(members).__name__}; expected a sequence of names, chunks or members")
 
     listed: list[Member] = []

@@ -246,8 +246,11 @@ def pack(
         range (`symmetric`: as zeros). None: all.
 
     Raises:
-      InputError: other bits or another axis. ShapeError: too few axes, or no rows.
+      InputError: other bits or another axis. ShapeError: too few axes, no rows, or no floating-point dtype.
     """
+    if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+        found = getattr(value, "dtype", type(value).__name__)
+        raise ShapeError(f"pack: got a value of {found}; expected an array of a floating-point dtype")
     if bits not in BITS or (symmetric and bits < 2):
         raise InputError(f"pack: got {bits!r:.80} bits; expected one of {BITS[1:] if symmetric else BITS}")
     if axis not in (-1, -2) or (group is not None and not is_whole(group, 1)):

@@ -35,11 +35,14 @@ def attention_with_lse(
       o [..., T, N, E] and lse [..., T, N], float32; (0, −∞) for a query that reads nothing.
 
     Raises:
-      ShapeError: N is not a multiple of K.
+      ShapeError: N is not a multiple of K, k and v differ in tokens or heads, or the mask is not boolean.
     """
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    if heads % kv_heads:
-        raise ShapeError(f"attention: got {heads} query heads over {kv_heads} KV heads; expected a multiple")
+    if heads % kv_heads or v.shape[-3:-1] != k.shape[-3:-1]:
+        shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+        raise ShapeError(f"attention: got {shapes}; expected equal tokens and KV heads, and a multiple of query heads")
+    if mask is not None and mask.dtype != bool:
+        raise ShapeError(f"attention: got a mask of {mask.dtype}; expected bool, True where a query may read a key")
     return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 

@@ -73,7 +73,7 @@ class Rope:
         # Channels rotate in pairs.
         if not is_whole(self.dim, 2) or self.dim % 2:
             raise LayoutError(f"rope: got dim {self.dim!r:.80}; expected a positive even number")
-        if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
+        if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not 0 < self.theta < math.inf:
             raise LayoutError(f"rope: got theta {self.theta!r:.80}; expected a positive number")
 
         for name, words in _WORDS.items():
@@ -368,7 +368,13 @@ def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: In
       a position exceeds the pinned regime of a length-dependent scaling.
     """
     if not isinstance(local, Tracer) and local.size:
-        check_extent(rope, extent(local), start)
+        least, greatest = extent(local)
+        # A float32 holds no odd numbers beyond, and fractions only far below.
+        if local.dtype.kind == "f" and max(-least, greatest) >= 2**24:
+            raise InputError(
+                f"rope: got float positions from {least:g} to {greatest:g}; expected integers from 2**24 on"
+            )
+        check_extent(rope, (least, greatest), start)
 
 
 def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.ndarray, "..."]) -> None:

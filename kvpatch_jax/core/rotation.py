@@ -122,19 +122,24 @@ def _checked_rotation(layout: KVLayout, kv: KV, local: Positions, start: Start, 
     if not hasattr(local, "shape"):
         raise InputError(f"local positions: got a {type(local).__name__}; expected an array, such as `chunk.local`")
 
-    # kv is [L, ..., T, K, H]. Positions or starts of another number would broadcast over tokens or layers.
+    # Positions or starts of another number would broadcast over tokens or layers.
     shape, axes = kv[layout.names[0]].shape, layout.rope.axes
     batch, tokens = shape[1:-3], shape[-3]
     places = local.shape if axes is None else local.shape[:-1]
     if not places or places[-1] != tokens:
         raise InputError(f"local positions: got shape {local.shape}; expected one for each of {tokens} tokens")
 
-    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
-        if len(found) > len(batch):
-            raise InputError(f"{what}: got shape {found}; expected one for each of {batch} sequences, or for all")
-
+    _check_sequences("start", start.shape if axes is None else start.shape[:-1], batch)
+    _check_sequences("local", places[:-1], batch)
     check_positions(layout.rope, local, start)
     return rotate_kv(layout, kv, local, start, back)
+
+
+def _check_sequences(what: str, leading: tuple[int, ...], batch: tuple[int, ...]) -> None:
+    """Raises InputError unless there is one for each sequence of a batch, or for all."""
+    pairs = zip(leading[::-1], batch[::-1], strict=False)
+    if len(leading) > len(batch) or any(size not in (1, own) for size, own in pairs):
+        raise InputError(f"{what}: got shape {leading}; expected one for each of {batch} sequences, or for all")
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
@@ -194,22 +199,28 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
     expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
     expect_frame(kv, "relocate", "engine", "local")
     layout.check(kv)
-    old, new = _side(layout.rope, old), _side(layout.rope, new)
+    shape = kv[layout.names[0]].shape
+    old, new = (_side(layout.rope, positions, shape[1:-3], shape[-3]) for positions in (old, new))
     return EngineKV(_rotate_channels(layout, kv, jitted_relocate, old, new))
 
 
-def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
+def _side(rope: Rope, positions: Positions | Start, batch: tuple[int, ...], tokens: int) -> AnyArray:
     """Checks a start or full positions and returns them as `relocation_tables` takes them."""
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
     if array.dtype.kind not in "iuf" or not array.size:
         raise InputError(f"relocate: got positions {positions!r:.80}; expected numbers, a start or one for each token")
 
-    check_positions(rope, array, np.zeros((), np.int32))
-    array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
     # A start gets a token axis of length 1, over which the tables broadcast.
-    if rope.axes is None:
-        return array[None] if array.ndim == 0 else array
-    if array.ndim > 1:
-        return array
     numbers = np if isinstance(array, np.ndarray) else jnp
-    return numbers.broadcast_to(array, (rope.axes,))[None, :]
+    axes = () if rope.axes is None else (rope.axes,)
+    if array.ndim == 0 or (axes and array.shape == axes):
+        array = numbers.broadcast_to(array, (1, *axes))
+    places = array.shape[:-1] if axes else array.shape
+    if (axes and array.shape[-1:] != axes) or not places or places[-1] not in (1, tokens):
+        expected = "".join(f", {size}" for size in axes)
+        raise InputError(
+            f"relocate: got positions of shape {array.shape}; expected a start, or [..., {tokens}{expected}]"
+        )
+    _check_sequences("relocate", places[:-1], batch)
+    check_positions(rope, array, np.zeros((), np.int32))
+    return array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)

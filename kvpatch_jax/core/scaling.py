@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from typing import Literal
 
 import numpy as np
@@ -48,6 +49,12 @@ class Scaling:
     # Not in the representation, which fingerprints of other kinds are made of.
     share: float | int | None = dataclasses.field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        # A list of a configuration file becomes a tuple, which can be hashed.
+        for word in ("short_factor", "long_factor"):
+            if isinstance(getattr(self, word), list):
+                object.__setattr__(self, word, tuple(getattr(self, word)))
+
     def check(self, dim: int) -> None:
         """Checks that the fields define a scaling for `dim` rotary channels.
 
@@ -57,8 +64,14 @@ class Scaling:
         """
         if self.kind not in KINDS:
             raise LayoutError(f"rope scaling: got kind {self.kind!r}; expected one of {KINDS}")
-        if not self.factor > 0:
-            raise LayoutError(f"rope scaling: got factor {self.factor}; expected a positive number")
+        numbers = [(word, value) for word in ("short_factor", "long_factor") for value in getattr(self, word) or ()]
+        for field in dataclasses.fields(self):
+            if field.name not in ("kind", "truncate", "regime", "short_factor", "long_factor"):
+                numbers.append((field.name, getattr(self, field.name)))
+        for word, value in numbers:
+            least = 0 if word in ("share", "mscale", "mscale_all_dim") else sys.float_info.min
+            if value is not None and (not isinstance(value, int | float) or not least <= value < math.inf):
+                raise LayoutError(f"rope scaling: got {word} {value!r:.80}; expected a positive number")
         if (self.kind == "proportional") != (self.share is not None) or not 0 <= (self.share or 0) <= 1:
             raise LayoutError(
                 f"rope scaling {self.kind!r}: got share {self.share}; expected 0 to 1 for 'proportional', else None"

@@ -35,6 +35,8 @@ def mean_base(chunk: Chunk, conditioned: Iterable[KVArrays], antecedents: Iterab
       InputError: none, unequal numbers, or an encoded chunk. Else as `form_patch` of `conditioned` and `antecedent`.
     """
     expect_kind(chunk, Chunk, "mean_base", "a Chunk")
+    for word, value in (("conditioned", conditioned), ("antecedents", antecedents)):
+        expect_kind(value, Iterable, f"mean_base: {word}", "a sequence")
     if chunk.encoding is not None:
         raise InputError(
             f"mean_base: got chunk {chunk.id!r} encoded as {chunk.encoding}; expected one as prefilled: the base is "

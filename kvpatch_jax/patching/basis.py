@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from ..cache import AntecedentLike, Chunk, ChunkKey, Patch, PatchMetadata, antecedent_of, examine, same_storage
 from ..core import AnyArray, Factors, KVLayout, check_uniform, is_low_rank, ops, quantised, value_of
 from ..errors import InputError, PatchMismatchError, ShapeError
+from ..utils.kinds import expect_kind, is_whole
 from .form import KVArrays, Rank, check_conditioned, deficit_of, factor_dtype, finite_factors, rank_by_channel
 
 
@@ -74,9 +75,7 @@ class Basis:
             raise PatchMismatchError(f"basis: got backbone {self.backbone!r:.40}, {self.layout}; expected {expected}")
 
 
-def fit_basis(
-    pairs: Iterable[tuple[Chunk, KVArrays]], rank: Rank, *, dtype: jax.typing.DTypeLike = jnp.float32
-) -> Basis:
+def fit_basis(pairs: Iterable[tuple[Chunk, KVArrays]], rank: Rank) -> Basis:
     """Computes the directions that many deficits share: the eigenvectors of Σ ΔᵀΔ in each layer and channel.
 
     Holds F·F float32 numbers for each layer and channel while it runs, and one deficit at a time.
@@ -109,7 +108,7 @@ def fit_basis(
             raise InputError(f"basis: got rank {size} for channel {name!r}; expected 1 to {features}")
         # Columns, the weakest first.
         vectors = jnp.linalg.eigh(sums[name])[1]
-        directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
+        directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2)
     return dataclasses.replace(empty, directions=directions)
 
 
@@ -143,9 +142,10 @@ def form_in_basis(
       PatchMismatchError: a basis of another backbone or layout. InputError: a rank below 1. Else as `form_patch`.
     """
     check_conditioned(chunk, conditioned)
+    expect_kind(basis, Basis, "basis", "a Basis, as fit_basis returns it")
     basis.check_serves(chunk)
-    if rank is not None and rank < 1:
-        raise InputError(f"basis: got rank {rank}; expected at least 1, or None")
+    if rank is not None and not is_whole(rank, 1):
+        raise InputError(f"basis: got rank {rank!r:.80}; expected a whole number from 1, or None")
 
     delta, layers = deficit_of(conditioned, chunk.kv, chunk), tuple(range(chunk.layout.layers))
     factors: Factors = {}

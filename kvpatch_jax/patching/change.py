@@ -155,7 +155,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
     Args:
       patch: of all layers.
       correction: from `correction_patch` of this very patch, at the same rank and in the same dtype.
-      rank: of the result, per channel or for all; None keeps each channel's rank.
+      rank: of the result, per channel or for all; None keeps each channel's rank. Dense channels stay dense.
 
     Returns:
       A patch stamped with the correction's antecedent, in the dtype of `patch`, bits and groups included. Of a patch
@@ -175,14 +175,17 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
             f"expected {old.chunk.id!r}, 'patched', {digest}, which this patch has"
         )
 
-    # A channel that only one of the two corrects keeps its factors.
+    # A channel that only one of the two corrects keeps its factors, or the strongest of them.
     layout = old.chunk.layout
     ranks = rank_by_channel(layout, rank, "update_patch", keep=True)
     factors: dict[str, ChannelFactors] = {}
     for name in layout.names:
         both = [part.factors[name] for part in (patch, correction) if name in part.factors]
-        if both:
-            factors[name] = both[0] if len(both) == 1 else _merge(both[0], both[1], ranks[name], name)
+        if len(both) == 2:
+            factors[name] = _merge(both[0], both[1], ranks[name], name)
+        elif both:
+            single = Patch({name: both[0]}, old)
+            factors |= (single if ranks[name] is None else truncate(single, {name: ranks[name]})).factors
 
     # The result serves the changed antecedent in one order, and its directions are no longer those of a basis.
     chunk = dataclasses.replace(old.chunk, layout=new.chunk.layout)

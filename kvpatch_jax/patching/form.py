@@ -116,6 +116,8 @@ def from_deficit(
     plan = FormPlan(ranks, method, stored_dtype)
     # No key means a fixed one: the same deficit gives the same patch.
     key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise InputError(f"patch: got key {key!r:.80}; expected a typed PRNG key, such as jax.random.key(0)")
     factors = ops.jitted_factorise(dict(delta), key, np.int32(chunk.length), plan=plan)
     return Patch(finite_factors(factors, what), metadata)
 

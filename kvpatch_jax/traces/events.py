@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..errors import InputError
+from ..utils.kinds import expect_kind
 from ..window import Kind, is_count
 
 Op = Literal["add", "insert", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
@@ -82,6 +83,7 @@ class Event:
           InputError: a field that is missing, that the operation does not take, or of another type or out of range. The
           message begins with `where`.
         """
+        expect_kind(fields, Mapping, where, "an object")
         values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         op: Any = values.pop("op", None)
         if op not in list(_FIELDS):

@@ -1,5 +1,6 @@
 """Traces: events in the windows of agents as JSON Lines, a header and then one event a line."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -45,12 +46,17 @@ class Trace:
         """
         if event.payload and self.folder is None:
             raise InputError(f"trace.folder: got None; expected the folder with {event.payload[0]!r:.80}")
-        root = (self.folder or Path()).resolve()
-        paths = tuple((root / name).resolve() for name in event.payload)
-        for path in paths:
-            if not path.is_relative_to(root) or not path.is_file():
+        root, paths = (self.folder or Path()).resolve(), []
+        for name in event.payload:
+            try:
+                path = (root / name).resolve()
+                is_below = path.is_relative_to(root) and path.is_file()
+            except (OSError, RuntimeError, ValueError):  # a name that is too long, a loop of links, a NUL
+                path, is_below = name, False
+            if not is_below:
                 raise InputError(f"payload: got {str(path)!r:.200}; expected a regular file below {str(root)!r:.80}")
-        return paths
+            paths.append(path)
+        return tuple(paths)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace, completely or not at all. Payloads stay where they are.
@@ -74,11 +80,16 @@ class Trace:
         """
         path = path_of(path, "trace", InputError)
         try:
-            lines = path.read_bytes().splitlines() or [b""]
+            *lines, last = path.read_bytes().split(b"\n")
         except OSError as error:
             raise InputError(f"trace: got {str(path)!r:.200}, which cannot be read: {error}") from error
 
         where = f"{str(path)!r:.200}, line"
+        # A writer that was killed leaves the beginning of a line.
+        with contextlib.suppress(ValueError):
+            strict_json.loads(last)
+            lines.append(last)
+        lines = lines or [last]
         header, *rest = [strict_json.object_of(line, f"{where} {n}") for n, line in enumerate(lines, 1)]
         lead = header.pop("lead", None)
         if header != HEADER or not (lead is None or is_count(lead, 0)):
@@ -95,21 +106,24 @@ class Recorder:
             session.watchers.append(recorder)
             …
 
-    Images are stored as PNG files beside the trace, each once. An error while recording (a full disk) is not raised in
-    the session: recording ends there, and `close` raises it.
+    Images are stored as PNG files beside the trace, each once. What a session had before, its lead too, is not written.
+    An error while recording (a full disk) is not raised in the session: recording ends there, and `close` raises it.
+
+    Args:
+      lead: the number of pieces that the sessions pin at their front; None: the first chunk.
 
     Raises:
       InputError: a file that exists or cannot be created.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], lead: int | None = None):
         self._path = path_of(path, "recorder", InputError)
         self._error: Exception | None = None
         self._began, self._lock = time.monotonic(), threading.Lock()
         try:
             # Not buffered, so that a process that is killed leaves all but the last line.
             self._file = self._path.open("xb", buffering=0)
-            self._file.write(_line(HEADER))
+            self._file.write(_line(HEADER | {"lead": lead}))
         except OSError as error:
             raise InputError(f"trace: got {str(path)!r:.200}: {error}; expected a new file") from error
 

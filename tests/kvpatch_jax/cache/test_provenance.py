@@ -111,7 +111,20 @@ def test_sets_agree_where_some_order_of_them_does(pairs: list, random):
 
 def test_what_is_no_antecedent_is_refused(unchecked: None):
     chunk = chunk_of("gqa", id="A")
-    for value in ("A", chunk, Member("A"), 3, None, [3], [None], [chunk.kv], [("A", None, None)], b"A"):
+    for value in (
+        "A",
+        chunk,
+        Member("A"),
+        3,
+        None,
+        [3],
+        [None],
+        [chunk.kv],
+        [("A", None, None)],
+        b"A",
+        {"A"},
+        {"A": 1},
+    ):
         with pytest.raises(InputError, match=r"antecedent.*expected"):
             antecedent_of(value)
     for member in (Member(3), Member("A", ""), Member("A", 3), Member("A", None, "bare"), Member("A", None, BARE * 2)):

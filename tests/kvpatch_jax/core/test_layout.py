@@ -121,3 +121,23 @@ def test_kv_that_does_not_fit_its_layout_is_refused(unchecked):
         kvp.KVLayout.gqa(2, 2, 32, kvp.Rope(1e4, 16))
     with pytest.raises(LayoutError, match="'q'"):
         layout.channel("q")
+
+
+def test_positions_that_would_broadcast_or_round_are_refused(unchecked):
+    layout = LAYOUTS["gqa"]
+    kv = {channel.name: np.zeros((layout.layers, 2, 5, channel.heads, channel.width)) for channel in layout.channels}
+    local, engine = np.arange(5), kvp.to_engine(layout, kv, np.arange(5), 0)
+    for call in (
+        lambda: kvp.to_engine(layout, kv, local, np.zeros(3, np.int32)),
+        lambda: kvp.to_engine(layout, kv, local, np.zeros(0, np.int32)),
+        lambda: kvp.to_engine(layout, kv, np.zeros((3, 5)), 0),
+        lambda: kvp.to_engine(layout, kv, local + 16777217.0, 0),
+        lambda: kvp.relocate(layout, engine, 0, 16777217.0),
+        lambda: kvp.relocate(layout, engine, np.zeros((3, 5)), 0),
+        lambda: kvp.relocate(layout, engine, 0, np.zeros((1, 1, 5))),
+        lambda: kvp.relocate(layout, engine, 0, np.zeros(4)),
+    ):
+        with pytest.raises(InputError, match=r"got .*expected"):
+            call()
+    exact = kvp.relocate(layout, engine, 0, 16777217)
+    assert kvp.relocate(layout, engine, np.zeros((2, 5)), local)["k"].shape == exact["k"].shape

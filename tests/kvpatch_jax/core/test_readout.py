@@ -65,8 +65,12 @@ def test_a_scale_may_be_traced():
 
 
 def test_readouts_that_do_not_fit_are_refused(unchecked):
-    with pytest.raises(ShapeError, match="3 query heads"):
+    with pytest.raises(ShapeError, match="multiple of query heads"):
         kvp.core.attention_with_lse(Q[:, :, :3], K, V)
+    with pytest.raises(ShapeError, match="equal tokens and KV heads"):
+        kvp.core.attention_with_lse(Q, K, V[..., :1, :])
+    with pytest.raises(ShapeError, match="a mask of float32"):
+        kvp.core.attention_with_lse(Q, K, V, jnp.zeros(K.shape[-3]))
     with pytest.raises(ShapeError, match="at least one pair"):
         kvp.core.merge_readouts()
     with pytest.raises(ShapeError, match="expected"):

@@ -57,12 +57,17 @@ def test_a_written_trace_reads_back_equal(tmp_path):
         ({"at": 0.0, "session": "a", "op": "ask", "text": "q", "steps": 10**10}, "steps: got 10000000000"),
         (ADD | {"more": 1}, "got 'add' with 'more'"),
         ({"at": 1, "session": "a"}, "op: got None"),
-        (b"{", "JSON"),
+        (b"{\n", "JSON"),
     ],
 )
 def test_lines_that_are_no_event_are_refused_by_their_number(tmp_path, unchecked, line, message):
     with pytest.raises(InputError, match=f"line 3.*{message}"):
         Trace.read(write(tmp_path / "t.jsonl", HEADER, ADD | {"chunk": "zero"}, line))
+
+
+def test_a_line_that_a_killed_writer_began_is_cut(tmp_path):
+    path = write(tmp_path / "t.jsonl", HEADER, ADD, b'{"at": 1.5, "sess')
+    assert [event.op for event in Trace.read(path).events] == ["add"]
 
 
 @pytest.mark.parametrize("header", [HEADER | {"version": 2}, HEADER | {"more": 1}, HEADER | {"lead": "x"}, b""])
