@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.core import encode_kv, ops
+from kvpatch_jax.core import encode_kv, ops, quantised
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
@@ -30,7 +30,7 @@ def arguments_of(word: str | None) -> tuple:
         kv = jax.eval_shape(lambda kv: encode_kv(LAYOUT, kv, encoding), kv)
         factors = jax.eval_shape(
             lambda factors: {
-                name: (ops.stored(u, "int4", -2), ops.stored(v, "int4", -1)) for name, (u, v) in factors.items()
+                name: (quantised(u, "int4", -2), quantised(v, "int4", -1)) for name, (u, v) in factors.items()
             },
             factors,
         )

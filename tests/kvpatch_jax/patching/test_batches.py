@@ -65,9 +65,7 @@ def test_a_batch_is_what_the_mapped_core_gives(name: str):
     conditioned = conditioned_batch(batch)
     patch = kvp.form_patch(batch, conditioned, 4, A)
     plan = ops.FormPlan(ranks=tuple((name, patch.ranks[name]) for name in batch.layout.names))
-    form = lambda conditioned, base: ops.form(
-        batch.layout, conditioned, base, batch.length, jax.random.key(0), batch.local, jnp.int32(0), plan=plan
-    )
+    form = lambda conditioned, base: ops.form(conditioned, base, batch.length, jax.random.key(0), plan=plan)
     mapped = jax.jit(jax.vmap(form, in_axes=1, out_axes=1))(dict(conditioned), dict(batch.kv))
     dense = lambda factors: ops.correction(batch.layout, factors)
     assert_same(dense(dict(patch.factors)), dense(mapped))
