@@ -117,10 +117,9 @@ def _parsed(path: Path, content: bytes, expected: Mapping[str, Any]) -> tuple[Li
     for name in [name for name in expected if header.get(name) != expected[name]]:
         shown = f"answers of {name} {header.get(name)!r:.80}, not of {expected[name]!r:.80}"
         raise InputError(f"answers: got {str(path)!r:.200}, which has {shown}; expected one of this batch")
-    count = header.get("items")
+    count: Any = header.get("items")
     for number, index in [(1, count), *[(number, line.get("item")) for number, line in enumerate(rest, 2)]]:
         if not is_whole(index, 0) or (number > 1 and index >= count):
-            raise InputError(
-                f"{where} {number}: got item {index!r:.40} of {count!r:.40}; expected an index below their number"
-            )
+            found = f"item {index!r:.40} of {count!r:.40}"
+            raise InputError(f"{where} {number}: got {found}; expected an index below their number")
     return header, rest

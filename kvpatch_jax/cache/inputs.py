@@ -409,5 +409,6 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
     result = [] if is_single or not isinstance(items, Iterable) else list(items)
     if not result:
         shown = repr(items[:40]) if isinstance(items, str) else f"a {type(items).__name__}"
+        shown = shown if is_single or not isinstance(items, Iterable) else "no items"
         raise InputError(f"{what}: got {shown}; expected a sequence of items, at least one")
     return result
