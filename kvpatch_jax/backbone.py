@@ -201,7 +201,9 @@ def _layer_sums(costs: ForwardCosts, start_layer: int) -> tuple[int, tuple[tuple
 class Backbone(Protocol):
     """Model that can prepare, embed, prefill, recompute, decode and generate.
 
-    Arguments and errors of forwards:
+    Arguments and errors of forwards are these.
+
+    Args:
       tokens: as `embed` returns them, with their positions in the sequence.
       context, cache: in the engine frame, {channel: [L,B,S,K,H]}, or pages of a pool, which are read in place and have
         N·O keys. Tokens follow a context, and are written into a cache at `slots`.
@@ -212,6 +214,7 @@ class Backbone(Protocol):
       start_layer: layer that `tokens.embeddings` enters as the residual.
       hidden_at: layers whose entering residual is returned.
 
+    Raises:
       LayoutError: a context or cache is in another frame. InputError: tokens start at position 0 after a context
       (`Tokens.shift` moves them). InputError, ShapeError: there are no tokens, or no batch axis; sets of `keep` are not
       nested, or a layer is out of range.

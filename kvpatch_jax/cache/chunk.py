@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Num
 
 from ..core import (
@@ -267,8 +268,13 @@ def _not_finite(values: list[Num[AnyArray, "..."]]) -> list[Array]:
 
 
 def check_finite(values: Mapping[str, Any] | list[tuple[str, AnyArray]], what: str) -> None:
-    """Raises NotFiniteError, naming the first channel that holds NaN or infinity; packed ones are decoded."""
+    """Raises NotFiniteError, naming the first channel that holds NaN or infinity; packed ones are decoded.
+
+    Arrays of a trace, whose values nobody knows yet, pass.
+    """
     named = list(values.items()) if isinstance(values, Mapping) else values
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(named)):
+        return
     arrays = [value if isinstance(value, AnyArray) else jnp.asarray(value) for _, value in named]
     counts = jax.device_get(_not_finite(arrays))
     for (name, _), count in zip(named, counts, strict=True):

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,6 +53,16 @@ def test_no_patch_is_one_rotation_bit_for_bit():
             for patch in (None, empty):
                 found = kvp.apply_patch(chunk, patch, 20, A)
                 assert all((found[c] == turned[c]).all() and found[c].dtype == dtype for c in chunk.layout.names)
+
+
+def test_a_removal_patch_is_applied_inside_a_program():
+    chunk = chunk_of("gqa")
+    first, second = conditioned_of(chunk, seed=1), conditioned_of(chunk, seed=2)
+    removal = kvp.removal_patch(chunk, second, first, 4, ["B"], ["A", "B"])
+    serve = lambda base: kvp.apply_patch(chunk, removal, 3, ["B"], base=base, base_antecedent=["A", "B"])
+    found, wanted = jax.jit(serve)(dict(first)), serve(first)
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-6)
 
 
 def test_bfloat16_patch_stays_within_one_unit_of_recompute():
