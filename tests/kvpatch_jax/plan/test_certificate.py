@@ -181,7 +181,7 @@ def test_every_flip_and_cut_is_detected(made: Certificate):
             continue
     assert same < len(places) / 8
     for end in range(0, len(content) - 2, 17):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="certificate: got"):
             Certificate.from_json(content[:end], backbone=BACKBONE)
 
 
@@ -245,7 +245,7 @@ def test_hostile_json_is_refused(unchecked, made: Certificate):
     hostile += [text.replace('["point", "rank"', f'[{columns}, "rank"', 1) for columns in ('"rank"', '["point"]')]
     for content in hostile:
         assert content != text
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="certificate"):
             Certificate.from_json(content, backbone=BACKBONE)
 
 

@@ -78,7 +78,7 @@ def test_device_costs_are_read_back_and_damage_is_detected(tmp_path: Path):
     text = path.read_text("utf-8")
     for damaged in (text[:-9], "[]", json.dumps({"format": "x"}), text.replace("2e-07", "-2e-07")):
         path.write_text(damaged)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="device costs"):
             DeviceCosts.read(path)
     DeviceCosts("x", None, {"teleport": Rates()}).write(path)
     with pytest.raises(InputError, match="'teleport'"):

@@ -181,7 +181,7 @@ def test_a_watcher_that_raises_holds_nothing(backbone, op):
     assert (len(executor.branches), executor.slots.free_pages) == ((1, held) if op == "fork" else (0, held + 2))
     session.watchers.clear()
     session.close()
-    with pytest.raises(SessionError):
+    with pytest.raises(SessionError, match="after its runtime was closed"):
         session.runtime.check_open()
 
 

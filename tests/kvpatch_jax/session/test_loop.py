@@ -110,9 +110,9 @@ def test_a_closed_session_takes_no_calls(session):
     calls = (("add", "w5"), ("insert", "w5", "x"), ("ask", QUESTION), ("recall", "x"), ("slide", 1), ("evict", "x"))
     calls += (("replace", "x", "w5"), ("reorder", []), ("fork",), ("save", "x"), ("plan",), ("needs", "x", QUESTION))
     for name, *arguments in calls:
-        with pytest.raises(SessionError):
+        with pytest.raises(SessionError, match="was closed"):
             getattr(session, name)(*arguments)
-    with pytest.raises(SessionError):
+    with pytest.raises(SessionError, match="got closed after"):
         str(answer)
     assert "closed" in repr(session)
 

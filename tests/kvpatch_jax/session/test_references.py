@@ -39,7 +39,7 @@ def test_references_place_chunks_for_one_question(backbone, linker):
         asked = backbone.prepare([kvp.Text(" w31")])["input_ids"][0].tolist()
         assert named.ids == answer_by_hand(session, items, asked)
         assert session.ask("w7 IMAGE#A", steps=2, stop=()).recalled == ["IMAGE#A"]
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match="no library has it"):
             session.ask("w7 IMAGE#C")
         assert state(session)[:6] == before
         assert session.stats().forwards > 1, "the branch's work is the session's"
@@ -78,7 +78,7 @@ def test_a_retriever_is_asked_between_parts_of_an_answer(backbone, linker, tmp_p
 
         closing = retrieving(lambda query: [] if not query.ids else closing.close() or [])
         answer = closing.ask(QUESTION, steps=6, stop=(), look=2)
-        with pytest.raises(SessionError):
+        with pytest.raises(SessionError, match="got closed after"):
             str(answer)
         for names in ("shot 1", None, [7], [["shot 1"]]):
             with retrieving(lambda _, names=names: names) as session, pytest.raises(InputError, match="list of names"):

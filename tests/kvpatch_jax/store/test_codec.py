@@ -196,7 +196,7 @@ def test_chunks_that_no_object_can_hold_are_refused(tmp_path: Path):
             codec.encode_chunk_object(chunk, encoding)
     with pytest.raises(ShapeError, match="batch of 2"):
         codec.encode_chunk_object(batch)
-    with ChunkStore(tmp_path) as store, pytest.raises(ShapeError):
+    with ChunkStore(tmp_path) as store, pytest.raises(ShapeError, match="dtype complex64"):
         store.put_encoder("page", "tiny", np.ones(3, np.complex64))
 
 
@@ -236,8 +236,9 @@ def test_words_of_later_versions_are_told_from_damage():
         attempts.append((forged(encoded, "layout", layout.replace(old, new)), codec.decode_chunk_object))
     attempts.append((encoded._replace(arrays={**encoded.arrays, "k.zero": np.ones(3)}), codec.decode_chunk_object))
     for attempt, decode in attempts:
-        with pytest.raises(StoreCorruptError):
+        with pytest.raises(StoreCorruptError) as refused:
             decode(Stored(*attempt))
+        assert refused.value.other_format
 
 
 @pytest.mark.parametrize("kind", OBJECTS)

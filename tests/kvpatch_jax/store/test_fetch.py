@@ -80,7 +80,7 @@ def test_hits_are_loaded_and_misses_computed_in_order(store):
     with pytest.raises(InputError, match="batch"):
         fetch(store, [], compute, batch=0)
     store.close()
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="after close"):
         fetch(store, REQUESTS, compute)
 
 
@@ -173,7 +173,7 @@ def test_errors_of_computing_are_typed_and_leave_nothing(store):
     assert store.contains("c0", MODEL)  # what was computed before is not lost
     assert not store.contains("c2", MODEL)
     check(fetch(store, REQUESTS, Computing()), IDS)
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError, match="computing 1 chunks") as caught:
         fetch(store, [Request("c8", MODEL)], lambda misses: [fetch(store, [misses[0].request], Computing())[0].chunk])
     assert "no fetch there" in str(caught.value.__cause__)
 

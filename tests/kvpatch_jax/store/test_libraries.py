@@ -121,9 +121,9 @@ def test_a_quota_holds_and_replacing_counts_once(store):
     assert [entry.nbytes for entry in library.entries()] == [ENTRY_BYTES + 9000]
     with pytest.raises(StoreError, match=r"got 10024 bytes; 10024 of 14048 are taken"):
         library.put("B", b"z" * 9000)
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="within the quota"):
         library.put("C", "small", chunk=chunk_of(tokens=200))
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="within the quota"):
         library.put("A", b"z" * 90_000)
     assert not store.contains("B", MODEL)  # not the chunk either
     assert [str(entry.reference) for entry in library.entries()] == ["FILE#A"]
@@ -194,7 +194,7 @@ def test_entries_are_neither_evicted_nor_counted_in_budgets(tmp_path: Path):
         assert store.contains("c19", MODEL)
         assert store.usage().bytes <= 60_000
         assert library.get("FILE", "A") is not None
-        with pytest.raises(StoreError):
+        with pytest.raises(StoreError, match="at most the budget"):
             library.put("C", "x", chunk=chunk_of(tokens=200))
         assert library.get("TEXT", "C") is None
 
@@ -225,7 +225,7 @@ def test_contents_that_cannot_be_stored_are_refused(store):
         library.put("A", "text", kind="VIDEO")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="name"):
         library.put("a{b", "text")
-    with pytest.raises(ShapeError):
+    with pytest.raises(ShapeError, match="dtype complex64"):
         library.put("A", np.ones((2, 2), np.complex64), kind="FILE")
     with pytest.raises(NotFiniteError):
         library.put("A", "text", vector=np.array([np.nan]))
@@ -257,7 +257,7 @@ def test_an_encrypted_library_reveals_nothing(tmp_path: Path):
         assert [reference for reference, _ in dynamic.vectors()] == ["TEXT#HOTEL01"]
     written = b"".join(path.read_bytes() + str(path).encode() for path in tmp_path.rglob("*") if path.is_file())
     assert all(word not in written for word in (b"LOUVRE2025", b"HOTEL01", b"secret text", b"another secret"))
-    with ChunkStore(tmp_path, key=b"x" * 32) as store, pytest.raises(StoreError):
+    with ChunkStore(tmp_path, key=b"x" * 32) as store, pytest.raises(StoreError, match="another key"):
         StaticLibrary(store, quota="1 MB").get("TEXT", "LOUVRE2025")
 
 

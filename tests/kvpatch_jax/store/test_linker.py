@@ -94,7 +94,7 @@ def test_a_prompt_becomes_texts_and_chunks(libraries):
         assert np.array_equal(linked.items[3], PIXELS)
         dynamic.publish("HOTEL", "no hotel")
         linker.link("TEXT#HOTEL@2").close()  # held by the open prompt
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no library has it"):
         linker.link("TEXT#HOTEL@2")
     assert linker.resolve("IMAGE#LOUVRE").chunks[0].id == louvre.id
     with pytest.raises(InputError, match="KIND#NAME"):
@@ -162,7 +162,7 @@ def test_another_tenants_names_never_leak(tmp_path_factory, names, asked):
         assert not mine.delete("TEXT", names[0])
         for name in {asked, *names}:
             written = str(Reference(*check_name("TEXT", name)))
-            with pytest.raises(InputError) as caught:
+            with pytest.raises(InputError, match="no library has it") as caught:
                 Linker(MODEL, mine).link(written)
             assert str(caught.value) == f"{written}: no library has it; expected a reference that is there"
         parts = {path.name for path in root.rglob("*") if "data" in path.parts[len(root.parts) : -1]}

@@ -280,7 +280,7 @@ def test_a_refused_object_does_not_hold_up_the_others(connect, machine):
     objects = machine(1, Remote(client))
     client.refused = {f"{objects.tenant}/{name_of(1)}"}
     objects.put([(name_of(number), encoded(number)) for number in (1, 2)])
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="PermissionError"):
         objects.flush()
     other = machine(2, connect())
     assert [other.get(name_of(number), value_of) for number in (1, 2)] == [None, 2]

@@ -172,7 +172,7 @@ def test_damage_is_listed_and_nothing_is_added(tmp_path: Path):
         for path, bytes_there in ((third, moved), (fourth, content)):
             path.unlink()
             path.write_bytes(bytes_there)
-        with pytest.raises(StoreCorruptError) as caught:
+        with pytest.raises(StoreCorruptError, match="4 of 7 objects") as caught:
             other.restore(tmp_path / "snapshot")
         assert len(caught.value.bad) == 4
         assert not names_of(other)
@@ -187,10 +187,10 @@ def test_an_unfinished_or_changed_list_is_refused(tmp_path: Path, name: str):
         content = path.read_bytes()
         for damaged in (content[:-1], content.replace(b"e", b"f"), b""):
             path.write_bytes(damaged)
-            with pytest.raises(StoreCorruptError):
+            with pytest.raises(StoreCorruptError, match="finished and unchanged"):
                 other.restore(tmp_path / "snapshot")
         path.unlink()
-        with pytest.raises(StoreCorruptError):
+        with pytest.raises(StoreCorruptError, match="No such file"):
             other.restore(tmp_path / "snapshot")
         assert not names_of(other)
         with pytest.raises(InputError):
@@ -220,7 +220,7 @@ def test_a_restore_that_fails_on_the_way_takes_back_what_it_added(tmp_path: Path
         store.put_many([chunk_of(f"B{number}", number, tokens=2) for number in range(130)])
         store.save(tmp_path / "snapshot")
         other.put(chunk_of("mine"))
-        with pytest.raises(StoreError):
+        with pytest.raises(StoreError, match="at most the budget"):
             other.restore(tmp_path / "snapshot")
         other.objects.index.set_budget("", 10**9)
         fsync, calls = os.fsync, []
@@ -233,7 +233,7 @@ def test_a_restore_that_fails_on_the_way_takes_back_what_it_added(tmp_path: Path
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", failing)
-            with pytest.raises(StoreError):
+            with pytest.raises(StoreError, match="No space left"):
                 other.restore(tmp_path / "snapshot")
         assert names_of(other) == {other.names.canonical("tiny", "mine")}
         assert len(files_of(tmp_path / "other")) == 1
@@ -260,7 +260,7 @@ def test_encrypted_objects_come_back_with_their_key_alone(tmp_path: Path):
         expect_filled(store)
     with ChunkStore(tmp_path / "plain", tenant="one") as plain, ChunkStore(tmp_path / "k", key=b"x" * 32) as other:
         for target, key in ((plain, None), (plain, b"y" * 32), (other, None), (other, b"y" * 32)):
-            with pytest.raises(StoreError):
+            with pytest.raises(StoreError, match="key"):
                 target.restore(tmp_path / "snapshot", key=key)
             assert not names_of(target)
         plain.restore(tmp_path / "snapshot", key=KEY)
@@ -273,7 +273,7 @@ def test_encrypted_objects_come_back_with_their_key_alone(tmp_path: Path):
 def test_a_root_is_saved_whole_and_becomes_a_new_root(tmp_path: Path):
     with filled(tmp_path / "root") as store, ChunkStore(tmp_path / "root", tenant="two", key=KEY) as two:
         two.put(chunk_of("theirs"))
-        with pytest.raises(StoreCorruptError):
+        with pytest.raises(StoreCorruptError, match="finished and unchanged"):
             two.restore(tmp_path / "root")
         save_snapshot(tmp_path / "root", tmp_path / "snapshot")
         store.delete("B", "tiny")
@@ -291,10 +291,13 @@ def test_a_root_is_saved_whole_and_becomes_a_new_root(tmp_path: Path):
         with pytest.raises(InputError):
             load_snapshot(tmp_path / "snapshot", tmp_path / "new")
     flip(files_of(tmp_path / "snapshot")[0])
-    with pytest.raises(StoreCorruptError):
+    with pytest.raises(StoreCorruptError, match="1 of 8 objects"):
         load_snapshot(tmp_path / "snapshot", tmp_path / "third")
     assert not list(tmp_path.glob("third*"))
-    with ChunkStore(tmp_path / "stranger", tenant="one") as other, pytest.raises(StoreCorruptError):
+    with (
+        ChunkStore(tmp_path / "stranger", tenant="one") as other,
+        pytest.raises(StoreCorruptError, match="nothing of this tenant"),
+    ):
         other.restore(tmp_path / "snapshot")
 
 
@@ -338,10 +341,10 @@ def test_changed_arrays_are_refused(tmp_path: Path):
     assert count == 1
     with ChunkStore(tmp_path / "root") as store:
         for item in (StoreItem(), StoreItem(store)):
-            with pytest.raises(StoreCorruptError):
+            with pytest.raises(StoreCorruptError, match="other bits"):
                 ocp.load_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": item})
         assert not names_of(store)
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="No such file"):
         make_durable(tmp_path / "nothing")
 
 

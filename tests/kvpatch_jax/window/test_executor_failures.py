@@ -144,7 +144,7 @@ def test_a_pool_that_is_lost_comes_back(monkeypatch: pytest.MonkeyPatch):
         lambda: executor.snapshot(window),
         lambda: executor.enlarge(64),
     ):
-        with pytest.raises(PoolError):
+        with pytest.raises(PoolError, match="lost in a failed launch"):
             call()
 
     executor.renew()
