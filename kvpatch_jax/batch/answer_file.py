@@ -118,8 +118,9 @@ def _parsed(path: Path, content: bytes, expected: Mapping[str, Any]) -> tuple[Li
         shown = f"answers of {name} {header.get(name)!r:.80}, not of {expected[name]!r:.80}"
         raise InputError(f"answers: got {str(path)!r:.200}, which has {shown}; expected one of this batch")
     count: Any = header.get("items")
-    for number, index in [(1, count), *[(number, line.get("item")) for number, line in enumerate(rest, 2)]]:
-        if not is_whole(index, 0) or (number > 1 and index >= count):
-            found = f"item {index!r:.40} of {count!r:.40}"
-            raise InputError(f"{where} {number}: got {found}; expected an index below their number")
+    if not is_whole(count, 0):
+        raise InputError(f"{where} 1: got items {count!r:.40}; expected their number")
+    for number, index in enumerate([line.get("item") for line in rest], 2):
+        if not is_whole(index, 0) or index >= count:
+            raise InputError(f"{where} {number}: got item {index!r:.40}; expected an index below {count}")
     return header, rest

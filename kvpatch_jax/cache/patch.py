@@ -43,8 +43,7 @@ class ChunkKey:
     @classmethod
     def of(cls, chunk: Chunk) -> "ChunkKey":
         """Returns the key of a chunk."""
-        content = content_of(chunk) if chunk.content is None else chunk.content
-        return cls(chunk.id, chunk.backbone, chunk.layout, content, chunk.places, chunk.lead, chunk.encoding)
+        return cls(chunk.id, chunk.backbone, chunk.layout, content_of(chunk), chunk.places, chunk.lead, chunk.encoding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -490,7 +490,7 @@ def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
 
 
 def is_packed(value: Any) -> TypeGuard[PackedArray]:
-    """Whether an array is in few bits."""
+    """Returns whether an array is in few bits."""
     return isinstance(value, PackedArray)
 
 

@@ -117,7 +117,7 @@ def value_of(leaf: Leaf) -> Num[Array, "..."]:
 
 
 def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> TypeGuard[tuple[Leaf, Leaf]]:
-    """Whether a channel holds (u, v) rather than a dense correction."""
+    """Returns whether a channel holds (u, v) rather than a dense correction."""
     return isinstance(factors, tuple)
 
 

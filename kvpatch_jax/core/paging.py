@@ -77,8 +77,7 @@ class Paged(NamedTuple):
           KernelError: a slot is out of range, or appears twice in a row. ShapeError: there are no rows of slots.
           LayoutError, ShapeError, PoolError: `pool` is not a pool, or was donated.
         """
-        check_pool(None, pool)
-        pages, size = next(iter(pool.values())).shape[1:3]
+        pages, size = check_pool(None, pool)
 
         # Within a row slots are distinct; rows may share them, as forks of one context do.
         rows = _rows_of(slots)
@@ -234,12 +233,11 @@ def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float
     return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.token_channels}
 
 
-def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool = True) -> tuple[int, int]:
+def check_pool(layout: KVLayout | None, pool: Mapping[str, Any]) -> tuple[int, int]:
     """Checks that a pool was not donated and has the layout's channels and shapes; returns its pages and page size.
 
     Args:
-      layout: None: any.
-      padded: whether channels may be padded to whole lanes.
+      layout: of the pool, whose channels may be padded to whole lanes; None: any.
 
     Raises:
       LayoutError: `pool` is not a mapping, or the channels differ. ShapeError: a shape differs, or channels have
@@ -269,7 +267,7 @@ def check_pool(layout: KVLayout | None, pool: Mapping[str, Any], *, padded: bool
         value, widths = pool[channel.name], {channel.width}
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ShapeError(f"pool[{channel.name!r}]: got dtype {value.dtype}; expected a floating-point dtype")
-        if padded and value.shape[-1] not in widths:
+        if value.shape[-1] not in widths:
             widths.add(padded_width(channel.width))
         layers = layout.layers if channel.layers is None else len(channel.layers)
         if value.ndim != 5 or value.shape[::3] != (layers, channel.heads) or value.shape[4] not in widths:

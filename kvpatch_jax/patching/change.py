@@ -158,8 +158,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       rank: of the result, per channel or for all; None keeps each channel's rank. Dense channels stay dense.
 
     Returns:
-      A patch stamped with the correction's antecedent, in the dtype of `patch`, bits and groups included. Of a patch
-      with a rank for each layer, every layer keeps its rank, or has `rank` where that is smaller.
+      A patch behind the correction's antecedent, in the dtype of `patch` with its bits and groups. If `patch` has a
+      rank for each layer, every layer keeps its rank, or has `rank` where that is smaller.
 
     Raises:
       PatchMismatchError: the correction is of another patch. InputError: a rank beyond the two patches' ranks together.

@@ -113,9 +113,7 @@ def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict
     Args:
       layout: of the pool; removes its padding. None reads whole rows.
     """
-    check_pool(None, pool)
-    if layout is not None:
-        check_pool(layout, pool)
+    check_pool(layout, pool)
     rows = programs.read_rows(Pools(arrays_of(pool), {}), slots).engine
     return rows if layout is None else trimmed(layout, rows)
 
@@ -126,10 +124,9 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     Both are [N] and are padded to a bucket, so that few programs are compiled. Keys are not rotated: positions do not
     depend on slots. Only `new` must be distinct; ShapeError for unequal numbers of slots.
     """
-    check_pool(None, pool)
+    pages, page_size = check_pool(None, pool)
     if old.shape != new.shape:
         raise ShapeError(f"move_slots: got {old.shape[0]} slots to {new.shape[0]}; expected as many")
-    pages, page_size = next(iter(pool.values())).shape[1:3]
     write, length = padded_slots(new, pages * page_size)
     # A vector may be copied to several slots, so sources are checked for their range alone.
     check_slots(np.unique(np.asarray(old)), pages * page_size)

@@ -163,7 +163,7 @@ def oracle_delta(backbone: Backbone, splice: SplicedCache, budget: RepairBudget)
     need not read the tokens with the largest Δ, and a selection by the question's attention can do better with fewer
     tokens. ‖Δ‖ is ‖recorded − spliced‖ over each channel's typical norm, summed over layers and channels. Source:
     Kamera App. C.3, Fig. 6a (an oracle that selects tokens by true Δ-magnitude needs about half of them).
-    What is recorded affects only the selection, never the values in the cache.
+    Recorded KV affects the selection alone, never the values in the cache.
     """
     # The truth is rotated to where the chunk lies, and only scored: the values are recomputed as in any repair.
     true = to_engine(backbone.layout, required(splice, "recorded"), splice.tokens.positions, 0)

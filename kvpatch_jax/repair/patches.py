@@ -11,11 +11,11 @@ from jaxtyping import Array
 
 from ..backbone import KV, Backbone
 from ..cache import Chunk, Patch, encode_chunk
-from ..core import KVEncoding, PackedArray, arrays_of, to_engine
+from ..core import WHOLE, KVEncoding, PackedArray, arrays_of, to_engine
 from ..errors import InputError
 from ..patching import Basis, ByteBudget, apply_patch, form_in_basis, form_patch, mean_base
 from ..patching.patch_flops import adding_flops, transition_adding_flops
-from .repair_budget import ALL, NUMBER_BYTES, RepairBudget, kv_bytes
+from .repair_budget import ALL, NUMBER_BYTES, RepairBudget
 from .repaired import RepairBytes, Repaired, engine_written, factorising_flops, method
 from .spliced_cache import SplicedCache, canonical_of, required
 from .stored_forms import allowed_bytes, expect_values
@@ -212,11 +212,11 @@ def _served(
     if len(placed) > 1:
         placed = [{name: jnp.concatenate([kv[name] for kv in placed], axis=1) for name in placed[0]}]
 
-    size = kv_bytes(layout, tokens) if encoding is None else KVEncoding.of(encoding).nbytes(layout, tokens)
+    kept = KVEncoding(WHOLE, WHOLE) if encoding is None else KVEncoding.of(encoding)
+    size = kept.nbytes(layout, tokens)
     stored = round(stored / rows)
     bytes = RepairBytes(stored=stored, moved=size + stored, **{"canonical" if base == "canonical" else "shared": size})
-    # Bringing back from few bits takes two FLOPs a number: its product with the scale, and the least value added.
-    decoding = 0 if encoding is None else 2 * layout.numbers * tokens
+    decoding = kept.decoding * layout.numbers * tokens
     repaired = engine_written(layout, splice, placed[0], bytes)
     return dataclasses.replace(repaired, placing_flops=round(adding / rows) + decoding, count_flops=lambda: 0)
 

@@ -28,7 +28,7 @@ def blind(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = NOTHI
 def full_reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget = ALL) -> Repaired:
     """Recomputes everything in the decoder, with nothing kept: what precedes the chunk (`splice.front`), and the chunk.
 
-    Encoding images again, which it takes too, is not counted. Of a hybrid model everything is prefilled.
+    FLOPs of encoding images again are not counted. A hybrid model is prefilled from its first token.
     """
     return _reprefill(backbone, splice, budget, RepairBytes())
 
@@ -42,7 +42,7 @@ def encoder_cached_reprefill(backbone: Backbone, splice: SplicedCache, budget: R
 
 
 def _reprefill(backbone: Backbone, splice: SplicedCache, budget: RepairBudget, bytes: RepairBytes) -> Repaired:
-    """Recomputes all tokens, those in front of them too where the splice has them."""
+    """Recomputes all tokens, and what precedes them where the splice has it."""
     _expect_all(splice, budget)
     layout = backbone.layout
     if not layout.parts:

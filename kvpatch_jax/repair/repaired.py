@@ -122,9 +122,8 @@ def method(*, hybrid: bool = False) -> Callable[[Callable[..., Repaired]], Calla
             # Whatever was kept is rotated to its place.
             reused = repaired.bytes.canonical + repaired.bytes.stored + repaired.bytes.shared
             placing = repaired.placing_flops + (rotation_flops(backbone.layout, splice.cached_count) if reused else 0)
-            count = repaired.count_flops or flops_counter(
-                backbone, splice, (function.__name__, *budgets, settings), serve
-            )
+            setting = function.__name__, *budgets, settings
+            count = flops_counter(backbone, splice, setting, serve, repaired.count_flops)
             return dataclasses.replace(repaired, placing_flops=placing, count_flops=count)
 
         return call
@@ -172,16 +171,25 @@ _COUNTED: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictio
 
 
 def flops_counter(
-    backbone: Backbone, splice: SplicedCache, setting: Any, serve: Callable[[SplicedCache], Any]
+    backbone: Backbone,
+    splice: SplicedCache,
+    setting: Any,
+    serve: Callable[[SplicedCache], Any],
+    own: Callable[[], int] | None = None,
 ) -> Callable[[], int]:
-    """Returns a count of the FLOPs of `serve(splice)`, which traces it once per backbone, shapes and setting."""
+    """Returns a count of FLOPs, which counts once per backbone, shapes and setting.
+
+    Args:
+      serve: what is traced.
+      own: counts in place of a trace of `serve`, likewise by shapes and setting alone.
+    """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), splice)
 
     def count() -> int:
         counts = _COUNTED.setdefault(backbone, {})
         key = (repr(setting), jax.tree.structure(shapes), tuple(jax.tree.leaves(shapes)))
         if key not in counts:
-            counts[key] = traced_flops(serve, shapes)
+            counts[key] = traced_flops(serve, shapes) if own is None else own()
         return counts[key]
 
     return count

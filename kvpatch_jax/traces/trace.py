@@ -113,10 +113,12 @@ class Recorder:
       lead: the number of pieces that the sessions pin at their front; None: the first chunk.
 
     Raises:
-      InputError: a file that exists or cannot be created.
+      InputError: a file that exists or cannot be created, or another `lead`.
     """
 
     def __init__(self, path: str | os.PathLike[str], lead: int | None = None):
+        if not (lead is None or is_count(lead, 0)):
+            raise InputError(f"recorder.lead: got {lead!r:.80}; expected a number of pieces, or None")
         self._path = path_of(path, "recorder", InputError)
         self._error: Exception | None = None
         self._began, self._lock = time.monotonic(), threading.Lock()

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,3 +157,14 @@ def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked
     assert [event.chunk for event in Trace.read(tmp_path / "t.jsonl").events] == ["one"]
     with pytest.raises(InputError, match="expected a new file"):
         Recorder(tmp_path / "t.jsonl")
+
+
+def test_a_recorder_says_how_many_pieces_are_pinned(tmp_path, unchecked):
+    with Recorder(tmp_path / "two.jsonl", lead=2):
+        pass
+    assert Trace.read(tmp_path / "two.jsonl").lead == 2
+    wrong: list[Any] = [-1, "2", 1.5]
+    for lead in wrong:
+        with pytest.raises(InputError, match=r"recorder.lead: got .*expected"):
+            Recorder(tmp_path / "none.jsonl", lead=lead)
+    assert not (tmp_path / "none.jsonl").exists()
