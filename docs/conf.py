@@ -56,7 +56,7 @@ ROOT_PAGES = {
     "CHANGELOG": "project/changelog",
 }
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
-PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
+PACKAGES = ("kvpatch_jax", "pallas_kernels")
 TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
 """What autodoc would call "Alias for field number 0", a second time."""
 

@@ -2,7 +2,7 @@
 from pathlib import Path
 
 import kvpatch_jax as kvp
-from models import load
+from kvpatch_jax.models import load
 
 checkout = Path(kvp.__file__).parents[1]  # has the model and the images
 backbone = load(checkout / "evals/trained/documents/qwen2_5_vl", dtype="float32")

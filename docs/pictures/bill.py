@@ -17,7 +17,7 @@ from evals.task.drawing import CELL, images_of
 from evals.task.questions import ask
 from evals.task.vocabulary import vocabulary
 from evals.trained import MAIN, shipped
-from models import load
+from kvpatch_jax.models import load
 
 METHODS = {"re-prefill": "re-prefill", "blind": "blind\nreuse", "patch.rank=8": "patch,\nrank 8"}
 ASKED = {"chain": 3, "aggregate": 1}

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from kvpatch_jax.errors import InputError, KVPatchError
-from models import save
-from models.random_weights import random_backbone
+from kvpatch_jax.models import save
+from kvpatch_jax.models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 from .shapes import LARGE, random_ids, tiny_models

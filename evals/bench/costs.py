@@ -21,10 +21,10 @@ from scipy.optimize import nnls
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.plan import DeviceCosts, Rates
 from kvpatch_jax.window import BARE, ActionKind, Entry, Executor, PatchNote, Service, Step, Window, total
-from models import ModelBackbone
-from models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides
 from .operators import MEDIUM, TINY

@@ -15,8 +15,8 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, ChunkKey, PatchMetadata
-from models import ModelBackbone
-from models.random_weights import random_backbone
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 from .kernels import expected, units

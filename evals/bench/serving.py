@@ -405,7 +405,7 @@ def measure_documents(work: Path, turns: int) -> list[Row]:
 
 def _smollm2(work: Path) -> tuple[Any, Path, Path]:
     """Returns the released weights, their file, and the directory that the engine loads."""
-    import models
+    from kvpatch_jax import models
 
     from ..real_weights import weights_file
 
@@ -553,7 +553,7 @@ def executor_answers(contexts: FourImages) -> dict[str, np.ndarray]:
     import jax
 
     import kvpatch_jax as kvp
-    import models
+    from kvpatch_jax import models
 
     backbone = models.load(engine_weights.SHIPPED, dtype="float32")
     answers = collections.defaultdict[str, list[Any]](list)

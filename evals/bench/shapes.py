@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError
-from models import FAMILIES, ModelBackbone
+from kvpatch_jax.models import FAMILIES, ModelBackbone
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 """`config.json` of text decoders, and of Qwen3.5 with a tower of one small layer in the released one's place."""

@@ -21,8 +21,8 @@ import jax
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from models import ModelBackbone
-from models.random_weights import random_backbone
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
 from .operators import MEDIUM

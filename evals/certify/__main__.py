@@ -32,7 +32,7 @@ def main() -> None:
     from pathlib import Path
 
     from kvpatch_jax.errors import InputError
-    from models import Buckets, load
+    from kvpatch_jax.models import Buckets, load
 
     from ..harness.environment import environment
     from ..harness.runner import model_path

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpatch_jax import Text
 from kvpatch_jax.errors import InputError, KVPatchError
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 from ..harness.lines import Contents, Question
 from ..measure import fields

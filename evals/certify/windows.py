@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpatch_jax import Text
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 from ..harness.lines import BatchedPiece, Contents, PackedQuestions, Question, packed
 

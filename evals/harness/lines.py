@@ -21,7 +21,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax import Text, ops
 from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.core import PARTS, bucket, zero_padded
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 KV = dict[str, Float[np.ndarray, "L B _ _ _"]]
 """{channel: [L, B, T, K, H]} on the host."""

@@ -24,7 +24,7 @@ PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "orbax-checkpoint",
 @functools.lru_cache(maxsize=4)
 def loaded(path: str, dtype: str = "float32", buckets: Any = None) -> Any:
     """Loads a model from a directory or a GGUF file, which pads to `buckets`; the last four stay in memory."""
-    from models import load
+    from kvpatch_jax.models import load
 
     return load(path, dtype=dtype, buckets=buckets)
 

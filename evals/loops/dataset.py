@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.models import Buckets, ModelBackbone
 from kvpatch_jax.traces import Trace
-from models import Buckets, ModelBackbone
 
 from ..harness import intervals
 from ..harness.datasets import Run

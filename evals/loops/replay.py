@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvpatch_jax as kvp
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.session import compared, embedded, prefilled_logits
 from kvpatch_jax.window import Piece, Window
-from models import ModelBackbone
 
 from .costs import changes, same
 from .episodes import PromptPiece

@@ -15,9 +15,9 @@ from kvpatch_jax import Text
 from kvpatch_jax.backbone import Tokens, joined_tokens
 from kvpatch_jax.core import zero_padded
 from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.prompts import ChatFrame
 from kvpatch_jax.repair import SplicedCache
-from models import ModelBackbone
-from models.prompts import ChatFrame
 
 from ..harness.lines import KV, Line, cut, make_piece
 from .items import Piece, PieceContent

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.models import Buckets, load
 from kvpatch_jax.utils import strict_json
-from models import Buckets, load
 
 from ..harness.methods import BLIND, REFERENCE, parse
 from ..harness.parts import Part, Plan

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import InputError, KVPatchError
-from models import ModelBackbone
-from models.prompts import ChatFrame
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.prompts import ChatFrame
 
 from ..harness.frame import rounded
 from ..harness.lines import KV, cut

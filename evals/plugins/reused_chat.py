@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import content_items
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.window import PatchStore
-from models import ModelBackbone
 
 SYSTEM_PROMPTS = 4
 """System prompts whose sessions are open at once."""

@@ -15,8 +15,8 @@ from jaxtyping import Bool
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import KV
 from kvpatch_jax.core import AnyArray, fold, transition_of
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.repair import Repaired, SplicedCache
-from models import ModelBackbone
 
 from ..harness import datasets
 from .contexts import SIZES, Contexts, sample

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import ConfigError
-from models import FAMILIES
-from models.inputs.images import PictureConfig
-from models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models import FAMILIES
+from kvpatch_jax.models.inputs.images import PictureConfig
+from kvpatch_jax.models.inputs.qwen_images import ImageConfig
 
 from .drawing import CELL, LINE
 from .vocabulary import END, IMAGE, VIDEO, VISION_END, VISION_START, vocabulary

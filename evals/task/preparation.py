@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvpatch_jax.backbone import KV
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.patching import Basis, fit_basis
 from kvpatch_jax.repair import (
     RATIOS,
@@ -15,7 +16,6 @@ from kvpatch_jax.repair import (
     recomputed_sensitivity,
     spliced_chunks,
 )
-from models import ModelBackbone
 
 from ..harness import datasets
 from ..harness.methods import parse

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import KV, Tokens, joined
 from kvpatch_jax.core import AnyArray
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 from ..harness.datasets import QuestionTable, question_mask, repeated_rows
 from ..harness.lines import divergence

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvpatch_jax.errors import ConfigError
-from models import ModelBackbone, save
+from kvpatch_jax.models import ModelBackbone, save
 
 from .instances import instance
 from .questions import KINDS

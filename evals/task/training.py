@@ -13,9 +13,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from models.decoder.attention import GroupedAttention, LatentAttention
-from models.decoder.config import DecoderConfig
-from models.families.family import embed_tokens, pixels_of, placeholders
+from kvpatch_jax.models.decoder.attention import GroupedAttention, LatentAttention
+from kvpatch_jax.models.decoder.config import DecoderConfig
+from kvpatch_jax.models.families.family import embed_tokens, pixels_of, placeholders
 
 from .contexts import DIGITS, DOCUMENTS, ITEMS, SIZES, VALUES, Contexts, sample
 from .instances import instance

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.repair import OtherAntecedent, pooled_embedding
-from models import ModelBackbone
 
 from .contexts import UNITS, VALUES, Contexts
 from .dataset import DOCUMENTS, TaskBatch, drawn

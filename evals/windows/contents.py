@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import kvpatch_jax as kvp
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 from ..harness.datasets import QuestionTable
 from ..harness.lines import AnyKV, BatchedPiece, Line, make_piece, positions_of

@@ -13,8 +13,8 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.patching import Accumulated
-from models import ModelBackbone
 
 from ..harness.datasets import Run
 from ..harness.lines import AnyKV, BatchedPiece, Line

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.models import Buckets, ModelBackbone
 from kvpatch_jax.session import compared, embedded, served_logits
 from kvpatch_jax.window import Costs
-from models import Buckets, ModelBackbone
 
 from ..harness.datasets import Run
 from ..harness.frame import Row, measured_row

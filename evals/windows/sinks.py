@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 from ..harness.datasets import Run
 from ..harness.lines import BatchedPiece, GrowingWindow, Line, make_piece, text_piece

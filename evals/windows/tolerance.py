@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from models import ModelBackbone
+from kvpatch_jax.models import ModelBackbone
 
 from ..harness.datasets import Run
 from ..harness.lines import AnyKV, BatchedPiece, Line, text_piece

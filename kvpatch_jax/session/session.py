@@ -39,7 +39,7 @@ class Session:
         from pathlib import Path
 
         import kvpatch_jax as kvp
-        from models import load
+        from kvpatch_jax.models import load
 
         backbone = load("evals/trained/documents/qwen2_5_vl")  # of a checkout, as the images are
         screenshots = sorted(Path("docs/pictures/screenshots").glob("*.png"))

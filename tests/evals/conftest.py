@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.kvpatch_jax.conftest import unchecked as unchecked
 

@@ -22,8 +22,8 @@ from evals.certify.windows import Window, WindowSet, lead_ids
 from evals.harness.lines import Contents, Question, packed
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.plan import Certificate
-from models import ModelBackbone, load
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-import models
 from evals.bench import engine_weights
 from evals.task.contexts import sample
 from evals.task.drawing import images_of
+from kvpatch_jax import models
 
 
 @pytest.fixture(scope="module")

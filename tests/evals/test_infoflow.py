@@ -9,8 +9,8 @@ from evals.harness.methods import parse
 from evals.texts import infoflow
 from evals.texts.infoflow import INFOFLOW, PromptContext, SpanAnswers, fixed_parts, passage_parts
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone
-from models.random_weights import random_backbone
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.random_weights import random_backbone
 
 ARMS = ("blind", "infoflow.budget=0.3", "cacheblend.budget=0.3", "first_k.budget=0.3", "full_reprefill.budget=1")
 

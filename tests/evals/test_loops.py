@@ -13,7 +13,7 @@ from evals.loops.policies import POLICIES, prompts_of
 from evals.loops.replay import SessionReplay
 from evals.trained import shipped
 from kvpatch_jax.errors import InputError
-from models import Buckets, load
+from kvpatch_jax.models import Buckets, load
 
 MODEL = "documents/qwen2_5_vl"
 

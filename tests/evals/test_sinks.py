@@ -9,7 +9,7 @@ from evals.task.questions import ask
 from evals.trained import ROOT
 from evals.windows.contents import TaskPieces, TaskTail
 from evals.windows.sinks import KEPT, measure_sink
-from models import load
+from kvpatch_jax.models import load
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from evals.task.reading import place
 from evals.task.vocabulary import CODE_NAMES, UNIT_NAMES, VALUE_NAMES, make_tokenizer, vocabulary
 from evals.trained import shipped
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone, load
+from kvpatch_jax.models import ModelBackbone, load
 
 COUNTS = {"page": 3, "sheet": 2, "chain": 4, "override": 2, "aggregate": 2, "list": 1}
 

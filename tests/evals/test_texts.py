@@ -12,8 +12,8 @@ from evals.texts import corpus, dataset
 from evals.texts.dataset import FACTS, PASSAGES, TWO_HOPS, draw_facts, draw_two_hops
 from evals.texts.splices import start_tokens
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone
-from models.random_weights import random_backbone
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.random_weights import random_backbone
 
 START = "<s>"
 

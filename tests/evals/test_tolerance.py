@@ -10,7 +10,7 @@ from evals.task.questions import ask
 from evals.trained import ROOT
 from evals.windows.contents import TaskPieces, TaskTail
 from evals.windows.tolerance import MENDED, SUM, History, ReusedChunk, histories, measure_tolerance
-from models import load
+from kvpatch_jax.models import load
 
 
 def letters(history: History) -> str:

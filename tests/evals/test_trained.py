@@ -11,8 +11,8 @@ from evals.task.dataset import ALIKE, DOCUMENTS, PLAIN, TaskBatch
 from evals.task.questions import KINDS
 from evals.trained import shipped, shipped_names
 from kvpatch_jax.errors import InputError
-from models import load
-from models.checkpoints import flatten_params
+from kvpatch_jax.models import load
+from kvpatch_jax.models.checkpoints import flatten_params
 
 MAIN, CONTROL = "documents/qwen2_5_vl", "documents/qwen2_5_vl_no_window"
 SEED, CONTEXTS = 60_221, 8

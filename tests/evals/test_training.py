@@ -16,7 +16,7 @@ from evals.task.trainer import Trainer
 from evals.task.training import draw_batch
 from evals.task.vocabulary import vocabulary
 from kvpatch_jax.errors import ConfigError
-from models import load
+from kvpatch_jax.models import load
 
 RECIPE = Recipe(steps=6, batch=1, tiny=3, small=2)
 

@@ -15,7 +15,7 @@ from evals.windows import operations
 from evals.windows.contents import TaskPieces
 from evals.windows.operations import OPERATIONS, SLIDE_KINDS, slide_questions
 from kvpatch_jax.errors import InputError
-from models import load
+from kvpatch_jax.models import load
 
 CONTEXTS = 3
 HYBRID, TRANSFORMER = "plain/qwen3_5", "documents/qwen2_5_vl"

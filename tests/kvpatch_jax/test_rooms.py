@@ -34,6 +34,11 @@ def modules(root: Path) -> dict[str, Path]:
     return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
+def own(name: str) -> str:
+    """The name by the folder of what is imported by the package's name."""
+    return name.removeprefix("kvpatch_jax.") if name.startswith("kvpatch_jax.models") else name
+
+
 def imports(root: Path) -> Edges:
     """Which module imports which, in functions and for type checkers too."""
     known = modules(root)
@@ -43,13 +48,14 @@ def imports(root: Path) -> Edges:
         edges[name] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                edges[name] |= {alias.name for alias in node.names if alias.name in known}
+                names = {own(alias.name) for alias in node.names}
+                edges[name] |= names & known.keys()
             elif isinstance(node, ast.ImportFrom):
                 parts = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
                 base = ".".join([*parts, *([node.module] if node.module else [])])
                 for alias in node.names:
-                    whole = f"{base}.{alias.name}"
-                    edges[name] |= {whole} if whole in known else {base} & known.keys()
+                    whole = own(f"{base}.{alias.name}")
+                    edges[name] |= {whole} if whole in known else {own(base)} & known.keys()
     return edges
 
 
@@ -125,8 +131,8 @@ def test_an_arrow_back_and_a_circle_are_found(tmp_path: Path):
         "models/decoder/__init__.py": "",
         "models/decoder/one.py": "def late():\n    from ..families import two\n",
         "models/families/__init__.py": "",
-        "models/families/two.py": "import models.decoder.one\n",
-        "kvpatch_jax/__init__.py": "from models.families.two import anything\n",
+        "models/families/two.py": "import kvpatch_jax.models.decoder.one\n",
+        "kvpatch_jax/__init__.py": "from kvpatch_jax.models.families.two import anything\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -13,7 +13,7 @@ from operator_cases import chunk_of, conditioned_of
 from session_cases import image_of, reader
 
 import kvpatch_jax as kvp
-import models
+from kvpatch_jax import models
 from kvpatch_jax import store as stores
 from kvpatch_jax.cache import Antecedent, PatchMetadata
 from kvpatch_jax.core import Channel

@@ -15,7 +15,7 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from models import Buckets, ModelBackbone, load
+from kvpatch_jax.models import Buckets, ModelBackbone, load
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Paged
-from models.attention import using
-from models.decoding import Forward
-from models.families.family import abstract, placeholders
-from models.towers import moonvit, qwen2_5, qwen3
+from kvpatch_jax.models.attention import using
+from kvpatch_jax.models.decoding import Forward
+from kvpatch_jax.models.families.family import abstract, placeholders
+from kvpatch_jax.models.towers import moonvit, qwen2_5, qwen3
 from tests.models.released_configs import RELEASED
 
 GIB = 2**30

@@ -18,7 +18,7 @@ from tests.goldens.load import write_checkpoint  # noqa: E402
 @pytest.fixture(scope="session", autouse=True)
 def tiny_clip() -> None:
     """Makes the goldens' CLIP one of those that Phi-3-vision's configuration can name: it has names and no sizes."""
-    from models.families import phi3_v
+    from kvpatch_jax.models.families import phi3_v
 
     sizes = {"depth": 3, "width": 32, "heads": 2, "intermediate": 48, "image": 16, "patch": 4}
     phi3_v.TOWERS["tiny"] = sizes

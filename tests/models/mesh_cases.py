@@ -18,9 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import kvpatch_jax as kvp
-from models import ModelBackbone, load
-from models.decoder.mesh_axes import COPIES, TENSOR
-from models.towers.vit import ViT, ViTConfig
+from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models.decoder.mesh_axes import COPIES, TENSOR
+from kvpatch_jax.models.towers.vit import ViT, ViTConfig
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.models.sharding_cases import error_of, exchanged, lies, line_of, loaded, run, write_changed
 

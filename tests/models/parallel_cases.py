@@ -18,10 +18,10 @@ import numpy as np
 from evals.bench.shapes import qwen2_config, tiny_config
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import EngineKV, to_engine
+from kvpatch_jax.models import ModelBackbone
+from kvpatch_jax.models.parallel import ParallelPrefill, prefill_chunks_apart, read_question, spread_backbone
+from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.repair import attention_scores
-from models import ModelBackbone
-from models.parallel import ParallelPrefill, prefill_chunks_apart, read_question, spread_backbone
-from models.random_weights import random_backbone
 
 CHUNKS, ASKED = (9, 11, 12, 8), 5
 """Tokens of the four chunks, and of the question."""

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.families.architectures import ALIASES
-from models.families.registry import FAMILIES
+from kvpatch_jax.models.families.architectures import ALIASES
+from kvpatch_jax.models.families.registry import FAMILIES
 
 HERE = Path(__file__).parent
 

@@ -27,12 +27,12 @@ from kvpatch_jax import apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, to_engine
 from kvpatch_jax.errors import WeightsError
-from models import FAMILIES, ModelBackbone, load, save
-from models.checkpoints import SafetensorsSource, StoredTensor, flatten_params, reading, tensor_shapes
-from models.decoder.config import ExpertConfig
-from models.decoder.moe import Experts
-from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
-from models.families.family import abstract, parameters, tower_heads
+from kvpatch_jax.models import FAMILIES, ModelBackbone, load, save
+from kvpatch_jax.models.checkpoints import SafetensorsSource, StoredTensor, flatten_params, reading, tensor_shapes
+from kvpatch_jax.models.decoder.config import ExpertConfig
+from kvpatch_jax.models.decoder.moe import Experts
+from kvpatch_jax.models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
+from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.load_text import text_config, write_text_checkpoint
 from tests.goldens.redraw import redraw_all

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
-from models.checkpoints import LoRASource, SafetensorsSource
+from kvpatch_jax.models.checkpoints import LoRASource, SafetensorsSource
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint
 from tests.goldens.redraw import redraw, redraw_all, standard_values

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch_jax.errors import KernelUnavailableError, ShapeError
-from models.attention import Mask, attention, what_runs
-from models.attention.blockwise import AttentionBlocks, blockwise
-from models.attention.dense import dense
-from models.attention.mask import NOWHERE
+from kvpatch_jax.models.attention import Mask, attention, what_runs
+from kvpatch_jax.models.attention.blockwise import AttentionBlocks, blockwise
+from kvpatch_jax.models.attention.dense import dense
+from kvpatch_jax.models.attention.mask import NOWHERE
 from pallas_kernels import preferring
 from tests.arrays import placed
 from tests.tolerances import FUNCTION, assert_within, mean_bound, rounding_bound

@@ -11,7 +11,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from kvpatch_jax.errors import KernelUnavailableError
-from models.attention import Mask, attention, using, what_runs
+from kvpatch_jax.models.attention import Mask, attention, using, what_runs
 from pallas_kernels import preferring, targeting
 
 SCALE = 0.21

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import KernelUnavailableError
-from models.attention import Mask, attention, splash, using, what_runs
-from models.attention.dense import dense
+from kvpatch_jax.models.attention import Mask, attention, splash, using, what_runs
+from kvpatch_jax.models.attention.dense import dense
 from pallas_kernels import preferring, targeting
 from tests.arrays import placed
 

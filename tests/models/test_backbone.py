@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax.backbone import Backbone, Tokens
 from kvpatch_jax.core import relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError, WeightsError
-from models import load, save
-from models.checkpoints import flatten_params
+from kvpatch_jax.models import load, save
+from kvpatch_jax.models.checkpoints import flatten_params
 from tests.compilations import compilations
 from tests.goldens.load import golden_arrays
 

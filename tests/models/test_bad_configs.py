@@ -10,8 +10,8 @@ import pytest
 
 from evals.task.instances import INSTANCES, instance
 from kvpatch_jax.errors import ConfigError, KVPatchError
-from models import FAMILIES, UnknownKeyWarning, load
-from models.families.architectures import find_architecture
+from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
+from kvpatch_jax.models.families.architectures import find_architecture
 from tests.goldens.load import GOLDENS
 
 NAMES = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_moe")

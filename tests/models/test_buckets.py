@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError
-from models import Buckets, load
+from kvpatch_jax.models import Buckets, load
 from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
-from models import load, save
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
+from kvpatch_jax.models import load, save
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())

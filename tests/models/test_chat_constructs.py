@@ -5,7 +5,7 @@ Seen in the templates of LLaVA-1.5, Qwen2-VL and Qwen3-VL, which both libraries 
 
 import pytest
 
-from models.inputs.chat import ChatTemplate
+from kvpatch_jax.models.inputs.chat import ChatTemplate
 
 MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is <this> & that?"}]},

@@ -5,7 +5,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
-from models import load
+from kvpatch_jax.models import load
 from tests.goldens.load import write_checkpoint
 
 BAR = 1e-5

@@ -11,12 +11,12 @@ import jax
 import pytest
 
 from kvpatch_jax.errors import ConfigError, WeightsError
-from models import FAMILIES, UnknownKeyWarning, load
-from models.checkpoints import flatten_params, same, translate
-from models.checkpoints.planning import plan
-from models.families.architectures import find_architecture
-from models.families.family import abstract, parameters
-from models.files import open_files
+from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
+from kvpatch_jax.models.checkpoints import flatten_params, same, translate
+from kvpatch_jax.models.checkpoints.planning import plan
+from kvpatch_jax.models.families.architectures import find_architecture
+from kvpatch_jax.models.families.family import abstract, parameters
+from kvpatch_jax.models.files import open_files
 from tests.models.releases import NOT_BUILT, REFUSED, RELEASES, WARNED, Release
 
 IDS = [f"{name} ({source.split('/')[-1].split('.')[0][:24]})" for name, source in RELEASES]
@@ -74,7 +74,7 @@ def configuration(directory: Path) -> Any:
 OUTER = [release for release in RELEASES.values() if release.refusal is None and "text_config" in release.config]
 
 
-@pytest.mark.filterwarnings("ignore::models.UnknownKeyWarning")
+@pytest.mark.filterwarnings("ignore::kvpatch_jax.models.UnknownKeyWarning")
 @pytest.mark.parametrize("release", OUTER, ids=[release.name for release in OUTER])
 def test_the_outer_dtype_is_every_parameters(release, tmp_path):
     """As transformers has it, whatever the text and the vision part say; the text's where the top says nothing."""
@@ -97,7 +97,7 @@ def without_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
 
-@pytest.mark.filterwarnings("ignore::models.UnknownKeyWarning")
+@pytest.mark.filterwarnings("ignore::kvpatch_jax.models.UnknownKeyWarning")
 @pytest.mark.parametrize("release", INDEXED, ids=[release.name for release in INDEXED])
 def test_tensors_are_those_of_the_releases_index(release, tmp_path):
     """Their bytes, or parameters, add up to the index's total, and every name seen in it is one that is read."""

@@ -12,14 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError
-from models.attention import Mask
-from models.checkpoints import SafetensorsSource, flatten_params, load_weights, save_weights
-from models.decoder.attention import LatentAttention
-from models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
-from models.decoder.decoder import Decoder
-from models.decoder.grouped import spread
-from models.decoder.moe import Experts, choose_experts
-from models.decoder.weights import decoder_entries
+from kvpatch_jax.models.attention import Mask
+from kvpatch_jax.models.checkpoints import SafetensorsSource, flatten_params, load_weights, save_weights
+from kvpatch_jax.models.decoder.attention import LatentAttention
+from kvpatch_jax.models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
+from kvpatch_jax.models.decoder.decoder import Decoder
+from kvpatch_jax.models.decoder.grouped import spread
+from kvpatch_jax.models.decoder.moe import Experts, choose_experts
+from kvpatch_jax.models.decoder.weights import decoder_entries
 from tests.arrays import placed
 
 EXPERTS = ExpertConfig(experts=6, chosen=2, intermediate=10, router="softmax", renormalise=True)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, InputError
-from models.families.view_packing import SEPARATOR, place_view
-from models.inputs.chat import ChatTemplate
-from models.inputs.view_images import process_views
+from kvpatch_jax.models.families.view_packing import SEPARATOR, place_view
+from kvpatch_jax.models.inputs.chat import ChatTemplate
+from kvpatch_jax.models.inputs.view_images import process_views
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 

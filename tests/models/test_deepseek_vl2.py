@@ -19,14 +19,14 @@ import pytest
 from PIL import Image, ImageOps
 from safetensors.numpy import load_file, save_file
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, InputError
-from models.decoder.known_keys import DEFAULTS
-from models.families.family import abstract, parameters
-from models.families.view_packing import NEWLINE, SEPARATOR, place_view
-from models.inputs.chat import ChatTemplate
-from models.inputs.view_images import process_vl2
+from kvpatch_jax.models.decoder.known_keys import DEFAULTS
+from kvpatch_jax.models.families.family import abstract, parameters
+from kvpatch_jax.models.families.view_packing import NEWLINE, SEPARATOR, place_view
+from kvpatch_jax.models.inputs.chat import ChatTemplate
+from kvpatch_jax.models.inputs.view_images import process_vl2
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint
 from tests.models.releases import RELEASES

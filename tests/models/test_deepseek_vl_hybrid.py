@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
-from models.families.deepseek_vl_hybrid import ARCHITECTURE, LARGE
-from models.families.family import with_parameters
-from models.towers.sam import SamBlock, SamConfig
+from kvpatch_jax.models.families.deepseek_vl_hybrid import ARCHITECTURE, LARGE
+from kvpatch_jax.models.families.family import with_parameters
+from kvpatch_jax.models.towers.sam import SamBlock, SamConfig
 from tests.arrays import placed
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest

@@ -15,7 +15,7 @@ import pytest
 
 from kvpatch_jax.core import fold
 from kvpatch_jax.errors import InputError, ShapeError
-from models.decoder.delta_rule import RuleOutput, delta_rule
+from kvpatch_jax.models.decoder.delta_rule import RuleOutput, delta_rule
 
 HEADS, KEY, VALUE = 2, 8, 6
 FORMS = [(False, True), (True, True), (False, False), (True, False)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import InputError
-from models import Buckets, load
+from kvpatch_jax.models import Buckets, load
 from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 import kvpatch_jax as kvp
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError, LayoutError, ShapeError
-from models import load, save
-from models.decoder.config import ExpertConfig
-from models.decoder.moe import Experts
-from models.families.registry import IMAGE_FAMILIES
-from models.towers.ernie import ErnieVisionConfig, plan_patches
+from kvpatch_jax.models import load, save
+from kvpatch_jax.models.decoder.config import ExpertConfig
+from kvpatch_jax.models.decoder.moe import Experts
+from kvpatch_jax.models.families.registry import IMAGE_FAMILIES
+from kvpatch_jax.models.towers.ernie import ErnieVisionConfig, plan_patches
 from tests.arrays import placed
 from tests.goldens.load import GOLDENS, golden_arrays, golden_shapes, write_checkpoint
 from tests.goldens.redraw import draw_frames

@@ -14,11 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, KernelUnavailableError
-from kvpatch_jax.utils.traced_flops import traced_flops
-from models import Buckets, ModelBackbone, load
-from models.decoder import grouped
-from models.decoder.config import ExpertConfig
-from models.decoder.grouped import (
+from kvpatch_jax.models import Buckets, ModelBackbone, load
+from kvpatch_jax.models.decoder import grouped
+from kvpatch_jax.models.decoder.config import ExpertConfig
+from kvpatch_jax.models.decoder.grouped import (
     IMPLEMENTATIONS,
     ExpertWeights,
     block_count,
@@ -27,7 +26,8 @@ from models.decoder.grouped import (
     expert_load,
     mix_experts,
 )
-from models.decoder.moe import Experts
+from kvpatch_jax.models.decoder.moe import Experts
+from kvpatch_jax.utils.traced_flops import traced_flops
 from pallas_kernels import targeting
 from pallas_kernels.block_product import gpu as block_product_gpu
 from tests.arrays import placed

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from models.attention import Mask, attention
-from models.decoder.grouped import mix_experts
+from kvpatch_jax.models.attention import Mask, attention
+from kvpatch_jax.models.decoder.grouped import mix_experts
 from pallas_kernels._ahead_of_time import SHARED_MEMORY, compile_for_h200, compile_for_tpu
 from tests.models.test_experts import MODEL, mix_30b, shapes_of_30b
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, MissingExtraError
-from models import load
-from models.inputs.chat import ChatTemplate
-from models.inputs.images import HALVES, PictureConfig
-from models.inputs.qwen_images import resize
+from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import ChatTemplate
+from kvpatch_jax.models.inputs.images import HALVES, PictureConfig
+from kvpatch_jax.models.inputs.qwen_images import resize
 from tests.goldens.load import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_a_chat_template_without_jinja2_names_the_extra(hidden):
 
 def test_models_is_imported_without_any_of_them():
     names = ("PIL", "tokenizers", "jinja2", "huggingface_hub")
-    absent = f"import sys; sys.modules.update(dict.fromkeys({names})); import models"
+    absent = f"import sys; sys.modules.update(dict.fromkeys({names})); import kvpatch_jax.models"
     subprocess.run([sys.executable, "-c", absent], cwd=ROOT, check=True, timeout=300)
 
 

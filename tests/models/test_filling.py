@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from kvpatch_jax.errors import MissingExtraError, WeightsError
-from models.checkpoints import (
+from kvpatch_jax.models.checkpoints import (
     RenamedSource,
     SafetensorsSource,
     TensorEntry,
@@ -28,7 +28,7 @@ from models.checkpoints import (
     load_weights,
     stored_tensor,
 )
-from models.checkpoints.progress import progress_bar
+from kvpatch_jax.models.checkpoints.progress import progress_bar
 
 TYPES = ["float64", "float32", "float16", "bfloat16"]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.fingerprint import fingerprint_of
+from kvpatch_jax.models.fingerprint import fingerprint_of
 
 
 def parameters() -> dict:

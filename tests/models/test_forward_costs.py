@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from evals.bench.shapes import SHAPES
 from kvpatch_jax.backbone import ForwardCosts, Tokens
+from kvpatch_jax.models.attention import using
+from kvpatch_jax.models.decoder.costs import forward_costs
+from kvpatch_jax.models.decoding import Forward
+from kvpatch_jax.models.families.family import abstract, placeholders
+from kvpatch_jax.models.random_weights import config_of
 from kvpatch_jax.utils.traced_flops import traced_flops
-from models.attention import using
-from models.decoder.costs import forward_costs
-from models.decoding import Forward
-from models.families.family import abstract, placeholders
-from models.random_weights import config_of
 from pallas_kernels import targeting
 from tests.models.released_configs import RELEASED
 

@@ -9,13 +9,13 @@ import pytest
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError
-from models import load
-from models.families.registry import IMAGE_FAMILIES
-from models.inputs.gemma4_images import (
+from kvpatch_jax.models import load
+from kvpatch_jax.models.families.registry import IMAGE_FAMILIES
+from kvpatch_jax.models.inputs.gemma4_images import (
     process_gemma4_videos,
     read_video_settings,
 )
-from models.inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
+from kvpatch_jax.models.inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.redraw import draw_frames, standard_values
 from tests.tolerances import assert_close_to_largest

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from evals.bench.shapes import LARGE
 from kvpatch_jax.core import Channel, KVLayout, Paged, Rope
 from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeError
-from models import Sampling, TextPiece, load, pad_rows
-from models.decoder import stacks
-from models.decoder.cached import among, row_slots, written_into
-from models.decoding import BLOCK, TextPieces
-from models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
-from models.random_weights import random_backbone
+from kvpatch_jax.models import Sampling, TextPiece, load, pad_rows
+from kvpatch_jax.models.decoder import stacks
+from kvpatch_jax.models.decoder.cached import among, row_slots, written_into
+from kvpatch_jax.models.decoding import BLOCK, TextPieces
+from kvpatch_jax.models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
+from kvpatch_jax.models.random_weights import random_backbone
 from tests.arrays import placed
 from tests.compilations import compilations
 from tests.goldens.load_text import write_text_checkpoint

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 
 from kvpatch_jax.core import Scaling
 from kvpatch_jax.errors import ConfigError, InputError, MissingExtraError, WeightsError
-from models import load
-from models.checkpoints import GgufConversion, TensorSource, flatten_params
-from models.inputs.gguf_tokenizer import gguf_tokenizer
+from kvpatch_jax.models import load
+from kvpatch_jax.models.checkpoints import GgufConversion, TensorSource, flatten_params
+from kvpatch_jax.models.inputs.gguf_tokenizer import gguf_tokenizer
 from tests.models.gguf_files import (
     HEAD,
     HEADS,
@@ -106,7 +106,7 @@ def test_a_directory_of_one_file_is_that_file(tmp_path: Path) -> None:
 
 
 def test_a_saved_backbone_is_a_plain_directory(tmp_path: Path) -> None:
-    from models import save
+    from kvpatch_jax.models import save
 
     backbone = load(write_model(tmp_path / "model.gguf"))
     again = load(save(backbone, tmp_path / "saved"))

@@ -10,11 +10,11 @@ import pytest
 
 from kvpatch_jax import Video
 from kvpatch_jax.errors import InputError
-from models import load
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from models.inputs.glm_videos import VIDEO_SETTINGS, process_glm_videos, sample_glm4, sample_glm46
-from models.inputs.positions import VideoRule
-from models.inputs.video_frames import VIDEO_FILE, Stream
+from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from kvpatch_jax.models.inputs.glm_videos import VIDEO_SETTINGS, process_glm_videos, sample_glm4, sample_glm46
+from kvpatch_jax.models.inputs.positions import VideoRule
+from kvpatch_jax.models.inputs.video_frames import VIDEO_FILE, Stream
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 

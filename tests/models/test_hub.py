@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub import constants
 
 from kvpatch_jax.errors import ConfigError, MissingExtraError
-from models import load
-from models.hub import snapshot
+from kvpatch_jax.models import load
+from kvpatch_jax.models.hub import snapshot
 from tests.goldens.load import write_checkpoint
 from tests.models.fake_hub import COMMIT, FakeHub, serving
 

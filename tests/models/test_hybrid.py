@@ -15,15 +15,15 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, fold, rope_tables, to_engine, transition_of
 from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.models import FAMILIES, load, save
+from kvpatch_jax.models.checkpoints import flatten_params
+from kvpatch_jax.models.decoder import stacks
+from kvpatch_jax.models.decoder.config import LinearConfig
+from kvpatch_jax.models.decoder.costs import forward_costs
+from kvpatch_jax.models.decoder.linear_attention import LinearAttention
+from kvpatch_jax.models.decoding.generation import pad_rows
+from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.pool import make_pool
-from models import FAMILIES, load, save
-from models.checkpoints import flatten_params
-from models.decoder import stacks
-from models.decoder.config import LinearConfig
-from models.decoder.costs import forward_costs
-from models.decoder.linear_attention import LinearAttention
-from models.decoding.generation import pad_rows
-from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 

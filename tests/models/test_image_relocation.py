@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.core import relocate, to_engine
-from models import load
+from kvpatch_jax.models import load
 from tests.goldens.load import golden_arrays, write_checkpoint
 
 BAR = 1e-5

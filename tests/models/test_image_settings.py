@@ -10,11 +10,11 @@ from PIL import Image
 
 from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
-from models import load
-from models.families.family import Vision
-from models.families.registry import IMAGE_FAMILIES
-from models.inputs.images import PictureConfig, process_clip
-from models.inputs.qwen_images import CONFIG_FILE
+from kvpatch_jax.models import load
+from kvpatch_jax.models.families.family import Vision
+from kvpatch_jax.models.families.registry import IMAGE_FAMILIES
+from kvpatch_jax.models.inputs.images import PictureConfig, process_clip
+from kvpatch_jax.models.inputs.qwen_images import CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 with np.load(GOLDENS / "clip_options.npz") as file:

@@ -9,8 +9,8 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.errors import InputError
-from models import load
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.redraw import draw_frames
 

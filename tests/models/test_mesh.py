@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from kvpatch_jax.errors import ConfigError
-from models.decoder.mesh_axes import dividing_axes
-from models.decoder.sharding import cache_specs, partition_specs, split_mesh
+from kvpatch_jax.models.decoder.mesh_axes import dividing_axes
+from kvpatch_jax.models.decoder.sharding import cache_specs, partition_specs, split_mesh
 from tests.models.mesh_cases import FAMILIES
 from tests.models.test_sharding import config_of, specs_of
 

@@ -11,7 +11,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, KVPatchError, LayoutError, ShapeError
-from models import load
+from kvpatch_jax.models import load
 
 T = 10
 """Also twice a chunk's tokens, so that contexts of either make run the same programs."""

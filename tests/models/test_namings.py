@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.errors import WeightsError
-from models.decoder.weights import expert_layout
+from kvpatch_jax.models.decoder.weights import expert_layout
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.load_text import text_config, text_families, write_text_checkpoint
 

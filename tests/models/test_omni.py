@@ -15,8 +15,8 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.core import Buckets, end_position, relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError
-from models import FAMILIES, load, save
-from models.inputs.qwen_images import ImageConfig, preprocess_images
+from kvpatch_jax.models import FAMILIES, load, save
+from kvpatch_jax.models.inputs.qwen_images import ImageConfig, preprocess_images
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.redraw import standard_values
 from tests.tolerances import assert_close_to_largest

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
-from models.inputs.mel import MelConfig, log_mel, mel_filters
-from models.inputs.omni_positions import OmniPositionConfig, get_omni_positions
-from models.towers.qwen_audio import AudioConfig
+from kvpatch_jax.models.inputs.mel import MelConfig, log_mel, mel_filters
+from kvpatch_jax.models.inputs.omni_positions import OmniPositionConfig, get_omni_positions
+from kvpatch_jax.models.towers.qwen_audio import AudioConfig
 from tests.goldens.load import GOLDENS, golden_arrays
 from tests.goldens.redraw import standard_values
 

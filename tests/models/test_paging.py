@@ -15,7 +15,7 @@ from kvpatch_jax.core import Paged
 from kvpatch_jax.errors import (
     PoolError,
 )
-from models import Buckets, load
+from kvpatch_jax.models import Buckets, load
 from tests.compilations import compilations
 from tests.goldens.load_text import write_text_checkpoint
 

@@ -17,11 +17,11 @@ import pytest
 
 from kvpatch_jax.backbone import LayerAttention
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
+from kvpatch_jax.models.attention import Mask
+from kvpatch_jax.models.parallel import prefill_chunks_apart, read_question, readouts, spread_backbone
+from kvpatch_jax.models.parallel.prefill import lay_out
+from kvpatch_jax.models.random_weights import random_backbone
 from kvpatch_jax.repair import Reading, attention_scores
-from models.attention import Mask
-from models.parallel import prefill_chunks_apart, read_question, readouts, spread_backbone
-from models.parallel.prefill import lay_out
-from models.random_weights import random_backbone
 from tests.models.parallel_cases import SMALL, sequence
 
 ROOT = Path(__file__).parents[2]

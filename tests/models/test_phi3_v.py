@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, InputError
-from models.families.phi3_v import ARCHITECTURE, FAMILY, TOWERS
-from models.inputs.hd_images import hd_transform
-from models.inputs.images import process_phi3_v
-from models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.families.phi3_v import ARCHITECTURE, FAMILY, TOWERS
+from kvpatch_jax.models.inputs.hd_images import hd_transform
+from kvpatch_jax.models.inputs.images import process_phi3_v
+from kvpatch_jax.models.inputs.qwen_images import ImageConfig
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import InputError
-from models.inputs.positions import (
+from kvpatch_jax.models.inputs.positions import (
     PositionConfig,
     VideoRule,
     get_rope_positions,

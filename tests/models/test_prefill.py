@@ -8,7 +8,7 @@ import pytest
 
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import InputError
-from models import load
+from kvpatch_jax.models import load
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 
 OWN = 1e-5

@@ -12,7 +12,7 @@ from PIL import Image
 
 from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
-from models.inputs.qwen_images import (
+from kvpatch_jax.models.inputs.qwen_images import (
     ImageConfig,
     glm_image_config,
     normalise,

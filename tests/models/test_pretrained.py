@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from models import ModelBackbone, load
-from models.checkpoints import GgufConversion
+from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models.checkpoints import GgufConversion
 
 pytestmark = pytest.mark.pretrained
 GOLDEN = Path(__file__).parents[1] / "goldens" / "smollm2.npz"

@@ -11,7 +11,7 @@ import pytest
 from gguf.quants import dequantize
 
 from evals.real_weights import weights_file
-from models import ModelBackbone, load
+from kvpatch_jax.models import ModelBackbone, load
 
 pytestmark = pytest.mark.pretrained
 HEADS, HEAD, WINDOW, EPSILON = 4, 256, 512, 1e-6

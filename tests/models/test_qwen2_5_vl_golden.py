@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from kvpatch_jax.core import to_engine
-from models import load
+from kvpatch_jax.models import load
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 

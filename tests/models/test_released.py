@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import models
+from kvpatch_jax import models
 from kvpatch_jax.errors import WeightsError
-from models.families.family import abstract, parameters
+from kvpatch_jax.models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.models.released_configs import RELEASED
 
@@ -50,8 +50,8 @@ def toy(monkeypatch):
     """The family of the document's how-to, made by running its text as a module of `models`, and registered."""
     blocks = re.findall(r"^```py\n(.*?)^```$", HOW_TO, re.MULTILINE | re.DOTALL)
     (source,) = [block for block in blocks if block.startswith('"""Toy-VL')]
-    module = types.ModuleType("models.families.toy_vl")
-    module.__package__ = "models.families"
+    module = types.ModuleType("kvpatch_jax.models.families.toy_vl")
+    module.__package__ = "kvpatch_jax.models.families"
     exec(compile(source, "docs/guides/adding-a-family.md", "exec"), module.__dict__)
     monkeypatch.setitem(models.FAMILIES, module.FAMILY.architecture, module.FAMILY)
     return module

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch_jax.errors import ConfigError, InputError
-from models import Sampling
-from models.decoding.sampling import REFUSED, choose, draw_of, kept
+from kvpatch_jax.models import Sampling
+from kvpatch_jax.models.decoding.sampling import REFUSED, choose, draw_of, kept
 from tests.compilations import compilations
 
 V, ROWS = 12, 5

@@ -17,11 +17,11 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-import models.directory
+import kvpatch_jax.models.directory
 from kvpatch_jax.errors import ConfigError, WeightsError
-from models import FAMILIES, load
-from models.checkpoints import flatten_params
-from models.decoder.sharding import (
+from kvpatch_jax.models import FAMILIES, load
+from kvpatch_jax.models.checkpoints import flatten_params
+from kvpatch_jax.models.decoder.sharding import (
     MESH_AXES,
     PARAMETERS,
     TOWER_PARAMETERS,
@@ -29,7 +29,7 @@ from models.decoder.sharding import (
     check_parameters,
     partition_specs,
 )
-from models.families.family import abstract, parameters, tower_heads
+from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
 from tests.goldens.load import GOLDENS
 from tests.goldens.load_text import text_config, write_text_checkpoint
 from tests.models.sharding_cases import LOADED
@@ -196,7 +196,7 @@ def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monk
     def never(*_, **__):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(models.directory, "load_weights", never)
+    monkeypatch.setattr(kvpatch_jax.models.directory, "load_weights", never)
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
     with pytest.raises(ConfigError, match=r"mesh: got axes \('model',\); expected one called 'tensor'"):
         load(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))
@@ -217,9 +217,9 @@ def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
 
 def test_wrong_type_after_loading_is_refused(tmp_path, monkeypatch):
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
-    read = models.directory.load_weights
+    read = kvpatch_jax.models.directory.load_weights
     halves = lambda *args, **rest: jax.tree.map(lambda leaf: leaf.astype("float16"), read(*args, **rest))
-    monkeypatch.setattr(models.directory, "load_weights", halves)
+    monkeypatch.setattr(kvpatch_jax.models.directory, "load_weights", halves)
     with pytest.raises(WeightsError, match=r"decoder\.\S+: got type float16; expected float32"):
         load(directory)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvpatch_jax import Audio
 from kvpatch_jax.errors import InputError
-from models.inputs.sound import read_sound, resampled
+from kvpatch_jax.models.inputs.sound import read_sound, resampled
 
 
 def wav(samples: np.ndarray, rate: int, width: int = 2) -> bytes:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models import FAMILIES, load, save
-from models.decoder.known_keys import DEFAULTS, INERT, ONLY
+from kvpatch_jax.models import FAMILIES, load, save
+from kvpatch_jax.models.decoder.known_keys import DEFAULTS, INERT, ONLY
 from tests.goldens.load import GOLDENS
 from tests.goldens.redraw import redraw_all, standard_values
 

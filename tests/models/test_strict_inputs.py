@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import InputError, ShapeError, WeightsError
-from models import load, save
+from kvpatch_jax.models import load, save
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 

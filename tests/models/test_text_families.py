@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError, WeightsError
-from models import load, save
-from models.checkpoints import flatten_params
+from kvpatch_jax.models import load, save
+from kvpatch_jax.models.checkpoints import flatten_params
 from tests.goldens.load_text import text_arrays, text_config, text_families, write_text_checkpoint
 
 GOLDEN, OWN = 2e-4, 1e-5

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvpatch_jax import Video
-from models import ModelBackbone, load
-from models.inputs.chat import ChatTemplate
+from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models.inputs.chat import ChatTemplate
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 TEMPLATE = r"""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvpatch_jax.errors import ConfigError
-from models.inputs.texts import read_tokenizer
-from models.inputs.tokenizer_files import token_id
+from kvpatch_jax.models.inputs.texts import read_tokenizer
+from kvpatch_jax.models.inputs.tokenizer_files import token_id
 from tests.goldens.load import GOLDENS
 
 GOLD = json.loads((GOLDENS / "tokenizers.json").read_text(encoding="utf-8"))

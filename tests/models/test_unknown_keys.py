@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvpatch_jax.errors import ConfigError, WeightsError
-from models import FAMILIES, UnknownKeyWarning, load
-from models.decoder.key_tables import AUTHORS
-from models.decoder.known_keys import DEFAULTS, class_keys, may_change
-from models.families.architectures import find_architecture
+from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
+from kvpatch_jax.models.decoder.key_tables import AUTHORS
+from kvpatch_jax.models.decoder.known_keys import DEFAULTS, class_keys, may_change
+from kvpatch_jax.models.families.architectures import find_architecture
 from tests.goldens.load import GOLDENS
 
 TEXTS = GOLDENS / "text"

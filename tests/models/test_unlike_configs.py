@@ -8,10 +8,10 @@ import pytest
 
 from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError, LayoutError
-from models import FAMILIES
-from models.decoder.config import DecoderConfig, LayerKind
-from models.decoder.costs import forward_costs
-from models.decoder.sharding import cache_specs, partition_specs
+from kvpatch_jax.models import FAMILIES
+from kvpatch_jax.models.decoder.config import DecoderConfig, LayerKind
+from kvpatch_jax.models.decoder.costs import forward_costs
+from kvpatch_jax.models.decoder.sharding import cache_specs, partition_specs
 from tests.goldens.load_text import text_config
 
 FULL, LOCAL = LayerKind("", Rope(1e6, 16), 16, 2), LayerKind("local", Rope(1e4, 16), 16, 2, 6)

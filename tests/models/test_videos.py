@@ -17,12 +17,18 @@ import pytest
 from kvpatch_jax import Video
 from kvpatch_jax.core import Buckets, relocate, to_engine
 from kvpatch_jax.errors import ConfigError, InputError
-from models import load
-from models.families.registry import FAMILIES
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from models.inputs.family_videos import kimi_time, number_words, sample_evenly, sample_internvl, sample_smolvlm
-from models.inputs.qwen_images import ImageConfig
-from models.inputs.video_frames import Stream, VideoConfig, read_clip, sample_qwen2, sample_qwen3
+from kvpatch_jax.models import load
+from kvpatch_jax.models.families.registry import FAMILIES
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from kvpatch_jax.models.inputs.family_videos import (
+    kimi_time,
+    number_words,
+    sample_evenly,
+    sample_internvl,
+    sample_smolvlm,
+)
+from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.video_frames import Stream, VideoConfig, read_clip, sample_qwen2, sample_qwen3
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.redraw import draw_frames
 from tests.tolerances import assert_close_to_largest

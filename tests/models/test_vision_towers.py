@@ -11,16 +11,16 @@ import pytest
 from flax import nnx
 
 from kvpatch_jax.errors import ConfigError, ShapeError
-from models.checkpoints import SafetensorsSource, flatten_params, load_weights
-from models.decoder.layers import Linear
-from models.decoder.weights import linear_entries
-from models.towers import moonvit as moonvit_tower
-from models.towers import qwen3 as qwen3_tower
-from models.towers.moonvit import MoonViT, MoonViTConfig
-from models.towers.projectors import Projector, TileConfig, pack_tiles, packing_index, pixel_shuffle
-from models.towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower
-from models.towers.vit import ViT, ViTConfig, bucket_positions
-from models.towers.weights import (
+from kvpatch_jax.models.checkpoints import SafetensorsSource, flatten_params, load_weights
+from kvpatch_jax.models.decoder.layers import Linear
+from kvpatch_jax.models.decoder.weights import linear_entries
+from kvpatch_jax.models.towers import moonvit as moonvit_tower
+from kvpatch_jax.models.towers import qwen3 as qwen3_tower
+from kvpatch_jax.models.towers.moonvit import MoonViT, MoonViTConfig
+from kvpatch_jax.models.towers.projectors import Projector, TileConfig, pack_tiles, packing_index, pixel_shuffle
+from kvpatch_jax.models.towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower
+from kvpatch_jax.models.towers.vit import ViT, ViTConfig, bucket_positions
+from kvpatch_jax.models.towers.weights import (
     clip_entries,
     intern_vit_entries,
     moonvit_entries,

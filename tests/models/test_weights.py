@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.errors import WeightsError
-from models.checkpoints import SafetensorsSource, TensorEntry, flatten_params, load_weights, save_weights
+from kvpatch_jax.models.checkpoints import SafetensorsSource, TensorEntry, flatten_params, load_weights, save_weights
 from tests.goldens.load import golden_shapes
 from tests.goldens.redraw import redraw, redraw_all
 

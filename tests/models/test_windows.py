@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.core import to_engine
-from models import Buckets, load, save
+from kvpatch_jax.models import Buckets, load, save
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 
 WINDOW, GOLDEN, OWN = 5, 2e-4, 1e-5

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from models import Buckets, load
+from kvpatch_jax.models import Buckets, load
 from tests.models.conftest import highest_precision as highest_precision
 
 

@@ -15,7 +15,7 @@ import pytest
 import kvpatch_jax as kvp
 from evals.plugins import ReusedChat
 from kvpatch_jax.errors import InputError
-from models import load
+from kvpatch_jax.models import load
 
 STEPS = 6
 

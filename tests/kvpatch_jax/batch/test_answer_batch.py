@@ -20,8 +20,8 @@ from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
 from kvpatch_jax.errors import InputError, SessionError
+from kvpatch_jax.models import Buckets, ModelBackbone, load
 from kvpatch_jax.store import ChunkStore
-from models import Buckets, ModelBackbone, load
 from tests.goldens.load import write_checkpoint
 
 

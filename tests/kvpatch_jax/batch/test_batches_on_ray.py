@@ -11,8 +11,8 @@ import pytest
 
 from kvpatch_jax.batch import BatchItem, answer_batch, once_in_this_process, read_answers, run_shards
 from kvpatch_jax.errors import InputError, SessionError
+from kvpatch_jax.models import load
 from kvpatch_jax.store import ChunkStore
-from models import load
 from tests.goldens.load import write_checkpoint
 
 

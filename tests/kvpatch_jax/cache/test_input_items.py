@@ -22,9 +22,9 @@ from kvpatch_jax.batch.items import read_items
 from kvpatch_jax.cache import expect_small, medium_of, one_form, sort_of
 from kvpatch_jax.cache.inputs import looks_like_a_file
 from kvpatch_jax.errors import InputError, KVPatchError
+from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import read_messages
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id
-from models import load
-from models.inputs.chat import read_messages
 from tests.goldens.redraw import draw_frames
 
 PAGE = np.random.default_rng(5).integers(0, 256, (32, 48, 3), np.uint8)

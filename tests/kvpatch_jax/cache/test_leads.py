@@ -11,8 +11,8 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError, StoreError
+from kvpatch_jax.models import load
 from kvpatch_jax.store import ChunkStore, PatchKey, Request, fetch
-from models import load
 
 LEAD, OTHER, UNIT = [[5, 6, 7, 8]], [[5, 6, 7, 9]], [[11, 12, 13]]
 DIGEST = "a lead"

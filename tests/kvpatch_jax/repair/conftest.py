@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvpatch_jax.models import ModelBackbone
 from kvpatch_jax.repair import SplicedCache
-from models import ModelBackbone
 from tests.kvpatch_jax.repair.splices import make_splice, tiny_backbone
 
 

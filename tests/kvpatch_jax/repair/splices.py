@@ -14,11 +14,11 @@ from flax import nnx
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models.families.family import parameters
+from kvpatch_jax.models.families.qwen2_5_vl import Qwen25VLConfig
+from kvpatch_jax.models.inputs.qwen_images import ImageConfig
 from kvpatch_jax.repair import OtherAntecedent, PromptPiece, SplicedCache, pooled_embedding, splice_prompt
-from models import ModelBackbone, load
-from models.families.family import parameters
-from models.families.qwen2_5_vl import Qwen25VLConfig
-from models.inputs.qwen_images import ImageConfig
 from tests.goldens.load import write_checkpoint
 
 GOLDENS = Path(__file__).parents[2] / "goldens"

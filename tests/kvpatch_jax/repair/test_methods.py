@@ -13,10 +13,10 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens, joined
 from kvpatch_jax.core import transition_of
 from kvpatch_jax.errors import InputError, LayoutError
+from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.patching import ByteBudget, fit_basis
 from kvpatch_jax.repair import METHODS, RepairBudget, RepairBytes, Repaired, SplicedCache
 from kvpatch_jax.repair.spliced_cache import canonical_of
-from models import ModelBackbone, load
 from tests.goldens.load import write_checkpoint
 from tests.kvpatch_jax.repair.splices import (
     BEFORE,

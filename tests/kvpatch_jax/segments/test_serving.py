@@ -17,12 +17,12 @@ from evals.trained import shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models.families.family import parameters
+from kvpatch_jax.models.families.qwen2_5_vl import Qwen25VLConfig
+from kvpatch_jax.models.inputs.qwen_images import ImageConfig
 from kvpatch_jax.segments import ReuseThresholds, SegmentPrefill, SegmentStore, segment_prefill, store_segments
 from kvpatch_jax.segments.index import StoredSpan
-from models import ModelBackbone, load
-from models.families.family import parameters
-from models.families.qwen2_5_vl import Qwen25VLConfig
-from models.inputs.qwen_images import ImageConfig
 from tests.goldens.load_text import write_text_checkpoint
 from tests.kvpatch_jax.segments.segment_cases import id_prompt, prompt, words
 

@@ -11,8 +11,8 @@ from session_cases import image_of, reader
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, SessionError
-from models import load
-from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from kvpatch_jax.models import load
+from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())["families"]

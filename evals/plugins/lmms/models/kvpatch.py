@@ -8,8 +8,8 @@ from typing import Any
 from kvpatch_jax import ChunkStore
 from kvpatch_jax.cache import sort_of
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.models import Buckets, load
 from kvpatch_jax.utils.optional_packages import require
-from models import Buckets, load
 
 from ...reused_chat import ReusedChat
 
