@@ -10,7 +10,7 @@ from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
 from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
+from ..inputs.processors import process_images, processor
 from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
 from . import namings
@@ -55,20 +55,13 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     return entries + projector_entries("model.aligner.linear1", "model.aligner.linear2")
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pad": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-    min_size=14,
-)
+_SETTINGS = processor("deepseek_vl.DeepseekVL")
 FAMILY = Family(
     architecture=ARCHITECTURE,
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek, tile_tokens, tile_plan, tile_fills),
+    vision=Vision(_SETTINGS, process_images, tile_tokens, tile_plan, tile_fills),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl",
     namings=namings.DEEPSEEK_VL,

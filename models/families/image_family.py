@@ -15,7 +15,7 @@ from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.known_keys import complete
-from ..inputs.qwen_images import ImageConfig, preprocess_images
+from ..inputs.processors import Reader, process_images, processor
 from ..inputs.texts import texts_of
 from .family import Vision, pixels_of
 
@@ -136,7 +136,7 @@ def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
 def qwen_vision(
     plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
     *tables: str,
-    settings: Callable[[Any], ImageConfig] = ImageConfig.from_directory,
+    settings: Reader = processor("qwen2_vl.Qwen2VL"),
 ) -> Vision:
     """Returns what a Qwen family does with images.
 
@@ -164,7 +164,7 @@ def qwen_vision(
         pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
         return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
-    return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
+    return Vision(settings, process_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
 
 
 def qwen_written(config: Any, tokenizer: Any) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.qwen_videos import process_qwen3_videos
+from ..inputs.videos import process_qwen3_videos
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
 from .family import Family, Medium, Shapes
