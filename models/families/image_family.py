@@ -20,6 +20,7 @@ from ..inputs.texts import texts_of
 from .family import Vision, pixels_of
 
 _DTYPES = ("dtype", "torch_dtype")
+QWEN_IMAGES = processor("qwen2_vl.Qwen2VL")
 
 
 class TowerModel(nnx.Module):
@@ -136,7 +137,7 @@ def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
 def qwen_vision(
     plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
     *tables: str,
-    settings: Reader = processor("qwen2_vl.Qwen2VL"),
+    settings: Reader = QWEN_IMAGES,
 ) -> Vision:
     """Returns what a Qwen family does with images.
 

@@ -1,4 +1,4 @@
-"""Images of families that transformers has no processor for that runs without PyTorch: Kimi, Phi-3-vision, DeepSeek-VL2.
+"""Images of Kimi, Phi-3-vision and DeepSeek-VL2, for which transformers has no processor that runs without PyTorch.
 
 Each rounds as the processor of the model's authors, or for Kimi as transformers' Kimi_K25ImageProcessor.
 """
@@ -22,7 +22,7 @@ from .processors import Settings, read_images
 HALVES = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TILES, COUNTS, GRIDS = "pixel_values_local", "num_local_patches", "tile_grids"
-"""Arrays of families whose images are a view of the whole and tiles: the tiles, their number, their rows and columns."""
+"""Of images that are a view of the whole and tiles: arrays of the tiles, their number, their rows and columns."""
 MOST_TILED = 2
 """Images of which DeepSeek-VL2 makes as many tiles as suit them; of more it makes one each."""
 MOST_TILES = 256

@@ -114,7 +114,7 @@ def read_options(directory: str | os.PathLike[str], sort: str) -> dict[str, Any]
     root = Path(directory)
     found = read_table(root / PROCESSOR_FILE).get(_PARTS[sort])
     for name in _FILES[sort]:
-        found = read_table(root / name) if not found else found
+        found = found or read_table(root / name)
     if not isinstance(found, Mapping):
         raise ConfigError(f"{root / PROCESSOR_FILE}: got {_PARTS[sort]} {found!r:.80}; expected a table")
     return dict(found)
@@ -122,9 +122,7 @@ def read_options(directory: str | os.PathLike[str], sort: str) -> dict[str, Any]
 
 def _needed(options: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
     if not options:
-        raise ConfigError(
-            f"{Path(directory) / CONFIG_FILE}: got no such file; expected the image settings of a Hugging Face directory"
-        )
+        raise ConfigError(f"{Path(directory) / CONFIG_FILE}: got no such file; expected a directory's image settings")
     return dict(options)
 
 

@@ -3,8 +3,8 @@
 WAV is read by the standard library, other files by PyAV. Channels are averaged, and whole numbers divided by their
 range, as librosa and soundfile do. Samples at the family's own rate are taken as they are. Others are resampled in the
 frequency domain: spectra are cut at the lower of the two Nyquist frequencies, with a taper over the last part of it, as
-sinc filters have one. The authors' pipelines resample with soxr, whose taper is another: what differs is what lies above
-nine tenths of that frequency.
+sinc filters have one. The authors' pipelines resample with soxr, whose taper is another: above nine tenths of that
+frequency the two differ.
 """
 
 import functools
@@ -185,8 +185,8 @@ def gemma4_settings(directory: str | os.PathLike[str]) -> Settings:
     """Reads a directory's settings of Gemma 4's features.
 
     Raises:
-      ConfigError: options that transformers' feature extractor does not take, or dither, by which no prompt is twice the
-      same.
+      ConfigError: options that transformers' feature extractor does not take, or dither, which makes the same sound
+      another one each time.
     """
     options = read_options(directory, "audio")
     if options.get("dither"):
@@ -211,7 +211,7 @@ def process_gemma4_sounds(sounds: Sequence[Audio], settings: Settings) -> dict[s
             raise InputError(
                 f"audio {number}: got {len(samples)} samples; expected enough for a frame of {extractor.frame_length}"
             )
-        made = extractor(samples, return_tensors="np")
+        made = extractor([samples], return_tensors="np")
         features.append(made["input_features"][0])
         masks.append(made["input_features_mask"][0])
     longest = max(map(len, masks))

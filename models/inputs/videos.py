@@ -1,7 +1,7 @@
 """Videos of each family: the frames that are sampled, their patches or tiles, and the times that a prompt says.
 
-Sources: transformers' Qwen2VL-, Qwen3VL-, Glm4v-, Glm46V-, SmolVLM-, InternVL-, Kimi_K25- and Gemma4VideoProcessor, which
-need torchvision. Pixels are equal to theirs bit for bit.
+Sources: transformers' video processors of Qwen2-VL, Qwen3-VL, GLM-4V, GLM-4.6V, SmolVLM, InternVL, Kimi-K2.5 and
+Gemma 4, which need torchvision. Pixels are equal to theirs bit for bit.
 """
 
 import datetime
@@ -314,7 +314,7 @@ def _filled(values: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([values, np.repeat(values[-1:], -len(values) % size, axis=0)])
 
 
-# ------------------------------------------------------------------------------------------------- frames that are tiles
+# ------------------------------------------------------------------------------------------------ frames that are tiles
 
 
 def _tiles(frames: np.ndarray, settings: Settings) -> Float32[np.ndarray, "N 3 H W"]:
@@ -455,7 +455,7 @@ def process_internvl_videos(videos: Sequence[Video], settings: Settings) -> dict
     return {"pixel_values": np.concatenate([_tiles(images, settings) for images in frames]), "video_frames": counts}
 
 
-# ------------------------------------------------------------------------------------------------- Kimi-K2.5 and Gemma 4
+# ------------------------------------------------------------------------------------------------ Kimi-K2.5 and Gemma 4
 
 
 def sample_evenly(stream: Stream, fps: Rate, frames: int | None, settings: Settings) -> np.ndarray:

@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.models import FAMILIES, load
 from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.models.files import open_files
-from kvpatch_jax.models.inputs.qwen_images import CONFIG_FILE
+from kvpatch_jax.models.inputs.processors import CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 FILES = Path(__file__).parent / "released"
