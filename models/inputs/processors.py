@@ -26,6 +26,8 @@ CONFIG_FILE = "preprocessor_config.json"
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _FILES = {"image": (CONFIG_FILE,), "video": ("video_preprocessor_config.json", CONFIG_FILE), "audio": (CONFIG_FILE,)}
 MAX_ASPECT_RATIO = 200
+_UNUSED = {"num_crops", "num_soft_tokens_per_image", "batch_num_images", "pixel_attention_mask"}
+"""Of what processors make: what follows from the rest."""
 _FAILURES = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, MemoryError)
 """What transformers' processors raise for settings or inputs that they cannot use."""
 
@@ -230,7 +232,7 @@ def process_images(images: Sequence[ImageSource], settings: Settings, **options:
     except _FAILURES as error:
         shown = f"{type(built).__name__} fails with {[list(image.shape[:2]) for image in found]} pixels"
         raise InputError(f"images: {shown} and the directory's settings ({error}); expected others") from error
-    return {name: compact(value) for name, value in made.items()}
+    return {name: compact(value) for name, value in made.items() if name not in _UNUSED}
 
 
 def compact(value: Any) -> np.ndarray:
