@@ -76,7 +76,7 @@ def test_a_frame_around_images_is_what_chat_makes(checkpoint, family):
     chat = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
     first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
     laid = [*frame.front, *first, *frame.between, *second]
-    assert [*laid, *backbone.ids(f"{frame.before}{asked}{frame.behind}")] == chat
+    assert [*laid, *backbone.ids([frame.before, asked, frame.behind])] == chat
 
 
 def test_gemma_3s_frame_is_the_text_of_its_chat(checkpoint):
@@ -86,7 +86,7 @@ def test_gemma_3s_frame_is_the_text_of_its_chat(checkpoint):
     content = [{"type": "image", "image": image}, {"type": "text", "text": asked}]
     chat = backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
     own = backbone.prepare([image])["input_ids"][0].tolist()
-    laid = [*frame.front, *own, *backbone.ids(f"{frame.before}{asked}{frame.behind}")]
+    laid = [*frame.front, *own, *backbone.ids([frame.before, asked, frame.behind])]
     assert frame.between == ()
     assert laid != chat  # "\n" and "\n\n" here, "\n\n\n" there
     assert backbone.text(laid) == backbone.text(chat)
