@@ -1,7 +1,6 @@
 """Chat templates: messages to the text a checkpoint was trained on, by the Jinja template in its directory."""
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -103,14 +102,10 @@ class ChatTemplate:
         return bool(start) and text.startswith(start)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes the template, and the special tokens beside it. Returns the template's path."""
-        # The template names special tokens by their parts (`bos_token`), of which `tokenizer.json` says nothing.
-        root = Path(directory)
-        (root / TEMPLATE_FILE).write_text(self.source, encoding="utf-8")
-        if self.special_tokens:
-            text = json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False)
-            (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-        return root / TEMPLATE_FILE
+        """Writes the template. Returns its path."""
+        path = Path(directory) / TEMPLATE_FILE
+        path.write_text(self.source, encoding="utf-8")
+        return path
 
 
 def template_with_images(

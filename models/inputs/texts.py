@@ -13,6 +13,7 @@ from jaxtyping import Int32
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.optional_packages import require
 
+from .tokenizer_files import TOKENIZER_CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from .tokenizer_files import TOKENIZER_FILE as TOKENIZER_FILE
 from .tokenizer_files import read_other_tokenizer
 
