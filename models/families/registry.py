@@ -5,7 +5,6 @@ from . import (
     deepseek_vl,
     deepseek_vl2,
     deepseek_vl_hybrid,
-    ernie4_5_vl,
     gemma3,
     gemma4,
     glm4v,
@@ -46,7 +45,6 @@ IMAGE_FAMILIES: dict[str, Family] = {
         gemma3.FAMILY,
         gemma4.FAMILY,
         qwen2_vl.FAMILY,
-        ernie4_5_vl.FAMILY,
     )
 }
 """Families with images, beside Qwen2.5-VL."""

@@ -1,5 +1,5 @@
 """Families without images, one row each: Llama, Mistral, Qwen2, Qwen3 and Qwen3.5 (dense and MoE), Qwen3-Next, GLM-4,
-Gemma 3, Phi-3, DeepSeek-V2, -V3, Ernie 4.5 (dense and MoE).
+Gemma 3, Phi-3, DeepSeek-V2, -V3.
 
 Source: the transformers 5.23 classes of these names.
 """
@@ -15,7 +15,7 @@ from flax import nnx
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import Naming, TensorEntry
-from ..decoder.config import DecoderConfig, ExpertConfig
+from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import (
     Raw,
@@ -159,46 +159,6 @@ def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3
     )
 
 
-def read_ernie(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Reads Ernie 4.5: rotary pairs side by side, one switch for all biases."""
-    raw = complete(raw, "ernie4_5", TEXT_TABLE)
-    bias = bool(raw["use_bias"])
-    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime, cached="pairs")
-    return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=bias)
-
-
-def read_ernie_moe(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Reads Ernie 4.5 with experts: chosen with a correction bias, beside ones that all tokens take.
-
-    Raises:
-      ConfigError: layers with experts below ones without.
-    """
-    raw = complete(raw, "ernie4_5_moe", TEXT_TABLE)
-    layers, first, last = need(raw, "num_hidden_layers"), raw["moe_layer_start_index"], raw["moe_layer_end_index"]
-    if raw["moe_layer_interval"] != 1 or last not in (None, -1, layers - 1) or not isinstance(first, int):
-        raise ConfigError(
-            f"config.json: got moe_layer_interval {raw['moe_layer_interval']}, moe_layer_end_index {last}; expected "
-            "experts in every layer from moe_layer_start_index on"
-        )
-    number, inner = need(raw, "moe_num_experts"), need(raw, "moe_intermediate_size")
-    if isinstance(number, list | tuple) or isinstance(inner, list | tuple):
-        raise ConfigError(
-            f"moe_num_experts, moe_intermediate_size: got {number!r:.40}, {inner!r:.40}; expected two numbers"
-        )
-    experts = ExpertConfig(
-        experts=number,
-        chosen=need(raw, "moe_k"),
-        intermediate=inner,
-        router="softmax",
-        renormalise=True,
-        shared=inner * (raw["moe_num_shared_experts"] or 0),
-        dense_layers=first,
-        corrected=True,
-    )
-    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime, cached="pairs")
-    return read_decoder(raw, rope, experts=experts)
-
-
 def text_family(
     architecture: str, model_type: str, read: ReadText, namings: tuple[Naming, ...] = (), **options: Any
 ) -> Family:
@@ -222,9 +182,6 @@ def text_family(
     # A whole release's tower, where a text model's configuration stands beside its weights.
     if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         ignore = (*ignore, r"model\.visual\..*")
-    # Layers for multi-token prediction, which are not run.
-    if model_type == "ernie4_5_moe":
-        ignore = (*ignore, r"model\.mtp_.*")
     return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type, namings=namings)
 
 
@@ -249,8 +206,6 @@ TEXT_FAMILIES = {
         text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),
         text_family("Gemma4ForCausalLM", "gemma4_text", read_gemma4, norms=NORMS),
         text_family("Phi3ForCausalLM", "phi3", read_phi3, fused=("gate_up", "qkv")),
-        text_family("Ernie4_5ForCausalLM", "ernie4_5", read_ernie),
-        text_family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", read_ernie_moe, routers="ernie"),
         text_family("DeepseekV2ForCausalLM", "deepseek_v2", _read_deepseek_v2),
         text_family("DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek),
     )

@@ -20,7 +20,7 @@ from tests.goldens.load import GOLDENS, write_checkpoint
 with np.load(GOLDENS / "clip_options.npz") as file:
     GOLD = {name: file[name] for name in file.files}
 CASES = sorted({name.split(".")[0] for name in GOLD})
-PLAIN = {name: family for name, family in IMAGE_FAMILIES.items() if not name.startswith(("Qwen", "Glm", "Ernie"))}
+PLAIN = {name: family for name, family in IMAGE_FAMILIES.items() if not name.startswith(("Qwen", "Glm"))}
 
 
 def vision_of(architecture: str) -> Vision:

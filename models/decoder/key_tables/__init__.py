@@ -11,7 +11,6 @@ from typing import Any
 from . import (
     deepseek_ocr2,
     deepseek_vl2,
-    ernie,
     gemma,
     glm_vl,
     kimi,
@@ -33,7 +32,6 @@ MODULES = (
     glm_vl,
     mistral_vl,
     paper_models,
-    ernie,
     deepseek_ocr2,
     deepseek_vl2,
 )
