@@ -17,13 +17,12 @@ Regime = str | int | None
 
 _KINDS = {"default": None, "mrope": None, "su": "longrope"}
 _SCALED = ("linear", "dynamic", "llama3", "yarn", "longrope")
-_ROPE_KEYS = frozenset(
-    """
-    rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved interleaved factor attention_factor
-    original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate
-    short_factor long_factor
-    """.split()
-)
+_ROPE_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+    "interleaved", "factor", "attention_factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor",
+    "long_factor",
+)  # fmt: skip
 
 
 def need(raw: Raw, *names: str) -> Any:
@@ -35,9 +34,7 @@ def need(raw: Raw, *names: str) -> Any:
     for name in names:
         if raw.get(name) is not None:
             return raw[name]
-    raise ConfigError(
-        f"config.json: got no {' or '.join(map(repr, names))}; expected it for {raw.get('model_type')}"
-    )
+    raise ConfigError(f"config.json: got no {' or '.join(map(repr, names))}; expected it for {raw.get('model_type')}")
 
 
 def read_rope(
@@ -181,7 +178,9 @@ def read_window(raw: Raw) -> dict[str, Any]:
         raise ConfigError(f"layer_types: got {sorted(others)}; expected 'full_attention' or 'sliding_attention'")
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if sliding and window is None:
-        raise ConfigError("layer_types: got 'sliding_attention' without a sliding_window; expected a window, switched on")
+        raise ConfigError(
+            "layer_types: got 'sliding_attention' without a sliding_window; expected a window, switched on"
+        )
     if window is None or len(sliding) == len(kinds):
         return {"window": window}
     return {"window": window, "window_layers": sliding} if sliding else {"window": None}

@@ -97,7 +97,9 @@ def _slides(raw: Raw, layer: int) -> bool:
 
 def _kind4(raw: Raw, layer: int, reads: bool, angles: str, regime: Regime) -> LayerKind:
     """Reads the kind of one layer of Gemma 4."""
-    slides, own = _slides(raw, layer), (raw.get("per_layer_config") or {}).get(str(layer)) or {}
+    # The class writes the numbers of layers with leading zeros.
+    layers = {int(number): own for number, own in (raw.get("per_layer_config") or {}).items()}
+    slides, own = _slides(raw, layer), layers.get(layer) or {}
     others = sorted(set(own) - {"head_dim", "num_key_value_heads"})
     if others:
         raise ConfigError(f"per_layer_config: got {others} of layer {layer}; expected head_dim, num_key_value_heads")

@@ -55,8 +55,9 @@ def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     # One switch for query, key, value and output.
     bias = raw.get("attention_bias", False)
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
+    window = None if raw["model_type"] == "llama" else raw["sliding_window"]
     switches = {"attention_bias": bias, "output_bias": bias, "mlp_bias": raw.get("mlp_bias", False)}
-    return read_decoder(raw, rope, **switches, **read_window(raw))
+    return read_decoder(raw, rope, window=window, **switches)
 
 
 def read_qwen2(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
@@ -76,6 +77,8 @@ def read_qwen3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     )
     # Qwen3-VL's router renormalises whatever the configuration says.
     renormalise = kind == "qwen3_vl_moe_text" or raw.get("norm_topk_prob", False)
+    # Where all layers have experts, all of them slide, or none.
+    window = {"window": raw["sliding_window"] if kind == "qwen3_moe" else None} if "moe" in kind else read_window(raw)
     return read_decoder(
         raw,
         rope,
@@ -84,7 +87,7 @@ def read_qwen3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
         output_bias=bias,
         qk_norm=True,
         experts=read_softmax_experts(raw, renormalise) if "moe" in kind else None,
-        **read_window(raw),
+        **window,
     )
 
 
@@ -155,7 +158,7 @@ def read_hybrid(raw: Raw, angles: str, regime: Regime = None, axes: bool = True)
     experts, inner = None, {}
     if raw.get("num_experts") is not None or raw.get("num_local_experts") is not None:
         experts = dataclasses.replace(
-            read_softmax_experts(raw, raw.get("norm_topk_prob", True)),
+            read_softmax_experts(raw, raw["norm_topk_prob"] if kind == "qwen3_next" else True),
             shared=need(raw, "shared_expert_intermediate_size"),
             shared_gate=True,
         )
@@ -189,9 +192,7 @@ def read_deepseek_ocr(raw: Raw, angles: str, regime: Regime = None) -> DecoderCo
         raise ConfigError(f"mlp_layer_types: got {kinds!r:.80}; expected 'dense' below 'sparse' in every layer")
     experts = read_deepseek_experts({**raw, "first_k_dense_replace": dense}, "softmax") if "sparse" in kinds else None
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(
-        raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=raw["mlp_bias"], experts=experts
-    )
+    return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=raw["mlp_bias"], experts=experts)
 
 
 def _read_ministral3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
@@ -215,6 +216,9 @@ READERS: dict[str, ReadText] = {
     "ministral3": _read_ministral3,
 }
 """What reads each text tower, by its `model_type`."""
+
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Those whose layers have the names of Llama's in files, so that one family takes any of them."""
 
 
 def read_text(raw: Raw, angles: str, regime: Regime = None, kinds: tuple[str, ...] = ()) -> DecoderConfig:
