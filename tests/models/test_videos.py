@@ -326,7 +326,7 @@ def test_frames_of_a_recording_of_variable_rate_have_its_own_times(tmp_path, nam
 def test_a_video_of_one_frame_is_refused_with_what_to_do(tmp_path):
     film(tmp_path / "one.mkv", draw_frames("film", 1, 32, 32), 6)
     settings = Settings.of({"temporal_patch_size": 2}, "video")
-    with pytest.raises(InputError, match="got 1 frame; expected at least 2, .*pass a single frame as an image"):
+    with pytest.raises(InputError, match=r"got 1 frame; expected at least 2, .*pass a single frame as an image"):
         clips_of([Video(tmp_path / "one.mkv")], sample_qwen2, settings)
 
 
