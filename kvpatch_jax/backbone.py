@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
       positions: [B,T] or [B,T,A], absolute, integer or fractional, one per axis if the layout has axes; best kept on
         the host (NumPy), where checks do not wait for a device.
       deepstack: [B,T,n,D] or None, added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features); or
-        what every layer takes of the tokens otherwise (Gemma 4; Ernie-4.5-VL: [B,T,L,1], 1 for tokens of images).
+        what every layer takes of the tokens otherwise (Gemma 4).
       ahead: int32 [B,T], how many tokens behind its own a token sees too, as those of an image do that see each other
         (Gemma 3); None: none. A mask that a forward is given says all that is seen, and holds in its place.
     """

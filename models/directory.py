@@ -17,10 +17,10 @@ from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
 from .checkpoints import TensorSource, flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
-from .decoder.known_keys import reading
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
+from .families.parsed import without_keys
 from .families.registry import FAMILIES
 from .files import Files, open_files
 from .hub import resolve
@@ -64,7 +64,7 @@ def load(
         `tqdm` is installed.
       revision: of a repository of the hub: a commit (which costs no request once it is cached), tag or branch; None
         for the main branch.
-      ignore: keys of config.json that this library does not know and that change nothing, as the caller knows.
+      ignore: keys of config.json that are read as if they were not there.
       video_rule: Qwen2.5-VL: where text behind a video goes on, "max" (the authors' rule, the default) or "hf5"
         (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
@@ -82,7 +82,7 @@ def load(
         is first used.)
 
     Warns:
-      UnknownKeyWarning: a key of config.json that no class of transformers reads, once.
+      UnknownKeyWarning: a key of config.json that no class of transformers reads.
     """
     if dtype is not None and dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
@@ -102,12 +102,16 @@ def load(
     files = open_files(root)
 
     name = find_architecture(files.config, files.name)
-    with reading(files.name, ignore):
-        family = FAMILIES[name]
-        raw = files.config if family.amend is None else family.amend(files.config, root)
-        config = family.config(raw, angles, regime)
-        # An architecture may stand for several families (LLaVA with Pixtral's tower).
-        settings = config.family.settings(root)
+    family = FAMILIES[name]
+    raw, passed_over = without_keys(files.config, ignore)
+    absent = sorted(set(ignore) - passed_over)
+    if absent:
+        raise ConfigError(
+            f"load: got ignore {absent[0]!r}, which {files.name} does not have; expected keys of that file"
+        )
+    config = family.config(raw if family.amend is None else family.amend(raw, root), angles, regime)
+    # An architecture may stand for several families (LLaVA with Pixtral's tower).
+    settings = config.family.settings(root)
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
             raise ConfigError(
@@ -124,8 +128,7 @@ def load(
 
     # Whether the output head is the embedding is settled by the file, before its parameters are counted.
     source = _open_source(files, config, adapter)
-    silent = raw.get("tie_word_embeddings") is None
-    config = config.family.settle_ties(config, tensor_shapes(source), functools.partial(same_tensors, source), silent)
+    config = config.family.settle_ties(config, tensor_shapes(source), functools.partial(same_tensors, source))
     mesh = None if mesh is None else split_mesh(mesh, config.text.layout)
     values = _load_parameters(source, config, mesh, progress)
 

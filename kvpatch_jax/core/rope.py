@@ -30,7 +30,7 @@ from .scaling import Scaling as Scaling
 
 Angles = Literal["exact", "float32"]
 Pairs = Literal["half", "pairs"]
-Order = Literal["blocked", "interleaved", "time_last"]
+Order = Literal["blocked", "interleaved"]
 _WORDS = {"cached": get_args(Pairs), "order": get_args(Order), "angles": get_args(Angles)}
 
 POSITION_LIMIT = 2**30
@@ -49,8 +49,7 @@ class Rope:
       cached: indices of a rotary pair in the cached key: "half" (i, i + R/2) or "pairs" (2i, 2i + 1). This is the
         layout of the cache, not of the checkpoint: DeepSeek-V3 and Kimi read pairs but cache halves.
       sections: for M-RoPE, how many frequencies each axis (time, height, width) takes; they sum to R/2.
-      order: "blocked" (Qwen2.5-VL: the first section's frequencies, then the next), "interleaved" (Qwen3-VL) or
-        "time_last" (Ernie-4.5-VL: height and width take turns, the frequencies behind them are time's).
+      order: "blocked" (Qwen2.5-VL: the first section's frequencies, then the next), or "interleaved" (Qwen3-VL).
       width: head width if it is larger than `dim`; only the first `dim` channels rotate.
       scaling: frequency scaling, or None.
       angles: "exact" or "float32".
@@ -91,10 +90,6 @@ class Rope:
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
                 total, half = sum(self.sections), self.dim // 2
                 raise LayoutError(f"rope: got sections {self.sections} of sum {total}; expected dim // 2 = {half}")
-            if self.order == "time_last" and (len(self.sections) != 3 or self.sections[1] != self.sections[2]):
-                raise LayoutError(
-                    f"rope: got sections {self.sections} that take turns; expected as many for height as for width"
-                )
 
         if self.scaling is not None:
             expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)
@@ -128,10 +123,6 @@ class Rope:
             return axis
         if self.order == "blocked":
             return np.repeat(np.arange(len(self.sections), dtype=np.int32), self.sections)
-        if self.order == "time_last":
-            spatial = self.dim // 2 - self.sections[0]
-            axis[:spatial] = 1 + np.arange(spatial) % 2
-            return axis
 
         # Qwen3-VL cycles through the axes until a section is full; the remaining frequencies follow axis 0.
         step = len(self.sections)

@@ -53,9 +53,6 @@ class ExpertConfig:
         of their best two (sigmoid).
       shared: width inside the MLP that every token takes as well; 0 for none.
       dense_layers: how many layers at the bottom have an ordinary MLP (`first_k_dense_replace`).
-      corrected: a softmax router too chooses with a correction bias (Ernie 4.5).
-      images: the experts that tokens of images and videos choose among in place of these, as many and with a router of
-        their own (Ernie-4.5-VL); None where all tokens choose among the same. image_tokens: the ids of such tokens.
       beside: they stand beside an ordinary MLP, with norms of their own, and the router has a norm and a factor for
         each expert (Gemma 4).
       shared_gate: what the shared MLP gives is multiplied by the sigmoid of a number per token (Qwen3-Next, Qwen3.5).
@@ -71,9 +68,6 @@ class ExpertConfig:
     chosen_groups: int = 1
     shared: int = 0
     dense_layers: int = 0
-    corrected: bool = False
-    images: "ExpertConfig | None" = None
-    image_tokens: tuple[int, ...] = ()
     beside: bool = False
     shared_gate: bool = False
 
@@ -84,11 +78,6 @@ class ExpertConfig:
             raise ConfigError(
                 f"experts: got {self.chosen} of {self.experts} in {self.groups} groups; expected groups of equal size "
                 "and at most all experts"
-            )
-        if self.images is not None and (self.images.experts != self.experts or self.images.shared):
-            raise ConfigError(
-                f"experts of images: got {self.images.experts}, with shared ones of width {self.images.shared}; "
-                f"expected {self.experts}, as of texts, and none that are shared"
             )
 
 
@@ -292,11 +281,6 @@ class DecoderConfig:
             )
         # What asks whether anything slides reads the widest window.
         object.__setattr__(self, "window", window)
-
-    @property
-    def takes_tokens(self) -> bool:
-        """Whether layers take something of each token beside the residual: a vector, or which experts it chooses of."""
-        return self.per_layer is not None or (self.experts is not None and self.experts.images is not None)
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -46,7 +46,7 @@ class LayerState(NamedTuple):
     `slots` are given: the composed one is `written`). written: their engine-frame KV, alike, where `slots` are given:
     what `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
-    int32 [L,E] over the layers run that have experts (those of images behind those of texts, where these differ); None
+    int32 [L,E] over the layers run that have experts; None
     where nothing is counted or there are none.
     observed: what `observe` made of the attention of the layers it was asked for, with a leading axis over them.
     """
@@ -129,15 +129,10 @@ class Decoder(nnx.Module):
     ) -> Array | None:
         """Returns what every layer takes of each token beside its embedding, [B,T,L,P]; None of decoders without.
 
-        Where tokens of images have experts of their own that is a number, P = 1: 1 for these tokens, 0 for others.
         The tokens `pads`, in whose place features stand, have the vectors of the configuration's `blank`.
 
         Source: `get_per_layer_inputs` and `project_per_layer_inputs` of transformers' Gemma4TextModel.
         """
-        experts = self.config.experts
-        if experts is not None and experts.images is not None:
-            image = jnp.isin(input_ids, jnp.array(experts.image_tokens, jnp.int32))[:, :, None, None]
-            return jnp.broadcast_to(image, (*input_ids.shape, self.config.layers, 1)).astype(embeddings.dtype)
         if self.token_table is None or self.token_map is None or self.token_norm is None:
             return None
         config, shape = self.config, (*input_ids.shape, self.config.layers, -1)
@@ -191,8 +186,7 @@ class Decoder(nnx.Module):
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
           deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image); of a
-            decoder that `takes_tokens`, what each layer takes of the tokens (`of_tokens`). Without it none is of an
-            image.
+            decoder with `per_layer`, what each layer takes of the tokens (`of_tokens`).
           counted: the tokens whose experts are counted (not padding); None counts none.
           filled: the tokens that are no padding, for layers with linear attention, which know of no mask; None: all.
           observed: layers, ascending, whose attention `observe` reduces.
@@ -316,7 +310,7 @@ class Decoder(nnx.Module):
                 gather = self._gathering(step, (cached, kept, front), row)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
-            own_input = added if self.config.takes_tokens else None
+            own_input = None if self.config.per_layer is None else added
             layer_of = nnx.merge(graph, experts, state)
             hidden, out = self._layer(layer_of, number, hidden, own_input, step, gather)
             if added is not None and own_input is None:
@@ -414,9 +408,8 @@ class Decoder(nnx.Module):
         inner, load = layer.mlp_norm(hidden), None
 
         if isinstance(layer.mlp, Experts):
-            image = None if own_input is None or layer.mlp.images is None else own_input[..., 0] > 0
-            update = layer.mlp(inner, number, image=image)
-            load = None if step.counted is None else layer.mlp.load(inner, step.counted, image)
+            update = layer.mlp(inner, number)
+            load = None if step.counted is None else layer.mlp.load(inner, step.counted)
         else:
             update = in_blocks(layer.mlp, inner)
         if layer.experts is not None:

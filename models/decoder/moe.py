@@ -55,10 +55,7 @@ def choose_experts(
 
 
 class Experts(nnx.Module):
-    """Router, stacked experts and (where there are any) shared experts of one layer, or of a stack of layers.
-
-    Where tokens of images have experts of their own, these are `images`: a token chooses among one of the two sets.
-    """
+    """Router, stacked experts and (where there are any) shared experts of one layer, or of a stack of layers."""
 
     def __init__(
         self,
@@ -77,15 +74,13 @@ class Experts(nnx.Module):
             (*lead, config.experts, config.intermediate, width),
         )
         self.router = Linear(width, config.experts, **linear)
-        corrected = config.corrected or config.router == "sigmoid"
+        corrected = config.router == "sigmoid"
         self.correction = nnx.Param(jnp.zeros((*lead, config.experts), jnp.float32)) if corrected else None
         self.gate = ExpertParam(normal(rngs, into, width**-0.5, dtype))
         self.up = ExpertParam(normal(rngs, into, width**-0.5, dtype))
         self.down = ExpertParam(normal(rngs, out, config.intermediate**-0.5, dtype))
         self.shared = GatedMLP(width, config.shared, activation=activation, **linear) if config.shared else None
         self.shared_gate = Linear(width, 1, **linear) if config.shared_gate else None
-        own: dict[str, Any] = {"rngs": rngs, "activation": activation, "lead": lead, "dtype": dtype}
-        self.images = None if config.images is None else Experts(config.images, width, **own)
         norm = {"epsilon": epsilon, "lead": lead, "dtype": dtype}
         self.router_norm = RMSNorm(width, **norm, weight="wide") if config.beside else None
         self.factors = nnx.Param(jnp.ones((*lead, config.experts), dtype)) if config.beside else None
@@ -101,25 +96,16 @@ class Experts(nnx.Module):
         index, weights = choose_experts(self.config, logits, correction)
         return index, weights if self.factors is None else weights * self.factors[...].astype(jnp.float32)[index]
 
-    def load(
-        self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"], image: Bool[Array, "B T"] | None = None
-    ) -> Int[Array, " loads"]:
-        """Returns how many of the counted tokens chose each expert, int32 [E]; those of images, where they have
-        experts of their own, behind them.
-        """
-        if self.images is not None:
-            image = jnp.zeros_like(counted) if image is None else image
-            counted, others = counted & ~image, self.images.load(x, counted & image)
+    def load(self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"]) -> Int[Array, " E"]:
+        """Returns how many of the counted tokens chose each expert, int32."""
         index = jnp.where(counted[..., None], self.choose(x)[0], self.config.experts)
-        load = expert_load(index.reshape(-1, self.config.chosen), self.config.experts)
-        return load if self.images is None else jnp.concatenate([load, others])
+        return expert_load(index.reshape(-1, self.config.chosen), self.config.experts)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         layer: Int[Array, ""] | None = None,
         implementation: str | None = None,
-        image: Bool[Array, "B T"] | None = None,
         chosen_by: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the weighted sum over the chosen experts, and the shared experts.
@@ -127,7 +113,6 @@ class Experts(nnx.Module):
         Args:
           layer: which layer of the stack, where gate, up and down are a whole stack's; None where they are one layer's.
           implementation: how they are computed, of `grouped.IMPLEMENTATIONS`; None for what is best here.
-          image: which tokens choose among the experts of images; None for none of them.
           chosen_by: what the router reads, where that is not `x`.
 
         Raises:
@@ -138,14 +123,8 @@ class Experts(nnx.Module):
             return part.reshape(-1, part.shape[-1])
 
         index, weights = map(flat, self.choose(x if chosen_by is None else chosen_by))
-        stack, split = ExpertWeights(self.gate[...], self.up[...], self.down[...]), image is not None
-        if image is not None:
-            # A number that is no expert's leaves a pair out: those of the other kind of token.
-            index = jnp.where(image.reshape(-1, 1), self.config.experts, index)
-        mixed = self._mix(flat(x), index, weights, stack, layer, implementation, split)
-        mixed = mixed.astype(x.dtype).reshape(x.shape)
-        if image is not None and self.images is not None:
-            mixed = mixed + self.images(x, layer, implementation, ~image)
+        stack = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        mixed = self._mix(flat(x), index, weights, stack, layer, implementation).astype(x.dtype).reshape(x.shape)
         if self.shared is None:
             return mixed
         shared = self.shared(x)
@@ -159,7 +138,6 @@ class Experts(nnx.Module):
         stack: ExpertWeights,
         layer: Int[Array, ""] | None,
         implementation: str | None,
-        skip: bool,
     ) -> Float[Array, "T D"]:
         """Returns the chosen experts' sum, over the devices of the mesh that is set, each computing its own experts."""
         experts, activation = self.config.experts, ACTIVATIONS[self.activation]
@@ -170,7 +148,7 @@ class Experts(nnx.Module):
         axes = auto_tensor_axes()
         devices = device_count(jax.sharding.get_abstract_mesh(), axes)
         if devices == 1 or experts % devices or implementation == "dense":
-            return mix(x, index, weights, stack, layer=layer, skip=skip)
+            return mix(x, index, weights, stack, layer=layer)
 
         # Numbers of other devices' experts fall outside 0 … E-1 and are left out; most blocks then hold nothing.
         def own(x: Array, index: Array, weights: Array, stack: ExpertWeights, layer: Array | None) -> Array:

@@ -7,11 +7,10 @@ from typing import Literal
 from kvpatch_jax.errors import WeightsError
 
 from ..checkpoints import ParamPath, Part, TensorEntry
-from .config import DecoderConfig, ExpertConfig, LayerKind, LinearConfig
+from .config import DecoderConfig, LayerKind, LinearConfig
 
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]
-RouterNames = Literal["deepseek", "ernie"]
 
 NORMS = {
     "input_norm": "input_layernorm",
@@ -69,7 +68,6 @@ def decoder_entries(
     root: ParamPath = ("decoder",),
     fused: tuple[str, ...] = (),
     fused_experts: FusedExperts = "no",
-    routers: RouterNames = "deepseek",
     norms: Mapping[str, str] | None = None,
 ) -> list[TensorEntry]:
     """Returns every entry of a decoder.
@@ -80,9 +78,6 @@ def decoder_entries(
       fused: which of "qkv" (`qkv_proj`) and "gate_up" (`gate_up_proj`) are one tensor in the file.
       fused_experts: "no" (a tensor per expert), "rows" (`experts.gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]) or
         "columns" (transposed: [E, D, 2I] and [E, I, D], as Qwen3-VL-MoE was released).
-      routers: what a router's tensors are called, "deepseek" (`gate.e_score_correction_bias` [E]) or "ernie"
-        (`moe_statics.e_score_correction_bias` [1, E]; with experts of images `gate.weight_1` and [2, E], weights
-        [D, E], and these experts behind those of texts).
       norms: what the file calls norms of a layer that it calls otherwise than `NORMS`.
     """
     entries = [
@@ -111,7 +106,7 @@ def decoder_entries(
             inner = kind.intermediate or config.intermediate
             entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), inner, fused, offset)
         else:
-            entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, routers, offset)
+            entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, offset)
 
         if config.experts is not None and config.experts.beside:
             entries += _experts_beside(config, layer, path, offset)
@@ -286,16 +281,11 @@ def _experts_beside(config: DecoderConfig, layer: str, path: ParamPath, offset: 
     return entries + _fused_experts(f"{layer}.experts", place, inner, "rows", offset)
 
 
-def _experts(
-    config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, routers: RouterNames, offset: int
-) -> list[TensorEntry]:
+def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, offset: int) -> list[TensorEntry]:
     """Returns the entries of a mixture: its router, its experts and those that every token takes."""
     experts = config.experts
     assert experts is not None
-    if routers == "ernie":
-        entries = _ernie_routers(experts, name, path, offset)
-    else:
-        entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, stack=True, offset=offset)
+    entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, stack=True, offset=offset)
     if experts.router == "sigmoid":
         correction = (*path, "correction")
         entries.append(TensorEntry(f"{name}.gate.e_score_correction_bias", correction, stack=True, offset=offset))
@@ -308,11 +298,10 @@ def _experts(
         entries += linear_entries(f"{name}.shared_expert_gate", gate, bias=False, stack=True, offset=offset)
     if fused == "no":
         pattern = f"{name}.experts.{{expert}}"
-        sets = {(): 0} if experts.images is None else {(): 0, ("images",): experts.experts}
-        for own, first in sets.items():
-            for part in ("gate", "up", "down"):
-                weight, place = f"{pattern}.{part}_proj.weight", (*path, *own, part)
-                entries.append(TensorEntry(weight, place, TRANSPOSE, stack=True, offset=offset, inner=first))
+        for part in ("gate", "up", "down"):
+            entries.append(
+                TensorEntry(f"{pattern}.{part}_proj.weight", (*path, part), TRANSPOSE, stack=True, offset=offset)
+            )
         return entries
 
     return entries + _fused_experts(f"{name}.experts", path, experts.intermediate, fused, offset)
@@ -330,19 +319,3 @@ def _fused_experts(name: str, path: ParamPath, inner: int, fused: FusedExperts, 
         )
 
     return [*entries, TensorEntry(f"{name}.down_proj", (*path, "down"), permute, stack=True, offset=offset)]
-
-
-def _ernie_routers(experts: ExpertConfig, name: str, path: ParamPath, offset: int) -> list[TensorEntry]:
-    """Returns the entries of Ernie's routers: one for all tokens, or one for texts and one for images."""
-    sets = ((),) if experts.images is None else ((), ("images",))
-    # Weights [E, D] of a text model, [D, E] of one with images.
-    permute, shape = (TRANSPOSE if experts.images is None else None), (1, experts.experts)
-    entries = []
-    for number, own in enumerate(sets):
-        weight, place = f"{name}.gate.weight" + (f"_{number}" if number else ""), (*path, *own)
-        part = None if experts.images is None else Part(number, number + 1, len(sets))
-        bias = f"{name}.moe_statics.e_score_correction_bias"
-        entries.append(TensorEntry(weight, (*place, "router", "kernel"), permute, stack=True, offset=offset))
-        correction = (*place, "correction")
-        entries.append(TensorEntry(bias, correction, stack=True, offset=offset, file_shape=shape, part=part))
-    return entries

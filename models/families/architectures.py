@@ -12,7 +12,6 @@ ALIASES = {
     # decapoda-research's first conversions of LLaMA; vLLM's registry reads them as Llama too.
     "LLaMAForCausalLM": "LlamaForCausalLM",
     # What transformers called it at first.
-    "Ernie4_5_VL_MoeForConditionalGeneration": "Ernie4_5_VLMoeForConditionalGeneration",
     # Qwen2.5-Omni-3B was released under this name; vLLM's registry has both for the thinker.
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }

@@ -1,8 +1,7 @@
 """What tells one family of checkpoints from another: a handful of functions, and no class to derive from.
 
-To add a family: a configuration with `.text` (a `DecoderConfig`), `.family` and `.to_dict()`; a module with `.decoder`
-and, with images, `.encode(pixel_values, plan)`; the list of entries that says where tensors go; a `Family` that names
-them; and a line in `registry.py`. A family without images needs a row in `text_families.py`.
+A family reads `config.json` into a `FamilyConfig`, names a module with `.decoder` and, with images,
+`.encode(pixel_values, plan)`, and says where its tensors go. `docs/guides/adding-a-family.md` writes one.
 """
 
 import dataclasses
@@ -23,13 +22,16 @@ from kvpatch_jax.errors import WeightsError
 from ..checkpoints import LoRASource, Naming, TensorEntry, TensorSource, rename, same, translate
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
-from ..decoder.known_keys import DEFAULTS
+from ..decoder.hf_config import Regime
 from ..towers.common import place_features
+from .config_file import ConfigFile, read_config
 
 Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 Run = Sequence[int | str]
 """Token ids, and texts that are yet to be tokenized."""
+VIDEO_SOUNDS = "video_sounds"
+"""Of videos, for `Medium.tokens`: the number of each one's sound among the prompt's sounds, or None."""
 
 
 @runtime_checkable
@@ -87,7 +89,7 @@ class Medium:
       settings: directory → settings, a dataclass with `.save(directory)`.
       process: (items, settings) → arrays of all videos (or sounds) of a prompt, by transformers' names.
       tokens: (config, arrays, index, tokenizer) → what stands for item `index`, start and end included: token ids, and
-        texts (of a frame's time, say) among them; `arrays` are those of `process`.
+        texts (of a frame's time, say) among them; `arrays` are those of `process`, of videos with sounds theirs too.
       written: (config, tokenizer) → what a chat template writes for an item, as texts: its placeholder, and what may
         stand before and after it that `tokens` has too.
       template: a chat template for conversations with such items, where the released one leaves them out; else empty.
@@ -136,7 +138,7 @@ class Family:
 
     Attributes:
       architecture: the name in `config.json`.
-      config: (config.json, angles, regime) → configuration; regime as `models.load` takes it.
+      read: `config.json` → configuration.
       module: (config, rngs) → nnx module with `.decoder` and, in a family with images, `.encode(pixel_values, plan)`,
         which gives image features [n,E,D]: themselves, then one array per deepstack layer.
       entries: (config, shapes) → where tensors go. `shapes` are those of the file's tensors, for families whose
@@ -147,7 +149,7 @@ class Family:
       join: (config, arrays of "image", "video", "audio" where there are such, these words in the prompt's order) → the
         prompt's arrays. A family whose images and videos have one placeholder puts their pixels in the prompt's order.
       ignore: regular expressions of tensors that may be in a file and are not read.
-      model_type: for a `config.json` that names no architecture.
+      model_type: of `config.json`, whose class of transformers, where there is one, completes it.
       namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
       ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T], or None of a
         configuration that has none do so; None where attention is causal throughout.
@@ -157,7 +159,7 @@ class Family:
     """
 
     architecture: str
-    config: Callable[[Mapping[str, Any], str, str | int | None], Any]
+    read: Callable[[ConfigFile], Any]
     module: Callable[[Any, nnx.Rngs], Any]
     entries: Callable[[Any, Shapes], list[TensorEntry]]
     positions: Callable[[Any, np.ndarray, Arrays], np.ndarray] = count_positions
@@ -171,6 +173,14 @@ class Family:
     ahead: Callable[[Any, np.ndarray], np.ndarray | None] | None = None
     template: str | None = None
     amend: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
+
+    def config(self, raw: Mapping[str, Any], angles: str, regime: Regime = None) -> Any:
+        """Reads `config.json`; angles and regime as `models.load` takes them.
+
+        Raises:
+          ConfigError: values that make no sense, or that are not built.
+        """
+        return read_config(self, raw, angles, regime)
 
     def settings(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Reads what a directory says of images, videos and sounds: by `ModelBackbone`'s names, None where the family
@@ -230,22 +240,15 @@ class Family:
         names = {entry.path[-2:]: entry.pattern for entry in self.entries(with_tie(config, False), {})}
         return names["head", "kernel"], names["decoder", "embedding"]
 
-    def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool], silent: bool) -> Any:
-        """Returns the configuration with head and embedding tied or not, as the file's tensors show.
-
-        A head of its own counts, whatever the configuration says; a head that repeats the embedding is left out. Where
-        there is none, a family whose class ties does so if the configuration says nothing at its top (`silent`).
+    def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool]) -> Any:
+        """Returns the configuration with head and embedding untied where the file has a head that differs.
 
         Args:
           config: as it was read. shapes: of the file's tensors. equal: whether two of them hold the same.
         """
         head, embedding = self._head_names(config)
-        # What the file holds decides: several classes tie by default where their releases do not.
-        if config.text.tied_embeddings:
-            own = head in shapes and embedding in shapes and not equal(head, embedding)
-            return with_tie(config, False) if own else config
-        ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
-        return with_tie(config, True) if ties and silent and head not in shapes else config
+        own = head in shapes and embedding in shapes and not equal(head, embedding)
+        return with_tie(config, False) if own and config.text.tied_embeddings else config
 
 
 _EXPERTS = ".mlp.experts."

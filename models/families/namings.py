@@ -53,10 +53,6 @@ QWEN3_5_TEXT = (
         ),
     ),
 )
-ERNIE4_5_VL = (
-    same("as transformers saves them", "model.", "lm_head."),
-    Naming(RELEASED, (("model.", "model."), ("vision_model.", "model.vision_model."), ("lm_head.", "lm_head."))),
-)
 LLAVA = _split()
 LLAVA_NEXT = _split("image_newline")
 INTERNVL = _split()

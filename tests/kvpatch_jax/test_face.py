@@ -17,7 +17,8 @@ import kvpatch_jax as kvp
 
 new = set(sys.modules) - before
 for name in ("kvpatch_jax.store", "kvpatch_jax.pool", "kvpatch_jax.batch", "kvpatch_jax.repair", "kvpatch_jax.models",
-             "flax", "orbax", "einops", "cryptography", "PIL", "tokenizers", "jinja2", "absl.app", "jax.experimental.pallas"):
+             "flax", "orbax", "einops", "cryptography", "PIL", "tokenizers", "jinja2", "absl.app",
+             "jax.experimental.pallas"):
     found = sorted(module for module in new if module == name or module.startswith(name + "."))
     assert not found, found
 assert len([module for module in new if module.startswith("kvpatch_jax")]) < 44, sorted(new)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FEW = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320}
 """Changes that make the tiny Qwen3 one of 2 KV heads over eight devices."""
 FAMILIES = ("deepseek_vl", "glm4v", "glm4v_moe", "internvl", "kimi_vl", "llava", "llava_next", "mistral3")
-FAMILIES += ("pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "ernie4_5_vl")
+FAMILIES += ("pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Tiny models of every tower, which four devices divide (Gemma 3 has layers of unlike kinds: refused)."""
 IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
 

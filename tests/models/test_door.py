@@ -14,7 +14,7 @@ import pytest
 
 from kvpatch_jax.errors import ConfigError, KVPatchError, WeightsError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.decoder.key_tables.kinds import MOST_LAYERS
+from kvpatch_jax.models.families.parsed import MOST_LAYERS
 from tests.goldens.load import write_checkpoint
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

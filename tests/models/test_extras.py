@@ -1,17 +1,15 @@
 """Packages of the extra `models` are imported when they are needed, and named with the extra when they are absent."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, MissingExtraError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.inputs.chat import ChatTemplate
-from kvpatch_jax.models.inputs.images import HALVES, PictureConfig
-from kvpatch_jax.models.inputs.qwen_images import resize
 from tests.goldens.load import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -37,17 +35,6 @@ def test_an_image_file_without_pillow_names_the_extra(tmp_path, hidden):
         backbone.prepare([tmp_path / "page.png"])
 
 
-def test_resizing_without_pillow_names_the_extra(tmp_path, hidden):
-    reader = PictureConfig.reader(image_mean=HALVES, image_std=HALVES, resample=3)
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    settings = reader(tmp_path)
-    image = np.zeros((4, 4, 3), np.uint8)
-    hidden("PIL", "PIL.Image")
-    assert resize(image, 4, 4, settings.pixels) is image
-    with pytest.raises(MissingExtraError, match=COMMAND):
-        resize(image, 2, 2, settings.pixels)
-
-
 def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, hidden):
     directory = write_checkpoint("qwen2_5_vl", tmp_path)
     (directory / "tokenizer.json").write_text("{}")
@@ -66,6 +53,33 @@ def test_models_is_imported_without_any_of_them():
     names = ("PIL", "tokenizers", "jinja2", "huggingface_hub")
     absent = f"import sys; sys.modules.update(dict.fromkeys({names})); import kvpatch_jax.models"
     subprocess.run([sys.executable, "-c", absent], cwd=ROOT, check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("torch", "known"),
+    [("raise ModuleNotFoundError", False), ("", True), ("raise RuntimeError", False), ("raise RuntimeError", True)],
+)
+def test_transformers_is_imported_whatever_torch_is(tmp_path, torch, known):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(torch)
+    if known:
+        (tmp_path / "torch-9.0.dist-info").mkdir()
+        (tmp_path / "torch-9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.0\n")
+    code = """
+from kvpatch_jax.utils.optional_packages import require
+processor = require("transformers.models.clip.image_processing_pil_clip", "transformers").CLIPImageProcessorPil()
+assert processor.size["shortest_edge"] == 224
+require("transformers.models.auto.tokenization_auto", "transformers").AutoTokenizer
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_directory_that_is_not_there_is_no_name_of_the_hub(tmp_path):

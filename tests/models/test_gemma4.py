@@ -8,20 +8,14 @@ import pytest
 
 from kvpatch_jax import Audio, Video
 from kvpatch_jax.core import to_engine
-from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.families.registry import IMAGE_FAMILIES
-from kvpatch_jax.models.inputs.gemma4_images import (
-    process_gemma4_videos,
-    read_video_settings,
-)
-from kvpatch_jax.models.inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
+from kvpatch_jax.models.families.registry import FAMILIES
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.redraw import draw_frames, standard_values
 from tests.tolerances import assert_close_to_largest
 
 close = functools.partial(assert_close_to_largest, bar=2e-4)
-FAMILY = IMAGE_FAMILIES["Gemma4ForConditionalGeneration"]
+FAMILY = FAMILIES["Gemma4ForConditionalGeneration"]
 INPUTS = (
     *("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "num_frames_per_video"),
     *("input_features", "input_features_mask"),
@@ -105,7 +99,7 @@ def test_only_layers_that_slide_let_an_image_see_itself(mixture):
 def test_frames_become_transformers_pixels(family):
     """torchvision's resize, rescaling and patches, bit for bit."""
     gold, frames = golden_arrays(family, "video"), draw_frames("gemma4 video", 7, 24, 40)
-    found = process_gemma4_videos([Video(frames, rate=0.1, frames=2)], read_video_settings(GOLDENS / family))
+    found = FAMILY.video.process([Video(frames, rate=0.1, frames=2)], FAMILY.video.settings(GOLDENS / family))
     for name in ("pixel_values_videos", "video_position_ids", "num_frames_per_video", "video_timestamps"):
         np.testing.assert_array_equal(found[name], gold[name], name)
 
@@ -113,8 +107,8 @@ def test_frames_become_transformers_pixels(family):
 def test_sounds_become_transformers_features():
     """float64's last bits where NumPy's Fourier transforms differ, far below one part in a hundred thousand."""
     gold = golden_arrays("gemma4", "audio")
-    settings = Gemma4MelConfig.from_directory(GOLDENS / "gemma4")
-    found = process_gemma4_sounds([Audio(wave, rate=16000) for wave in waves()], settings)
+    settings = FAMILY.audio.settings(GOLDENS / "gemma4")
+    found = FAMILY.audio.process([Audio(wave, rate=16000) for wave in waves()], settings)
     np.testing.assert_array_equal(found["input_features_mask"], gold["input_features_mask"].astype(bool))
     assert found["input_features"].dtype == np.float32
     assert np.abs(found["input_features"] - gold["input_features"]).max() <= 1e-5
@@ -157,25 +151,3 @@ def test_a_chat_with_a_sound_and_a_video(small):
 
 
 # -------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "message"),
-    [
-        ("vision_config", {"num_key_value_heads": 1}, "vision num_key_value_heads: got 1; expected 2"),
-        ("vision_config", {"head_dim": 10}, "vision head_dim: got 10; expected a multiple of 4"),
-        ("vision_config", {"attention_bias": True}, "attention_bias True, which is not built"),
-        ("vision_config", None, "got vision_config None; expected a table"),
-        ("audio_config", {"attention_context_right": 1}, "1 to the right; expected none to the right"),
-        ("audio_config", {"attention_chunk_size": 12}, "got chunks of 12, 5 to the left"),
-        ("audio_config", {"subsampling_conv_channels": [6, 4]}, "expected two numbers, the first a multiple of 4"),
-        ("audio_config", {"hidden_act": "tan"}, "audio activation: got 'tan'"),
-        ("text_config", {"use_bidirectional_attention": "all"}, "got 'all', which is not built"),
-        ("text_config", {"enable_moe_block": True}, "num_experts"),
-    ],
-)
-def test_configurations_that_are_not_built(part, change, message):
-    raw = json.loads((GOLDENS / "gemma4" / "config.json").read_text())
-    raw[part] = None if change is None else {**raw[part], **change}
-    with pytest.raises(ConfigError, match=message):
-        FAMILY.config(raw, "float32", None)
