@@ -273,7 +273,7 @@ def test_buckets_and_kept_features_change_nothing(golden, made, family, tmp_path
     features = backbone.encode(given.ids, **inputs)
     if not inputs:
         assert features is None
-        with pytest.raises(InputError, match="features: got some for .*, which takes no images"):
+        with pytest.raises(InputError, match=r"features: got some for .*, which takes no images"):
             backbone.embed(given.ids, features=np.zeros((1, 2, 4), np.float32))
         return
     with compilations() as compiled:
