@@ -229,7 +229,8 @@ class Watch:
         inner = getattr(model, "model", model)
         language = getattr(inner, "language_model", None) or getattr(inner, "text_model", None) or inner
         self.values: dict[str, Any] = {}
-        self.config, self.stop = getattr(language, "config", None), False
+        self.axes = "mrope_section" in str(getattr(language, "config", "")) and inner is not language
+        self.stop = False
         language.register_forward_pre_hook(self.enter, with_kwargs=True)
         language.layers[0].register_forward_pre_hook(self.enter_layer, with_kwargs=True)
 
@@ -270,7 +271,7 @@ def positions_of(watch: Watch, length: int, first: int) -> Any:
     """Returns positions [1, T], or of three axes [3, 1, T]."""
     found = watch.values["position_ids"]
     found = first + torch.arange(length)[None] if found is None else found
-    if "mrope_section" in str(watch.config):
+    if watch.axes:
         return found[-3:] if found.ndim == 3 else found.expand(3, 1, -1)
     return found
 
