@@ -3,6 +3,7 @@
 import io
 import json
 import wave
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_log_mel_is_transformers(samples, padded):
     """Within 2e-5 of values between −1 and 2: what its own transforms by NumPy and by PyTorch are apart."""
     from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
-    how = {"padding": "max_length"} if padded else {"padding": True, "truncation": False}
+    how: dict[str, Any] = {"padding": "max_length"} if padded else {"padding": True, "truncation": False}
     extractor, wave = WhisperFeatureExtractor(feature_size=128, chunk_length=2), sine("short", samples)
     out = extractor(wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np", **how)
     expected = out["input_features"][0, :, : int(out["attention_mask"].sum())]
