@@ -27,7 +27,7 @@ from .hub import resolve
 from .inputs.chat import template_with_images
 from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
-from .inputs.texts import TOKENIZER_FILE
+from .inputs.texts import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 
 def load(
@@ -192,10 +192,16 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     for settings in (backbone.image_config, backbone.video_config, backbone.audio_config):
         if settings is not None:
             settings.save(root)
+    template = backbone.chat_template
+    if template is not None:
+        template.save(root)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
-    if backbone.chat_template is not None:
-        backbone.chat_template.save(root)
+        # The template names special tokens by their parts (`bos_token`), of which `tokenizer.json` says nothing.
+        # transformers takes that file as it is where no other class is named.
+        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(template.special_tokens if template else ())
+        text = json.dumps(table, indent=2, ensure_ascii=False)
+        (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root
