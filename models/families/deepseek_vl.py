@@ -13,7 +13,6 @@ from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
 from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
-from . import namings
 from .family import Family, Shapes, Vision
 from .image_family import freeze, text_part, vision_part, whole
 from .text_families import read_llama
@@ -69,7 +68,5 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_deepseek, tile_tokens, tile_plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl",
-    namings=namings.DEEPSEEK_VL,
 )

@@ -14,19 +14,18 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry
+from ..checkpoints import TensorEntry, module_entries
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need
 from ..decoder.known_keys import complete
 from ..decoder.layers import ACTIVATIONS, Linear
-from ..decoder.weights import decoder_entries, linear_entries
+from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek_hybrid
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries
-from . import namings
 from .deepseek_vl import read_siglip, tile_tokens, without_head
 from .family import Family, Shapes, Vision
 from .image_family import freeze, one_size, text_part, thaw, vision_part, whole
@@ -140,8 +139,11 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> HybridConfig:
     return HybridConfig(text, tower, large, need(model, "image_token_id"), freeze(without_head(raw)))
 
 
+_ALIGNER = {"low_projection": "vision_proj", "high_projection": "high_res_vision_proj", "projection": "proj"}
+
+
 def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
-    large, aligner = "model.high_res_vision", "model.aligner"
+    large = "model.high_res_vision"
     return [
         *decoder_entries(config.text, prefix="model.language_model."),
         *clip_entries(config.vision, "model.vision_model"),
@@ -150,9 +152,7 @@ def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
         *sam_neck_entries(config.high, f"{large}_neck", ("global_neck",)),
         *sam_downsampling_entries(f"{large}_proj.conv1", f"{large}_proj.conv2", ("downsampling",)),
         TensorEntry(f"{large}_alpha", ("global_share",)),
-        *linear_entries(f"{aligner}.vision_proj", ("low_projection",)),
-        *linear_entries(f"{aligner}.high_res_vision_proj", ("high_projection",)),
-        *linear_entries(f"{aligner}.proj", ("projection",)),
+        *module_entries("model.aligner", (), _ALIGNER),
     ]
 
 
@@ -186,7 +186,5 @@ FAMILY = Family(
     module=HybridModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_deepseek_hybrid, tile_tokens, _plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl_hybrid",
-    namings=namings.DEEPSEEK_VL_HYBRID,
 )

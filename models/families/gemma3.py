@@ -18,7 +18,6 @@ from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries
 from ..inputs.images import HALVES, PictureConfig, process_clip
 from ..towers.weights import clip_entries
-from . import namings
 from .deepseek_vl import read_siglip, without_head
 from .family import Family, Run, Shapes, Vision, image_runs
 from .gemma_text import NORMS, read_gemma3
@@ -83,8 +82,6 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills, _mark),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\..*inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
     model_type="gemma3",
-    namings=namings.GEMMA3,
     ahead=image_runs,
 )

@@ -234,8 +234,6 @@ def _entries(config: Glm4vConfig, shapes: Shapes) -> list[TensorEntry]:
 
 
 def _family(architecture: str, form: ModelTypes) -> Family:
-    # Files hold a layer for multi-token prediction behind the last, which is not run.
-    predicts = () if architecture == DENSE else (r"model\.language_model\.layers\.46\..*",)
     return Family(
         architecture=architecture,
         config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
@@ -245,7 +243,6 @@ def _family(architecture: str, form: ModelTypes) -> Family:
         vision=qwen_vision(plan_patches, "frames", settings=glm_image_config),
         video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
         join=_joined,
-        ignore=predicts,
         model_type=form.model,
     )
 

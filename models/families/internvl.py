@@ -18,7 +18,6 @@ from ..inputs.family_videos import process_internvl_videos
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
 from ..inputs.video_frames import VideoConfig
 from ..towers.weights import intern_vit_entries, projector_entries
-from . import namings
 from .family import Family, Medium, Run, Shapes, Vision
 from .image_family import freeze, vision_part, whole
 from .llava import read_text
@@ -119,5 +118,4 @@ FAMILY = Family(
     ),
     join=join_tiles(0, lambda arrays: arrays["num_patches"]),
     model_type="internvl",
-    namings=namings.INTERNVL,
 )

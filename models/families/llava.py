@@ -17,7 +17,7 @@ from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
 from ..towers.projectors import TileConfig, best_resolution, packing_index
 from ..towers.weights import clip_entries, projector_entries
-from . import mistral3, namings
+from . import mistral3
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders, freeze, text_part, vision_part, whole
 from .text_families import read_llama, read_mistral, read_qwen2, read_qwen3, read_qwen3_moe
@@ -92,7 +92,7 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
     glue = "multi_modal_projector"
     entries = [*decoder, *clip_entries(config.vision, "vision_tower")]
-    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", bias=config.glue.bias)
+    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2")
     return entries + ([TensorEntry("image_newline", ("newline",))] if config.glue.tiles else [])
 
 
@@ -137,9 +137,7 @@ def _family(architecture: str, model_type: str, vision: Vision) -> Family:
         module=ViTModel,
         entries=_entries,
         vision=vision,
-        ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
         model_type=model_type,
-        namings=namings.LLAVA if architecture == LLAVA else namings.LLAVA_NEXT,
     )
 
 

@@ -19,7 +19,6 @@ from ..decoder.hf_config import Regime, need, read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.pixtral_images import MERGING, pixtral_settings, process_pixtral
 from ..towers.pixtral import PixtralConfig, PixtralTower, pixtral_entries, plan_patches
-from . import namings
 from .family import Family, Shapes, Vision
 from .image_family import TowerModel, check_placeholders, freeze, one_size, text_part, thaw, vision_part, whole
 from .text_families import read_mistral
@@ -145,9 +144,7 @@ FAMILY = Family(
     module=functools.partial(TowerModel, PixtralTower),
     entries=_entries,
     vision=Vision(pixtral_settings, process_pixtral, _tokens, _plan, fills=lambda config: {"images": 1}),
-    ignore=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
     model_type=MERGING,
-    namings=namings.LLAVA,
 )
 LLAVA_FAMILY = dataclasses.replace(FAMILY, architecture=LLAVA, model_type="llava")
 """LLaVA with Pixtral's tower: what `llava` reads such a configuration as."""

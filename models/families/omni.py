@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from kvpatch_jax.cache import Audio, Video
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import Naming, same
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
@@ -39,27 +38,6 @@ SOUNDS = ("input_features", "feature_attention_mask")
 _SOUNDS = "video_sounds"
 """Of videos: the number of each one's sound among theirs, −1 for none."""
 MARKS = ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id")
-PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
-NAMINGS = (
-    same("as a thinker of its own", *PARTS),
-    Naming("as released, the thinker beside a talker", tuple((f"thinker.{part}", part) for part in PARTS)),
-    Naming(
-        "as transformers' modules (save_original_format=False, state dictionaries of training scripts)",
-        (
-            ("model.language_model.", "model."),
-            ("model.visual.", "visual."),
-            ("model.audio_tower.", "audio_tower."),
-            ("lm_head.", "lm_head."),
-        ),
-    ),
-)
-IGNORE = (
-    r"talker\..*",
-    r"token2wav\..*",
-    r"code2wav\..*",
-    r"audio_tower\.audio_bos_eos_token\..*",
-)
-"""Tensors of a full release that a thinker does not read. Its forward never reads the audio encoder's own marks."""
 
 
 @dataclasses.dataclass(frozen=True)

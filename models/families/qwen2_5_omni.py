@@ -18,12 +18,10 @@ from ..decoder.weights import decoder_entries
 from ..inputs.qwen_images import ImageConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen25AudioTower
-from ..towers.weights import qwen2_5_vision_entries, qwen_audio_entries
+from ..towers.weights import QWEN2_5, qwen_audio_entries, qwen_vision_entries
 from .family import Family, Shapes
 from .image_family import freeze, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
 from .omni import (
-    IGNORE,
-    NAMINGS,
     OmniConfig,
     OmniModel,
     join_sounds,
@@ -71,7 +69,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> OmniConfig:
 
 def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
     assert isinstance(config.vision, Qwen25VisionConfig)
-    vision = qwen2_5_vision_entries(config.vision, "visual")
+    vision = qwen_vision_entries(config.vision, QWEN2_5, "visual")
     return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
@@ -122,9 +120,7 @@ def _family(architecture: str, model_type: str) -> Family:
         video=VIDEOS,
         audio=sound_medium(PADDED),
         join=join_sounds,
-        ignore=IGNORE,
         model_type=model_type,
-        namings=NAMINGS,
     )
 
 

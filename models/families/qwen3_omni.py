@@ -20,8 +20,6 @@ from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audi
 from .family import Family, Shapes
 from .image_family import freeze, qwen_vision, text_part, vision_part, whole
 from .omni import (
-    IGNORE,
-    NAMINGS,
     OmniConfig,
     OmniModel,
     join_sounds,
@@ -98,9 +96,7 @@ def _family(architecture: str, model_type: str) -> Family:
         video=VIDEOS,
         audio=sound_medium(PADDED),
         join=join_sounds,
-        ignore=IGNORE,
         model_type=model_type,
-        namings=NAMINGS,
     )
 
 

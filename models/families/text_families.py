@@ -14,7 +14,7 @@ from flax import nnx
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import Naming, TensorEntry
+from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import (
@@ -34,7 +34,6 @@ from ..decoder.weights import decoder_entries, expert_layout
 from .family import Family, Shapes
 from .gemma_text import NORMS, read_gemma3, read_gemma4
 from .hybrid_text import read_hybrid
-from .namings import QWEN3_5_TEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +158,7 @@ def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3
     )
 
 
-def text_family(
-    architecture: str, model_type: str, read: ReadText, namings: tuple[Naming, ...] = (), **options: Any
-) -> Family:
+def text_family(architecture: str, model_type: str, read: ReadText, **options: Any) -> Family:
     """Returns a family of text checkpoints; `options` go to `decoder_entries`."""
 
     def config(raw: Mapping[str, Any], angles: str, regime: Regime) -> TextConfig:
@@ -170,19 +167,7 @@ def text_family(
     def entries(config: TextConfig, shapes: Shapes) -> list[TensorEntry]:
         return decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."), **options)
 
-    # DeepSeek-V3's files have one layer more than the model, which is not run.
-    ignore = (r".*\.rotary_emb\.inv_freq",)
-    if model_type == "deepseek_v3":
-        ignore = (*ignore, r"model\.layers\.61\..*")
-    # What layers have no use for that read another's KV may be in files all the same.
-    if model_type == "gemma4_text":
-        ignore = (*ignore, r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
-    if model_type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
-        ignore = (*ignore, r"mtp\..*")
-    # A whole release's tower, where a text model's configuration stands beside its weights.
-    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
-        ignore = (*ignore, r"model\.visual\..*")
-    return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type, namings=namings)
+    return Family(architecture, config, TextModel, entries, model_type=model_type)
 
 
 _read_glm4 = functools.partial(read_glm, post_norms=True)
@@ -199,8 +184,8 @@ TEXT_FAMILIES = {
         text_family("Qwen3ForCausalLM", "qwen3", read_qwen3),
         text_family("Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe),
         text_family("Qwen3NextForCausalLM", "qwen3_next", read_hybrid),
-        text_family("Qwen3_5ForCausalLM", "qwen3_5_text", _read_qwen3_5, QWEN3_5_TEXT),
-        text_family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen3_5_moe, QWEN3_5_TEXT),
+        text_family("Qwen3_5ForCausalLM", "qwen3_5_text", _read_qwen3_5),
+        text_family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen3_5_moe),
         text_family("GlmForCausalLM", "glm", read_glm, fused=("gate_up",)),
         text_family("Glm4ForCausalLM", "glm4", _read_glm4, fused=("gate_up",)),
         text_family("Gemma3ForCausalLM", "gemma3_text", read_gemma3, norms=NORMS),
