@@ -17,10 +17,10 @@ from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
 from .checkpoints import TensorSource, flatten_params, load_weights, save_weights, tensor_shapes
-from .decoder.known_keys import reading
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
+from .families.parsed import without_keys
 from .families.registry import FAMILIES
 from .files import open_files
 from .hub import resolve
@@ -61,8 +61,8 @@ def load(
         Tokenizer and chat template stay those of `directory`. It too may be "owner/name" (its main branch).
       revision: of a repository of the hub: a commit (which costs no request once it is cached), tag or branch; None
         for the main branch.
-      ignore: keys of config.json that this library does not know, and names or patterns (`fnmatch`) of tensors that the
-        model does not read, which change nothing, as the caller knows.
+      ignore: keys of config.json that are read as if they were not there, and names or patterns (`fnmatch`) of tensors
+        that the model does not read.
       video_rule: Qwen2.5-VL: where text behind a video goes on, "max" (the authors' rule, the default) or "hf5"
         (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
@@ -79,7 +79,7 @@ def load(
         `huggingface_hub`. (Pillow and jinja2 are asked for when an image or a chat template is first used.)
 
     Warns:
-      UnknownKeyWarning: a key of config.json that no class of transformers reads, once.
+      UnknownKeyWarning: a key of config.json that no class of transformers reads.
       UnknownTensorWarning: tensors that the model does not read, all in one.
     """
     if dtype is not None and dtype not in ("float32", "bfloat16"):
@@ -96,16 +96,13 @@ def load(
     if adapter is not None:
         adapter = resolve(adapter, None, "load: adapter", "an adapter's directory, or owner/name")
     files = open_files(root)
-    names = files.source("float32").tensors if ignore else ()
-    tensors = {pattern for pattern in ignore if fnmatch.filter(names, pattern)}
 
     name = find_architecture(files.config, files.name)
-    with reading(files.name, set(ignore) - tensors):
-        family = FAMILIES[name]
-        raw = files.config if family.amend is None else family.amend(files.config, root)
-        config = family.config(raw, angles, regime)
-        # An architecture may stand for several families (LLaVA with Pixtral's tower).
-        settings = config.family.settings(root)
+    family = FAMILIES[name]
+    raw, passed_over = without_keys(files.config, ignore)
+    config = family.config(raw if family.amend is None else family.amend(raw, root), angles, regime)
+    # An architecture may stand for several families (LLaVA with Pixtral's tower).
+    settings = config.family.settings(root)
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
             raise ConfigError(
@@ -122,10 +119,15 @@ def load(
 
     # Under an adapter the weights of a GGUF file stay float32, so that the sum is rounded once.
     source = files.source(config.text.dtype if adapter is None else "float32")
+    absent = [item for item in sorted(set(ignore) - passed_over) if not fnmatch.filter(source.tensors, item)]
+    if absent:
+        raise ConfigError(
+            f"load: got ignore {absent[0]!r}; expected a key of {files.name}, or a name or pattern of its tensors"
+        )
     # Whether the output head is the embedding is settled by the file, before its parameters are counted.
-    config, source = config.family.opened(config, source, raw.get("tie_word_embeddings") is None, adapter)
+    config, source = config.family.opened(config, source, adapter)
     mesh = None if mesh is None else split_mesh(mesh, config.text.layout)
-    values = _load_parameters(source, config, mesh, tensors)
+    values = _load_parameters(source, config, mesh, ignore)
 
     tokenizer, without = files.tokenizer()
     return ModelBackbone(

@@ -131,16 +131,10 @@ def load_weights(
 
 def _check_tensors(source: TensorSource, tensors: Sequence[PlannedTensor], expected: Expected) -> None:
     """Raises WeightsError for tensors that are missing, or one of another shape or kind than planned."""
-    missing = {tensor.name: tensor for tensor in tensors if tensor.name not in source.tensors}
-    if missing:
-        first = next(iter(missing.values()))
-        raise WeightsError(
-            f"{source.origin}: got no tensor {_listed(missing)}; expected all of the model's, the first of shape "
-            f"{first.file_shape} for {'.'.join(first.path)}. The file has {_listed(source.tensors)}"
-        )
-
     for tensor in tensors:
-        found = source.tensors[tensor.name]
+        found = source.tensors.get(tensor.name)
+        if found is None:
+            continue
         if found.shape != tensor.file_shape:
             raise WeightsError(
                 f"{source.origin}: got tensor {tensor.name!r} of shape {found.shape}; expected {tensor.file_shape} for "
@@ -152,6 +146,14 @@ def _check_tensors(source: TensorSource, tensors: Sequence[PlannedTensor], expec
                 f"{source.origin}: got tensor {tensor.name!r} of type {found.dtype}; expected one of "
                 f"{', '.join(allowed)}"
             )
+
+    missing = {tensor.name: tensor for tensor in tensors if tensor.name not in source.tensors}
+    if missing:
+        first = next(iter(missing.values()))
+        raise WeightsError(
+            f"{source.origin}: got no tensor {_listed(missing)}; expected all of the model's, the first of shape "
+            f"{first.file_shape} for {'.'.join(first.path)}. The file has {_listed(source.tensors)}"
+        )
 
 
 def _warn_of_others(source: TensorSource, known: Collection[str], ignore: Collection[str]) -> None:

@@ -50,8 +50,6 @@ LINEAR = {
 }
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
-_LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
-
 
 def decoder_entries(
     config: DecoderConfig,
@@ -102,7 +100,8 @@ def decoder_entries(
 def expert_layout(
     config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], prefix: str, default: FusedExperts = "no"
 ) -> FusedExperts:
-    """Returns how a file holds its experts; `default` where it has none of them (or is about to be written).
+    """Returns how a file holds its experts, as its first layer of them shows; `default` where it has none of them (or
+    is about to be written).
 
     The two fused layouts are told apart by the shapes of both tensors of a layer. One of the two may be as long as wide
     (2I = D or I = D), never both, so that they always decide.
@@ -111,41 +110,24 @@ def expert_layout(
       shapes: of the file's tensors. prefix: as for `decoder_entries`.
 
     Raises:
-      WeightsError: layers of different layouts, or fused tensors of neither.
+      WeightsError: fused tensors of neither layout.
     """
-    experts, found = config.experts, dict[int, FusedExperts]()
-    if experts is None:
+    if config.experts is None:
         return default
+    name = f"{prefix}layers.{config.dense_layers}.mlp.experts"
+    gate_up, down = shapes.get(f"{name}.gate_up_proj"), shapes.get(f"{name}.down_proj")
+    if gate_up is None or down is None:
+        return "no" if f"{name}.0.gate_proj.weight" in shapes else default
 
-    count, width, inner = experts.experts, config.width, experts.intermediate
+    count, width, inner = config.experts.experts, config.width, config.experts.intermediate
     layouts: dict[tuple[tuple[int, ...], ...], FusedExperts] = {
         ((count, 2 * inner, width), (count, width, inner)): "rows",
         ((count, width, 2 * inner), (count, inner, width)): "columns",
     }
-
-    for layer in range(config.dense_layers, config.layers):
-        name = f"{prefix}layers.{layer}.mlp.experts"
-        gate_up, down = shapes.get(f"{name}.gate_up_proj"), shapes.get(f"{name}.down_proj")
-        single = f"{name}.0.gate_proj.weight"
-
-        if gate_up is None or down is None:
-            found |= {layer: "no"} if single in shapes else {}
-        elif single in shapes:
-            raise WeightsError(f"{name}: got gate_up_proj and {single}; expected the experts once")
-        elif (gate_up, down) not in layouts:
-            expected = " or ".join(f"{first} and {second}" for first, second in layouts)
-            raise WeightsError(f"{name}: got gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
-        else:
-            found[layer] = layouts[gate_up, down]
-
-    first = next(iter(found.items()), None)
-    other = next((item for item in found.items() if item[1] != (first or item)[1]), None)
-    if first is not None and other is not None:
-        raise WeightsError(
-            f"{prefix}layers.{first[0]}: got experts {_LAYOUTS[first[1]]}, layer {other[0]} {_LAYOUTS[other[1]]}; "
-            "expected all layers alike"
-        )
-    return default if first is None else first[1]
+    if (gate_up, down) not in layouts:
+        expected = " or ".join(f"{first} and {second}" for first, second in layouts)
+        raise WeightsError(f"{name}: got gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
+    return layouts[gate_up, down]
 
 
 def _attention(

@@ -1,8 +1,7 @@
 """What tells one family of checkpoints from another: a handful of functions, and no class to derive from.
 
-To add a family: a configuration with `.text` (a `DecoderConfig`), `.family` and `.to_dict()`; a module with `.decoder`
-and, with images, `.encode(pixel_values, plan)`; the list of entries that says where tensors go; a `Family` that names
-them; and a line in `registry.py`. A family without images needs a row in `text_families.py`.
+A family reads `config.json` into a `FamilyConfig`, names a module with `.decoder` and, with images,
+`.encode(pixel_values, plan)`, and says where its tensors go. `docs/guides/adding-a-family.md` writes one.
 """
 
 import dataclasses
@@ -23,8 +22,9 @@ from kvpatch_jax.errors import WeightsError
 from ..checkpoints import LoRASource, RenamedSource, TensorEntry, TensorSource, rename, same_tensors, translate
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
-from ..decoder.known_keys import DEFAULTS
+from ..decoder.hf_config import Regime
 from ..towers.common import place_features
+from .config_file import ConfigFile, read_config
 
 Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -136,7 +136,7 @@ class Family:
 
     Attributes:
       architecture: the name in `config.json`.
-      config: (config.json, angles, regime) → configuration; regime as `models.load` takes it.
+      read: `config.json` → configuration.
       module: (config, rngs) → nnx module with `.decoder` and, in a family with images, `.encode(pixel_values, plan)`,
         which gives image features [n,E,D]: themselves, then one array per deepstack layer.
       entries: (config, shapes) → where tensors go. `shapes` are those of the file's tensors, for families whose
@@ -146,7 +146,7 @@ class Family:
       video, audio: what is done with videos and with sounds; None for a family that takes none.
       join: (config, arrays of "image", "video", "audio" where there are such, these words in the prompt's order) → the
         prompt's arrays. A family whose images and videos have one placeholder puts their pixels in the prompt's order.
-      model_type: for a `config.json` that names no architecture.
+      model_type: of `config.json`, whose class of transformers, where there is one, completes it.
       ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T], or None of a
         configuration that has none do so; None where attention is causal throughout.
       template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
@@ -155,7 +155,7 @@ class Family:
     """
 
     architecture: str
-    config: Callable[[Mapping[str, Any], str, str | int | None], Any]
+    read: Callable[[ConfigFile], Any]
     module: Callable[[Any, nnx.Rngs], Any]
     entries: Callable[[Any, Shapes], list[TensorEntry]]
     positions: Callable[[Any, np.ndarray, Arrays], np.ndarray] = count_positions
@@ -168,6 +168,14 @@ class Family:
     template: str | None = None
     amend: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
 
+    def config(self, raw: Mapping[str, Any], angles: str, regime: Regime = None) -> Any:
+        """Reads `config.json`; angles and regime as `models.load` takes them.
+
+        Raises:
+          ConfigError: values that make no sense, or that are not built.
+        """
+        return read_config(self, raw, angles, regime)
+
     def settings(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Reads what a directory says of images, videos and sounds: by `ModelBackbone`'s names, None where the family
         takes none.
@@ -177,14 +185,13 @@ class Family:
         return {f"{name}_config": settings for name, settings in found.items()}
 
     def opened(
-        self, config: Any, source: TensorSource, silent: bool, adapter: str | os.PathLike[str] | None = None
+        self, config: Any, source: TensorSource, adapter: str | os.PathLike[str] | None = None
     ) -> tuple[Any, TensorSource]:
         """Returns a checkpoint's tensors under the names of `entries`, with a LoRA adapter merged; and the
         configuration with head and embedding tied or not, as the tensors show.
 
-        A head of its own counts, whatever the configuration says; a head that repeats the embedding is left out, and
-        one that stands alone in a tied model is the embedding. Where there is none, a family whose class ties does so
-        if the configuration says nothing at its top (`silent`).
+        In a tied model a head that repeats the embedding is left out, one that differs counts, and one that stands
+        alone is the embedding.
 
         Raises:
           ConfigError, WeightsError: as `rename` and `LoRASource`, or an adapter of an embedding that is the head too.
@@ -203,12 +210,8 @@ class Family:
                     f"adapter that leaves it, or one that holds {head!r} as well"
                 )
 
-        # What the file holds decides: several classes tie by default where their releases do not.
-        if config.text.tied_embeddings:
-            own = head in source.tensors and not same_tensors(source, head, embedding)
-            return (with_tie(config, False) if own else config), source
-        ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
-        return (with_tie(config, True) if ties and silent and head not in source.tensors else config), source
+        own = head in source.tensors and config.text.tied_embeddings and not same_tensors(source, head, embedding)
+        return (with_tie(config, False) if own else config), source
 
     def knows(self, config: Config) -> Callable[[str], bool]:
         """Returns a function that says whether a name is one of the model's, whatever its numbers and however

@@ -16,8 +16,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need, read_axial_theta
-from ..decoder.known_keys import complete
+from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.gemma4_images import (
     gemma4_image_settings,
@@ -30,25 +29,25 @@ from ..inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
 from ..inputs.texts import texts_of
 from ..towers.gemma4 import Gemma4VisionConfig, Gemma4VisionTower, gemma4_vision_entries, plan_patches
 from ..towers.gemma4_audio import REDUCED, Gemma4AudioConfig, Gemma4AudioTower, gemma4_audio_entries, plan_audio
+from .config_file import ConfigFile, FamilyConfig
 from .family import Family, Medium, Run, Shapes, Vision, image_runs
-from .gemma_text import NORMS, read_gemma4
-from .image_family import TowerModel, check_placeholders, freeze, text_part, thaw, vision_part, whole
+from .gemma_text import NORMS
+from .image_family import TowerModel, check_placeholders
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 _MEDIA = (("pixel_values", "image_position_ids"), ("pixel_values_videos", "video_position_ids"))
 """Pixels and the patches' places, of images and of videos."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemma4Config:
-    """The whole backbone; `raw` is config.json as it was read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Config(FamilyConfig):
+    """The whole backbone.
 
     Attributes:
       audio, audio_token, audio_edges: None of a release that hears nothing.
       image_edges, audio_edges: the tokens before and behind an image, or a frame, and a sound.
     """
 
-    text: DecoderConfig
     vision: Gemma4VisionConfig
     audio: Gemma4AudioConfig | None
     image_token: int
@@ -56,16 +55,6 @@ class Gemma4Config:
     audio_token: int | None
     image_edges: tuple[int, int]
     audio_edges: tuple[int, int] | None
-    raw: str
-
-    @property
-    def family(self) -> Family:
-        """Gemma 4."""
-        return FAMILY
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
 
 
 class Gemma4Model(TowerModel):
@@ -81,26 +70,26 @@ class Gemma4Model(TowerModel):
         return self.audio(inputs, **plan)[None]
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Gemma4Config:
-    model = whole(raw, "gemma4")
-    text = read_gemma4(text_part(model, raw, ("gemma4_text",)), angles, regime)
-    sounds = None if model["audio_config"] is None else _read_audio(model["audio_config"], text)
-    edges = tuple(need(model, name) for name in ("boa_token_id", "eoa_token_index"))
-    return Gemma4Config(
+def _read(file: ConfigFile) -> Gemma4Config:
+    text, hears = file.text("gemma4_text"), file.raw.get("audio_config") is not None
+    start, end = file.tokens("boi_token", "eoi_token").values()
+    before, after = file.tokens("boa_token", "eoa_token").values()
+    return file.config(
+        Gemma4Config,
         text,
-        _read_vision(vision_part(model, "gemma4_vision"), text),
-        sounds,
-        need(model, "image_token_id"),
-        need(model, "video_token_id"),
-        None if sounds is None else need(model, "audio_token_id"),
-        (need(model, "boi_token_id"), need(model, "eoi_token_id")),
-        None if sounds is None else (edges[0], edges[1]),
-        freeze(raw),
+        vision=_read_vision(file, text),
+        audio=_read_audio(file.part("audio_config"), text) if hears else None,
+        **file.tokens("image_token", "video_token"),
+        audio_token=file.tokens("audio_token")["audio_token"] if hears else None,
+        image_edges=(start, end),
+        audio_edges=(before, after) if hears else None,
     )
 
 
-def _read_vision(vision: Mapping[str, Any], text: DecoderConfig) -> Gemma4VisionConfig:
-    heads, kv_heads = need(vision, "num_attention_heads"), vision["num_key_value_heads"]
+def _read_vision(file: ConfigFile, text: DecoderConfig) -> Gemma4VisionConfig:
+    vision = file.part("vision_config")
+    # The class's own default, twelve heads, is that of one release alone.
+    heads, kv_heads = vision["num_attention_heads"], file.raw["vision_config"].get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ConfigError(f"vision num_key_value_heads: got {kv_heads}; expected {heads}, as many as heads")
     return Gemma4VisionConfig(
@@ -122,8 +111,7 @@ def _read_vision(vision: Mapping[str, Any], text: DecoderConfig) -> Gemma4Vision
     )
 
 
-def _read_audio(part: Any, text: DecoderConfig) -> Gemma4AudioConfig:
-    raw = complete(part, "gemma4_audio", "audio_config")
+def _read_audio(raw: Mapping[str, Any], text: DecoderConfig) -> Gemma4AudioConfig:
     left, right, chunk = (raw[f"attention_{name}"] for name in ("context_left", "context_right", "chunk_size"))
     if right or left < 2 or chunk != left - 1:
         raise ConfigError(
@@ -264,7 +252,7 @@ def _ahead(config: Gemma4Config, input_ids: np.ndarray) -> np.ndarray | None:
 
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=Gemma4Model,
     entries=_entries,
     vision=Vision(

@@ -1,7 +1,6 @@
 """What families with images share: the parts of a configuration, the model, what Qwen's families do with images."""
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,12 +13,10 @@ from kvpatch_jax.errors import ConfigError, InputError
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_axial_theta
-from ..decoder.known_keys import complete
 from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..inputs.texts import texts_of
+from .config_file import one_size
 from .family import Vision, pixels_of
-
-_DTYPES = ("dtype", "torch_dtype")
 
 
 class TowerModel(nnx.Module):
@@ -36,94 +33,6 @@ class TowerModel(nnx.Module):
         if isinstance(features, tuple):
             return jnp.concatenate([features[0][None], features[1]])
         return features[None]
-
-
-def whole(raw: Mapping[str, Any], kind: str, flat: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the top level of `config.json`, checked and filled in.
-
-    `flat` are keys of its parts that may stand there too. So may a key that repeats the text part's value.
-    """
-    part = raw.get("text_config")
-    text = part if isinstance(part, Mapping) else {}
-    repeated = [key for key, value in raw.items() if key in text and text[key] == value]
-    return complete(raw, kind, drop=[*flat, *repeated])
-
-
-def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the text part of `config.json`, with what the top level says for it (tying, dtype).
-
-    The top level's dtype is the whole model's, as in transformers: writers leave others in the parts. The text part's
-    holds where the top names none, until `load` knows the weights' own.
-
-    Head and embedding are tied where either level says so, or where none says anything and the family's class has it
-    so. What the file holds settles it (`family.settle_ties`).
-
-    Args:
-      raw: the top level, as `whole` gives it. given: as it was read.
-      kinds: what `model_type` may be, the default first; empty for any.
-
-    Raises:
-      ConfigError: no `text_config`, or one of another kind.
-    """
-    part = raw.get("text_config") or raw.get("language_config")
-    if not isinstance(part, Mapping):
-        raise ConfigError(f"config.json: got text_config {part!r}; expected a table for {raw.get('architectures')}")
-
-    kind = part.get("model_type", kinds[0] if kinds else None)
-    if kinds and kind not in kinds:
-        raise ConfigError(f"text_config: got type {kind!r}; expected one of {sorted(kinds)}")
-
-    # Only where the top level names no dtype do the part's own count.
-    top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
-    own = {name: value for name, value in part.items() if not (top and name in _DTYPES)}
-    text = own | top | {"model_type": kind, "architectures": raw.get("architectures")}
-    said = [table.get("tie_word_embeddings") for table in (given, part) if table.get("tie_word_embeddings") is not None]
-    return text | {"tie_word_embeddings": any(said) if said else raw.get("tie_word_embeddings", False)}
-
-
-def vision_part(raw: Mapping[str, Any], kind: str, *others: str) -> dict[str, Any]:
-    """Returns the vision part of `config.json`, checked and filled in.
-
-    Args:
-      raw: the top level. kind: what `known_keys` calls the tower; others: further names for it in `model_type`.
-
-    Raises:
-      ConfigError: no `vision_config`, one of another kind, or keys that are not known.
-    """
-    part = need(raw, "vision_config")
-    if not isinstance(part, Mapping):
-        raise ConfigError(f"config.json: got vision_config {part!r}; expected a table")
-    found = part.get("model_type", kind)
-    if found not in (kind, *others):
-        raise ConfigError(f"vision_config: got type {found!r}; expected {kind!r}")
-    return complete(part, kind, "vision_config")
-
-
-def one_size(raw: Mapping[str, Any], name: str) -> int:
-    """Returns a number, or the one number that a pair of equal sides repeats.
-
-    Raises:
-      ConfigError: sides that differ.
-    """
-    value = need(raw, name)
-    sides = value if isinstance(value, list | tuple) else [value]
-    if len(set(sides)) != 1 or not isinstance(sides[0], int) or isinstance(sides[0], bool):
-        raise ConfigError(f"{name}: got {value!r}; expected equal sides")
-    return int(sides[0])
-
-
-def freeze(raw: Mapping[str, Any]) -> str:
-    """Returns `config.json` as text that a frozen configuration keeps."""
-    return json.dumps(dict(raw), sort_keys=True)
-
-
-def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
-    """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-    raw: dict[str, Any] = json.loads(kept)
-    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        for name in _DTYPES:
-            part.pop(name, None)
-    return raw | {"architectures": [architecture], "torch_dtype": dtype}
 
 
 def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
@@ -180,8 +89,7 @@ def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, A
       ConfigError: a field that is missing, or an output that is not as wide as the decoder.
     """
     width = need(raw, "out_hidden_size")
-    if width != text.width:
-        raise ConfigError(f"vision out_hidden_size: got {width}; expected the text width {text.width}")
+    check_width("out_hidden_size", width, text)
     return {
         "depth": need(raw, "depth"),
         "width": need(raw, "hidden_size"),
@@ -194,6 +102,12 @@ def qwen_tower_sizes(raw: Mapping[str, Any], text: DecoderConfig) -> dict[str, A
         "theta": read_axial_theta(raw),
         "dtype": text.dtype,
     }
+
+
+def check_width(name: str, width: int, text: DecoderConfig) -> None:
+    """Raises ConfigError where a tower's output is not as wide as the decoder."""
+    if width != text.width:
+        raise ConfigError(f"vision {name}: got {width}; expected the text width {text.width}")
 
 
 def check_placeholders(

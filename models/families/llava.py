@@ -11,81 +11,51 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
 from ..towers.projectors import TileConfig, best_resolution, packing_index
 from ..towers.weights import clip_entries, projector_entries
 from . import mistral3
+from .config_file import ConfigFile, one_layer
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, text_part, vision_part, whole
-from .text_families import read_llama, read_mistral, read_qwen2, read_qwen3, read_qwen3_moe
+from .image_family import check_placeholders
+from .text_towers import PLAIN
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, read_vit, tile_fills, tile_plan
 
 LLAVA = "LlavaForConditionalGeneration"
 NEXT = "LlavaNextForConditionalGeneration"
-TEXT = {
-    "llama": read_llama,
-    "mistral": read_mistral,
-    "qwen2": read_qwen2,
-    "qwen3": read_qwen3,
-    "qwen3_moe": read_qwen3_moe,
-}
 
 
-def read_text(
-    model: Mapping[str, Any], given: Mapping[str, Any], angles: str, regime: Regime, default: str = "llama"
-) -> DecoderConfig:
-    """Returns the text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
-
-    Raises:
-      ConfigError: one that is not built.
-    """
-    text = text_part(model, given, (default, *(kind for kind in TEXT if kind != default)))
-    return TEXT[text["model_type"]](text, angles, regime)
-
-
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Any:
+def _read(file: ConfigFile) -> Any:
     """Reads `config.json` of LLaVA (with CLIP, or Pixtral-12B) or LLaVA-NeXT."""
-    model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
-    text = read_text(model, raw, angles, regime)
-    if architecture == LLAVA and mistral3.has_pixtral(model):
-        return mistral3.read_model(LLAVA, raw, model, text)
-    vision = vision_part(model, "clip_vision_model")
-    layer = model["vision_feature_layer"]
-    if not isinstance(layer, int):
-        raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")
-
+    model, text, vision = file.model, file.text(*PLAIN), file.part("vision_config")
+    if vision["model_type"] == mistral3.TOWER:
+        return mistral3.read_model(file, text, merges=False)
     # The last norm is in the files, and is not applied: features are taken below it.
     tower = read_vit(
         vision,
+        "clip_vision_model",
         class_token=True,
         drop_class=drops_class(model),
         patch_bias=False,
         pre_norm=True,
         final_norm="kept",
-        feature_layer=layer,
+        feature_layer=one_layer(model),
         dtype=text.dtype,
     )
     tiles = None
-
-    if architecture == NEXT:
+    if file.family.architecture == NEXT:
         if not tower.drop_class:
             raise ConfigError(
                 "vision_feature_select_strategy: got 'full', which is not built for LLaVA-NeXT; expected 'default'"
             )
-        pinpoints = []
-        for point in need(model, "image_grid_pinpoints"):
-            if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
-                raise ConfigError(f"image_grid_pinpoints: got {point!r}; expected a height and a width")
-            pinpoints.append((point[0], point[1]))
-        tiles = TileConfig(tower.image, tower.side, tuple(pinpoints))
+        points = tuple((int(height), int(width)) for height, width in need(model, "image_grid_pinpoints"))
+        tiles = TileConfig(tower.image, tower.side, points)
 
     bias = model["multimodal_projector_bias"]
     glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
-    image = need(model, "image_token_index")
-    return ViTModelConfig(FAMILIES[architecture], text, tower, glue, image, freeze(raw))
+    return file.config(ViTModelConfig, text, vision=tower, glue=glue, **file.tokens("image_token"))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -133,7 +103,7 @@ _SETTINGS = PictureConfig.reader(**_CLIP, size={"shortest_edge": 336}, crop_size
 def _family(architecture: str, model_type: str, vision: Vision) -> Family:
     return Family(
         architecture=architecture,
-        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        read=_read,
         module=ViTModel,
         entries=_entries,
         vision=vision,

@@ -15,13 +15,13 @@ from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need, read_axial_theta
+from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.pixtral_images import MERGING, pixtral_settings, process_pixtral
 from ..towers.pixtral import PixtralConfig, PixtralTower, pixtral_entries, plan_patches
+from .config_file import ConfigFile, FamilyConfig, one_layer, one_size
 from .family import Family, Shapes, Vision
-from .image_family import TowerModel, check_placeholders, freeze, one_size, text_part, thaw, vision_part, whole
-from .text_families import read_mistral
+from .image_family import TowerModel, check_placeholders
 
 ARCHITECTURE = "Mistral3ForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
@@ -30,55 +30,31 @@ BREAK, END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
 """What stands behind a row of an image's tokens, and behind the last one; with the ids of Mistral's own tokenizers."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Mistral3Config:
-    """The whole backbone; `raw` is config.json as it was read."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mistral3Config(FamilyConfig):
+    """The whole backbone."""
 
-    architecture: str
-    text: DecoderConfig
     vision: PixtralConfig
     image_token: int
-    raw: str
-
-    @property
-    def family(self) -> Family:
-        """The family of this architecture with Pixtral's tower."""
-        return FAMILY if self.architecture == ARCHITECTURE else LLAVA_FAMILY
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.architecture, self.text.dtype)
 
 
-def has_pixtral(model: Mapping[str, Any]) -> bool:
-    """Returns whether the vision part of `config.json` is Pixtral's tower."""
-    part = model.get("vision_config")
-    return isinstance(part, Mapping) and part.get("model_type") == TOWER
-
-
-def read_model(
-    architecture: str, raw: Mapping[str, Any], model: Mapping[str, Any], text: DecoderConfig
-) -> Mistral3Config:
-    """Reads `config.json` of either architecture.
-
-    Args:
-      raw: as it was read. model: its top level, as `whole` gives it. text: its text tower.
+def read_model(file: ConfigFile, text: DecoderConfig, merges: bool) -> Mistral3Config:
+    """Reads Pixtral's tower, whose patches `merges` joins, in front of a text tower.
 
     Raises:
       ConfigError: a tower, or a choice of features, that is not built.
     """
-    vision, layer, merges = vision_part(model, TOWER), model["vision_feature_layer"], architecture == ARCHITECTURE
-    if not isinstance(layer, int):
-        raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")
+    model, vision = file.model, file.part("vision_config")
+    if vision["model_type"] != TOWER:
+        raise ConfigError(f"vision_config: got type {vision['model_type']!r}; expected {TOWER!r}")
     if not merges and model["vision_feature_select_strategy"] != "full":
         raise ConfigError(
             f"vision_feature_select_strategy: got {model['vision_feature_select_strategy']!r}; expected 'full' for "
             "Pixtral's tower, which has no class token"
         )
     width, heads = vision["hidden_size"], vision["num_attention_heads"]
-    if vision["head_dim"] not in (None, width // heads):
+    if vision.get("head_dim") not in (None, width // heads):
         raise ConfigError(f"vision head_dim: got {vision['head_dim']}; expected {width // heads}: hidden_size / heads")
-
     tower = PixtralConfig(
         depth=vision["num_hidden_layers"],
         width=width,
@@ -91,23 +67,18 @@ def read_model(
         channels=vision["num_channels"],
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
-        feature_layer=layer,
+        feature_layer=one_layer(model),
         projector_activation=model["projector_hidden_act"],
         projector_bias=model["multimodal_projector_bias"],
         projector_epsilon=text.norm_epsilon,
         dtype=text.dtype,
     )
-    return Mistral3Config(architecture, text, tower, need(model, "image_token_index"), freeze(raw))
+    config = file.config(Mistral3Config, text, vision=tower, **file.tokens("image_token"))
+    return config if merges else dataclasses.replace(config, family=LLAVA_FAMILY)
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Mistral3Config:
-    model, part = whole(raw, MERGING), raw.get("text_config")
-    if isinstance(part, Mapping) and part.get("model_type") == "ministral3":
-        raise ConfigError(
-            "text_config: got type 'ministral3', whose queries are scaled by their position beyond the original "
-            "length, so that KV formed at one place is not that of another; expected 'mistral'"
-        )
-    return read_model(ARCHITECTURE, raw, model, read_mistral(text_part(model, raw, ("mistral",)), angles, regime))
+def _read(file: ConfigFile) -> Mistral3Config:
+    return read_model(file, file.text("mistral"), merges=True)
 
 
 def _plan(config: Mistral3Config, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -140,7 +111,7 @@ def _entries(config: Mistral3Config, shapes: Shapes) -> list[TensorEntry]:
 
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=functools.partial(TowerModel, PixtralTower),
     entries=_entries,
     vision=Vision(pixtral_settings, process_pixtral, _tokens, _plan, fills=lambda config: {"images": 1}),

@@ -20,49 +20,39 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
-from ..decoder.known_keys import complete
 from ..inputs.mel import MelConfig, log_mel
 from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
 from ..inputs.qwen_videos import process_qwen2_videos
 from ..inputs.sound import read_sound
 from ..inputs.texts import texts_of
 from ..inputs.video_frames import FPS, VideoConfig
-from ..towers.qwen2_5 import Qwen25VisionConfig
-from ..towers.qwen3 import Qwen3VisionConfig
 from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
+from .config_file import ConfigFile
 from .family import Family, Medium
-from .image_family import TowerModel, qwen_written, thaw
+from .image_family import TowerModel, qwen_written
+from .parsed import Table
+from .qwen3_vl import QwenConfig
 
 SOUNDS = ("input_features", "feature_attention_mask")
 """Arrays of sounds, by transformers' names."""
 _SOUNDS = "video_sounds"
 """Of videos: the number of each one's sound among theirs, −1 for none."""
-MARKS = ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id")
+MARKS = {"vision_start_token": 151652, "vision_end_token": 151653, "audio_end_token": None}
+"""Ids that the classes do not name, where `config.json` leaves them out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OmniConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OmniConfig(QwenConfig):
     """A thinker: its towers, its decoder, and the ids that stand for images, videos and audio.
 
-    Attributes:
-      family: Qwen2.5-Omni or Qwen3-Omni.
-      tokens_per_second: positions per second of video.
-      raw: the thinker's configuration as it was read.
+    `tokens_per_second` are positions per second of video.
     """
 
-    family: Family
-    text: DecoderConfig
-    vision: Qwen25VisionConfig | Qwen3VisionConfig
     audio: AudioConfig
-    image_token: int
-    video_token: int
     audio_token: int
-    vision_start_token: int
-    vision_end_token: int
     audio_start_token: int
     audio_end_token: int | None
     tokens_per_second: int | float
-    raw: str
 
     def __post_init__(self) -> None:
         if self.audio.output_width != self.text.width:
@@ -70,43 +60,34 @@ class OmniConfig:
                 f"audio output_dim: got {self.audio.output_width}; expected the text width {self.text.width}"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the thinker's `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.family.architecture, self.text.dtype)
+
+def read_thinker(
+    file: ConfigFile, thinker: Family, read_tower: Callable[[Mapping[str, Any], DecoderConfig], Any]
+) -> OmniConfig:
+    """Reads `config.json` of a thinker, or of a full release that has one inside, with the release's dtype."""
+    inside = file.raw.get("thinker_config")
+    if inside is not None:
+        typed = {name: file.raw[name] for name in ("dtype", "torch_dtype") if file.raw.get(name) is not None}
+        raw = typed | dict(inside) | {"architectures": [thinker.architecture]}
+        file = dataclasses.replace(file, family=thinker, raw=raw, model=file.model["thinker_config"])
+    model, text = file.model, file.text()
+    return file.config(
+        OmniConfig,
+        text,
+        vision=read_tower(file.part("vision_config"), text),
+        audio=_read_audio(file.part("audio_config"), text.dtype),
+        **file.tokens("image_token", "video_token", "audio_token", "audio_start_token"),
+        **{name: model.get(f"{name}_id", token) for name, token in MARKS.items()},
+        tokens_per_second=need(model, "position_id_per_seconds"),
+    )
 
 
-def thinker_of(raw: Mapping[str, Any], kind: str, thinker: str) -> Mapping[str, Any]:
-    """Returns a thinker's configuration: the table itself, or that inside a full release, with the release's dtype.
-
-    Args:
-      raw: config.json. kind: the release's `model_type`. thinker: the architecture's name of a thinker.
-    """
-    if raw.get("thinker_config") is None:
-        return raw
-    whole = complete(raw, kind)
-    typed = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
-    return typed | dict(whole["thinker_config"]) | {"architectures": [thinker]}
-
-
-def read_audio(model: Mapping[str, Any], kind: str, dtype: str) -> AudioConfig:
-    """Reads the audio part of a thinker's configuration.
-
-    Raises:
-      ConfigError: no such part, a key that is not known, or a depth that is said twice and differs.
-    """
-    part = need(model, "audio_config")
-    found = part.get("model_type", kind)
-    if found != kind:
-        raise ConfigError(f"audio_config: got type {found!r}; expected {kind!r}")
-    raw = complete(part, kind, "audio_config")
-    depth = raw["encoder_layers"]
-    if raw["num_hidden_layers"] not in (None, depth):
-        raise ConfigError(f"audio num_hidden_layers: got {raw['num_hidden_layers']}; expected encoder_layers, {depth}")
-
+def _read_audio(raw: Table, dtype: str) -> AudioConfig:
+    """Reads the audio part of a thinker's configuration."""
     chunk = 2 * raw["n_window"]
     return AudioConfig(
         mels=raw["num_mel_bins"],
-        depth=depth,
+        depth=raw["encoder_layers"],
         width=raw["d_model"],
         heads=raw["encoder_attention_heads"],
         intermediate=raw["encoder_ffn_dim"],
@@ -118,17 +99,6 @@ def read_audio(model: Mapping[str, Any], kind: str, dtype: str) -> AudioConfig:
         activation=raw["activation_function"],
         dtype=dtype,
     )
-
-
-def read_tokens(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the ids of placeholders, starts and ends, and the rate of positions, by `OmniConfig`'s names.
-
-    Raises:
-      ConfigError: one that is missing.
-    """
-    pads = {name: need(model, f"{name}_id", f"{name}_index") for name in ("image_token", "video_token", "audio_token")}
-    marks = {name.removesuffix("_id"): model[name] for name in MARKS}
-    return pads | marks | {"tokens_per_second": need(model, "position_id_per_seconds")}
 
 
 class OmniModel(TowerModel):

@@ -5,66 +5,37 @@ Source: transformers' Qwen2_5OmniThinkerForConditionalGeneration.
 
 import functools
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime, need, read_decoder, read_rope, read_window
-from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries
 from ..inputs.qwen_images import ImageConfig
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen25AudioTower
 from ..towers.weights import QWEN2_5, qwen_audio_entries, qwen_vision_entries
+from .config_file import ConfigFile
 from .family import Family, Shapes
-from .image_family import freeze, one_size, qwen_tower_sizes, qwen_vision, text_part, vision_part, whole
+from .image_family import qwen_vision
 from .omni import (
     OmniConfig,
     OmniModel,
     join_sounds,
     omni_positions,
-    read_audio,
-    read_tokens,
+    read_thinker,
     sound_medium,
-    thinker_of,
     video_medium,
 )
-from .qwen2_5_vl import SECTIONS
-from .text_families import TEXT_TABLE, read_head_dim
+from .qwen2_5_vl import read_qwen2_5_tower
 
 THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
 RELEASE = "Qwen2_5OmniForConditionalGeneration"
 KIND = "qwen2_5_omni"
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> OmniConfig:
-    """Reads `config.json` of a thinker, or of a full release."""
-    raw = thinker_of(raw, KIND, THINKER)
-    model = whole(raw, f"{KIND}_thinker")
-    text = complete(text_part(model, raw, (f"{KIND}_text",)), f"{KIND}_text", TEXT_TABLE)
-    rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
-    decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
-
-    vision = vision_part(model, f"{KIND}_vision_encoder")
-    tower = Qwen25VisionConfig(
-        **qwen_tower_sizes(vision, decoder),
-        patch=one_size(vision, "patch_size"),
-        window=need(vision, "window_size"),
-        full_layers=tuple(need(vision, "fullatt_block_indexes")),
-        channels=vision["in_channels"],
-        fused=False,
-    )
-    return OmniConfig(
-        FAMILIES[THINKER],
-        decoder,
-        tower,
-        read_audio(model, f"{KIND}_audio_encoder", decoder.dtype),
-        **read_tokens(model),
-        raw=freeze(raw),
-    )
+def _read(file: ConfigFile) -> OmniConfig:
+    return read_thinker(file, FAMILIES[THINKER], functools.partial(read_qwen2_5_tower, fused=False))
 
 
 def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -112,7 +83,7 @@ VIDEOS = video_medium(
 def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
-        config=_read,
+        read=_read,
         module=functools.partial(OmniModel, Qwen25VisionTower, Qwen25AudioTower),
         entries=_entries,
         positions=omni_positions(fractional=False),

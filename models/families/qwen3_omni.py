@@ -4,55 +4,37 @@ Source: transformers' Qwen3OmniMoeThinkerForConditionalGeneration.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.images import HALVES
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen3AudioTower
 from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries
+from .config_file import ConfigFile
 from .family import Family, Shapes
-from .image_family import freeze, qwen_vision, text_part, vision_part, whole
+from .image_family import qwen_vision
 from .omni import (
     OmniConfig,
     OmniModel,
     join_sounds,
     omni_positions,
-    read_audio,
-    read_tokens,
+    read_thinker,
     sound_medium,
-    thinker_of,
     video_medium,
 )
-from .qwen3_vl import SECTIONS, read_qwen3_tower
-from .text_families import read_qwen3_moe
+from .qwen3_vl import read_qwen3_tower
 
 THINKER = "Qwen3OmniMoeThinkerForConditionalGeneration"
 RELEASE = "Qwen3OmniMoeForConditionalGeneration"
 KIND = "qwen3_omni_moe"
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> OmniConfig:
-    """Reads `config.json` of a thinker, or of a full release."""
-    raw = thinker_of(raw, KIND, THINKER)
-    model = whole(raw, f"{KIND}_thinker")
-    text = text_part(model, raw, (f"{KIND}_text",))
-    decoder = read_qwen3_moe(text, angles, regime, f"{KIND}_text", SECTIONS)
-
-    return OmniConfig(
-        FAMILIES[THINKER],
-        decoder,
-        read_qwen3_tower(vision_part(model, f"{KIND}_vision_encoder"), decoder),
-        read_audio(model, f"{KIND}_audio_encoder", decoder.dtype),
-        **read_tokens(model),
-        raw=freeze(raw),
-    )
+def _read(file: ConfigFile) -> OmniConfig:
+    return read_thinker(file, FAMILIES[THINKER], read_qwen3_tower)
 
 
 def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -88,7 +70,7 @@ VIDEOS = video_medium(
 def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
-        config=_read,
+        read=_read,
         module=functools.partial(OmniModel, Qwen3VisionTower, Qwen3AudioTower),
         entries=_entries,
         positions=omni_positions(fractional=True),

@@ -15,7 +15,7 @@ from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.images import HALVES
 from ..inputs.positions import PositionConfig, get_rope_positions
@@ -23,52 +23,30 @@ from ..inputs.qwen_videos import process_qwen3_videos
 from ..inputs.video_frames import VideoConfig
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
+from .config_file import ConfigFile, FamilyConfig, one_size
 from .family import Family, Medium, Run, Shapes
-from .image_family import (
-    TowerModel,
-    freeze,
-    one_size,
-    qwen_tower_sizes,
-    qwen_vision,
-    qwen_written,
-    text_part,
-    thaw,
-    vision_part,
-    whole,
-)
-from .text_families import read_qwen3, read_qwen3_moe
+from .image_family import TowerModel, qwen_tower_sizes, qwen_vision, qwen_written
 
 DENSE = "Qwen3VLForConditionalGeneration"
 MIXTURE = "Qwen3VLMoeForConditionalGeneration"
-SECTIONS = (24, 20, 20)
-"""Of M-RoPE, where the configuration names none."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Qwen3VLConfig:
-    """The whole backbone: both towers and the token ids that stand for images; `raw` is config.json as it was read."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenConfig(FamilyConfig):
+    """The whole backbone: both towers and the token ids that stand for images and videos."""
 
-    architecture: str
-    text: DecoderConfig
-    vision: Qwen3VisionConfig
+    vision: Any
     image_token: int
     video_token: int
     vision_start_token: int
     vision_end_token: int
-    raw: str
 
-    @property
-    def family(self) -> Family:
-        """Qwen3-VL, dense or with experts."""
-        return FAMILIES[self.architecture]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.architecture, self.text.dtype)
+QWEN_TOKENS = ("image_token", "video_token", "vision_start_token", "vision_end_token")
 
 
 def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
-    """Reads the tower (also Qwen3-Omni's and Qwen3.5's) from its part of `config.json`, as `vision_part` gives it.
+    """Reads the tower (also Qwen3-Omni's and Qwen3.5's) from its part of `config.json`, parsed.
 
     Raises:
       ConfigError: a field that is missing, or more deepstack layers than the decoder has.
@@ -86,28 +64,11 @@ def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3Vis
     )
 
 
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
-    """Reads `config.json` of either architecture."""
-    family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
-    model, kind = whole(raw, family), f"{family}_text"
-    text = text_part(model, raw, (kind, family))
-
-    # The mixture's router renormalises whatever the configuration says.
-    if architecture == MIXTURE:
-        decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
-    else:
-        decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
-
-    return Qwen3VLConfig(
-        architecture,
-        decoder,
-        read_qwen3_tower(vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family), decoder),
-        image_token=need(model, "image_token_id"),
-        video_token=need(model, "video_token_id"),
-        vision_start_token=need(model, "vision_start_token_id"),
-        vision_end_token=need(model, "vision_end_token_id"),
-        raw=freeze(raw),
-    )
+def read_model(file: ConfigFile) -> QwenConfig:
+    """Reads `config.json` of Qwen3-VL and Qwen3.5, dense or with experts."""
+    text = file.text()
+    tower = read_qwen3_tower(file.part("vision_config"), text)
+    return file.config(QwenConfig, text, vision=tower, **file.tokens(*QWEN_TOKENS))
 
 
 def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:
@@ -139,7 +100,7 @@ def frame_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: 
     return run
 
 
-def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:
+def _entries(config: QwenConfig, shapes: Shapes) -> list[TensorEntry]:
     prefix = "model.language_model."
     fused = expert_layout(config.text, shapes, prefix, "columns")  # as released
     decoder = decoder_entries(config.text, prefix=prefix, fused_experts=fused)
@@ -161,7 +122,7 @@ VIDEO_SETTINGS = VideoConfig.reader(
 def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
-        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        read=read_model,
         module=functools.partial(TowerModel, Qwen3VisionTower),
         entries=_entries,
         positions=frame_positions,

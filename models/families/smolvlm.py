@@ -11,29 +11,25 @@ import numpy as np
 from kvpatch_jax.errors import InputError
 
 from ..checkpoints import TensorEntry, module_entries
-from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries
 from ..inputs.family_videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
 from ..inputs.images import HALVES, PictureConfig, process_smolvlm
 from ..inputs.video_frames import VideoConfig
 from ..towers.vit import bucket_positions
 from ..towers.weights import clip_entries
-from .deepseek_vl import read_siglip
+from .config_file import ConfigFile
 from .family import Family, Medium, Run, Shapes, Vision
-from .image_family import freeze, text_part, vision_part, whole
-from .text_families import read_llama
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, join_tiles, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, join_tiles, read_vit, tile_fills, tile_plan
 
 EDGE = "<fake_token_around_image>"
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    model = whole(raw, "smolvlm")
-    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
-    tower = read_siglip(vision_part(model, "smolvlm_vision"), text.dtype)
-    glue = GlueConfig("linear", need(model, "scale_factor"))
-    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
+def _read(file: ConfigFile) -> ViTModelConfig:
+    text, vision = file.text("llama"), file.part("vision_config")
+    tower = read_vit(vision, "smolvlm_vision", final_norm="applied", dtype=text.dtype)
+    glue = GlueConfig("linear", file.model["scale_factor"])
+    return file.config(ViTModelConfig, text, vision=tower, glue=glue, **file.tokens("image_token"))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -125,7 +121,7 @@ _SETTINGS = PictureConfig.reader(
 )
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),

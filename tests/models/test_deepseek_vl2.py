@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax import models
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models.decoder.known_keys import DEFAULTS
 from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.models.families.view_packing import NEWLINE, SEPARATOR, place_view
 from kvpatch_jax.models.inputs.chat import ChatTemplate
@@ -115,8 +114,7 @@ def test_smalls_decoder_has_latent_attention_and_softmax_routing(tmp_path):
     theirs, raw = models.load(text, angles="float32"), json.loads((text / "config.json").read_text())
     root = write_checkpoint(FULL, tmp_path / "small")
     whole = json.loads((root / "config.json").read_text())
-    known = DEFAULTS["deepseek_vl_v2_text"]
-    inner = {name: value for name, value in raw.items() if name in known}
+    inner = {name: value for name, value in raw.items() if name != "architectures"}
     whole["language_config"], whole["image_token_id"] = inner, raw["vocab_size"] - 1
     whole["projector_config"]["n_embed"] = raw["hidden_size"]
     (root / "config.json").write_text(json.dumps(whole))
@@ -342,39 +340,6 @@ def test_experts_need_a_routing():
     raw = json.loads((GOLDENS / FULL / "config.json").read_text())
     del raw["language_config"]["topk_method"]
     with pytest.raises(ConfigError, match="got no 'topk_method'"):
-        models.FAMILIES[ARCHITECTURE].config(raw, "float32", None)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tile_tag": "1D"}, "tile_tag '1D', which is not built"),
-        ({"global_view_pos": "tail"}, "global_view_pos 'tail', which is not built"),
-        ({"spam": 3}, "'spam': 3, which this library does not know for deepseek_vl_v2"),
-        ({"projector_config": {"projector_type": "mlp_gelu"}}, "projector_type 'mlp_gelu', which is not built"),
-        ({"projector_config": {"depth": 3}}, "depth 3, which is not built"),
-        ({"projector_config": {"token_pooling": True}}, "token_pooling True, which is not built"),
-        ({"projector_config": {"n_embed": 32}}, "n_embed 32; expected 64"),
-        ({"projector_config": {"input_dim": 16}}, "input_dim 16; expected 32"),
-        ({"projector_config": None}, "got no 'projector_config'"),
-        ({"projector_config": {"mlp_ratio": 1.5}}, "mlp_ratio 1.5; expected a positive whole number"),
-        ({"projector_config": {"downsample_ratio": 1.5}}, "downsample_ratio 1.5; expected a positive whole number"),
-        ({"vision_config": {"width": "32"}}, "width '32'; expected a positive whole number"),
-        ({"vision_config": {"layers": None}}, "layers None; expected a positive whole number"),
-        ({"vision_config": {"mlp_ratio": [4]}}, r"mlp_ratio \[4\]; expected a positive number"),
-        ({"vision_config": {"class_token": True}}, "class_token True, which is not built"),
-        ({"vision_config": {"global_pool": "avg"}}, "global_pool 'avg', which is not built"),
-        ({"language_config": {"scoring_func": "softmax"}}, "norm_topk_prob True"),
-        ({"language_config": {"topk_method": None}}, "topk_method None; expected a text"),
-        ({"language_config": {"moe_layer_freq": 2}}, "moe_layer_freq 2, which is not built"),
-        ({"language_config": 3}, "got language_config 3; expected a table"),
-    ],
-)
-def test_configurations_that_are_not_built(change, message):
-    raw = json.loads((GOLDENS / FULL / "config.json").read_text())
-    for name, value in change.items():
-        raw[name] = {**raw[name], **value} if isinstance(value, dict) else value
-    with pytest.raises(ConfigError, match=message):
         models.FAMILIES[ARCHITECTURE].config(raw, "float32", None)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvpatch_jax.errors import ConfigError, KVPatchError, WeightsError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.decoder.key_tables.kinds import MOST_LAYERS
+from kvpatch_jax.models.families.parsed import MOST_LAYERS
 from tests.goldens.load import write_checkpoint
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -82,7 +82,7 @@ def test_a_name_that_no_file_has_is_a_configuration_error():
         ({"ignore": None}, "ignore None; expected a list of keys and tensor names"),
         ({"ignore": 3}, "ignore 3; expected a list of keys and tensor names"),
         ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys and tensor names"),
-        ({"ignore": ["text_confg"]}, r"ignore 'text_confg', which .*config\.json does not have"),
+        ({"ignore": ["text_confg"]}, r"ignore 'text_confg'; expected a key of .*config\.json, or"),
         ({"buckets": 64}, "buckets 64; expected a Buckets, or None"),
         ({"dtype": "float8"}, "dtype 'float8'; expected 'float32', 'bfloat16' or None"),
         ({"revision": 3}, "revision 3; expected a commit, tag or branch, or None"),

@@ -12,7 +12,7 @@ from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.families.family import Vision
-from kvpatch_jax.models.families.registry import IMAGE_FAMILIES
+from kvpatch_jax.models.families.registry import FAMILIES
 from kvpatch_jax.models.inputs.images import PictureConfig, process_clip
 from kvpatch_jax.models.inputs.qwen_images import CONFIG_FILE
 from tests.goldens.load import GOLDENS, write_checkpoint
@@ -20,7 +20,7 @@ from tests.goldens.load import GOLDENS, write_checkpoint
 with np.load(GOLDENS / "clip_options.npz") as file:
     GOLD = {name: file[name] for name in file.files}
 CASES = sorted({name.split(".")[0] for name in GOLD})
-PLAIN = {name: family for name, family in IMAGE_FAMILIES.items() if not name.startswith(("Qwen", "Glm"))}
+PLAIN = {name: family for name, family in FAMILIES.items() if family.vision and not name.startswith(("Qwen", "Glm"))}
 
 
 def vision_of(architecture: str) -> Vision:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import relocate, to_engine
-from kvpatch_jax.errors import ConfigError, InputError, WeightsError
+from kvpatch_jax.errors import InputError, WeightsError
 from kvpatch_jax.models import load, save
 from kvpatch_jax.models.checkpoints import flatten_params
 from tests.goldens.load_text import text_arrays, text_config, text_families, write_text_checkpoint
@@ -242,14 +242,6 @@ def test_released_keys_mean_the_same(tmp_path):
         assert load(tmp_path / family).config.text == newer.config.text
 
 
-def test_a_layer_without_kv_is_named(tmp_path):
-    kinds = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="layer 1: got 'linear_attention', which keeps no KV"):
-        load(write_text_checkpoint("qwen3", tmp_path / "qwen3", layer_types=kinds))
-    with pytest.raises(ConfigError, match="rope type: got 'spiral'"):
-        load(write_text_checkpoint("llama2", tmp_path / "llama", rope_parameters={"rope_type": "spiral"}))
-
-
 def test_text_families_take_no_images_and_ties_are_read(loaded, tmp_path):
     backbone = loaded("llama3_1")
     assert backbone.config.text.tied_embeddings
@@ -261,5 +253,5 @@ def test_text_families_take_no_images_and_ties_are_read(loaded, tmp_path):
     assert np.array_equal(prepared["position_ids"], [[0, 1, 2]])
     assert backbone.embed(np.ones((3, 4), np.int32)).positions.shape == (3, 4)
     directory = write_text_checkpoint("kimi_vl_text", tmp_path / "kimi", n_routed_experts=16)
-    with pytest.raises(WeightsError, match=r"mlp\.gate\.weight' of shape \(8, 64\); expected \(16, 64\)"):
+    with pytest.raises(WeightsError, match=r"mlp\.gate\.\w+' of shape \(8,.*expected \(16,"):
         load(directory)

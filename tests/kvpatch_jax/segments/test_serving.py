@@ -17,9 +17,8 @@ from evals.trained import shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
-from kvpatch_jax.models.families.qwen2_5_vl import Qwen25VLConfig
 from kvpatch_jax.models.inputs.qwen_images import ImageConfig
 from kvpatch_jax.segments import ReuseThresholds, SegmentPrefill, SegmentStore, segment_prefill, store_segments
 from kvpatch_jax.segments.index import StoredSpan
@@ -42,7 +41,7 @@ def _highest_precision():
 
 @pytest.fixture(scope="module")
 def backbone() -> ModelBackbone:
-    config = Qwen25VLConfig.from_dict(json.loads(CONFIG.read_text()), "exact")
+    config = FAMILIES["Qwen2_5_VLForConditionalGeneration"].config(json.loads(CONFIG.read_text()), "exact")
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
     model = config.family.module(config, nnx.Rngs(0))
     return ModelBackbone(config, parameters(model), ImageConfig(), buckets=Buckets(32, 1))
