@@ -43,7 +43,6 @@ from .inputs.buckets import (
 )
 from .inputs.chat import ChatTemplate, Message
 from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask, check_mask_over, counted_tokens
-from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, ChatFrame, Prompts
@@ -154,14 +153,8 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         yield rope.angles.encode()
         # Which regime is pinned is in no configuration.
         yield b"" if rope.scaling is None else repr(rope.scaling).encode()
-        settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
-        # Most directories name the class that all once had; what they are known by stays as it was.
-        if settings is not None and settings.get("image_processor_type") == ImageConfig.image_processor_type:
-            del settings["image_processor_type"]
-        yield json.dumps(settings, sort_keys=True).encode()
-        for name, other in (("video", self.video_config), ("audio", self.audio_config)):
-            if getattr(other, "own", other is not None):
-                yield json.dumps([name, dataclasses.asdict(other)], sort_keys=True).encode()
+        for settings in (self.image_config, self.video_config, self.audio_config):
+            yield json.dumps(None if settings is None else dataclasses.asdict(settings), sort_keys=True).encode()
         # A rule of positions that no file names.
         rule = getattr(self.config, "video_rule", "max")
         if rule != "max":

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import Video, items_of, medium_of, sort_of
+from kvpatch_jax.cache import Audio, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
-from .families.family import Config, Family, Run, placeholders
+from .families.family import VIDEO_SOUNDS, Config, Family, Run, placeholders
 from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, read_messages, replaced
 from .inputs.texts import TOKENIZER_FILE, ids_of_text, texts_of, unknown_token
 
@@ -281,20 +281,30 @@ class Prompts:
 
     def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
         """Returns the arrays of a prompt's images, videos and sounds, and what stands for each in turn."""
+        # Sounds are those that stand alone and those of videos, in the prompt's order.
+        items: dict[str, list[Any]] = {sort: [] for sort in MEDIA}
+        numbers, heard = list[int](), list[int | None]()
+        for sort, item in media:
+            item = medium_of(item) or item
+            numbers.append(len(items[sort]))
+            items[sort].append(item)
+            if sort == "video":
+                heard.append(len(items["audio"]) if item.sound else None)
+                if item.sound and self.family.audio is None:
+                    raise InputError(
+                        f"video: got sound=True for {self.family.architecture}, which hears none; expected false"
+                    )
+                items["audio"] += [Audio(item.read().source)] if item.sound else []
+
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
-            items = [medium_of(item) or item for own, item in media if own == sort]
-            if self.family.audio is None and any(isinstance(item, Video) and item.sound for item in items):
-                raise InputError(
-                    f"video: got sound=True for {self.family.architecture}, which hears none; expected false"
-                )
-            if items:
-                arrays[sort] = self._medium(sort).process(items, self.settings[sort])
-
-        numbers = {sort: itertools.count() for sort in MEDIA}
-        runs = []
-        for sort, _ in media:
-            runs.append(self._medium(sort).tokens(self.config, arrays[sort], next(numbers[sort]), self.tokenizer))
+            if items[sort]:
+                arrays[sort] = self._medium(sort).process(items[sort], self.settings[sort])
+        runs, seen = [], dict(arrays)
+        if "video" in arrays:
+            seen["video"] = {**arrays.get("audio", {}), **arrays["video"], VIDEO_SOUNDS: heard}
+        for (sort, _), number in zip(media, numbers, strict=True):
+            runs.append(self._medium(sort).tokens(self.config, seen[sort], number, self.tokenizer))
         return self.family.join(self.config, arrays, [sort for sort, _ in media]), runs
 
     def _image_placeholder(self, ids: Sequence[int]) -> Placeholder:

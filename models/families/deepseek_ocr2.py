@@ -19,8 +19,8 @@ from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.layers import Linear
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.images import HALVES, PictureConfig
-from ..inputs.view_images import TILES, process_views
+from ..inputs.pictures import TILES
+from ..inputs.processors import process_images, processor
 from ..towers.query_encoder import FEW, MANY, QueryEncoder, query_count, query_encoder_entries
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
@@ -32,7 +32,6 @@ from .view_packing import SEPARATOR, pack_views, view_fills, view_plan, view_tok
 ARCHITECTURE = "DeepseekOcr2ForConditionalGeneration"
 SHRINK = 4
 """Patches along the side of the square that becomes one feature."""
-GREY = (127, 127, 127)
 TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
@@ -154,24 +153,12 @@ def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
     ]
 
 
-_VIEWS: dict[str, Any] = {
-    "image_mean": HALVES,
-    "image_std": HALVES,
-    "resample": 3,
-    "size": {"height": 1024, "width": 1024},
-    "tile_size": 768,
-    "crop_to_patches": True,
-    "min_patches": 2,
-    "max_patches": 6,
-    "background_color": GREY,
-}
-read_settings = PictureConfig.reader(only={"do_resize": True, "do_convert_rgb": True}, **_VIEWS)
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=DeepseekOcr2Model,
     entries=_entries,
-    vision=Vision(read_settings, process_views, view_tokens, view_plan, view_fills),
+    vision=Vision(processor("deepseek_ocr2.DeepseekOcr2"), process_images, view_tokens, view_plan, view_fills),
     model_type="deepseek_ocr2",
     template=TEMPLATE,
 )

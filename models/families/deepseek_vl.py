@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoints import TensorEntry
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
+from ..inputs.processors import process_images, processor
 from ..towers.weights import clip_entries, projector_entries
 from .config_file import ConfigFile
 from .family import Family, Shapes, Vision
@@ -34,19 +34,12 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     return entries + projector_entries("model.aligner.linear1", "model.aligner.linear2")
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pad": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-    min_size=14,
-)
+_SETTINGS = processor("deepseek_vl.DeepseekVL")
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=without_head(_read),
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek, tile_tokens, tile_plan, tile_fills),
+    vision=Vision(_SETTINGS, process_images, tile_tokens, tile_plan, tile_fills),
     model_type="deepseek_vl",
 )

@@ -7,7 +7,6 @@ Source: DeepSeek's `modeling_deepseek_vl_v2.py`, `siglip_vit.py`, `modeling_deep
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_decoder, read_deepseek_experts, read_latent, read_rope
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.images import HALVES, PictureConfig
-from ..inputs.qwen_images import CONFIG_FILE
+from ..inputs.pictures import HALVES, TILES, process_vl2
+from ..inputs.processors import PROCESSOR_FILE, own_settings
 from ..inputs.tokenizer_files import token_id
-from ..inputs.view_images import TILES, process_vl2
 from ..towers.projectors import Projector
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import TIMM, blocks, patch_entries, projector_entries
@@ -52,7 +50,6 @@ _BUILT = {"global_view_pos": "head", "tile_tag": "2D"}
 _BUILT_GLUE = {"projector_type": "downsample_mlp_gelu", "depth": 2, "token_pooling": False}
 _BUILT_VISION = {"class_token": False, "global_pool": "map", "ignore_head": True}
 _BUILT_TEXT = {"lm_head": True, "rm_head": False, "moe_layer_freq": 1}
-PROCESSOR_FILE = "processor_config.json"
 TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
@@ -247,16 +244,14 @@ def _plan(config: DeepseekVL2Config, input_ids: np.ndarray, arrays: Mapping[str,
     return view_plan(config, input_ids, arrays)
 
 
-def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
-    """Reads a directory's image settings: from the authors' `processor_config.json`, or where there are some from
-    `preprocessor_config.json`; resolutions that neither has from `config.json`.
+def _options(given: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Returns a directory's image settings: those of the authors' `processor_config.json`, whose resolutions may stand
+    in `config.json`.
 
     Raises:
       ConfigError: resolutions that are no multiples of the first one's width, or none.
     """
-    root = Path(directory)
-    given = read_table(root / CONFIG_FILE) or read_table(root / PROCESSOR_FILE)
-    name = "candidate_resolutions"
+    name, given = "candidate_resolutions", given or read_table(root / PROCESSOR_FILE)
     points = given.get(name) or read_table(root / "config.json").get(name)
     pairs: list[Any] = (
         [pair if isinstance(pair, list | tuple) else () for pair in points] if isinstance(points, list) else []
@@ -266,13 +261,7 @@ def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
     side = pairs[0][0]
     if any(edge % side for pair in pairs for edge in pair):
         raise ConfigError(f"{name}: got {points!r:.80}; expected multiples of {side}")
-
-    options = {"image_mean": HALVES, "image_std": HALVES, "resample": 3, "do_normalize": given.get("normalize", True)}
-    options |= {key: value for key, value in given.items() if value is not None}
-    # Cut off and not rounded, as the authors take the mean colour.
-    grey = [int(value * 255) for value in options["image_mean"]]
-    size = {"height": side, "width": side}
-    return PictureConfig.from_dict(options | {name: points, "size": size, "background_color": grey})
+    return {"do_normalize": given.get("normalize", True)} | given | {name: points, "size": side}
 
 
 def _amend(raw: Mapping[str, Any], root: Path) -> Mapping[str, Any]:
@@ -281,12 +270,13 @@ def _amend(raw: Mapping[str, Any], root: Path) -> Mapping[str, Any]:
     return raw if token is None else {**raw, "image_token_id": token}
 
 
+_SETTINGS = own_settings("image", _options, image_mean=HALVES, image_std=HALVES, resample=3)
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=DeepseekVL2Model,
     entries=_entries,
-    vision=Vision(_settings, process_vl2, view_tokens, _plan, view_fills),
+    vision=Vision(_SETTINGS, process_vl2, view_tokens, _plan, view_fills),
     model_type=MODEL_TYPE,
     template=TEMPLATE,
     amend=_amend,

@@ -19,7 +19,7 @@ from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
 from ..decoder.layers import ACTIVATIONS, Linear
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek_hybrid
+from ..inputs.processors import process_images, processor
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
 from ..towers.vit import ViT, ViTConfig
@@ -146,23 +146,12 @@ def _plan(config: HybridConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
     return {**plan, LARGE: large}
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pad": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-    min_size=14,
-    high_res_image_mean=CLIP_MEAN,
-    high_res_image_std=CLIP_STD,
-    high_res_resample=3,
-    high_res_size={"height": 1024, "width": 1024},
-)
+_SETTINGS = processor("deepseek_vl_hybrid.DeepseekVLHybrid")
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=without_head(_read),
     module=HybridModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek_hybrid, tile_tokens, _plan, tile_fills),
+    vision=Vision(_SETTINGS, process_images, tile_tokens, _plan, tile_fills),
     model_type="deepseek_vl_hybrid",
 )

@@ -30,6 +30,8 @@ Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 Run = Sequence[int | str]
 """Token ids, and texts that are yet to be tokenized."""
+VIDEO_SOUNDS = "video_sounds"
+"""Of videos, for `Medium.tokens`: the number of each one's sound among the prompt's sounds, or None."""
 
 
 @runtime_checkable
@@ -87,7 +89,7 @@ class Medium:
       settings: directory → settings, a dataclass with `.save(directory)`.
       process: (items, settings) → arrays of all videos (or sounds) of a prompt, by transformers' names.
       tokens: (config, arrays, index, tokenizer) → what stands for item `index`, start and end included: token ids, and
-        texts (of a frame's time, say) among them; `arrays` are those of `process`.
+        texts (of a frame's time, say) among them; `arrays` are those of `process`, of videos with sounds theirs too.
       written: (config, tokenizer) → what a chat template writes for an item, as texts: its placeholder, and what may
         stand before and after it that `tokens` has too.
       template: a chat template for conversations with such items, where the released one leaves them out; else empty.

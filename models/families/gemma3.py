@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.images import HALVES, PictureConfig, process_clip
+from ..inputs.processors import process_images, processor
 from ..towers.weights import clip_entries
 from .config_file import ConfigFile
 from .family import Family, Run, Shapes, Vision, image_runs
@@ -66,20 +66,13 @@ def _mark(config: ViTModelConfig) -> tuple[int, str]:
     return config.edges[0], _AROUND
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pan_and_scan": False},
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=2,
-    do_center_crop=False,
-    size={"height": 224, "width": 224},
-)
+_SETTINGS = processor("gemma3.Gemma3", do_pan_and_scan=False)
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=without_head(_read),
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills, _mark),
+    vision=Vision(_SETTINGS, process_images, _tokens, tile_plan, tile_fills, _mark),
     model_type="gemma3",
     ahead=image_runs,
 )

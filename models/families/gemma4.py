@@ -18,15 +18,10 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.weights import decoder_entries
-from ..inputs.gemma4_images import (
-    gemma4_image_settings,
-    mark_time,
-    process_gemma4,
-    process_gemma4_videos,
-    read_video_settings,
-)
-from ..inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
+from ..inputs.processors import own_settings, process_images, processor
+from ..inputs.sounds import gemma4_settings, process_gemma4_sounds
 from ..inputs.texts import texts_of
+from ..inputs.videos import minutes, process_gemma4_videos
 from ..towers.gemma4 import Gemma4VisionConfig, Gemma4VisionTower, gemma4_vision_entries, plan_patches
 from ..towers.gemma4_audio import REDUCED, Gemma4AudioConfig, Gemma4AudioTower, gemma4_audio_entries, plan_audio
 from .config_file import ConfigFile, FamilyConfig
@@ -199,7 +194,7 @@ def _video_tokens(config: Gemma4Config, arrays: Mapping[str, Any], index: int, t
     run, (start, end) = list[int | str](), config.image_edges
     for frame in range(first, first + int(arrays["num_frames_per_video"][index])):
         pads = [config.video_token] * _count(config, arrays["video_position_ids"][frame])
-        time = mark_time(float(arrays["video_timestamps"][frame]))
+        time = minutes(float(arrays["video_timestamps"][frame]))
         run += [f"{' ' if run else ''}{time} ", start, *pads, end]
     return run
 
@@ -250,17 +245,28 @@ def _ahead(config: Gemma4Config, input_ids: np.ndarray) -> np.ndarray | None:
     return image_runs(config, input_ids) if config.text.ahead_in_windows else None
 
 
+_VIDEO_SETTINGS = own_settings(
+    "video",
+    image_mean=(0.0,) * 3,
+    image_std=(1.0,) * 3,
+    resample=3,
+    do_normalize=True,
+    num_frames=32,
+    max_soft_tokens=70,
+    pooling_kernel_size=3,
+    patch_size=16,
+)
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=Gemma4Model,
     entries=_entries,
     vision=Vision(
-        gemma4_image_settings, process_gemma4, _tokens, _plan, fills=lambda config: {"images": 1, "merged": 1}
+        processor("gemma4.Gemma4"), process_images, _tokens, _plan, fills=lambda config: {"images": 1, "merged": 1}
     ),
-    video=Medium(read_video_settings, process_gemma4_videos, _video_tokens, _video_written),
+    video=Medium(_VIDEO_SETTINGS, process_gemma4_videos, _video_tokens, _video_written),
     audio=Medium(
-        Gemma4MelConfig.from_directory,
+        gemma4_settings,
         process_gemma4_sounds,
         _audio_tokens,
         _audio_written,

@@ -17,10 +17,10 @@ from kvpatch_jax.errors import InputError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.glm_videos import VIDEO_SETTINGS, process_glm_videos
 from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_images import glm_image_config
+from ..inputs.processors import processor
 from ..inputs.texts import texts_of
+from ..inputs.videos import patch_settings, process_glm_videos
 from ..towers.glm4v import Glm4vVisionConfig, Glm4vVisionTower, glm4v_vision_entries, plan_patches
 from .config_file import ConfigFile, one_size
 from .family import Family, Medium, Run, Shapes
@@ -132,6 +132,9 @@ def _entries(config: Glm4vConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder + glm4v_vision_entries(config.vision, "model.visual")
 
 
+VIDEO_SETTINGS = patch_settings(14, 112 * 112, 28 * 28 * 2 * 30000, fps=2, max_duration=300)
+
+
 def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
@@ -139,7 +142,7 @@ def _family(architecture: str, model_type: str) -> Family:
         module=functools.partial(TowerModel, Glm4vVisionTower),
         entries=_entries,
         positions=_positions,
-        vision=qwen_vision(plan_patches, "frames", settings=glm_image_config),
+        vision=qwen_vision(plan_patches, "frames", settings=processor("glm4v.Glm4v", "glm46v.Glm46V")),
         video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
         join=_joined,
         model_type=model_type,

@@ -13,10 +13,12 @@ from kvpatch_jax.errors import ConfigError, InputError
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_axial_theta
-from ..inputs.qwen_images import ImageConfig, preprocess_images
+from ..inputs.processors import Reader, process_images, processor
 from ..inputs.texts import texts_of
 from .config_file import one_size
 from .family import Vision, pixels_of
+
+QWEN_IMAGES = processor("qwen2_vl.Qwen2VL")
 
 
 class TowerModel(nnx.Module):
@@ -45,7 +47,7 @@ def grids_of(arrays: Mapping[str, Any]) -> Int[np.ndarray, "grids 3"]:
 def qwen_vision(
     plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
     *tables: str,
-    settings: Callable[[Any], ImageConfig] = ImageConfig.from_directory,
+    settings: Reader = QWEN_IMAGES,
 ) -> Vision:
     """Returns what a Qwen family does with images.
 
@@ -73,7 +75,7 @@ def qwen_vision(
         pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
         return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
-    return Vision(settings, preprocess_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
+    return Vision(settings, process_images, tokens, plan, fills=lambda config: dict.fromkeys(tables, 1))
 
 
 def qwen_written(config: Any, tokenizer: Any) -> tuple[str, str, str]:

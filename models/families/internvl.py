@@ -13,9 +13,9 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.family_videos import process_internvl_videos
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
-from ..inputs.video_frames import VideoConfig
+from ..inputs.pictures import CLIP_MEAN, CLIP_STD
+from ..inputs.processors import own_settings, process_images, processor
+from ..inputs.videos import process_internvl_videos
 from ..towers.weights import intern_vit_entries, projector_entries
 from .config_file import ConfigFile, one_layer
 from .family import Family, Medium, Run, Shapes, Vision
@@ -87,29 +87,15 @@ def _video_tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int,
     return run
 
 
-_VIDEO_SETTINGS = VideoConfig.reader(
-    only={"do_center_crop": False},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-)
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 448, "width": 448},
-    crop_to_patches=True,
-    min_patches=1,
-    max_patches=12,
+_VIDEO_SETTINGS = own_settings(
+    "video", only={"do_center_crop": False}, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=3, size=None
 )
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_internvl, _tokens, _plan, tile_fills),
+    vision=Vision(processor("got_ocr2.GotOcr2", crop_to_patches=True), process_images, _tokens, _plan, tile_fills),
     video=Medium(
         _VIDEO_SETTINGS, process_internvl_videos, _video_tokens, lambda config, tokenizer: ("<video>", "", "")
     ),

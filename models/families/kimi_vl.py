@@ -8,6 +8,7 @@ Kimi-VL; transformers' Kimi_K25ForConditionalGeneration.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from kvpatch_jax.errors import ConfigError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.family_videos import kimi_time, process_kimi_videos
-from ..inputs.images import HALVES, PictureConfig, process_kimi
-from ..inputs.video_frames import VideoConfig
+from ..inputs.pictures import HALVES, process_kimi
+from ..inputs.processors import own_settings
+from ..inputs.videos import kimi_time, process_kimi_videos
 from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
 from ..towers.weights import moonvit_entries
 from .config_file import ConfigFile, FamilyConfig, one_size
@@ -158,7 +159,9 @@ def _video_tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, t
     return run
 
 
-_VIDEO_SETTINGS = VideoConfig.reader(
+_VIDEO_SETTINGS = own_settings(
+    "video",
+    only={"do_resize": True},
     image_mean=HALVES,
     image_std=HALVES,
     resample=3,
@@ -188,9 +191,20 @@ def _entries(config: KimiVLConfig, shapes: Shapes) -> list[TensorEntry]:
 
 def _family(architecture: str) -> Family:
     form = FORMS[architecture]
-    settings = PictureConfig.reader(
+
+    def options(given: dict[str, Any], root: Path) -> dict[str, Any]:
+        # transformers' names, and one number for both sides.
+        merge, most = given.get("merge_size"), given.get("max_patches")
+        named = {"merge_kernel_size": given.get("merge_kernel_size") if merge is None else merge}
+        named |= {"in_token_limit": given.get("in_token_limit") if most is None else most}
+        if isinstance(named["merge_kernel_size"], int):
+            named["merge_kernel_size"] = [named["merge_kernel_size"]] * 2
+        return given | {name: value for name, value in named.items() if value is not None}
+
+    settings = own_settings(
+        "image",
+        options,
         only={"do_resize": True},
-        names={"max_patches": "in_token_limit", "merge_size": "merge_kernel_size"},
         image_mean=HALVES,
         image_std=HALVES,
         resample=3,

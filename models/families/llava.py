@@ -13,7 +13,7 @@ from kvpatch_jax.errors import ConfigError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
+from ..inputs.processors import process_images, processor
 from ..towers.projectors import TileConfig, best_resolution, packing_index
 from ..towers.weights import clip_entries, projector_entries
 from . import mistral3
@@ -96,10 +96,6 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     return [config.image_token] * len(packing_index(config.glue.tiles, arrays["image_sizes"][index : index + 1]))
 
 
-_CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "resample": 3}
-_SETTINGS = PictureConfig.reader(**_CLIP, size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
-
-
 def _family(architecture: str, model_type: str, vision: Vision) -> Family:
     return Family(
         architecture=architecture,
@@ -111,7 +107,9 @@ def _family(architecture: str, model_type: str, vision: Vision) -> Family:
     )
 
 
+_CLIP = processor("clip.CLIP", "llava.Llava", "siglip.Siglip")
+_NEXT = processor("llava_next.LlavaNext")
 FAMILIES = {
-    LLAVA: _family(LLAVA, "llava", Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills)),
-    NEXT: _family(NEXT, "llava_next", Vision(_SETTINGS, process_llava_next, _tokens, _next_plan, tile_fills)),
+    LLAVA: _family(LLAVA, "llava", Vision(_CLIP, process_images, _tokens, tile_plan, tile_fills)),
+    NEXT: _family(NEXT, "llava_next", Vision(_NEXT, process_images, _tokens, _next_plan, tile_fills)),
 }

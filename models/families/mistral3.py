@@ -17,7 +17,7 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
-from ..inputs.pixtral_images import MERGING, pixtral_settings, process_pixtral
+from ..inputs.processors import pixtral_settings, process_pixtral
 from ..towers.pixtral import PixtralConfig, PixtralTower, pixtral_entries, plan_patches
 from .config_file import ConfigFile, FamilyConfig, one_layer, one_size
 from .family import Family, Shapes, Vision
@@ -25,7 +25,7 @@ from .image_family import TowerModel, check_placeholders
 
 ARCHITECTURE = "Mistral3ForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
-TOWER = "pixtral"
+TOWER, MODEL_TYPE = "pixtral", "mistral3"
 BREAK, END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
 """What stands behind a row of an image's tokens, and behind the last one; with the ids of Mistral's own tokenizers."""
 
@@ -109,13 +109,20 @@ def _entries(config: Mistral3Config, shapes: Shapes) -> list[TensorEntry]:
     return decoder + pixtral_entries(config.vision, "vision_tower", "multi_modal_projector")
 
 
+def _vision(merge: int) -> Vision:
+    """Returns what is done with images; `merge` is the side of the square of patches that becomes one token, where
+    `config.json` does not say it.
+    """
+    return Vision(pixtral_settings(merge), process_pixtral, _tokens, _plan, fills=lambda config: {"images": 1})
+
+
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=functools.partial(TowerModel, PixtralTower),
     entries=_entries,
-    vision=Vision(pixtral_settings, process_pixtral, _tokens, _plan, fills=lambda config: {"images": 1}),
-    model_type=MERGING,
+    vision=_vision(2),
+    model_type=MODEL_TYPE,
 )
-LLAVA_FAMILY = dataclasses.replace(FAMILY, architecture=LLAVA, model_type="llava")
+LLAVA_FAMILY = dataclasses.replace(FAMILY, architecture=LLAVA, model_type="llava", vision=_vision(1))
 """LLaVA with Pixtral's tower: what `llava` reads such a configuration as."""

@@ -6,8 +6,7 @@ Qwen3OmniMoeThinkerForConditionalGeneration.
 """
 
 import dataclasses
-import itertools
-import os
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,28 +14,24 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kvpatch_jax.cache import Audio, Video
+from kvpatch_jax.cache import Video
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
-from ..inputs.mel import MelConfig, log_mel
 from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
-from ..inputs.qwen_videos import process_qwen2_videos
-from ..inputs.sound import read_sound
+from ..inputs.processors import Reader, Settings
+from ..inputs.sounds import process_whisper, whisper_settings
 from ..inputs.texts import texts_of
-from ..inputs.video_frames import FPS, VideoConfig
+from ..inputs.video_frames import FPS
+from ..inputs.videos import process_qwen2_videos
 from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
 from .config_file import ConfigFile
-from .family import Family, Medium
+from .family import VIDEO_SOUNDS, Family, Medium
 from .image_family import TowerModel, qwen_written
 from .parsed import Table
 from .qwen3_vl import QwenConfig
 
-SOUNDS = ("input_features", "feature_attention_mask")
-"""Arrays of sounds, by transformers' names."""
-_SOUNDS = "video_sounds"
-"""Of videos: the number of each one's sound among theirs, −1 for none."""
 MARKS = {"vision_start_token": 151652, "vision_end_token": 151653, "audio_end_token": None}
 """Ids that the classes do not name, where `config.json` leaves them out."""
 
@@ -175,36 +170,8 @@ def plan_sounds(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, 
     return plan_audio(config.audio, np.asarray(features), mask)
 
 
-def process_sounds(sounds: Sequence[Audio], settings: MelConfig, padded: bool) -> dict[str, np.ndarray]:
-    """Turns sounds into log-mel features, each as if it were alone (`log_mel` says what `padded` is).
-
-    Returns:
-      `input_features` float32 [sounds, bins, frames], padded with zeros, and `feature_attention_mask` int32 [sounds,
-      frames].
-
-    Raises:
-      InputError: as `read_sound` and `log_mel`.
-    """
-    found = []
-    for number, sound in enumerate(sounds):
-        wave = read_sound(sound, settings.sampling_rate, f"audio {number}")
-        found.append(log_mel(wave, settings, padded))
-
-    longest = max(features.shape[1] for features in found)
-    padding = [longest - features.shape[1] for features in found]
-    return {
-        "input_features": np.stack([np.pad(x, ((0, 0), (0, more))) for x, more in zip(found, padding, strict=True)]),
-        "feature_attention_mask": np.stack([(np.arange(longest) < longest - more) for more in padding]).astype(
-            np.int32
-        ),
-    }
-
-
 def sound_medium(padded: bool) -> Medium:
     """Returns what a family does with sounds; `padded` as `log_mel` takes it."""
-
-    def process(sounds: Sequence[Audio], settings: MelConfig) -> dict[str, np.ndarray]:
-        return process_sounds(sounds, settings, padded)
 
     def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
         before, after = _sound_marks(config)
@@ -216,7 +183,8 @@ def sound_medium(padded: bool) -> Medium:
         pad, start, end = texts_of(tokenizer, [config.audio_token, *before, *after])
         return pad, start, end
 
-    return Medium(MelConfig.from_directory, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
+    process = functools.partial(process_whisper, padded=padded)
+    return Medium(whisper_settings, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
 
 
 def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
@@ -228,47 +196,29 @@ def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
     return [config.audio_start_token], [config.audio_end_token]
 
 
-@dataclasses.dataclass(frozen=True)
-class OmniVideoConfig(VideoConfig):
-    """How a family's videos become pixels, and their sounds log-mel features."""
-
-    mel: MelConfig = dataclasses.field(kw_only=True)
-
-
-def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **defaults: Any) -> Medium:
+def video_medium(settings: Reader, interleaved: Callable[..., np.ndarray]) -> Medium:
     """Returns what a family does with videos.
 
     Args:
-      padded: as `log_mel` takes it, of their sounds. interleaved: (seconds at which each of a video's tokens is shown,
-        tokens of its sound, positions per second) → True for tokens of the video, in the order of both.
-      defaults: of the settings.
+      interleaved: (seconds at which each of a video's tokens is shown, tokens of its sound, positions per second) →
+        True for tokens of the video, in the order of both.
     """
-    read = VideoConfig.reader(**defaults)
 
-    def settings(directory: str | os.PathLike[str]) -> OmniVideoConfig:
-        found = read(directory)
-        return OmniVideoConfig(found.pixels, found.options, own=found.own, mel=MelConfig.from_directory(directory))
-
-    def process(videos: Sequence[Video], settings: OmniVideoConfig) -> dict[str, np.ndarray]:
-        arrays, temporal = process_qwen2_videos(videos, settings), settings.pixels.temporal_patch_size
+    def process(videos: Sequence[Video], settings: Settings) -> dict[str, np.ndarray]:
+        arrays, temporal = process_qwen2_videos(videos, settings), settings["temporal_patch_size"]
         # As the authors' processors count: by the rate that was asked for, not by that of the frames that were found.
         seconds = arrays["second_per_grid_ts"].astype(np.float64)
         for number, video in enumerate(videos):
             given = video.rate is not None or video.timestamps is not None
             if video.frames is None and (video.fps is not None or not given):
-                seconds[number] = temporal / (video.fps or settings.option("fps", FPS))
-
-        heard = [Audio(video.read().source) for video in videos if video.sound]
-        sounds = process_sounds(heard, settings.mel, padded) if heard else {}
-        numbers = np.cumsum([video.sound for video in videos]) - 1
-        which = np.where([video.sound for video in videos], numbers, -1)
-        return arrays | {"second_per_grid_ts": seconds, _SOUNDS: which} | sounds
+                seconds[number] = temporal / (video.fps or settings["fps"] or FPS)
+        return arrays | {"second_per_grid_ts": seconds}
 
     def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
         time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
         frame = height * width // config.vision.merge**2
-        start, end, sound = [config.vision_start_token], [config.vision_end_token], int(arrays[_SOUNDS][index])
-        if sound < 0:
+        start, end, sound = [config.vision_start_token], [config.vision_end_token], arrays[VIDEO_SOUNDS][index]
+        if sound is None:
             return [*start, *[config.video_token] * (time * frame), *end]
 
         before, after = _sound_marks(config)
@@ -278,23 +228,3 @@ def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **default
         return [*start, *before, *np.where(mixed, config.video_token, config.audio_token).tolist(), *after, *end]
 
     return Medium(settings, process, tokens, qwen_written)
-
-
-def join_sounds(config: OmniConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Returns a prompt's arrays: those of images, videos and sounds, with the sounds of videos among the others in the
-    prompt's order.
-    """
-    whole = {name: array for part in arrays.values() for name, array in part.items() if name != _SOUNDS}
-    of_videos, alone = iter(arrays.get("video", {}).get(_SOUNDS, ())), itertools.count()
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
-    for sort in order:
-        number = {"video": lambda: int(next(of_videos)), "audio": lambda: next(alone)}.get(sort, lambda: -1)()
-        if number >= 0:
-            rows.append(tuple(arrays[sort][name][number] for name in SOUNDS))
-    if not rows:
-        return whole
-
-    longest = max(mask.size for _, mask in rows)
-    features = [np.pad(mel, ((0, 0), (0, longest - mel.shape[1]))) for mel, _ in rows]
-    masks = [np.pad(mask, (0, longest - mask.size)) for _, mask in rows]
-    return whole | dict(zip(SOUNDS, (np.stack(features), np.stack(masks)), strict=True))

@@ -20,7 +20,8 @@ from ..checkpoints import TensorEntry
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_phi3_v
+from ..inputs.pictures import CLIP_MEAN, CLIP_STD, process_phi3_v
+from ..inputs.processors import own_settings
 from ..towers.projectors import Projector, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries, projector_entries
@@ -241,8 +242,14 @@ def _fills(config: Phi3VConfig) -> dict[str, int]:
     return {"order": config.tile_side**2}
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_convert_rgb": True}, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=2, num_crops=1, crop_size=336
+_SETTINGS = own_settings(
+    "image",
+    only={"do_convert_rgb": True},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=2,
+    num_crops=1,
+    crop_size=336,
 )
 FAMILY = Family(
     architecture=ARCHITECTURE,

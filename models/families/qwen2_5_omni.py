@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from ..checkpoints import TensorEntry
 from ..decoder.weights import decoder_entries
-from ..inputs.qwen_images import ImageConfig
+from ..inputs.videos import patch_settings
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen25AudioTower
 from ..towers.weights import QWEN2_5, qwen_audio_entries, qwen_vision_entries
@@ -21,7 +21,6 @@ from .image_family import qwen_vision
 from .omni import (
     OmniConfig,
     OmniModel,
-    join_sounds,
     omni_positions,
     read_thinker,
     sound_medium,
@@ -67,17 +66,7 @@ def _interleaved(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float)
     return np.concatenate([np.repeat([True, False], pair) for pair in lengths])
 
 
-VIDEOS = video_medium(
-    PADDED,
-    _interleaved,
-    image_mean=ImageConfig.image_mean,
-    image_std=ImageConfig.image_std,
-    resample=3,
-    patch_size=14,
-    merge_size=2,
-    temporal_patch_size=2,
-    size={"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
-)
+VIDEOS = video_medium(patch_settings(14, 128 * 28 * 28, 768 * 28 * 28), _interleaved)
 
 
 def _family(architecture: str, model_type: str) -> Family:
@@ -90,7 +79,6 @@ def _family(architecture: str, model_type: str) -> Family:
         vision=qwen_vision(plan_patches, "windows", "frames"),
         video=VIDEOS,
         audio=sound_medium(PADDED),
-        join=join_sounds,
         model_type=model_type,
     )
 

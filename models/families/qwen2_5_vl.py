@@ -16,9 +16,7 @@ from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
-from ..inputs.qwen_images import ImageConfig
-from ..inputs.qwen_videos import process_qwen2_videos
-from ..inputs.video_frames import VideoConfig
+from ..inputs.videos import patch_settings, process_qwen2_videos
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import QWEN2_5, qwen_vision_entries
 from .config_file import ConfigFile, one_size
@@ -69,15 +67,7 @@ def video_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: 
     return [config.vision_start_token, *[config.video_token] * pads, config.vision_end_token]
 
 
-VIDEO_SETTINGS = VideoConfig.reader(
-    image_mean=ImageConfig.image_mean,
-    image_std=ImageConfig.image_std,
-    resample=3,
-    patch_size=14,
-    merge_size=2,
-    temporal_patch_size=2,
-    size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
-)
+VIDEO_SETTINGS = patch_settings(14, 128 * 28 * 28, 28 * 28 * 768)
 
 
 FAMILY = Family(

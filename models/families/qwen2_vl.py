@@ -14,7 +14,7 @@ import numpy as np
 from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
-from ..inputs.qwen_videos import process_qwen2_videos
+from ..inputs.videos import process_qwen2_videos
 from ..towers.qwen2 import Qwen2VisionConfig, Qwen2VisionTower, plan_patches
 from ..towers.weights import QWEN2, qwen_vision_entries
 from .config_file import ConfigFile, one_size

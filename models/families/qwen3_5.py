@@ -7,7 +7,7 @@ import functools
 
 from ..checkpoints import TensorEntry
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.qwen_videos import process_qwen3_videos
+from ..inputs.videos import process_qwen3_videos
 from ..towers.qwen3 import Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
 from .family import Family, Medium, Shapes

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from ..checkpoints import TensorEntry
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.images import HALVES
+from ..inputs.videos import patch_settings
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen3AudioTower
 from ..towers.weights import QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries
@@ -20,7 +20,6 @@ from .image_family import qwen_vision
 from .omni import (
     OmniConfig,
     OmniModel,
-    join_sounds,
     omni_positions,
     read_thinker,
     sound_medium,
@@ -54,17 +53,7 @@ def _interleaved(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float)
     return np.argsort(times, kind="stable") < len(shown)
 
 
-VIDEOS = video_medium(
-    PADDED,
-    _interleaved,
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=3,
-    patch_size=16,
-    merge_size=2,
-    temporal_patch_size=2,
-    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-)
+VIDEOS = video_medium(patch_settings(16, 128 * 32 * 32, 768 * 32 * 32, halves=True), _interleaved)
 
 
 def _family(architecture: str, model_type: str) -> Family:
@@ -77,7 +66,6 @@ def _family(architecture: str, model_type: str) -> Family:
         vision=qwen_vision(plan_patches, "frames"),
         video=VIDEOS,
         audio=sound_medium(PADDED),
-        join=join_sounds,
         model_type=model_type,
     )
 

@@ -17,10 +17,8 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.images import HALVES
 from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_videos import process_qwen3_videos
-from ..inputs.video_frames import VideoConfig
+from ..inputs.videos import patch_settings, process_qwen3_videos
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
 from .config_file import ConfigFile, FamilyConfig, one_size
@@ -107,16 +105,7 @@ def _entries(config: QwenConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder + qwen3_vision_entries(config.vision, "model.visual")
 
 
-VIDEO_SETTINGS = VideoConfig.reader(
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=3,
-    patch_size=16,
-    merge_size=2,
-    temporal_patch_size=2,
-    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-    fps=2,
-)
+VIDEO_SETTINGS = patch_settings(16, 128 * 32 * 32, 32 * 32 * 768, halves=True, fps=2)
 
 
 def _family(architecture: str, model_type: str) -> Family:

@@ -3,18 +3,19 @@
 Source: transformers' SmolVLMForConditionalGeneration and SmolVLMProcessor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvpatch_jax.cache import ImageSource
 from kvpatch_jax.errors import InputError
 
 from ..checkpoints import TensorEntry, module_entries
 from ..decoder.weights import decoder_entries
-from ..inputs.family_videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
-from ..inputs.images import HALVES, PictureConfig, process_smolvlm
-from ..inputs.video_frames import VideoConfig
+from ..inputs.pictures import HALVES
+from ..inputs.processors import Settings, own_settings, process_images, processor
+from ..inputs.videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
 from ..towers.vit import bucket_positions
 from ..towers.weights import clip_entries
 from .config_file import ConfigFile
@@ -100,8 +101,9 @@ def _written(config: ViTModelConfig, tokenizer: Any) -> tuple[str, str, str]:
     return "<video>", "", ""
 
 
-_VIDEO_SETTINGS = VideoConfig.reader(
-    adjust=smolvlm_options,
+_VIDEO_SETTINGS = own_settings(
+    "video",
+    smolvlm_options,
     image_mean=HALVES,
     image_std=HALVES,
     resample=1,
@@ -110,21 +112,24 @@ _VIDEO_SETTINGS = VideoConfig.reader(
     fps=1,
     num_frames=64,
 )
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True},
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=1,
-    size={"longest_edge": 1536},
-    max_image_size={"longest_edge": 384},
-    do_image_splitting=True,
-)
+
+
+def _process(images: Sequence[ImageSource], settings: Settings) -> dict[str, np.ndarray]:
+    """Returns `pixel_values` [1,tiles of all images,3,S,S], `tile_rows` and `tile_columns` [n] (0: one tile)."""
+    made = process_images(images, settings, return_row_col_info=True)
+    return {
+        "pixel_values": made["pixel_values"],
+        "tile_rows": made["rows"].reshape(-1),
+        "tile_columns": made["cols"].reshape(-1),
+    }
+
+
 FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),
+    vision=Vision(processor("smolvlm.SmolVLM", "idefics3.Idefics3"), _process, _tokens, _plan, tile_fills),
     video=Medium(
         _VIDEO_SETTINGS,
         process_smolvlm_videos,

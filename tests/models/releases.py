@@ -59,9 +59,7 @@ class Release:
     def refusal(self) -> str | None:
         """A regular expression of the message that refuses it; None where it is read."""
         if self.quantised:
-            return (
-                "got weights quantised by .*; expected plain ones: dequantise the checkpoint first|quantization_config"
-            )
+            return "got weights quantised by .*: dequantise the checkpoint first|quantization_config"
         if self.name in REFUSED:
             return REFUSED[self.name]
         return None if self.known else rf"config\.json: got architectures \['{self.architecture}'\]; expected one of \["

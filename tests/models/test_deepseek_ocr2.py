@@ -15,7 +15,7 @@ from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models.families.view_packing import SEPARATOR, place_view
 from kvpatch_jax.models.inputs.chat import ChatTemplate
-from kvpatch_jax.models.inputs.view_images import process_views
+from kvpatch_jax.models.inputs.processors import process_images
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
@@ -124,7 +124,7 @@ def test_the_authors_names_are_the_same_parameters(tmp_path):
 def test_views_without_tiles_have_the_tiles_size(tmp_path):
     settings = models.FAMILIES["DeepseekOcr2ForConditionalGeneration"].settings(GOLDENS / FAMILY)["image_config"]
     options = {**json.loads(settings.options), "crop_to_patches": False}
-    found = process_views([np.zeros((100, 60, 3), np.uint8)], type(settings).from_dict(options))
+    found = process_images([np.zeros((100, 60, 3), np.uint8)], type(settings).of(options, processor=settings.processor))
     assert set(found) == {"pixel_values", "num_local_patches"}
     assert found["pixel_values"].shape == (1, 3, 48, 48)
     assert found["num_local_patches"].tolist() == [0]

@@ -25,7 +25,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models.families.family import abstract, parameters
 from kvpatch_jax.models.families.view_packing import NEWLINE, SEPARATOR, place_view
 from kvpatch_jax.models.inputs.chat import ChatTemplate
-from kvpatch_jax.models.inputs.view_images import process_vl2
+from kvpatch_jax.models.inputs.pictures import process_vl2
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint
 from tests.models.releases import RELEASES
@@ -203,7 +203,7 @@ def test_resolutions_may_stand_in_the_configuration_alone(tmp_path):
     shutil.copy(GOLDENS / TINY / "config.json", tmp_path)
     settings = models.FAMILIES[ARCHITECTURE].settings(tmp_path)["image_config"]
     assert settings["candidate_resolutions"] == [[384, 384], [384, 768], [768, 384], [768, 768]]
-    assert settings.side() == 384
+    assert settings.length("size") == 384
 
 
 def test_pixels_may_be_left_as_they_are(tmp_path):

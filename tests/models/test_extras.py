@@ -5,14 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, MissingExtraError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.inputs.chat import ChatTemplate
-from kvpatch_jax.models.inputs.images import HALVES, PictureConfig
-from kvpatch_jax.models.inputs.qwen_images import resize
 from tests.goldens.load import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -36,17 +33,6 @@ def test_an_image_file_without_pillow_names_the_extra(tmp_path, hidden):
     hidden("PIL", "PIL.Image", "PIL.ImageOps")
     with pytest.raises(MissingExtraError, match=f"Pillow: got .*{COMMAND}"):
         backbone.prepare([tmp_path / "page.png"])
-
-
-def test_resizing_without_pillow_names_the_extra(tmp_path, hidden):
-    reader = PictureConfig.reader(image_mean=HALVES, image_std=HALVES, resample=3)
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    settings = reader(tmp_path)
-    image = np.zeros((4, 4, 3), np.uint8)
-    hidden("PIL", "PIL.Image")
-    assert resize(image, 4, 4, settings.pixels) is image
-    with pytest.raises(MissingExtraError, match=COMMAND):
-        resize(image, 2, 2, settings.pixels)
 
 
 def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, hidden):

@@ -10,11 +10,6 @@ from kvpatch_jax import Audio, Video
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.models import load
 from kvpatch_jax.models.families.registry import FAMILIES
-from kvpatch_jax.models.inputs.gemma4_images import (
-    process_gemma4_videos,
-    read_video_settings,
-)
-from kvpatch_jax.models.inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.redraw import draw_frames, standard_values
 from tests.tolerances import assert_close_to_largest
@@ -104,7 +99,7 @@ def test_only_layers_that_slide_let_an_image_see_itself(mixture):
 def test_frames_become_transformers_pixels(family):
     """torchvision's resize, rescaling and patches, bit for bit."""
     gold, frames = golden_arrays(family, "video"), draw_frames("gemma4 video", 7, 24, 40)
-    found = process_gemma4_videos([Video(frames, rate=0.1, frames=2)], read_video_settings(GOLDENS / family))
+    found = FAMILY.video.process([Video(frames, rate=0.1, frames=2)], FAMILY.video.settings(GOLDENS / family))
     for name in ("pixel_values_videos", "video_position_ids", "num_frames_per_video", "video_timestamps"):
         np.testing.assert_array_equal(found[name], gold[name], name)
 
@@ -112,8 +107,8 @@ def test_frames_become_transformers_pixels(family):
 def test_sounds_become_transformers_features():
     """float64's last bits where NumPy's Fourier transforms differ, far below one part in a hundred thousand."""
     gold = golden_arrays("gemma4", "audio")
-    settings = Gemma4MelConfig.from_directory(GOLDENS / "gemma4")
-    found = process_gemma4_sounds([Audio(wave, rate=16000) for wave in waves()], settings)
+    settings = FAMILY.audio.settings(GOLDENS / "gemma4")
+    found = FAMILY.audio.process([Audio(wave, rate=16000) for wave in waves()], settings)
     np.testing.assert_array_equal(found["input_features_mask"], gold["input_features_mask"].astype(bool))
     assert found["input_features"].dtype == np.float32
     assert np.abs(found["input_features"] - gold["input_features"]).max() <= 1e-5

@@ -15,7 +15,7 @@ from kvpatch_jax import models
 from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load, save
-from kvpatch_jax.models.inputs.images import kimi_size
+from kvpatch_jax.models.inputs.pictures import kimi_size
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 

@@ -16,7 +16,8 @@ from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.core import Buckets, end_position, relocate, to_engine
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load, save
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig, preprocess_images
+from kvpatch_jax.models.families.image_family import QWEN_IMAGES
+from kvpatch_jax.models.inputs.processors import process_images
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.redraw import standard_values
 from tests.tolerances import assert_close_to_largest
@@ -52,7 +53,7 @@ def arrays_of(family, case):
     gold = golden_arrays(family, case)
     images = [gold[name] for name in sorted(gold) if name.startswith("image.")]
     if images:
-        gold |= preprocess_images(images, ImageConfig.from_directory(GOLDENS / family))
+        gold |= process_images(images, QWEN_IMAGES(GOLDENS / family))
 
     def draw(name, *shape):
         return standard_values(f"{case} {name}", int(np.prod(shape))).reshape(shape).astype(np.float32)

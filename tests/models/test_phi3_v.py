@@ -22,9 +22,7 @@ from safetensors.numpy import load_file
 from kvpatch_jax import models
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models.families.phi3_v import FAMILY, TOWERS
-from kvpatch_jax.models.inputs.hd_images import hd_transform
-from kvpatch_jax.models.inputs.images import process_phi3_v
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.pictures import hd_transform, process_phi3_v
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
@@ -147,7 +145,7 @@ def hd_size(width: int, height: int, crops: int, side: int = 336) -> tuple[int, 
 @settings(max_examples=25, deadline=None)
 def test_sizes_are_the_published_ones(width, height, crops):
     image = np.full((height, width, 3), 3, np.uint8)
-    found = hd_transform(image, 336, crops, ImageConfig(resample=2))
+    found = hd_transform(image, 336, crops, 2)
     rows, columns = found.shape[0] // 336, found.shape[1] // 336
     assert found.shape[:2] == hd_size(width, height, crops)
     assert 1 <= rows * columns <= crops

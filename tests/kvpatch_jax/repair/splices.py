@@ -16,7 +16,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.repair import OtherAntecedent, PromptPiece, SplicedCache, pooled_embedding, splice_prompt
 from tests.goldens.load import write_checkpoint
 
@@ -29,6 +29,8 @@ TOKEN_METHODS = (
 """Methods that run a number of tokens again, of which every budget in tokens can be asked."""
 STORED_METHODS = ("patch", "quantised", "low_rank", "shadowkv", "block_differences", "cachegen", "gear")
 """Methods that keep a form of the recorded KV within a budget of bytes."""
+
+IMAGES = Settings.of({}, processor="qwen2_vl.Qwen2VL")
 
 
 @functools.cache
@@ -43,7 +45,7 @@ def tiny_backbone(kind: str = "gqa") -> ModelBackbone:
     )
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
     with jax.default_matmul_precision("highest"):
-        return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), ImageConfig())
+        return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), IMAGES)
 
 
 def text_tokens(backbone: ModelBackbone, ids: np.ndarray, start: int = 0) -> Tokens:

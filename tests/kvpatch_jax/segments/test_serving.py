@@ -19,7 +19,7 @@ from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.segments import ReuseThresholds, SegmentPrefill, SegmentStore, segment_prefill, store_segments
 from kvpatch_jax.segments.index import StoredSpan
 from tests.goldens.load_text import write_text_checkpoint
@@ -44,7 +44,8 @@ def backbone() -> ModelBackbone:
     config = FAMILIES["Qwen2_5_VLForConditionalGeneration"].config(json.loads(CONFIG.read_text()), "exact")
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
     model = config.family.module(config, nnx.Rngs(0))
-    return ModelBackbone(config, parameters(model), ImageConfig(), buckets=Buckets(32, 1))
+    images = Settings.of({}, processor="qwen2_vl.Qwen2VL")
+    return ModelBackbone(config, parameters(model), images, buckets=Buckets(32, 1))
 
 
 def filled(backbone: Any, *texts: str, **options: Any) -> SegmentStore:
