@@ -17,7 +17,7 @@ from ..inputs.processors import process_images, processor
 from ..towers.projectors import TileConfig, packing_index, unpadded_grid
 from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
-from . import mistral3, namings
+from . import mistral3
 from .config_file import ConfigFile, one_layer
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders
@@ -68,7 +68,7 @@ def llava_entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
     glue = "multi_modal_projector"
     entries = [*decoder, *clip_entries(config.vision, "vision_tower")]
-    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", bias=config.glue.bias)
+    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2")
     return entries + ([TensorEntry("image_newline", ("newline",))] if config.glue.tiles else [])
 
 
@@ -111,9 +111,7 @@ def _family(architecture: str, model_type: str, vision: Vision) -> Family:
         module=ViTModel,
         entries=llava_entries,
         vision=vision,
-        ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
         model_type=model_type,
-        namings=namings.LLAVA if architecture == LLAVA else namings.LLAVA_NEXT,
     )
 
 

@@ -19,7 +19,6 @@ from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.processors import pixtral_settings, process_pixtral
 from ..towers.pixtral import PixtralConfig, PixtralTower, pixtral_entries, plan_patches
-from . import namings
 from .config_file import ConfigFile, FamilyConfig, one_layer, one_size
 from .family import Family, Shapes, Vision
 from .image_family import TowerModel, check_placeholders
@@ -123,9 +122,7 @@ FAMILY = Family(
     module=functools.partial(TowerModel, PixtralTower),
     entries=_entries,
     vision=_vision(2),
-    ignore=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
     model_type=MODEL_TYPE,
-    namings=namings.LLAVA,
 )
 LLAVA_FAMILY = dataclasses.replace(FAMILY, architecture=LLAVA, model_type="llava", vision=_vision(1))
 """LLaVA with Pixtral's tower: what `llava` reads such a configuration as."""
