@@ -16,7 +16,6 @@ from kvpatch_jax.errors import ConfigError
 
 from ..inputs.processors import process_images, processor
 from ..towers.projectors import pack_tiles, unpadded_grid
-from . import namings
 from .config_file import ConfigFile, one_layer
 from .family import Family, Vision
 from .image_family import check_placeholders
@@ -131,7 +130,5 @@ FAMILY = Family(
     module=OnevisionModel,
     entries=llava_entries,
     vision=Vision(processor("llava_onevision.LlavaOnevision"), process_images, _tokens, _plan, _fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
     model_type="llava_onevision",
-    namings=namings.LLAVA_NEXT,
 )

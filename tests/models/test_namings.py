@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.goldens.load_text import text_config, text_families, write_text_checkpoint
 
 from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.models.decoder.weights import expert_layout
 from tests.goldens.load import GOLDENS, write_checkpoint
-from tests.goldens.load_text import text_config, text_families, write_text_checkpoint
 
 WRITTEN = json.loads((GOLDENS / "namings.json").read_text())
 WEIGHTS = "model.safetensors"
