@@ -16,7 +16,7 @@ from kvpatch_jax.backbone import joined_tokens
 from kvpatch_jax.core import Buckets, end_position, relocate, to_engine
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load, save
-from kvpatch_jax.models.families.image_family import QWEN_IMAGES
+from kvpatch_jax.models.families.qwen import QWEN_IMAGES
 from kvpatch_jax.models.inputs.processors import process_images
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.redraw import standard_values
