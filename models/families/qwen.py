@@ -9,7 +9,7 @@ from jaxtyping import Int, Int32
 
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need, read_axial_theta
-from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import Reader, process_images, processor
 from ..inputs.texts import texts_of
 from .config_file import ConfigFile, FamilyConfig, one_size
@@ -139,6 +139,6 @@ def frame_positions(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any
     """Returns M-RoPE's positions, where each frame of a video counts as an image of its own: the text between the
     frames tells their times.
     """
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    rule = PositionRule(config.image_token, config.video_token, config.vision.merge)
     images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, images, videos, None, rule)[0]
+    return get_rope_positions(input_ids, images, videos, None, rule)

@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
+from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
 from ..inputs.videos import patch_settings, process_qwen2_videos
 from ..towers import qwen2, qwen2_5
 from ..towers.weights import QWEN2, QWEN2_5, qwen_vision_entries
@@ -69,10 +69,11 @@ def _read_2_5(file: ConfigFile) -> Qwen25VLConfig:
 
 def _positions(config: Qwen2VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     rate = getattr(config, "tokens_per_second", None)
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, rate or 1)
+    pads = (config.image_token, config.video_token)
+    rule = PositionRule(*pads, config.vision.merge, rate or 1, video_rule=config.video_rule)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
     seconds = None if rate is None else arrays.get("second_per_grid_ts")
-    return get_rope_positions(input_ids, *grids, seconds, rule, config.video_rule)[0]
+    return get_rope_positions(input_ids, *grids, seconds, rule)
 
 
 _VIDEO = Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, video_written)

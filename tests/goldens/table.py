@@ -253,7 +253,7 @@ TEXTS = {
         150,
     ),
     "qwen3_5_text": text("Qwen3_5", {**LINEAR, **rope(30.0, **SECTIONS)}, 150),
-    "qwen3_5_moe_text": text("Qwen3_5Moe", {**LINEAR_MOE, **rope(30.0, **SECTIONS)}, 150),
+    "qwen3_5_moe_text": Row("Qwen3_5Moe", {**LINEAR_MOE, **rope(30.0, **SECTIONS)}, {"text": [150]}),
 }
 
 # --------------------------------------------------------------------------------------------------- Qwen's towers
