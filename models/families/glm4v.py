@@ -17,7 +17,7 @@ from kvpatch_jax.errors import InputError
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import processor
 from ..inputs.texts import texts_of
 from ..inputs.videos import patch_settings, process_glm_videos
@@ -80,7 +80,7 @@ def _read(file: ConfigFile) -> Glm4vConfig:
 
 
 def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    rule = PositionRule(config.image_token, config.video_token, config.vision.merge)
     # A video's frames have the image's placeholders, between texts that tell their times.
     images, frames = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
     if images is not None and frames is not None and len(images) and len(frames):
@@ -89,7 +89,7 @@ def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, 
             "expected one table of grids in the prompt's order, as prepare and chat give it"
         )
     grids = images if frames is None or not len(frames) else frames
-    return get_rope_positions(input_ids, grids, None, None, rule)[0]
+    return get_rope_positions(input_ids, grids, None, None, rule)
 
 
 def _joined(config: Glm4vConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:

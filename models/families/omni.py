@@ -20,7 +20,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 from ..checkpoints import Naming, same
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
-from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
+from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import Reader, Settings
 from ..inputs.sounds import process_whisper, whisper_settings
 from ..inputs.texts import texts_of
@@ -140,25 +140,20 @@ def omni_positions(fractional: bool) -> Callable[[OmniConfig, np.ndarray, Mappin
     """Returns the rule of positions of a family: Qwen3-Omni's times are fractional, Qwen2.5-Omni's truncated."""
 
     def positions(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-        grids = (arrays.get(f"{kind}_grid_thw") for kind in ("image", "video"))
-        images, videos = (np.asarray([] if grid is None else grid, np.int32).reshape(-1, 3) for grid in grids)
-        seconds = np.asarray(arrays.get("second_per_grid_ts", ()), np.float32)
-        if len(seconds) != len(videos):
-            raise InputError(f"second_per_grid_ts: got {len(seconds)} values; expected one per video ({len(videos)})")
-
         frames = np.asarray(arrays.get("feature_attention_mask", np.zeros((0, 0)))).sum(axis=1)
-        rule = OmniPositionConfig(
+        rule = PositionRule(
             config.image_token,
             config.video_token,
-            config.audio_token,
-            config.vision_start_token,
-            config.audio_start_token,
             config.vision.merge,
             config.tokens_per_second,
+            config.audio_token,
+            (config.vision_start_token, config.audio_start_token),
             fractional,
         )
+        grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
+        seconds = np.asarray(arrays.get("second_per_grid_ts", ()), np.float32)
         sounds = [config.audio.tokens(int(count)) for count in frames]
-        return get_omni_positions(input_ids, images, videos, seconds, sounds, rule)[0]
+        return get_rope_positions(input_ids, *grids, seconds, rule, sounds)
 
     return positions
 

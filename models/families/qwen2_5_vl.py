@@ -15,7 +15,7 @@ from kvpatch_jax.errors import ConfigError
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
+from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
 from ..inputs.videos import patch_settings, process_qwen2_videos
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
@@ -57,9 +57,10 @@ def _read(file: ConfigFile) -> Qwen25VLConfig:
 
 
 def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
+    pads, rate = (config.image_token, config.video_token), config.tokens_per_second
+    rule = PositionRule(*pads, config.vision.merge, rate, video_rule=config.video_rule)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule, config.video_rule)[0]
+    return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule)
 
 
 def video_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
-from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
+from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
 from ..inputs.videos import process_qwen2_videos
 from ..towers.qwen2 import Qwen2VisionConfig, Qwen2VisionTower, plan_patches
 from ..towers.weights import qwen2_vision_entries
@@ -56,9 +56,10 @@ def _read(file: ConfigFile) -> Qwen2VLConfig:
 
 
 def _positions(config: Qwen2VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, tokens_per_second=1)
+    pads = (config.image_token, config.video_token)
+    rule = PositionRule(*pads, config.vision.merge, video_rule=config.video_rule)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, None, rule, config.video_rule)[0]
+    return get_rope_positions(input_ids, *grids, None, rule)
 
 
 FAMILY = Family(

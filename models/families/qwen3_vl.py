@@ -17,7 +17,7 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.videos import patch_settings, process_qwen3_videos
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
@@ -81,10 +81,10 @@ def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.
 
 def frame_positions(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     """Returns M-RoPE's positions, where each frame of a video counts as an image of its own."""
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    rule = PositionRule(config.image_token, config.video_token, config.vision.merge)
     # The text between a video's frames tells their times, so that the frames count as images of their own.
     images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, images, videos, None, rule)[0]
+    return get_rope_positions(input_ids, images, videos, None, rule)
 
 
 def frame_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
