@@ -1,7 +1,7 @@
 """Copying a tensor of a file into memory in another type and order, by pieces that stay in the cache meanwhile."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,32 +18,33 @@ _SHORT_RUN = 4096  # bytes; below them, reading the gaps too is quicker than a c
 Spans = tuple[tuple[int, int], ...]
 """A region: where each axis starts and stops."""
 
+Look = Callable[[np.ndarray, tuple[int, ...]], None]
+
 _WIDE = np.dtype([("low", "<u2"), ("high", "<u2")])
 """A float32 as two halves, the high one being its bfloat16."""
 
 
-def fill(name: str, stored: StoredTensor, spans: Spans, out: np.ndarray, check: bool = True) -> None:
+def fill(stored: StoredTensor, spans: Spans, out: np.ndarray, look: Look | None = None) -> None:
     """Copies a region of a tensor into an array of its shape, of any floating type and any order of axes.
 
     Args:
-      name: the tensor's, for messages.
       stored: the tensor.
       spans: the region.
       out: where it goes. An array of float32 for a tensor of bfloat16 must hold zeros.
-      check: refuse NaN and infinities.
+      look: is shown each piece, with its place in the tensor, and may raise.
 
     Raises:
-      WeightsError: a file that ends before or cannot be read, or a number that is not finite.
+      WeightsError: a file that ends before or cannot be read.
     """
     if not out.size:
         return
     if not spans:
-        return fill(name, StoredTensor(stored.file, stored.start, (1,), stored.dtype), ((0, 1),), out[None], check)
+        return fill(StoredTensor(stored.file, stored.start, (1,), stored.dtype), ((0, 1),), out[None], look)
 
     start = tuple(first for first, _ in spans)
     for place, piece, part in _pieces(stored, spans, out):
-        if check:
-            check_finite(name, piece, tuple(a + b for a, b in zip(start, place, strict=True)))
+        if look is not None:
+            look(piece, tuple(a + b for a, b in zip(start, place, strict=True)))
         if part is not None:
             convert(piece, part)
 
@@ -140,8 +141,9 @@ _EXPONENTS |= {"bfloat16": (2, 0xFF << 7)}
 """By type: its width in bytes, and the bits of the exponent, which are all set in infinities and NaN alone."""
 
 
-def check_finite(name: str, values: np.ndarray, start: tuple[int, ...] = ()) -> None:
-    """Raises WeightsError for NaN or infinity, with its place in the tensor; `start` is where the values begin there.
+def check_finite(values: np.ndarray, start: tuple[int, ...], name: str, infinite: bool = False) -> None:
+    """Raises WeightsError for NaN and, unless they are allowed, infinities; `start` is where the values begin in the
+    tensor.
 
     Looks at the bits, without a cast: as signed numbers those of a positive NaN or infinity are the largest, as
     unsigned ones those of a negative one.
@@ -151,10 +153,11 @@ def check_finite(name: str, values: np.ndarray, start: tuple[int, ...] = ()) -> 
         return
 
     bits, sign = values.view(f"u{width}"), 1 << (8 * width - 1)
-    if int(values.view(f"i{width}").max()) < exponent and int(bits.max()) < sign | exponent:
+    if int(values.view(f"i{width}").max()) < exponent + infinite and int(bits.max()) < (sign | exponent) + infinite:
         return
 
     mask = bits.dtype.type(exponent)
-    place = tuple(int(index) for index in np.argwhere((bits & mask) == mask)[0])
-    shifted = [at + first for at, first in zip(place, start or (0,) * len(place), strict=True)]
+    wrong = (bits & bits.dtype.type(sign - 1)) > mask if infinite else (bits & mask) == mask
+    place = tuple(int(index) for index in np.argwhere(wrong)[0])
+    shifted = [at + first for at, first in zip(place, start, strict=True)]
     raise WeightsError(f"tensor {name!r}: got {float(values[place])} at {shifted}; expected finite numbers")

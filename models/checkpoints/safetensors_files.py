@@ -53,7 +53,7 @@ class SafetensorsSource:
         stored = self.stored(name)
         spans = tuple((part.start, part.stop) for part in whole_region(stored.shape, region))
         out = np.empty([max(0, stop - start) for start, stop in spans], stored.dtype)
-        fill(name, stored, spans, out, check=False)
+        fill(stored, spans, out)
         return out
 
     def stored(self, name: str) -> StoredTensor:
@@ -72,10 +72,11 @@ class SafetensorsSource:
 def _stored_tensors(root: Path) -> dict[str, _Stored]:
     if not root.is_dir():
         raise WeightsError(f"{root}: got no directory; expected one with {SINGLE_FILE} or {INDEX_FILE}")
-    if (root / INDEX_FILE).is_file():
-        return _sharded(root)
+    # As transformers has it: the shards of an index that lies beside a whole file may be of an earlier save.
     if (root / SINGLE_FILE).is_file():
         return _header(root / SINGLE_FILE)
+    if (root / INDEX_FILE).is_file():
+        return _sharded(root)
 
     for name in (INDEX_FILE, SINGLE_FILE):
         if os.path.lexists(root / name):
@@ -106,7 +107,13 @@ def _sharded(root: Path) -> dict[str, _Stored]:
             raise WeightsError(f"{path}: got the file {str(file)!r}; expected a plain file name beside it")
         if not file.is_file():
             raise WeightsError(f"{path}: got {file.name}, which is not in {root}; expected a file that is there")
-        present |= _header(file)
+        for name, stored in _header(file).items():
+            if name in present:
+                raise WeightsError(
+                    f"{root}: got tensor {name!r} in two shards, {Path(present[name].file.path).name} and {file.name}; "
+                    "expected it in one"
+                )
+            present[name] = stored
 
     for name, file in index.items():
         if name not in present or Path(present[name].file.path) != file:

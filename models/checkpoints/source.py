@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -156,36 +156,11 @@ def stored_tensor(source: TensorSource, name: str) -> StoredTensor | None:
 
 
 class RenamedSource:
-    """Tensors of another source under other names.
+    """Tensors of another source under other names: `names` says the inner one of each."""
 
-    Args:
-      inner: the source that is read.
-      rename: new name to the inner one, for exactly the tensors that are to be there; or a function of an inner name
-        that gives the new one, None for a tensor to leave out.
-
-    Raises:
-      WeightsError: an inner name that is not there, or two tensors that get one name.
-    """
-
-    def __init__(self, inner: TensorSource, rename: Mapping[str, str] | Callable[[str], str | None]):
-        self.origin, self._inner = inner.origin, inner
-        self._names: dict[str, str] = {}
-        if isinstance(rename, Mapping):
-            self._names |= rename
-        else:
-            for old in inner.tensors:
-                new = rename(old)
-                if new in self._names:
-                    raise WeightsError(
-                        f"{self.origin}: got tensors {self._names[new]!r} and {old!r} for {new!r}; expected one of them"
-                    )
-                if new is not None:
-                    self._names[new] = old
-
-        absent = sorted(old for old in self._names.values() if old not in inner.tensors)
-        if absent:
-            raise WeightsError(f"{self.origin}: got no tensor {absent[0]!r}; expected it ({len(absent)} such in all)")
-        self.tensors = {new: inner.tensors[old] for new, old in self._names.items()}
+    def __init__(self, inner: TensorSource, names: Mapping[str, str]):
+        self.origin, self._inner, self._names = inner.origin, inner, names
+        self.tensors = {new: inner.tensors[old] for new, old in names.items()}
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, by its new name."""

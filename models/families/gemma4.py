@@ -139,9 +139,9 @@ def _read_audio(raw: Mapping[str, Any], text: DecoderConfig) -> Gemma4AudioConfi
 
 def _entries(config: Gemma4Config, shapes: Shapes) -> list[TensorEntry]:
     entries = decoder_entries(config.text, prefix="model.language_model.", norms=NORMS)
-    entries += gemma4_vision_entries(config.vision, "model.vision_tower", "model.embed_vision")
+    entries += gemma4_vision_entries("model.vision_tower", "model.embed_vision")
     if config.audio is not None:
-        entries += gemma4_audio_entries(config.audio, "model.audio_tower", "model.embed_audio")
+        entries += gemma4_audio_entries("model.audio_tower", "model.embed_audio")
     return entries
 
 
@@ -272,11 +272,6 @@ FAMILY = Family(
         _audio_written,
         plan=_audio_plan,
         fills=lambda config: {},
-    ),
-    # What layers have no use for that read another's KV may be in files all the same.
-    ignore=(
-        r".*\.rotary_emb\..*inv_freq",
-        r"model\.language_model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",
     ),
     model_type="gemma4",
     ahead=_ahead,

@@ -136,8 +136,6 @@ VIDEO_SETTINGS = patch_settings(14, 112 * 112, 28 * 28 * 2 * 30000, fps=2, max_d
 
 
 def _family(architecture: str, model_type: str) -> Family:
-    # Files hold a layer for multi-token prediction behind the last, which is not run.
-    predicts = () if architecture == DENSE else (r"model\.language_model\.layers\.46\..*",)
     return Family(
         architecture=architecture,
         read=_read,
@@ -147,7 +145,6 @@ def _family(architecture: str, model_type: str) -> Family:
         vision=qwen_vision(plan_patches, "frames", settings=processor("glm4v.Glm4v", "glm46v.Glm46V")),
         video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
         join=_joined,
-        ignore=predicts,
         model_type=model_type,
     )
 

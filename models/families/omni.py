@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from kvpatch_jax.cache import Video
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import Naming, same
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..inputs.positions import PositionRule, get_rope_positions
@@ -35,27 +34,6 @@ from .qwen3_vl import QwenConfig
 
 MARKS = {"vision_start_token": 151652, "vision_end_token": 151653, "audio_end_token": None}
 """Ids that the classes do not name, where `config.json` leaves them out."""
-PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
-NAMINGS = (
-    same("as a thinker of its own", *PARTS),
-    Naming("as released, the thinker beside a talker", tuple((f"thinker.{part}", part) for part in PARTS)),
-    Naming(
-        "as transformers' modules (save_original_format=False, state dictionaries of training scripts)",
-        (
-            ("model.language_model.", "model."),
-            ("model.visual.", "visual."),
-            ("model.audio_tower.", "audio_tower."),
-            ("lm_head.", "lm_head."),
-        ),
-    ),
-)
-IGNORE = (
-    r"talker\..*",
-    r"token2wav\..*",
-    r"code2wav\..*",
-    r"audio_tower\.audio_bos_eos_token\..*",
-)
-"""Tensors of a full release that a thinker does not read. Its forward never reads the audio encoder's own marks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

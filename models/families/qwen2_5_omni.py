@@ -14,13 +14,11 @@ from ..decoder.weights import decoder_entries
 from ..inputs.videos import patch_settings
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.qwen_audio import Qwen25AudioTower
-from ..towers.weights import qwen2_5_vision_entries, qwen_audio_entries
+from ..towers.weights import QWEN2_5, qwen_audio_entries, qwen_vision_entries
 from .config_file import ConfigFile
 from .family import Family, Shapes
 from .image_family import qwen_vision
 from .omni import (
-    IGNORE,
-    NAMINGS,
     OmniConfig,
     OmniModel,
     omni_positions,
@@ -41,7 +39,7 @@ def _read(file: ConfigFile) -> OmniConfig:
 
 def _entries(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
     assert isinstance(config.vision, Qwen25VisionConfig)
-    vision = qwen2_5_vision_entries(config.vision, "visual")
+    vision = qwen_vision_entries(config.vision, QWEN2_5, "visual")
     return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
 
 
@@ -81,9 +79,7 @@ def _family(architecture: str, model_type: str) -> Family:
         vision=qwen_vision(plan_patches, "windows", "frames"),
         video=VIDEOS,
         audio=sound_medium(PADDED),
-        ignore=IGNORE,
         model_type=model_type,
-        namings=NAMINGS,
     )
 
 

@@ -18,8 +18,7 @@ from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
 from ..inputs.videos import patch_settings, process_qwen2_videos
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
-from ..towers.weights import qwen2_5_vision_entries
-from . import namings
+from ..towers.weights import QWEN2_5, qwen_vision_entries
 from .config_file import ConfigFile, one_size
 from .family import Family, Medium, Run
 from .image_family import TowerModel, qwen_tower_sizes, qwen_vision, qwen_written
@@ -76,10 +75,9 @@ FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=functools.partial(TowerModel, Qwen25VisionTower),
-    entries=lambda config, shapes: decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual"),
+    entries=lambda config, _: decoder_entries(config.text) + qwen_vision_entries(config.vision, QWEN2_5, "visual"),
     positions=_positions,
     vision=qwen_vision(plan_patches, "windows", "frames"),
     video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
     model_type="qwen2_5_vl",
-    namings=namings.QWEN2_5_VL,
 )

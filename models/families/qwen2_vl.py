@@ -16,8 +16,7 @@ from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
 from ..inputs.videos import process_qwen2_videos
 from ..towers.qwen2 import Qwen2VisionConfig, Qwen2VisionTower, plan_patches
-from ..towers.weights import qwen2_vision_entries
-from . import namings
+from ..towers.weights import QWEN2, qwen_vision_entries
 from .config_file import ConfigFile, one_size
 from .family import Family, Medium
 from .image_family import TowerModel, check_width, qwen_vision, qwen_written
@@ -66,10 +65,9 @@ FAMILY = Family(
     architecture=ARCHITECTURE,
     read=_read,
     module=functools.partial(TowerModel, Qwen2VisionTower),
-    entries=lambda config, shapes: decoder_entries(config.text) + qwen2_vision_entries(config.vision, "visual"),
+    entries=lambda config, _: decoder_entries(config.text) + qwen_vision_entries(config.vision, QWEN2, "visual"),
     positions=_positions,
     vision=qwen_vision(plan_patches, "frames"),
     video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
     model_type="qwen2_vl",
-    namings=namings.QWEN2_5_VL,
 )

@@ -34,8 +34,6 @@ def _family(architecture: str, model_type: str) -> Family:
         positions=frame_positions,
         vision=qwen_vision(plan_patches, "frames"),
         video=Medium(VIDEO_SETTINGS, process_qwen3_videos, frame_tokens, qwen_written),
-        # A layer for multi-token prediction, which is not run.
-        ignore=(r"mtp\..*",),
         model_type=model_type,
     )
 

@@ -18,8 +18,6 @@ from .config_file import ConfigFile
 from .family import Family, Shapes
 from .image_family import qwen_vision
 from .omni import (
-    IGNORE,
-    NAMINGS,
     OmniConfig,
     OmniModel,
     omni_positions,
@@ -68,9 +66,7 @@ def _family(architecture: str, model_type: str) -> Family:
         vision=qwen_vision(plan_patches, "frames"),
         video=VIDEOS,
         audio=sound_medium(PADDED),
-        ignore=IGNORE,
         model_type=model_type,
-        namings=NAMINGS,
     )
 
 

@@ -63,7 +63,7 @@ def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
     write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"])
     family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"] if case == "image" else QWEN2
     config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
-    merged = family.merged(config, SafetensorsSource(directory), tmp_path / "adapter")
+    merged = family.opened(config, SafetensorsSource(directory), tmp_path / "adapter")[1]
 
     assert sorted(merged.tensors) == gold["tensors"]
     before = SafetensorsSource(directory)
@@ -135,7 +135,7 @@ def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
     family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"]
     config = family.config(json.loads((base("qwen2_5_vl") / "config.json").read_text()), "exact", None)
     adapter = write_adapter(tmp_path / "a", factors("layers.2.self_attn.q_proj", prefix=prefix))
-    merged = family.merged(config, SafetensorsSource(base("qwen2_5_vl")), adapter)
+    merged = family.opened(config, SafetensorsSource(base("qwen2_5_vl")), adapter)[1]
     assert isinstance(merged, LoRASource)
     assert merged.changed == {"model.layers.2.self_attn.q_proj.weight"}
 
@@ -225,7 +225,7 @@ def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
     family = models.FAMILIES["LlamaForCausalLM" if change == "head" else "Qwen2ForCausalLM"]
     config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
     with pytest.raises(WeightsError, match=message):
-        family.merged(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
+        family.opened(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
 
 
 def test_a_replaced_tensor_of_another_shape_is_refused(base, tmp_path):

@@ -185,11 +185,6 @@ def test_a_key_to_ignore_is_read_as_if_it_were_not_there(key, tmp_path):
     assert warned_by(directory, ignore=[key]) == []
 
 
-def test_a_name_that_is_not_in_the_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"load: got ignore 'unsloth', which .*config\.json does not have"):
-        load(written(tmp_path, changed("llama2", unsloth_fixed=True)), ignore=["unsloth_fixed", "unsloth"])
-
-
 # -------------------------------------------------------------------------------------------------- what means the same
 
 

@@ -416,7 +416,6 @@ def test_tokens_that_do_not_belong_together_are_refused(change: dict[str, Any]) 
         ({"llama.expert_count": 8}, r"got llama\.expert_count = 8, which this library does not know"),
         ({"llama.attention.sliding_window": 128}, r"got llama\.attention\.sliding_window"),
         ({"llama.block_count": 3}, r"no tensor 'model\.layers\.2\."),
-        ({"llama.block_count": 1}, r"'model\.layers\.1\..*' \(\d+ such in all\)"),
         ({"llama.attention.head_count": 0}, "num_attention_heads 0; expected a positive whole number"),
         ({"llama.embedding_length": 64}, r"embed_tokens\.weight' of shape \(40, 32\); expected \(40, 64\)"),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count 4; expected 8"),
@@ -435,7 +434,6 @@ def test_metadata_of_another_model_are_refused_by_name(tmp_path: Path, change: d
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"blk.0.dreams.weight": np.ones((2, 2), np.float32)}, r"'blk\.0\.dreams\.weight' \(\d+ such in all\)"),
         ({"blk.0.ffn_up.weight": np.ones((2, 2), np.float32)}, r"mlp\.up_proj\.weight' of shape \(2, 2\)"),
         ({"blk.0.attn_v.weight": (4096, (16, 32), b"")}, "4096.* is not a valid GGMLQuantizationType"),
         ({"blk.0.attn_v.weight": (0, (16, 2**40), b"")}, "got a file that cannot be read"),
