@@ -39,7 +39,7 @@ def changed(name: str, **change: Any) -> dict[str, Any]:
 def written(root: Path, raw: dict[str, Any]) -> Path:
     """A directory with this `config.json`, image settings, and nothing else."""
     (root / "config.json").write_text(json.dumps(raw))
-    (root / "preprocessor_config.json").write_text("{}")
+    (root / "preprocessor_config.json").write_text(json.dumps({"do_resize": True}))
     return root
 
 
