@@ -116,7 +116,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
 
     def _prompts_with(self, tokenizer: Any, template: ChatTemplate | None) -> Prompts:
         settings = {"image": self.image_config, "video": self.video_config, "audio": self.audio_config}
-        return Prompts(self.config, settings, tokenizer, template, self._without)
+        return Prompts(self.config, settings, tokenizer, template, self._without, self.stop_tokens)
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -240,8 +240,14 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         """
         return self._prompts.chat_frame(system, **variables)
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str | Sequence[str]) -> list[int]:
         """Turns a text into token ids, without what the tokenizer itself puts around one.
+
+        A text that spells a control token (`<|im_end|>`, `<image>`) is tokenized as any other; in a
+        `kvpatch_jax.cache.Template` it is the token.
+
+        Args:
+          text: a text, or texts that are tokenized as one.
 
         Raises:
           InputError: no tokenizer, or text that it does not know.

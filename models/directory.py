@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
-from .checkpoints import TensorSource, flatten_params, load_weights, save_weights, tensor_shapes
+from .checkpoints import TensorSource, flatten_params, load_weights, read_table, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
@@ -27,7 +27,7 @@ from .hub import resolve
 from .inputs.chat import template_with_images
 from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
-from .inputs.texts import TOKENIZER_FILE
+from .inputs.texts import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 
 def load(
@@ -182,10 +182,21 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     for settings in (backbone.image_config, backbone.video_config, backbone.audio_config):
         if settings is not None:
             settings.save(root)
+    template = backbone.chat_template
+    if template is not None:
+        template.save(root)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
-    if backbone.chat_template is not None:
-        backbone.chat_template.save(root)
+        # The template names special tokens by their parts (`bos_token`), of which `tokenizer.json` says nothing.
+        # transformers takes that file as it is where no other class is named.
+        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(template.special_tokens if template else ())
+        text = json.dumps(table, indent=2, ensure_ascii=False)
+        (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    if backbone.tokenizer is not None:
+        # Without a class transformers takes one by the model's type, which splits texts by its own rules.
+        path = root / TOKENIZER_CONFIG_FILE
+        table = read_table(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root

@@ -245,6 +245,14 @@ def placeholders(config: Any) -> tuple[int, ...]:
     return tuple(token for token in found if token is not None)
 
 
+def control_tokens(config: Any) -> set[int]:
+    """Returns the token ids that a configuration names: placeholders, starts and ends."""
+    names = [field.name for field in dataclasses.fields(config)]
+    named = [getattr(config, name) for name in names if name.endswith(("_token", "_tokens", "edges"))]
+    numbers = [number for value in named for number in (value if isinstance(value, tuple) else (value,))]
+    return {number for number in numbers if isinstance(number, int)}
+
+
 def sound_placeholders(config: Any) -> tuple[int, ...]:
     """Returns the token ids in whose places features of sounds are put."""
     token = getattr(config, "audio_token", None)

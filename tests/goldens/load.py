@@ -28,11 +28,15 @@ def golden_config(family: str) -> dict[str, Any]:
 @functools.cache
 def _arrays(family: str) -> dict[str, np.ndarray]:
     with np.load(GOLDENS / family / "arrays.npz") as file:
-        return {name: file[name] for name in file.files}
+        arrays = {name: file[name] for name in file.files}
+    return {name: value.astype(np.int32) if value.dtype == np.int16 else value for name, value in arrays.items()}
 
 
 def golden_arrays(family: str, case: str) -> dict[str, np.ndarray]:
-    """Returns the arrays of one case; README.md beside this file says what each is."""
+    """Returns the arrays of one case, or of a file beside the cases; README.md beside this file says what each is."""
+    if (GOLDENS / family / f"{case}.npz").is_file():
+        with np.load(GOLDENS / family / f"{case}.npz") as file:
+            return {name: file[name] for name in file.files}
     return {
         name.removeprefix(f"{case}."): value for name, value in _arrays(family).items() if name.startswith(f"{case}.")
     }
@@ -70,6 +74,15 @@ def drawn_inputs(family: str, case: str) -> dict[str, np.ndarray]:
         inputs["pixel_values"] = draw_numbers(case, int(images.prod(axis=1).sum()), 3, 4, 4)
         inputs["image_grid_thw"] = images
     return inputs
+
+
+def golden_prompt(backbone: Any, family: str, case: str) -> dict[str, np.ndarray]:
+    """Returns what `backbone.embed` takes of a case: ids, images as `prepare` makes them, drawn videos and sounds."""
+    inputs, images = drawn_inputs(family, case), golden_images(family, case)
+    if images and "pixel_values" not in inputs:
+        prompt = backbone.prepare([item for image in images for item in ([5], image)])
+        inputs |= {name: value for name, value in prompt.items() if name not in ("input_ids", "position_ids")}
+    return {"input_ids": golden_arrays(family, case)["input_ids"][None], **inputs}
 
 
 def write_checkpoint(family: str, directory: Path, **changes: Any) -> Path:

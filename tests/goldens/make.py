@@ -159,7 +159,7 @@ class Prompt:
 
     def sound_tokens(self, frames: int) -> int:
         if self.row.model == "Gemma4":
-            return -(-(-(-frames // 2)) // 2)
+            return (frames + 3) // 4
         if "Qwen3" in self.row.model:
             module = importlib.import_module("transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe")
             return int(module._get_feat_extract_output_lengths(torch.tensor(frames)))
@@ -349,9 +349,9 @@ def run(row: Row, model: Any, watch: Watch, prompt: Prompt) -> dict[str, np.ndar
     }
     for name, value in prompt.inputs.items():
         value = np.asarray(value)
-        if row.model == "Phi3V" and name == "pixel_values":  # what counts of them
+        if row.model == "Phi3V" and name == "pixel_values":  # crops that count; the small whole is torch's bicubic one
             counts = [1 + height // 16 * (width // 16) for height, width in prompt.inputs["image_sizes"].tolist()]
-            value = np.concatenate([tiles[:count] for tiles, count in zip(value, counts, strict=True)])
+            value = np.concatenate([tiles[1:count] for tiles, count in zip(value, counts, strict=True)])
         if row.processor and row.processor[0].endswith("PixtralImageProcessorPil") and name == "pixel_values":
             value = cut(value, np.asarray(prompt.inputs["image_sizes"]), 4)
         arrays[f"digest.{name}"] = digest(value)

@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from tests.goldens.load import write_checkpoint  # noqa: E402
 from tests.goldens.load_text import write_text_checkpoint  # noqa: E402
+
+from tests.goldens.load import write_checkpoint  # noqa: E402
 from tests.goldens.redraw import redraw_all, standard_values  # noqa: E402
 
 ATTENTION = ["q_proj", "v_proj"]

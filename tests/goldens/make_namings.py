@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from tests.goldens.load import write_checkpoint  # noqa: E402
 from tests.goldens.load_text import write_text_checkpoint  # noqa: E402
+
+from tests.goldens.load import write_checkpoint  # noqa: E402
 
 IMAGES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",

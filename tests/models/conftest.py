@@ -16,7 +16,7 @@ if str(ROOT) not in sys.path:  # `tests` and the four packages resolve from the 
     sys.path.insert(0, str(ROOT))
 
 from kvpatch_jax.models import load  # noqa: E402
-from tests.goldens.load import drawn_inputs, golden_arrays, golden_images, write_checkpoint  # noqa: E402
+from tests.goldens.load import golden_arrays, golden_prompt, write_checkpoint  # noqa: E402
 from tests.goldens.table import FAMILIES  # noqa: E402
 
 REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
@@ -32,7 +32,7 @@ class Golden(NamedTuple):
 
     @property
     def ids(self) -> np.ndarray:
-        return self.arrays["input_ids"].astype(np.int32)[None]
+        return self.arrays["input_ids"][None]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,17 +58,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def golden(tiny: Callable[[str], Any]) -> Callable[[str, str], Golden]:
-    """`golden(family, case)`: a case as `Golden`; its images go through `prepare`, its videos and sounds are drawn."""
+    """`golden(family, case)`: a case as `Golden`."""
 
     @functools.cache
     def made(family: str, case: str) -> Golden:
-        backbone, arrays, inputs = tiny(family), golden_arrays(family, case), drawn_inputs(family, case)
-        images = golden_images(family, case)
-        if images and "pixel_values" not in inputs:
-            prompt = backbone.prepare([item for image in images for item in ([5], image)])
-            inputs |= {name: value for name, value in prompt.items() if name not in ("input_ids", "position_ids")}
+        backbone, arrays = tiny(family), golden_arrays(family, case)
+        inputs = golden_prompt(backbone, family, case)
         places = arrays["position_ids"][None] if FAMILIES[family].first else None
-        ids = arrays["input_ids"].astype(np.int32)[None]
+        ids = inputs.pop("input_ids")
         return Golden(backbone, arrays, inputs, backbone.embed(ids, places, **inputs))
 
     return made

@@ -16,7 +16,6 @@ from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.models.checkpoints import LoRASource, SafetensorsSource
 from tests.goldens.load import GOLDENS, write_checkpoint
-from tests.goldens.load_text import write_text_checkpoint
 from tests.goldens.redraw import redraw, redraw_all, standard_values
 
 ADAPTERS = GOLDENS / "adapters"
@@ -29,8 +28,7 @@ QUERY, VALUE = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_pr
 def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`base(family)`: the tiny model of its golden. Read only."""
     root = tmp_path_factory.mktemp("bases")
-    write = lambda family: write_checkpoint if family == "qwen2_5_vl" else write_text_checkpoint
-    return functools.cache(lambda family: write(family)(family, root / family))
+    return functools.cache(lambda family: write_checkpoint(family, root / family))
 
 
 def golden(case: str) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
 
 
 def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
-    directory = write_text_checkpoint("llama3_1", tmp_path / "tied")
+    directory = write_checkpoint("llama3_1", tmp_path / "tied")
     head = redraw_all({"base_model.model.lm_head.weight": (300, 64)})
     adapter = write_adapter(tmp_path / "a", head | factors(QUERY), modules_to_save=["lm_head"])
     backbone = models.load(directory, adapter=adapter)

@@ -17,13 +17,11 @@ from evals.task.instances import INSTANCES, instance
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
 from kvpatch_jax.models.families.architectures import find_architecture
-from tests.goldens.load import GOLDENS, write_checkpoint
-from tests.goldens.load_text import text_config
+from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
 
 IMAGES = ("qwen2_5_vl", "internvl", "kimi_vl", "qwen3_omni", "gemma4")
 TEXTS = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_moe")
-CONFIGS: dict[str, dict[str, Any]] = {name: text_config(name) for name in TEXTS}
-CONFIGS |= {name: json.loads((GOLDENS / name / "config.json").read_text()) for name in IMAGES}
+CONFIGS: dict[str, dict[str, Any]] = {name: golden_config(name) for name in (*TEXTS, *IMAGES)}
 BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
 
 
@@ -105,7 +103,7 @@ def test_no_value_of_any_key_gives_an_untyped_error(name):
 )
 def test_what_is_wrong_is_named(name, change, message):
     with pytest.raises(ConfigError, match=message):
-        read({**text_config(name), **change})
+        read({**golden_config(name), **change})
 
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
@@ -142,7 +140,7 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
 )
 def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
     with pytest.raises(ConfigError, match=message):
-        read({**text_config(name), **change})
+        read({**golden_config(name), **change})
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
 )
 def test_what_is_not_built_of_images_is_refused(name, change, message):
     with pytest.raises(ConfigError, match=message):
-        read({**json.loads((GOLDENS / name / "config.json").read_text()), **change})
+        read({**golden_config(name), **change})
 
 
 # ---------------------------------------------------------------------------------------------------- unknown keys
@@ -191,7 +189,7 @@ def test_a_key_to_ignore_is_read_as_if_it_were_not_there(key, tmp_path):
 
 
 def older_gemma3() -> dict[str, Any]:
-    raw = {key: value for key, value in text_config("gemma3_text").items() if "rope" not in key}
+    raw = {key: value for key, value in golden_config("gemma3_text").items() if "rope" not in key}
     del raw["layer_types"]
     scaling = {"rope_type": "linear", "factor": 2.0}
     return raw | {
@@ -203,7 +201,7 @@ def older_gemma3() -> dict[str, Any]:
 
 
 def older_gemma4(name: str, **own: int) -> dict[str, Any]:
-    return {key: value for key, value in text_config(name).items() if key != "per_layer_config"} | own
+    return {key: value for key, value in golden_config(name).items() if key != "per_layer_config"} | own
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def older_gemma4(name: str, **own: int) -> dict[str, Any]:
     ],
 )
 def test_released_keys_mean_what_transformers_writes(older, newer):
-    assert read(older).text == read(text_config(newer)).text
+    assert read(older).text == read(golden_config(newer)).text
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "glm4v", "qwen3_vl", "llava", "kimi_vl", "gemma4"])
@@ -230,7 +228,7 @@ def test_released_files_mean_what_transformers_writes(name):
 
 def test_windows_hold_where_the_class_has_them():
     """Mistral slides over 4096 keys unless told otherwise; Qwen must be told to."""
-    raw = {key: value for key, value in text_config("mistral").items() if key != "sliding_window"}
+    raw = {key: value for key, value in golden_config("mistral").items() if key != "sliding_window"}
     assert read(raw).text.window == 4096
     assert read({**raw, "sliding_window": None}).text.window is None
     qwen = changed("qwen2_5_vl", layer_types=None, sliding_window=8, use_sliding_window=False, max_window_layers=1)
@@ -240,7 +238,7 @@ def test_windows_hold_where_the_class_has_them():
 
 
 def test_layers_of_gemma_4_share_kv_as_their_file_says():
-    shared = read(text_config("gemma4_text")).text
+    shared = read(golden_config("gemma4_text")).text
     assert shared.sources == (0, 1, 2, 2, 2, 1)
     assert shared.rows == (0, 0, 1, 1, 1, 0)
     assert [stack.layers for stack in shared.stacks] == [(0, 2), (1,), (3, 4), (5,)]

@@ -27,7 +27,6 @@ from kvpatch_jax.models.families.view_packing import NEWLINE, SEPARATOR, place_v
 from kvpatch_jax.models.inputs.chat import ChatTemplate
 from kvpatch_jax.models.inputs.pictures import process_vl2
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
-from tests.goldens.load_text import write_text_checkpoint
 from tests.models.releases import RELEASES
 from tests.tolerances import assert_close_to_largest
 
@@ -110,7 +109,7 @@ def test_smalls_decoder_has_latent_attention_and_softmax_routing(tmp_path):
     """Its decoder alone is DeepSeek-V2's, which `test_text_families.py` holds against transformers: the same tensors
     give the same logits.
     """
-    text = write_text_checkpoint("deepseek_v2_lite", tmp_path / "text")
+    text = write_checkpoint("deepseek_v2_lite", tmp_path / "text")
     theirs, raw = models.load(text, angles="float32"), json.loads((text / "config.json").read_text())
     root = write_checkpoint(FULL, tmp_path / "small")
     whole = json.loads((root / "config.json").read_text())

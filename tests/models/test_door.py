@@ -193,9 +193,7 @@ def test_tensors_of_another_family_are_named(directory, checkpoints):
         ("chat_template.json", b'{"chat_template": [{"name": "a", "template": ""}]}', r"\['a'\]; expected one named"),
         ("tokenizer.json", b"{}", "expected a tokenizer"),
         ("generation_config.json", b"[]", "got a list; expected a table"),
-        ("video_preprocessor_config.json", b'{"fps": "two"}', "video fps: got 'two'; expected a positive number"),
-        ("video_preprocessor_config.json", b'{"num_frames": -8}', "video num_frames: got -8; expected a positive"),
-        ("preprocessor_config.json", b'{"image_mean": "x"}', r"image_mean: got \['x'"),
+        ("preprocessor_config.json", b'{"image_mean": "x"}', "image_mean: got 'x'"),
     ],
 )
 def test_what_lies_beside_the_weights_is_read_or_named(directory, name, content, message):

@@ -21,7 +21,7 @@ from kvpatch_jax.models.inputs.stops import read_answer_tokens, read_stop_tokens
 from kvpatch_jax.models.random_weights import random_backbone
 from tests.arrays import placed
 from tests.compilations import compilations
-from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.load import write_checkpoint
 
 T, STEPS = 8, BLOCK + 9
 WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
@@ -30,7 +30,7 @@ WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory):
     """Grouped-query attention, three layers."""
-    return load(write_text_checkpoint("qwen3", tmp_path_factory.mktemp("text")))
+    return load(write_checkpoint("qwen3", tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_step_on_a_cpu_copies_no_weights(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama2", "deepseek_v3"])
 def test_generation_over_unstacked_layers_equals_that_over_stacks(family, tmp_path, monkeypatch):
-    plain = load(write_text_checkpoint(family, tmp_path))
+    plain = load(write_checkpoint(family, tmp_path))
     monkeypatch.setattr(stacks, "LEAST_BYTES", 0)
     apart = plain.replaced(plain.parameters)
     assert apart.programs.state_for(2) is not apart.programs.state

@@ -285,6 +285,51 @@ def test_a_film_of_a_turned_phone_is_shown_upright(tmp_path, matrix, quarters):
     np.testing.assert_array_equal(clip.frames, np.rot90(frames[::2], quarters, axes=(1, 2)))
 
 
+SECONDS = [0, 0.1, 0.2, 0.3, 5, 10]
+
+
+def recording(path, seconds):
+    """A film of variable rate, as screens and phones record it."""
+    import fractions
+
+    import av
+
+    frames = draw_frames("recording", len(seconds), 32, 32)
+    with av.open(str(path), "w") as container:
+        codec, pixels = ("png", "rgb24") if path.suffix == ".mov" else ("ffv1", "bgr0")
+        stream: Any = container.add_stream(codec, rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, pixels
+        stream.codec_context.time_base = fractions.Fraction(1, 1000)
+        for frame, time in zip(frames, seconds, strict=True):
+            shown = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            shown.pts, shown.time_base = round(time * 1000), fractions.Fraction(1, 1000)
+            container.mux(stream.encode(shown))
+        container.mux(stream.encode(None))
+    return frames
+
+
+@pytest.mark.parametrize("name", ["film.mkv", "film.mov"])
+def test_frames_of_a_recording_of_variable_rate_have_its_own_times(tmp_path, name):
+    frames, settings = recording(tmp_path / name, SECONDS), Settings.of({"fps": 2, "temporal_patch_size": 2}, "video")
+    whole = clips_of([Video(tmp_path / name)], sample_qwen3, settings)[0]
+    np.testing.assert_allclose(whole.timestamps, SECONDS, atol=1e-3)
+    np.testing.assert_array_equal(whole.frames, frames)
+    # Three frames: those nearest to 0, 6 and 12 seconds.
+    some = clips_of([Video(tmp_path / name, frames=3)], sample_qwen3, settings)[0]
+    np.testing.assert_allclose(some.timestamps, [0, 5, 10], atol=1e-3)
+    # A family that counts one rate sees what a player shows at 0, 2, … 10 seconds.
+    even = clips_of([Video(tmp_path / name)], sample_qwen2, settings, steady=True)[0]
+    np.testing.assert_allclose(even.timestamps, np.arange(6) * 2, atol=1e-3)
+    np.testing.assert_array_equal(even.frames, frames[[0, 3, 3, 4, 4, 5]])
+
+
+def test_a_video_of_one_frame_is_refused_with_what_to_do(tmp_path):
+    film(tmp_path / "one.mkv", draw_frames("film", 1, 32, 32), 6)
+    settings = Settings.of({"temporal_patch_size": 2}, "video")
+    with pytest.raises(InputError, match=r"got 1 frame; expected at least 2, .*pass a single frame as an image"):
+        clips_of([Video(tmp_path / "one.mkv")], sample_qwen2, settings)
+
+
 def test_a_folder_of_frames_is_a_video(tmp_path):
     from PIL import Image
 

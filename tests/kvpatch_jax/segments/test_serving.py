@@ -22,7 +22,7 @@ from kvpatch_jax.models.families.family import parameters
 from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.segments import ReuseThresholds, SegmentPrefill, SegmentStore, segment_prefill, store_segments
 from kvpatch_jax.segments.index import StoredSpan
-from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.load import write_checkpoint
 from tests.kvpatch_jax.segments.segment_cases import id_prompt, prompt, words
 
 CONFIG = Path(__file__).parents[2] / "goldens" / "qwen2_5_vl" / "config.json"
@@ -265,7 +265,7 @@ def test_segments_of_another_model_are_refused(backbone, store):
 
 @pytest.mark.slow
 def test_a_prompt_over_the_regime_of_a_pinned_rope_is_refused(tmp_path):
-    short = load(write_text_checkpoint("phi3_short", tmp_path / "phi3"))
+    short = load(write_checkpoint("phi3_short", tmp_path / "phi3"))
     with pytest.raises(InputError, match="expected below 32"):
         served(short, SegmentStore(short, 1), words(3, 40))
 
