@@ -67,6 +67,7 @@ def _pieces(
     straight = out.dtype == stored.dtype and out.flags.c_contiguous
     if len(spans) == 2 and not straight and out.strides[1] > out.strides[0]:
         step = min(step, _ROWS if row_bytes % _PAGE else _ALIASED_ROWS)
+    skip = sum(first for first, _ in spans[1:]) * stored.dtype.itemsize
     buffer = np.empty((0 if straight else step, *out.shape[1:]), stored.dtype)
 
     for index in range(0, last - first, step):
@@ -76,7 +77,6 @@ def _pieces(
         if row_bytes == stride:
             stored.file.read_into(rows, start)
         else:
-            skip = spans[-1][0] * stored.dtype.itemsize
             for number, row in enumerate(rows):
                 stored.file.read_into(row, start + number * stride + skip)
         yield (index, *[0] * (len(spans) - 1)), rows, None if straight else part
