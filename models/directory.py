@@ -129,17 +129,16 @@ def load(
     mesh = None if mesh is None else split_mesh(mesh, config.text.layout)
     values = _load_parameters(source, config, mesh, ignore)
 
-    tokenizer, without = files.tokenizer()
     return ModelBackbone(
         config,
         values,
-        tokenizer=tokenizer,
+        tokenizer=files.tokenizer,
         buckets=buckets,
-        chat_template=template_with_images(files.chat_template(), config.family.template, root, name),
+        chat_template=template_with_images(files.chat_template, config.family.template, root, name),
         mesh=mesh,
-        without_tokenizer=without,
-        stop_tokens=files.stop_tokens(tokenizer),
-        answer_tokens=files.answer_tokens(),
+        without_tokenizer=files.without,
+        stop_tokens=files.stop_tokens,
+        answer_tokens=files.answer_tokens,
         **settings,
     )
 
