@@ -15,21 +15,17 @@ import numpy as np
 from kvpatch_jax.errors import InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import processor
 from ..inputs.texts import texts_of
 from ..inputs.videos import patch_settings, process_glm_videos
 from ..towers.glm4v import Glm4vVisionConfig, Glm4vVisionTower, glm4v_vision_entries, plan_patches
 from .config_file import ConfigFile, one_size
 from .family import Family, Medium, Run, Shapes
-from .image_family import TowerModel, check_width, qwen_vision
-from .qwen3_vl import QwenConfig, frame_grids
+from .image_family import TowerModel
+from .qwen import QwenConfig, frame_grids, qwen_vision, tower_sizes
 
-DENSE = "Glm4vForConditionalGeneration"
-MIXTURE = "Glm4vMoeForConditionalGeneration"
-EITHER = "Glm46VForConditionalGeneration"
 PREFIX = "model.language_model."
 
 
@@ -47,26 +43,14 @@ class Glm4vConfig(QwenConfig):
 
 def _read(file: ConfigFile) -> Glm4vConfig:
     text, vision = file.text("glm4v_text", "glm4v_moe_text"), file.part("vision_config")
-    width, patch = vision["out_hidden_size"], one_size(vision, "patch_size")
-    check_width("out_hidden_size", width, text)
+    sizes = tower_sizes(vision, text)
     tower = Glm4vVisionConfig(
-        depth=vision["depth"],
-        width=vision["hidden_size"],
-        heads=vision["num_heads"],
+        **sizes
         # GLM-4V's blocks are as wide inside as the tower's output, and its merger as `intermediate_size`.
-        intermediate=width,
-        merger=vision["intermediate_size"],
-        output_width=width,
-        patch=patch,
-        merge=vision["spatial_merge_size"],
-        temporal=one_size(vision, "temporal_patch_size"),
-        positions=one_size(vision, "image_size") // patch,
-        channels=vision["in_channels"],
-        activation=vision["hidden_act"],
-        theta=read_axial_theta(vision),
+        | {"intermediate": text.width, "merger": vision["intermediate_size"]},
+        positions=one_size(vision, "image_size") // sizes["patch"],
         norm_epsilon=vision["rms_norm_eps"],
         qkv_bias=vision["attention_bias"],
-        dtype=text.dtype,
     )
     edges = file.tokens("image_start_token", "image_end_token")
     return file.config(
@@ -80,7 +64,7 @@ def _read(file: ConfigFile) -> Glm4vConfig:
 
 
 def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    rule = PositionRule(config.image_token, config.video_token, config.vision.merge)
     # A video's frames have the image's placeholders, between texts that tell their times.
     images, frames = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
     if images is not None and frames is not None and len(images) and len(frames):
@@ -89,7 +73,7 @@ def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, 
             "expected one table of grids in the prompt's order, as prepare and chat give it"
         )
     grids = images if frames is None or not len(frames) else frames
-    return get_rope_positions(input_ids, grids, None, None, rule)[0]
+    return get_rope_positions(input_ids, grids, None, None, rule)
 
 
 def _joined(config: Glm4vConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
@@ -150,7 +134,10 @@ def _family(architecture: str, model_type: str) -> Family:
 
 
 FAMILIES = {
-    DENSE: _family(DENSE, "glm4v"),
-    MIXTURE: _family(MIXTURE, "glm4v_moe"),
-    EITHER: _family(EITHER, "glm46v"),
+    family.architecture: family
+    for family in (
+        _family("Glm4vForConditionalGeneration", "glm4v"),
+        _family("Glm4vMoeForConditionalGeneration", "glm4v_moe"),
+        _family("Glm46VForConditionalGeneration", "glm46v"),
+    )
 }

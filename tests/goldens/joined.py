@@ -131,7 +131,8 @@ class Phi3V(Joined):
             local = states[1 : 1 + rows * columns].reshape(rows, columns, half, half, -1).permute(0, 2, 1, 3, 4)
             local = local.reshape(rows * half, columns * half, -1)
             ended = lambda grid: torch.cat([grid, sub.expand(len(grid), 1, -1)], dim=1).flatten(0, 1)
-            lines = torch.cat([ended(local), whole, ended(states[0])])
+            lines = [ended(local), whole, ended(states[0])]
+            lines = torch.cat(lines[::-1] if self.raw["embd_layer"]["hd_transform_order"] == "glb_sub" else lines)
             found.append(functional.linear(functional.gelu(functional.linear(lines, *layers[:2])), *layers[2:]))
         return found
 

@@ -85,6 +85,23 @@ def golden_prompt(backbone: Any, family: str, case: str) -> dict[str, np.ndarray
     return {"input_ids": golden_arrays(family, case)["input_ids"][None], **inputs}
 
 
+@functools.cache
+def held_out(family: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Returns of each held-out setting the configuration and shapes, and all arrays, `<setting>.<name>`."""
+    with np.load(GOLDENS / family / "held_out.npz") as file:
+        arrays = {name: file[name] for name in file.files}
+    return json.loads(arrays.pop("written").tobytes()), arrays
+
+
+def write_held_out(family: str, number: int, directory: Path) -> Path:
+    """Writes the directory of one held-out setting."""
+    written = held_out(family)[0][number]
+    directory = write_checkpoint(family, directory)
+    (directory / "config.json").write_text(json.dumps(written["config"]))
+    save_file(redraw_all(written["shapes"]), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def write_checkpoint(family: str, directory: Path, **changes: Any) -> Path:
     """Writes a whole Hugging Face directory of the tiny model: configuration, preprocessing and redrawn weights.
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from held_out import AXES, settings
 from joined import DeepseekVL2, Phi3V
 from PIL import Image
 from redraw import digest, draw_image, draw_numbers, redraw_all
@@ -44,6 +45,7 @@ from table import (
 
 HERE = Path(__file__).parent
 STEPS, LONG = 6, 200
+DIRECTIONS = draw_numbers("directions", 320, 16)
 JOINED = {"Phi3V": Phi3V, "DeepseekVL2": DeepseekVL2}
 
 
@@ -229,7 +231,8 @@ class Watch:
         inner = getattr(model, "model", model)
         language = getattr(inner, "language_model", None) or getattr(inner, "text_model", None) or inner
         self.values: dict[str, Any] = {}
-        self.config, self.stop = getattr(language, "config", None), False
+        self.axes = "mrope_section" in str(getattr(language, "config", "")) and inner is not language
+        self.stop = False
         language.register_forward_pre_hook(self.enter, with_kwargs=True)
         language.layers[0].register_forward_pre_hook(self.enter_layer, with_kwargs=True)
 
@@ -270,7 +273,7 @@ def positions_of(watch: Watch, length: int, first: int) -> Any:
     """Returns positions [1, T], or of three axes [3, 1, T]."""
     found = watch.values["position_ids"]
     found = first + torch.arange(length)[None] if found is None else found
-    if "mrope_section" in str(watch.config):
+    if watch.axes:
         return found[-3:] if found.ndim == 3 else found.expand(3, 1, -1)
     return found
 
@@ -382,10 +385,10 @@ def make(family: str, row: Row) -> None:
     out.mkdir(exist_ok=True)
     model, shapes = build(family, row, out)
     watch, processor = Watch(model), processor_of(row)
-    settings = {} if processor is None else json.loads(processor.to_json_string())
-    if settings := settings | row.settings:
+    written = {} if processor is None else json.loads(processor.to_json_string())
+    if written := written | row.settings:
         name = "processor_config.json" if row.model == "DeepseekVL2" else "preprocessor_config.json"
-        (out / name).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        (out / name).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
     (out / "shapes.json").write_text("{\n" + lines + "\n}\n")
 
@@ -403,12 +406,34 @@ def make(family: str, row: Row) -> None:
     print(f"{family:>20} {(out / 'arrays.npz').stat().st_size / 1024:7.1f} KiB")
 
 
+def make_held_out(family: str) -> None:
+    """Writes `held_out.npz`: ten settings' configurations and shapes, logits of the last token, sums of two others'."""
+    arrays: dict[str, np.ndarray] = {}
+    written = []
+    for number, row in enumerate(settings(family)):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                model, shapes = build(family, row, Path(folder))
+            except Exception as error:
+                raise ValueError(f"{family} {number}: {row.config}") from error
+            written.append({"config": json.loads((Path(folder) / "config.json").read_text()), "shapes": shapes})
+        found = run(row, model, Watch(model), Prompt(row, model, processor_of(row), "held", row.cases["held"]))
+        kept = {"input_ids": found["input_ids"], "position_ids": found["position_ids"], "last": found["logits"][-1]}
+        kept |= {"rows": found["rows"][:2], "sums": found["logits"][:2] @ DIRECTIONS[: found["logits"].shape[1]]}
+        arrays |= {f"{number}.{name}": value for name, value in kept.items()}
+    arrays["written"] = np.frombuffer(json.dumps(written).encode(), np.uint8)
+    np.savez_compressed(HERE / family / "held_out.npz", **arrays)
+    print(f"{family:>20} {(HERE / family / 'held_out.npz').stat().st_size / 1024:7.1f} KiB held out")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.no_grad():
         for family in sys.argv[1:] or FAMILIES:
             make(family, FAMILIES[family])
+            if family in AXES:
+                make_held_out(family)
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ TEXTS = {
         150,
     ),
     "qwen3_5_text": text("Qwen3_5", {**LINEAR, **rope(30.0, **SECTIONS)}, 150),
-    "qwen3_5_moe_text": text("Qwen3_5Moe", {**LINEAR_MOE, **rope(30.0, **SECTIONS)}, 150),
+    "qwen3_5_moe_text": Row("Qwen3_5Moe", {**LINEAR_MOE, **rope(30.0, **SECTIONS)}, {"text": [150]}),
 }
 
 # --------------------------------------------------------------------------------------------------- Qwen's towers
@@ -775,10 +775,7 @@ OTHERS = {
             "mm_tokens_per_image": 9,
         },
         WIDE,
-        (
-            "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
-            {"size": {"height": 24, "width": 24}, **HALVES},
-        ),
+        ("gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil", {"size": {"height": 24, "width": 24}, **HALVES}),
     ),
     "gemma4": Row(
         "Gemma4",

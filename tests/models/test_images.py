@@ -13,13 +13,9 @@ from kvpatch_jax.cache import decoded
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import FAMILIES, load, save
 from kvpatch_jax.models.inputs.processors import CONFIG_FILE, PROCESSOR_FILE, Settings, process_images
-from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.redraw import standard_values
 
-PIXELS = golden_arrays("qwen2_5_vl", "preprocessing")
-NAMES = sorted(name.removesuffix(".png") for name in PIXELS if name.endswith(".png"))
-with np.load(GOLDENS / "clip_options.npz") as file:
-    CLIP = {name: file[name] for name in file.files}
 VISIONS = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 
@@ -47,25 +43,59 @@ def stored(image, form="PNG", **options):
 # ------------------------------------------------------------------------------------------------------------ pixels
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pixels_are_transformers_bit_for_bit(name, tmp_path):
-    """Of a file, of its bytes and of a PIL image; modes and sizes of all kinds, with the class's own settings too."""
-    settings = settings_of(tmp_path, do_resize=True) if name == "default" else tiny()
-    path = tmp_path / "image.png"
-    path.write_bytes(PIXELS[f"{name}.png"].tobytes())
-    for source in (path, path.read_bytes(), Image.open(path)):
+def pil_images():
+    """Sizes and modes that Pillow reads; of the modes with transparency see below."""
+    for height, width in ((24, 40), (23, 37), (300, 500), (31, 6), (3, 3), (1, 40)):
+        yield pytest.param(Image.fromarray(picture(height, width)), id=f"{height}x{width}")
+    for mode in ("L", "1", "P", "CMYK", "YCbCr", "HSV"):
+        yield pytest.param(Image.fromarray(picture(24, 40)).convert(mode), id=mode)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("image", list(pil_images()))
+def test_pixels_are_transformers_bit_for_bit(image, own, tmp_path):
+    """Of a file, of its bytes and of a PIL image, with a directory's settings and the class's own."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    settings = settings_of(tmp_path, do_resize=True) if own else tiny()
+    theirs = Qwen2VLImageProcessorPil() if own else Qwen2VLImageProcessorPil.from_pretrained(GOLDENS / "qwen2_5_vl")
+    expected = theirs([image.convert("RGB")], return_tensors="np", input_data_format="channels_last")
+    path = tmp_path / "image.tiff"
+    image.save(path) if image.mode != "HSV" else image.convert("RGB").save(path)
+    for source in (path, path.read_bytes(), image):
         out = process_images([source], settings)
-        np.testing.assert_array_equal(out["pixel_values"], PIXELS[f"{name}.pixel_values"])
-        np.testing.assert_array_equal(out["image_grid_thw"], PIXELS[f"{name}.grid"])
-        assert (out["pixel_values"].dtype, out["image_grid_thw"].dtype) == (np.float32, np.int32)
+        for name, kind in (("pixel_values", np.float32), ("image_grid_thw", np.int32)):
+            np.testing.assert_array_equal(out[name], expected[name])
+            assert out[name].dtype == kind
 
 
-@pytest.mark.parametrize("case", sorted({name.split(".")[0] for name in CLIP}))
-def test_settings_are_followed_as_transformers_does(case, tmp_path):
-    """Left-out resizing and cropping, exact sizes, crops larger than the image, LLaVA's own padding to a square."""
-    settings = settings_of(tmp_path, "LlavaForConditionalGeneration", **json.loads(str(CLIP[f"{case}.settings"])))
-    found = process_images([CLIP[f"{case}.image"]], settings)["pixel_values"]
-    np.testing.assert_array_equal(found, CLIP[f"{case}.pixel_values"])
+SIDES = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "size"),
+    [
+        ("CLIP", {}, (15, 33)),
+        ("CLIP", {"do_resize": False}, (9, 33)),
+        ("CLIP", {"do_center_crop": False}, (20, 20)),
+        ("CLIP", {"size": {"height": 16, "width": 16}}, (15, 33)),
+        ("CLIP", {"size": {"shortest_edge": 13}}, (15, 33)),
+        ("Llava", {"do_pad": True}, (15, 34)),
+        ("Llava", {}, (31, 15)),
+        ("Siglip", {"size": {"height": 16, "width": 16}}, (31, 15)),
+    ],
+)
+def test_settings_and_class_are_those_that_a_directory_names(kind, options, size, tmp_path):
+    """Left-out steps, exact sizes, crops larger than the image, LLaVA's own padding to a square."""
+    import transformers
+
+    own = {**SIDES, **options} if kind != "Siglip" else options
+    theirs = getattr(transformers, f"{kind}ImageProcessorPil")(**own)
+    expected = theirs([Image.fromarray(picture(*size))], return_tensors="np")["pixel_values"]
+    named = {f"{kind}ImageProcessor", f"{kind}ImageProcessorFast"}
+    for name in named:
+        settings = settings_of(tmp_path, "LlavaForConditionalGeneration", **own, image_processor_type=name)
+        np.testing.assert_array_equal(process_images([picture(*size)], settings)["pixel_values"], expected)
 
 
 def test_a_wheel_of_processors_beside_changes_nothing():
@@ -126,7 +156,7 @@ def test_a_folder_without_readable_settings_is_refused(tmp_path):
 
 
 def test_images_of_several_sizes_need_one(tmp_path):
-    settings = settings_of(tmp_path, "LlavaForConditionalGeneration", **json.loads(str(CLIP["no_crop.settings"])))
+    settings = settings_of(tmp_path, "LlavaForConditionalGeneration", **SIDES, do_center_crop=False)
     with pytest.raises(InputError, match="CLIPImageProcessorPil fails"):
         process_images([picture(16, 16), picture(16, 32)], settings)
 

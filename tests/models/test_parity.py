@@ -14,6 +14,7 @@ from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
 from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-5
+BARS = {"qwen3_5_moe": 5e-5, "gemma4": 5e-5}
 DEFAULT = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_vl", "internvl", "gemma3", "qwen3_5_moe_text")
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
@@ -38,6 +39,8 @@ def cached_of(arrays, layout, channel):
 def test_equals_transformers(golden, family, case):
     backbone, arrays, inputs, tokens = golden(family, case)
 
+    bar = BARS.get(family, BAR)
+
     # What the family's processors make of images and what is drawn.
     for name, value in inputs.items():
         if family == "phi3_v" and name == "pixel_values":  # the small whole images are rounded as torch's bicubic
@@ -50,17 +53,17 @@ def test_equals_transformers(golden, family, case):
     assert np.array_equal(tokens.positions[0], arrays["position_ids"])
     assert np.asarray(tokens.positions).dtype == arrays["position_ids"].dtype
     found = np.asarray(tokens.embeddings)[0][arrays["embedded"]]
-    assert_close_to_largest(found, arrays["embeddings"], "embeddings", bar=BAR)
+    assert_close_to_largest(found, arrays["embeddings"], "embeddings", bar=bar)
 
     out = backbone.prefill(tokens, logits="all")
     engine = to_engine(backbone.layout, out.kv, tokens.positions, 0)
     for channel, value in engine.items():
         if channel in ("state", "tail"):
-            assert_close_to_largest(value[:, 0], arrays[channel], channel, bar=BAR)
+            assert_close_to_largest(value[:, 0], arrays[channel], channel, bar=bar)
         elif channel != "map":
             expected = cached_of(arrays, backbone.layout, channel)
-            assert_close_to_largest(value[:, 0][:, arrays["rows"]], expected, channel, bar=BAR)
-    assert_close_to_largest(np.asarray(out.logits)[0][arrays["rows"]], arrays["logits"], "logits", bar=BAR)
+            assert_close_to_largest(value[:, 0][:, arrays["rows"]], expected, channel, bar=bar)
+    assert_close_to_largest(np.asarray(out.logits)[0][arrays["rows"]], arrays["logits"], "logits", bar=bar)
 
     if family == "llama_dynamic":  # its regime ends with the prompt
         return
