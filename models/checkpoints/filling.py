@@ -13,7 +13,6 @@ PIECE = 1 << 20
 """Bytes at once: they stay in a core's second-level cache from the read to the last look at them."""
 _ROWS, _ALIASED_ROWS = 512, 128  # at once where axes change places; of rows that fall on the same sets of the cache
 _PAGE = 4096  # bytes; rows of a multiple of them do
-_SHORT_RUN = 4096  # bytes; below them, reading the gaps too is quicker than a call for each run
 
 Spans = tuple[tuple[int, int], ...]
 """A region: where each axis starts and stops."""
@@ -63,61 +62,28 @@ def _pieces(
                 yield (index, *place), piece[None], None if part is None else part[None]
         return
 
-    step = max(1, PIECE // _row_bytes(spans, stored.dtype))
+    row_bytes, stride = _row_bytes(spans, stored.dtype), math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    step = max(1, PIECE // row_bytes)
     straight = out.dtype == stored.dtype and out.flags.c_contiguous
     if len(spans) == 2 and not straight and out.strides[1] > out.strides[0]:
-        step = min(step, _ROWS if _row_bytes(spans, stored.dtype) % _PAGE else _ALIASED_ROWS)
-    rows = _Rows(stored, spans, 0 if straight else step)
+        step = min(step, _ROWS if row_bytes % _PAGE else _ALIASED_ROWS)
+    skip = sum(first for first, _ in spans[1:]) * stored.dtype.itemsize
+    buffer = np.empty((0 if straight else step, *out.shape[1:]), stored.dtype)
 
     for index in range(0, last - first, step):
         part = out[index : index + step]
-        place = (index, *[0] * (len(spans) - 1))
-        if straight:
-            yield place, rows.read(first + index, part), None
+        rows = part if straight else buffer[: len(part)]
+        start = stored.start + (first + index) * stride
+        if row_bytes == stride:
+            stored.file.read_into(rows, start)
         else:
-            yield place, rows.read(first + index, rows.buffer[: len(part)]), part
+            for number, row in enumerate(rows):
+                stored.file.read_into(row, start + number * stride + skip)
+        yield (index, *[0] * (len(spans) - 1)), rows, None if straight else part
 
 
 def _row_bytes(spans: Spans, dtype: np.dtype) -> int:
     return math.prod(stop - start for start, stop in spans[1:]) * dtype.itemsize
-
-
-class _Rows:
-    """Reads rows of the region of a tensor of one or two axes.
-
-    Attributes:
-      buffer: room for `count` rows.
-    """
-
-    def __init__(self, stored: StoredTensor, spans: Spans, count: int):
-        self._stored, inner = stored, spans[1:]
-        self._stride = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        self._run = _row_bytes(spans, stored.dtype)
-        self._skip = inner[0][0] if inner else 0
-        self._columns = slice(*inner[0]) if inner else slice(None)
-        self._whole = self._run == self._stride
-        self.buffer = np.empty((count, *[stop - start for start, stop in inner]), stored.dtype)
-
-    def read(self, row: int, out: np.ndarray) -> np.ndarray:
-        """Fills `out` with rows from this one on."""
-        begin = self._stored.start + row * self._stride
-        if self._whole:
-            self._stored.file.read_into(out, begin)
-        elif self._run >= _SHORT_RUN or self._stride > PIECE:
-            for index, each in enumerate(out):
-                self._stored.file.read_into(
-                    each, begin + index * self._stride + self._skip * self._stored.dtype.itemsize
-                )
-        else:
-            # Short runs close together: whole rows are read, and what lies between is thrown away.
-            count = max(1, PIECE // self._stride)
-            for index in range(0, len(out), count):
-                part = out[index : index + count]
-                around = np.empty((len(part), self._stored.shape[1]), self._stored.dtype)
-                self._stored.file.read_into(around, begin + index * self._stride)
-                part[...] = around[:, self._columns]
-
-        return out
 
 
 def convert(values: np.ndarray, out: np.ndarray) -> None:

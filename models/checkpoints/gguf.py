@@ -72,7 +72,6 @@ _TOP = {
     "output.weight": "lm_head.weight",
 }
 _FACTORS = "rope_freqs.weight"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -294,30 +293,15 @@ def _scaling(
 
 
 def _factor_scaling(path: str, stored: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the
-    factors.
+    """Returns the scaling that divides each frequency by the file's factors (Llama 3 computes them from its own): a
+    longrope whose two sets are alike, so that no regime changes them.
     """
-    half = config["head_dim"] // 2
-    factors = stored.astype(np.float64)
+    half, factors = config["head_dim"] // 2, stored.astype(np.float64)
     if factors.shape != (half,) or not np.isfinite(factors).all() or factors.min() <= 0:
         raise WeightsError(
             f"{path}: got tensor {_FACTORS!r} of shape {factors.shape} and numbers from {factors.min()} on; expected "
             f"{half} positive numbers"
         )
-    if np.allclose(factors, 1, rtol=1e-6):
-        return {"rope_type": "default"}
-
-    # What Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, the factor for long ones.
-    largest = float(str(np.float32(factors.max())))
-    low, high, original = _LLAMA3.values()
-    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, 2 * half, 2) / (2 * half))
-    between = (original / waves - low) / (high - low)
-    smooth = 1 / ((1 - between) / largest + between)
-    llama3 = np.where(waves < original / high, 1.0, np.where(waves > original / low, largest, smooth))
-    if np.allclose(factors, llama3, rtol=1e-5):
-        return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
-
-    # Any other factors are a longrope whose two sets are alike, so that no regime changes them.
-    longest = config["max_position_embeddings"]
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist(), "attention_factor": 1.0}
+    longest = config["max_position_embeddings"]
     return {"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": longest, **same}

@@ -216,7 +216,7 @@ def changed(change: str) -> dict[str, np.ndarray]:
         ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none"),
         ("magnitude", "lora_magnitude_vector', which matches none"),
         ("twice", "' twice; expected one"),
-        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' is not: it is tied"),
+        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' may be tied"),
         ("empty", "got no tensors"),
     ],
 )
@@ -242,7 +242,7 @@ def test_directories_that_hold_no_adapter(base, tmp_path):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
     with pytest.raises(
-        WeightsError, match=r"adapter_model\.safetensors: got no such file \(found \['adapter_model\.bin'\]"
+        WeightsError, match=r"adapter_model\.safetensors: got .*No such file"
     ):
         models.load(base("qwen2"), adapter=adapter)
     (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")

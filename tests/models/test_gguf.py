@@ -167,25 +167,17 @@ def scaling_of(path: Path) -> Scaling:
     return scaling
 
 
-def test_llama3s_factors_become_its_scaling(tmp_path: Path) -> None:
-    factors = factors_of_llama3(8.0, HEAD, 500000.0)
-    config = config_with_factors(tmp_path / "m.gguf", factors, rope__freq_base=500000.0)
-    assert config["rope_scaling"] == {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert scaling_of(tmp_path / "m.gguf").kind == "llama3"
-
-
-def test_other_factors_divide_the_frequencies(tmp_path: Path) -> None:
-    factors = np.array([1, 1.5, 2, 7], np.float32)
-    config_with_factors(tmp_path / "m.gguf", factors)
-    rope, plain = load(tmp_path / "m.gguf").layout.rope, load(write_model(tmp_path / "plain.gguf")).layout.rope
+def test_factors_divide_the_frequencies_and_those_of_llama3_are_its_scaling(tmp_path: Path) -> None:
+    factors, theta = factors_of_llama3(8.0, HEAD, 500000.0), {"rope__freq_base": 500000.0}
+    config_with_factors(tmp_path / "m.gguf", factors, **theta)
+    rope, plain = (load(path).layout.rope for path in (tmp_path / "m.gguf", write_model(tmp_path / "p.gguf", **theta)))
     assert np.allclose(rope.inverse_frequencies * factors, plain.inverse_frequencies, rtol=1e-6)
     assert rope.attention_scaling == 1.0
+
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    directory = write_directory(tmp_path / "hf", "llama", tiny_tensors("llama"), rope_parameters=llama3, rope_theta=5e5)
+    assert np.allclose(load(directory).layout.rope.inverse_frequencies, rope.inverse_frequencies, rtol=1e-6)
 
 
 def test_scaling_of_the_metadata(tmp_path: Path) -> None:

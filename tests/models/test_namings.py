@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.goldens.load_text import text_config, text_families, write_text_checkpoint
+from tests.goldens.load_text import text_families, write_text_checkpoint
 
 from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
@@ -266,7 +266,7 @@ def test_layers_with_experts_of_two_layouts_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_fused_layouts_are_told_apart_where_one_tensor_is_as_long_as_wide(width, inner, layout):
     changes = {"hidden_size": width, "moe_intermediate_size": inner, "num_local_experts": 3, "head_dim": 4}
-    raw = text_config("qwen3_moe") | changes
+    raw = golden_config("qwen3_moe") | changes
     config = models.FAMILIES["Qwen3MoeForCausalLM"].config(raw, "exact", None).text
     rows = {"gate_up_proj": (3, 2 * inner, width), "down_proj": (3, width, inner)}
     shapes = {name: shape if layout == "rows" else (3, shape[2], shape[1]) for name, shape in rows.items()}
