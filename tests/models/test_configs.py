@@ -136,6 +136,7 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; expected experts in every layer"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: got true, which is not built"),
     ],
 )
 def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
