@@ -168,7 +168,8 @@ def scaling_of(path: Path) -> Scaling:
 
 
 def test_factors_divide_the_frequencies_and_those_of_llama3_are_its_scaling(tmp_path: Path) -> None:
-    factors, theta = factors_of_llama3(8.0, HEAD, 500000.0), {"rope__freq_base": 500000.0}
+    factors = factors_of_llama3(8.0, HEAD, 500000.0)
+    theta: dict[str, Any] = {"rope__freq_base": 500000.0}
     config_with_factors(tmp_path / "m.gguf", factors, **theta)
     rope, plain = (load(path).layout.rope for path in (tmp_path / "m.gguf", write_model(tmp_path / "p.gguf", **theta)))
     assert np.allclose(rope.inverse_frequencies * factors, plain.inverse_frequencies, rtol=1e-6)
