@@ -117,8 +117,7 @@ def load(
             "load(…, dtype=)"
         )
 
-    # Under an adapter the weights of a GGUF file stay float32, so that the sum is rounded once.
-    source = files.source(config.text.dtype if adapter is None else "float32")
+    source = files.source()
     absent = [item for item in sorted(set(ignore) - passed_over) if not fnmatch.filter(source.tensors, item)]
     if absent:
         raise ConfigError(

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jax.typing import DTypeLike
-
 from kvpatch_jax.errors import ConfigError
 
 from .checkpoints import (
@@ -35,7 +33,7 @@ class Files:
 
     Attributes:
       name: what messages call its configuration. config: `config.json`, or what stands in its place.
-      source: dtype → the tensors; those of a GGUF file are dequantised to it.
+      source: opens the tensors; those of a GGUF file are float32.
       tokenizer: None where there is none; `without` says why.
       chat_template: None where there is none.
       stop_tokens: that end an answer; () where nothing says so. answer_tokens: how many it has at most, or None.
@@ -43,7 +41,7 @@ class Files:
 
     name: str
     config: dict[str, Any]
-    source: Callable[[DTypeLike], TensorSource]
+    source: Callable[[], TensorSource]
     tokenizer: Any
     without: str
     chat_template: ChatTemplate | None
@@ -55,7 +53,7 @@ class Files:
         if any(self.config.get(name) for name in ("dtype", "torch_dtype")):
             return None
         sizes: dict[str, int] = {}
-        for info in self.source("float32").tensors.values():
+        for info in self.source().tensors.values():
             if info.dtype in _FLOATS:
                 sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
         return _FLOATS[max(sizes, key=lambda name: sizes[name])] if sizes else None
@@ -79,7 +77,7 @@ def open_files(checkpoint: str | os.PathLike[str]) -> Files:
     return Files(
         name=str(root / "config.json"),
         config=config,
-        source=lambda dtype: SafetensorsSource(root),
+        source=lambda: SafetensorsSource(root),
         tokenizer=tokenizer,
         without=NO_TOKENIZER,
         chat_template=ChatTemplate.from_directory(root),

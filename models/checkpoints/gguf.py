@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.utils.optional_packages import require
@@ -72,7 +70,6 @@ _TOP = {
     "output.weight": "lm_head.weight",
 }
 _FACTORS = "rope_freqs.weight"
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def find_gguf(checkpoint: Path) -> Path | None:
@@ -118,20 +115,20 @@ class GgufConversion:
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
         self.config = _read_config(str(path), self.metadata, self._tensors)
 
-    def source(self, dtype: DTypeLike) -> "GgufSource":
-        """Opens the tensors, dequantised to `dtype`: float32, bfloat16 or float16."""
-        return GgufSource(self.path, self._tensors, self.config, dtype)
+    def source(self) -> "GgufSource":
+        """Opens the tensors."""
+        return GgufSource(self.path, self._tensors, self.config)
 
 
 class GgufSource:
-    """Tensors of a GGUF file by Hugging Face's names, dequantised in float32 where they are read and rounded once.
+    """Tensors of a GGUF file by Hugging Face's names, dequantised to float32 where they are read.
 
     Raises:
       WeightsError: a tensor whose rows its heads do not divide.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: DTypeLike):
-        self.origin, self._file, self._dtype = str(path), OpenFile(path), np.dtype(jnp.dtype(dtype))
+    def __init__(self, path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]):
+        self.origin, self._file = str(path), OpenFile(path)
         self._stored: dict[str, tuple[Any, int]] = {}
         heads, gemma = config["num_attention_heads"], config["model_type"] == "gemma3_text"
         names = _GEMMA_LAYER if gemma else _LAYER
@@ -153,8 +150,7 @@ class GgufSource:
                 self._stored[f"model.layers.{int(layer)}.{names[part]}.{end}"] = tensor, paired
             elif name != _FACTORS:
                 self._stored[name] = tensor, 0  # unknown, and reported as such
-        kind = _DTYPES[self._dtype.name]
-        self.tensors = {name: TensorInfo(_shape(tensor), kind) for name, (tensor, _) in self._stored.items()}
+        self.tensors = {name: TensorInfo(_shape(tensor), "F32") for name, (tensor, _) in self._stored.items()}
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it; of the file whole rows.
@@ -175,7 +171,7 @@ class GgufSource:
             return self._rows(tensor, 0, 1)[0][rows][span]
         rows = rows[span[0]]
         if not rows.size:
-            return np.empty([part.stop - part.start for part in span], self._dtype)
+            return np.empty([part.stop - part.start for part in span], np.float32)
         first = int(rows.min())
         return self._rows(tensor, first, int(rows.max()) + 1)[rows - first][:, *span[1:]]
 
@@ -189,8 +185,7 @@ class GgufSource:
             # Numbers that are not finite are refused by the reader, which knows their tensor.
             with np.errstate(all="ignore"):
                 numbers = quants.dequantize(data, tensor.tensor_type)
-                offset = self._offset if tensor.name.endswith("norm.weight") else 0.0
-                return (numbers - np.float32(offset)).astype(self._dtype)
+                return numbers - np.float32(self._offset if tensor.name.endswith("norm.weight") else 0.0)
         except NotImplementedError as error:
             raise WeightsError(
                 f"{self.origin}: got tensor {tensor.name!r} of type {tensor.tensor_type.name}; expected one that the "

@@ -23,8 +23,6 @@ from .filling import Spans, check_finite, convert, fill
 from .naming import SILENT
 from .source import TensorSource, stored_tensor
 
-_COMPARED = 1 << 22
-"""Values read at once where two tensors are compared."""
 _JOB = 8 << 20
 """Bytes of a parameter that one thread fills at a time."""
 _ALIGNMENT = 64
@@ -48,21 +46,9 @@ def tensor_shapes(source: TensorSource) -> dict[str, tuple[int, ...]]:
 
 
 def same_tensors(source: TensorSource, first: str, second: str) -> bool:
-    """Returns whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
-
-    Raises:
-      WeightsError: data that cannot be read.
-    """
-    if source.tensors[first] != source.tensors[second]:
-        return False
-
-    shape = source.tensors[first].shape
-    if not shape:
-        return np.array_equal(source.read(first), source.read(second))
-
-    step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
-    pieces = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
-    return all(np.array_equal(source.read(first, (piece,)), source.read(second, (piece,))) for piece in pieces)
+    """Returns whether two tensors of a checkpoint hold the same values."""
+    same = source.tensors[first] == source.tensors[second]
+    return same and np.array_equal(source.read(first), source.read(second))
 
 
 def load_weights(

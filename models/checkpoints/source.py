@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,13 +47,11 @@ class TensorInfo:
     dtype: str
 
 
-@runtime_checkable
 class TensorSource(Protocol):
     """Tensors by name. Wrappers (renamed, merged) state those of the checkpoint that results.
 
-    A source may also have `stored(name) -> StoredTensor | None`, as `SafetensorsSource` has, for tensors whose bytes
-    lie in a file as they are: these are then read in pieces of the cache's size. A wrapper hands on that of its inner
-    source (`stored_tensor`) for tensors that it leaves as they are.
+    A source may also have `stored(name)`, for tensors whose bytes lie in a file as they are: these are read in pieces
+    of the cache's size. A wrapper hands on that of its inner source.
 
     Attributes:
       origin: the directory or file, for messages.
@@ -101,24 +99,24 @@ class OpenFile:
         left = memoryview(out.reshape(-1).view(np.uint8))
         try:
             while left:
-                if hasattr(os, "preadv"):
-                    count = os.preadv(self._file, [left], start)
-                else:
-                    # Windows has one place per file.
-                    with self._lock:
-                        os.lseek(self._file, start, os.SEEK_SET)
-                        found = os.read(self._file, len(left))
-                    left[: len(found)] = found
-                    count = len(found)
+                count = (
+                    os.preadv(self._file, [left], start) if hasattr(os, "preadv") else self._read_locked(left, start)
+                )
                 if not count:
                     raise WeightsError(
                         f"{self.path}: got the end of the file; expected {len(left)} bytes from byte {start} on"
                     )
                 left, start = left[count:], start + count
         except OSError as error:
-            raise WeightsError(
-                f"{self.path}: got a file that cannot be read ({error}); expected a readable one"
-            ) from error
+            raise WeightsError(f"{self.path}: got a file that cannot be read ({error}); expected to read it") from error
+
+    def _read_locked(self, out: memoryview, start: int) -> int:
+        # Windows has one place per file.
+        with self._lock:
+            os.lseek(self._file, start, os.SEEK_SET)
+            found = os.read(self._file, len(out))
+        out[: len(found)] = found
+        return len(found)
 
     def check_unchanged(self) -> None:
         """Raises WeightsError where the file was written to, or has another size, since it was opened."""
