@@ -11,12 +11,11 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.goldens.load_text import text_config, text_families, write_text_checkpoint
 
 from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.models.decoder.weights import expert_layout
-from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
 
 WRITTEN = json.loads((GOLDENS / "namings.json").read_text())
 WEIGHTS = "model.safetensors"
@@ -33,8 +32,7 @@ def loaded(checkpoint) -> Callable[[str], models.ModelBackbone]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`checkpoint(family)`: the tiny model under the names of its golden. Read only."""
     root = tmp_path_factory.mktemp("namings")
-    write = lambda family: write_text_checkpoint if family in text_families() else write_checkpoint
-    return functools.cache(lambda family: write(family)(family, root / family))
+    return functools.cache(lambda family: write_checkpoint(family, root / family))
 
 
 def renamed(directory: Path, out: Path, tensors: Mapping[str, np.ndarray]) -> Path:
@@ -266,7 +264,7 @@ def test_layers_with_experts_of_two_layouts_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_fused_layouts_are_told_apart_where_one_tensor_is_as_long_as_wide(width, inner, layout):
     changes = {"hidden_size": width, "moe_intermediate_size": inner, "num_local_experts": 3, "head_dim": 4}
-    raw = text_config("qwen3_moe") | changes
+    raw = golden_config("qwen3_moe") | changes
     config = models.FAMILIES["Qwen3MoeForCausalLM"].config(raw, "exact", None).text
     rows = {"gate_up_proj": (3, 2 * inner, width), "down_proj": (3, width, inner)}
     shapes = {name: shape if layout == "rows" else (3, shape[2], shape[1]) for name, shape in rows.items()}
