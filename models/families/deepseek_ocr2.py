@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry
+from ..checkpoints import TensorEntry, module_entries
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.layers import Linear
-from ..decoder.weights import decoder_entries, expert_layout, linear_entries
+from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.pictures import TILES
 from ..inputs.processors import process_images, processor
 from ..towers.query_encoder import FEW, MANY, QueryEncoder, query_count, query_encoder_entries
@@ -148,7 +148,7 @@ def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
         *sam_neck_entries(config.vision, f"{sam}.neck", ("neck",), own),
         *sam_downsampling_entries(f"{sam}.{first}", f"{sam}.{second}", ("downsampling",)),
         *query_encoder_entries(config.encoder, f"{encoder}.", few, many, ("encoder",)),
-        *linear_entries("model.projector.layers" if own else "model.multi_modal_projector", ("projection",)),
+        *module_entries("model", (), {"projection": "projector.layers" if own else "multi_modal_projector"}),
         TensorEntry("model.view_seperator" if own else "model.view_separator", ("separator",)),
     ]
 
@@ -159,7 +159,6 @@ FAMILY = Family(
     module=DeepseekOcr2Model,
     entries=_entries,
     vision=Vision(processor("deepseek_ocr2.DeepseekOcr2"), process_images, view_tokens, view_plan, view_fills),
-    ignore=(r".*\.rotary_emb\.inv_freq",),
     model_type="deepseek_ocr2",
     template=TEMPLATE,
 )

@@ -10,7 +10,6 @@ from ..checkpoints import TensorEntry
 from ..decoder.weights import decoder_entries
 from ..inputs.processors import process_images, processor
 from ..towers.weights import clip_entries, projector_entries
-from . import namings
 from .config_file import ConfigFile
 from .family import Family, Shapes, Vision
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, read_vit, tile_fills, tile_plan, without_head
@@ -42,7 +41,5 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_images, tile_tokens, tile_plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl",
-    namings=namings.DEEPSEEK_VL,
 )

@@ -19,17 +19,17 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry, read_table
+from ..checkpoints import TensorEntry, fused_entries, module_entries, read_table
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need, read_decoder, read_deepseek_experts, read_latent, read_rope
-from ..decoder.weights import decoder_entries, expert_layout, fused_entries
+from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.pictures import HALVES, TILES, process_vl2
 from ..inputs.processors import PROCESSOR_FILE, own_settings
 from ..inputs.tokenizer_files import token_id
 from ..towers.projectors import Projector
 from ..towers.vit import ViT, ViTConfig
-from ..towers.weights import CONV2D, block_entries, norm_entries, projector_entries
+from ..towers.weights import TIMM, blocks, patch_entries, projector_entries
 from .config_file import ConfigFile, FamilyConfig, dtype_of, one_size
 from .family import Family, Shapes, Vision
 from .parsed import Table, parse
@@ -50,14 +50,6 @@ _BUILT = {"global_view_pos": "head", "tile_tag": "2D"}
 _BUILT_GLUE = {"projector_type": "downsample_mlp_gelu", "depth": 2, "token_pooling": False}
 _BUILT_VISION = {"class_token": False, "global_pool": "map", "ignore_head": True}
 _BUILT_TEXT = {"lm_head": True, "rm_head": False, "moe_layer_freq": 1}
-_TIMM = {
-    "attention_norm": "norm1",
-    "mlp_norm": "norm2",
-    "output": "attn.proj",
-    "mlp.inner": "mlp.fc1",
-    "mlp.outer": "mlp.fc2",
-}
-"""Our block's names to timm's."""
 TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
@@ -230,22 +222,15 @@ def _read(file: ConfigFile) -> DeepseekVL2Config:
 
 
 def _entries(config: DeepseekVL2Config, shapes: Shapes) -> list[TensorEntry]:
-    tower, text, place, blocks = config.vision, "language.model.", ("visual",), "vision.blocks.{layer}"
+    tower, text, place = config.vision, "language.model.", ("visual",)
     shape = (tower.width, tower.channels, tower.patch, tower.patch)
-    patches, layout = "vision.patch_embed.proj", expert_layout(config.text, shapes, text)
+    rows, layout = {part: tower.width for part in ("query", "key", "value")}, expert_layout(config.text, shapes, text)
     return [
         *decoder_entries(config.text, prefix=text, head="language.lm_head", fused_experts=layout),
-        TensorEntry(f"{patches}.weight", (*place, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
-        TensorEntry(f"{patches}.bias", (*place, "patch_embedding", "bias")),
+        *patch_entries("vision.patch_embed.proj", place, *shape),
         TensorEntry("vision.pos_embed", (*place, "position_embedding"), file_shape=(1, tower.tokens, tower.width)),
-        *block_entries(blocks, (*place, "blocks"), _TIMM),
-        *fused_entries(
-            f"{blocks}.attn.qkv",
-            (*place, "blocks"),
-            dict.fromkeys(("query", "key", "value"), tower.width),
-            bias=True,
-        ),
-        *norm_entries("vision.norm", (*place, "final_norm")),
+        *module_entries("vision", place, blocks("blocks", TIMM) | {"final_norm": "norm"}),
+        *fused_entries("vision.blocks.{layer}.attn.qkv", (*place, "blocks"), rows),
         *projector_entries("projector.layers.0", "projector.layers.2"),
         TensorEntry("image_newline", ("newline",)),
         TensorEntry("view_seperator", ("separator",)),
@@ -292,8 +277,6 @@ FAMILY = Family(
     module=DeepseekVL2Model,
     entries=_entries,
     vision=Vision(_SETTINGS, process_vl2, view_tokens, _plan, view_fills),
-    # The authors' forward leaves the pooling head out.
-    ignore=(r".*\.rotary_emb\.inv_freq", r"vision\.attn_pool\..*"),
     model_type=MODEL_TYPE,
     template=TEMPLATE,
     amend=_amend,

@@ -14,17 +14,16 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry
+from ..checkpoints import TensorEntry, module_entries
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
 from ..decoder.layers import ACTIVATIONS, Linear
-from ..decoder.weights import decoder_entries, linear_entries
+from ..decoder.weights import decoder_entries
 from ..inputs.processors import process_images, processor
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries
-from . import namings
 from .config_file import ConfigFile, FamilyConfig, one_size
 from .deepseek_vl import tile_tokens
 from .family import Family, Shapes, Vision
@@ -118,8 +117,11 @@ def _read(file: ConfigFile) -> HybridConfig:
     return file.config(HybridConfig, text, vision=tower, high=large, **file.tokens("image_token"))
 
 
+_ALIGNER = {"low_projection": "vision_proj", "high_projection": "high_res_vision_proj", "projection": "proj"}
+
+
 def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
-    large, aligner = "model.high_res_vision", "model.aligner"
+    large = "model.high_res_vision"
     return [
         *decoder_entries(config.text, prefix="model.language_model."),
         *clip_entries(config.vision, "model.vision_model"),
@@ -128,9 +130,7 @@ def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
         *sam_neck_entries(config.high, f"{large}_neck", ("global_neck",)),
         *sam_downsampling_entries(f"{large}_proj.conv1", f"{large}_proj.conv2", ("downsampling",)),
         TensorEntry(f"{large}_alpha", ("global_share",)),
-        *linear_entries(f"{aligner}.vision_proj", ("low_projection",)),
-        *linear_entries(f"{aligner}.high_res_vision_proj", ("high_projection",)),
-        *linear_entries(f"{aligner}.proj", ("projection",)),
+        *module_entries("model.aligner", (), _ALIGNER),
     ]
 
 
@@ -153,7 +153,5 @@ FAMILY = Family(
     module=HybridModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_images, tile_tokens, _plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl_hybrid",
-    namings=namings.DEEPSEEK_VL_HYBRID,
 )

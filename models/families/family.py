@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import WeightsError
 
-from ..checkpoints import LoRASource, Naming, TensorEntry, TensorSource, rename, same, translate
+from ..checkpoints import LoRASource, RenamedSource, TensorEntry, TensorSource, rename, same_tensors, translate
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime
@@ -148,9 +148,7 @@ class Family:
       video, audio: what is done with videos and with sounds; None for a family that takes none.
       join: (config, arrays of "image", "video", "audio" where there are such, these words in the prompt's order) → the
         prompt's arrays. A family whose images and videos have one placeholder puts their pixels in the prompt's order.
-      ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: of `config.json`, whose class of transformers, where there is one, completes it.
-      namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
       ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T], or None of a
         configuration that has none do so; None where attention is causal throughout.
       template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
@@ -167,9 +165,7 @@ class Family:
     video: Medium | None = None
     audio: Medium | None = None
     join: Callable[[Any, Mapping[str, Arrays], Sequence[str]], dict[str, Any]] = joined_arrays
-    ignore: tuple[str, ...] = ()
     model_type: str = ""
-    namings: tuple[Naming, ...] = ()
     ahead: Callable[[Any, np.ndarray], np.ndarray | None] | None = None
     template: str | None = None
     amend: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
@@ -190,65 +186,47 @@ class Family:
         found = {name: None if medium is None else medium.settings(directory) for name, medium in media.items()}
         return {f"{name}_config": settings for name, settings in found.items()}
 
-    def renamed(self, config: Config, source: TensorSource) -> TensorSource:
-        """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
+    def opened(
+        self, config: Any, source: TensorSource, adapter: str | os.PathLike[str] | None = None
+    ) -> tuple[Any, TensorSource]:
+        """Returns a checkpoint's tensors under the names of `entries`, with a LoRA adapter merged; and the
+        configuration with head and embedding tied or not, as the tensors show.
+
+        In a tied model a head that repeats the embedding is left out, one that differs counts, and one that stands
+        alone is the embedding.
 
         Raises:
-          WeightsError: names of two kinds, or none that is known.
-        """
-        return rename(source, self.namings, self.knows(config)) if self.namings else source
-
-    def merged(self, config: Config, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
-        """Returns a checkpoint's tensors, renamed already, with a LoRA adapter merged; its names may be of any of
-        `namings`.
-
-        Raises:
-          ConfigError, WeightsError: as `LoRASource`, or an adapter of an embedding that is the output head too.
+          ConfigError, WeightsError: as `rename` and `LoRASource`, or an adapter of an embedding that is the head too.
         """
         known = self.knows(config)
-        merged = LoRASource(source, adapter, lambda name: translate(self.namings or (same("", ""),), known, name))
-        head, embedding = self._head_names(config)
-        if config.text.tied_embeddings and embedding in merged.changed and head not in merged.changed:
-            raise WeightsError(
-                f"{os.fspath(adapter)}: got a change of {embedding!r}, which is the output head too; expected an "
-                f"adapter that leaves it, or one that holds {head!r} as well"
-            )
-        return merged
+        head, embedding = self.head_names(config)
+        source = rename(source, known)
+        if config.text.tied_embeddings and head in source.tensors and embedding not in source.tensors:
+            names = {name: name for name in source.tensors if name != head}
+            source = RenamedSource(source, names | {embedding: head})
+        if adapter is not None:
+            source = LoRASource(source, adapter, lambda name: translate(known, name))
+            if config.text.tied_embeddings and embedding in source.changed and head not in source.changed:
+                raise WeightsError(
+                    f"{os.fspath(adapter)}: got a change of {embedding!r}, which is the output head too; expected an "
+                    f"adapter that leaves it, or one that holds {head!r} as well"
+                )
+
+        own = head in source.tensors and config.text.tied_embeddings and not same_tensors(source, head, embedding)
+        return (with_tie(config, False) if own else config), source
 
     def knows(self, config: Config) -> Callable[[str], bool]:
         """Returns a function that says whether a name is one of the model's, whatever its numbers and however
         experts lie.
         """
-        # Untied, so that the output head is among them whether this configuration ties it or not.
-        patterns = [entry.pattern for entry in self.entries(with_tie(config, False), {})]
-        names = {_without_numbers(pattern) for pattern in patterns}
+        names = {_without_numbers(entry.pattern) for entry in self.entries(config, {})}
         experts = tuple({name.partition(_EXPERTS)[0] + _EXPERTS for name in names if _EXPERTS in name})
-        ignored = [re.compile(pattern) for pattern in self.ignore]
+        return lambda name: _without_numbers(name) in names or _without_numbers(name).startswith(experts)
 
-        def known(name: str) -> bool:
-            bare = _without_numbers(name)
-            return bare in names or bare.startswith(experts) or any(rule.fullmatch(name) for rule in ignored)
-
-        return known
-
-    def ignored(self, config: Config) -> tuple[str, ...]:
-        """Returns `ignore`, and the output head where it is tied to the embedding."""
-        return (*self.ignore, re.escape(self._head_names(config)[0])) if config.text.tied_embeddings else self.ignore
-
-    def _head_names(self, config: Config) -> tuple[str, str]:
+    def head_names(self, config: Config) -> tuple[str, str]:
         """Returns what the file calls the output head and the embedding."""
-        names = {entry.path[-2:]: entry.pattern for entry in self.entries(with_tie(config, False), {})}
-        return names["head", "kernel"], names["decoder", "embedding"]
-
-    def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool]) -> Any:
-        """Returns the configuration with head and embedding untied where the file has a head that differs.
-
-        Args:
-          config: as it was read. shapes: of the file's tensors. equal: whether two of them hold the same.
-        """
-        head, embedding = self._head_names(config)
-        own = head in shapes and embedding in shapes and not equal(head, embedding)
-        return with_tie(config, False) if own and config.text.tied_embeddings else config
+        names = {entry.path: entry.pattern for entry in self.entries(config, {})}
+        return names["decoder", "head", "kernel"], names["decoder", "embedding"]
 
 
 _EXPERTS = ".mlp.experts."

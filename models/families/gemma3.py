@@ -18,7 +18,6 @@ from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.processors import process_images, processor
 from ..towers.weights import clip_entries
-from . import namings
 from .config_file import ConfigFile
 from .family import Family, Run, Shapes, Vision, image_runs
 from .gemma_text import NORMS
@@ -74,8 +73,6 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_images, _tokens, tile_plan, tile_fills, _mark),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\..*inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
     model_type="gemma3",
-    namings=namings.GEMMA3,
     ahead=image_runs,
 )

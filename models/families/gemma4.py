@@ -87,6 +87,8 @@ def _read_vision(file: ConfigFile, text: DecoderConfig) -> Gemma4VisionConfig:
     heads, kv_heads = vision["num_attention_heads"], file.raw["vision_config"].get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ConfigError(f"vision num_key_value_heads: got {kv_heads}; expected {heads}, as many as heads")
+    if vision["attention_bias"]:
+        raise ConfigError("vision attention_bias: got true, which is not built; expected false")
     return Gemma4VisionConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
@@ -139,9 +141,9 @@ def _read_audio(raw: Mapping[str, Any], text: DecoderConfig) -> Gemma4AudioConfi
 
 def _entries(config: Gemma4Config, shapes: Shapes) -> list[TensorEntry]:
     entries = decoder_entries(config.text, prefix="model.language_model.", norms=NORMS)
-    entries += gemma4_vision_entries(config.vision, "model.vision_tower", "model.embed_vision")
+    entries += gemma4_vision_entries("model.vision_tower", "model.embed_vision")
     if config.audio is not None:
-        entries += gemma4_audio_entries(config.audio, "model.audio_tower", "model.embed_audio")
+        entries += gemma4_audio_entries("model.audio_tower", "model.embed_audio")
     return entries
 
 
@@ -272,11 +274,6 @@ FAMILY = Family(
         _audio_written,
         plan=_audio_plan,
         fills=lambda config: {},
-    ),
-    # What layers have no use for that read another's KV may be in files all the same.
-    ignore=(
-        r".*\.rotary_emb\..*inv_freq",
-        r"model\.language_model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",
     ),
     model_type="gemma4",
     ahead=_ahead,

@@ -15,7 +15,6 @@ import numpy as np
 from kvpatch_jax.errors import InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import processor
@@ -24,12 +23,9 @@ from ..inputs.videos import patch_settings, process_glm_videos
 from ..towers.glm4v import Glm4vVisionConfig, Glm4vVisionTower, glm4v_vision_entries, plan_patches
 from .config_file import ConfigFile, one_size
 from .family import Family, Medium, Run, Shapes
-from .image_family import TowerModel, check_width, qwen_vision
-from .qwen3_vl import QwenConfig, frame_grids
+from .image_family import TowerModel
+from .qwen import QwenConfig, frame_grids, qwen_vision, tower_sizes
 
-DENSE = "Glm4vForConditionalGeneration"
-MIXTURE = "Glm4vMoeForConditionalGeneration"
-EITHER = "Glm46VForConditionalGeneration"
 PREFIX = "model.language_model."
 
 
@@ -47,26 +43,14 @@ class Glm4vConfig(QwenConfig):
 
 def _read(file: ConfigFile) -> Glm4vConfig:
     text, vision = file.text("glm4v_text", "glm4v_moe_text"), file.part("vision_config")
-    width, patch = vision["out_hidden_size"], one_size(vision, "patch_size")
-    check_width("out_hidden_size", width, text)
+    sizes = tower_sizes(vision, text)
     tower = Glm4vVisionConfig(
-        depth=vision["depth"],
-        width=vision["hidden_size"],
-        heads=vision["num_heads"],
+        **sizes
         # GLM-4V's blocks are as wide inside as the tower's output, and its merger as `intermediate_size`.
-        intermediate=width,
-        merger=vision["intermediate_size"],
-        output_width=width,
-        patch=patch,
-        merge=vision["spatial_merge_size"],
-        temporal=one_size(vision, "temporal_patch_size"),
-        positions=one_size(vision, "image_size") // patch,
-        channels=vision["in_channels"],
-        activation=vision["hidden_act"],
-        theta=read_axial_theta(vision),
+        | {"intermediate": text.width, "merger": vision["intermediate_size"]},
+        positions=one_size(vision, "image_size") // sizes["patch"],
         norm_epsilon=vision["rms_norm_eps"],
         qkv_bias=vision["attention_bias"],
-        dtype=text.dtype,
     )
     edges = file.tokens("image_start_token", "image_end_token")
     return file.config(
@@ -136,8 +120,6 @@ VIDEO_SETTINGS = patch_settings(14, 112 * 112, 28 * 28 * 2 * 30000, fps=2, max_d
 
 
 def _family(architecture: str, model_type: str) -> Family:
-    # Files hold a layer for multi-token prediction behind the last, which is not run.
-    predicts = () if architecture == DENSE else (r"model\.language_model\.layers\.46\..*",)
     return Family(
         architecture=architecture,
         read=_read,
@@ -147,13 +129,15 @@ def _family(architecture: str, model_type: str) -> Family:
         vision=qwen_vision(plan_patches, "frames", settings=processor("glm4v.Glm4v", "glm46v.Glm46V")),
         video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
         join=_joined,
-        ignore=predicts,
         model_type=model_type,
     )
 
 
 FAMILIES = {
-    DENSE: _family(DENSE, "glm4v"),
-    MIXTURE: _family(MIXTURE, "glm4v_moe"),
-    EITHER: _family(EITHER, "glm46v"),
+    family.architecture: family
+    for family in (
+        _family("Glm4vForConditionalGeneration", "glm4v"),
+        _family("Glm4vMoeForConditionalGeneration", "glm4v_moe"),
+        _family("Glm46VForConditionalGeneration", "glm46v"),
+    )
 }

@@ -17,7 +17,6 @@ from ..inputs.pictures import CLIP_MEAN, CLIP_STD
 from ..inputs.processors import own_settings, process_images, processor
 from ..inputs.videos import process_internvl_videos
 from ..towers.weights import intern_vit_entries, projector_entries
-from . import namings
 from .config_file import ConfigFile, one_layer
 from .family import Family, Medium, Run, Shapes, Vision
 from .text_towers import PLAIN
@@ -102,5 +101,4 @@ FAMILY = Family(
     ),
     join=join_tiles(0, lambda arrays: arrays["num_patches"]),
     model_type="internvl",
-    namings=namings.INTERNVL,
 )

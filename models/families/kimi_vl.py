@@ -219,7 +219,6 @@ def _family(architecture: str) -> Family:
         entries=_entries,
         vision=Vision(settings, process_kimi, _tokens, _plan, fills=lambda config: {"images": 1}),
         video=_VIDEO if form.video else None,
-        ignore=(r".*\.rotary_emb\.inv_freq",),
         model_type=form.model,
     )
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.processors import process_images, processor
-from ..towers.projectors import TileConfig, best_resolution, packing_index
+from ..towers.projectors import TileConfig, packing_index, unpadded_grid
+from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
-from . import mistral3, namings
+from . import mistral3
 from .config_file import ConfigFile, one_layer
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders
@@ -50,44 +51,51 @@ def _read(file: ConfigFile) -> Any:
             raise ConfigError(
                 "vision_feature_select_strategy: got 'full', which is not built for LLaVA-NeXT; expected 'default'"
             )
-        points = tuple((int(height), int(width)) for height, width in need(model, "image_grid_pinpoints"))
-        tiles = TileConfig(tower.image, tower.side, points)
+        tiles = read_tiles(model, tower)
 
     bias = model["multimodal_projector_bias"]
     glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
     return file.config(ViTModelConfig, text, vision=tower, glue=glue, **file.tokens("image_token"))
 
 
-def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+def read_tiles(model: Mapping[str, Any], tower: ViTConfig) -> TileConfig:
+    """Reads the resolutions into which images are cut."""
+    points = tuple((int(height), int(width)) for height, width in need(model, "image_grid_pinpoints"))
+    return TileConfig(tower.image, tower.side, points)
+
+
+def llava_entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
     glue = "multi_modal_projector"
     entries = [*decoder, *clip_entries(config.vision, "vision_tower")]
-    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", bias=config.glue.bias)
+    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2")
     return entries + ([TensorEntry("image_newline", ("newline",))] if config.glue.tiles else [])
 
 
-def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Plans tiles [images,most tiles,…], of which each image has as many as its size asks for."""
-    if arrays.get("pixel_values") is None:
-        return None
+def tile_sizes(config: ViTModelConfig, arrays: Mapping[str, Any]) -> np.ndarray:
+    """Returns the sizes of the images whose tiles `pixel_values` [images, most tiles, …] has, which it checks.
 
-    tiles, sizes = config.glue.tiles, np.asarray(need(arrays, "image_sizes"))
+    Raises:
+      InputError: another shape than the sizes ask for.
+    """
+    tiles, sizes, vision = config.glue.tiles, np.asarray(need(arrays, "image_sizes")), config.vision
     assert tiles is not None
-    most = arrays["pixel_values"].shape[1]
-    order = packing_index(tiles, sizes)
-    counts = []
-    for height, width in sizes.tolist():
-        rows, columns = best_resolution(height, width, tiles.pinpoints)
-        counts.append(1 + (rows // tiles.image) * (columns // tiles.image))
+    most = max(unpadded_grid(tiles, height, width, 0)[0] for height, width in sizes.tolist())
+    found, expected = np.shape(arrays["pixel_values"]), (len(sizes), most, vision.channels, vision.image, vision.image)
+    if found != expected:
+        raise InputError(f"pixel_values: got shape {found}; expected {expected}")
+    return sizes
 
-    # `packing_index` counts real tiles alone; here each image has room for as many as the largest has.
-    real = np.concatenate([image * most + np.arange(count) for image, count in enumerate(counts)])
-    size = config.tile_tokens
-    newline = len(sizes) * most * size
-    number = np.append((real[:, None] * size + np.arange(size)).reshape(-1), newline)[order].astype(np.int32)
-    shape = (len(sizes), max(counts), config.vision.channels, config.vision.image, config.vision.image)
-    check_placeholders(input_ids, (config.image_token,), number.size, arrays["pixel_values"], shape)
-    return {"order": number}
+
+def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    pixel_values, tiles = arrays.get("pixel_values"), config.glue.tiles
+    if pixel_values is None:
+        return None
+    assert tiles is not None
+    sizes = tile_sizes(config, arrays)
+    order = packing_index(tiles, sizes, np.shape(pixel_values)[1])
+    check_placeholders(input_ids, (config.image_token,), order.size, pixel_values, np.shape(pixel_values))
+    return {"order": order}
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
@@ -101,11 +109,9 @@ def _family(architecture: str, model_type: str, vision: Vision) -> Family:
         architecture=architecture,
         read=_read,
         module=ViTModel,
-        entries=_entries,
+        entries=llava_entries,
         vision=vision,
-        ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
         model_type=model_type,
-        namings=namings.LLAVA if architecture == LLAVA else namings.LLAVA_NEXT,
     )
 
 

@@ -1,4 +1,4 @@
-"""What Qwen2.5-Omni and Qwen3-Omni share: their thinkers' configuration, model, positions, sounds and videos.
+"""Qwen2.5-Omni's and Qwen3-Omni's thinkers: Qwen2.5-VL or Qwen3-VL-MoE beside an audio encoder.
 
 A thinker is a vision tower, an audio encoder and a decoder. Full releases hold a talker and a vocoder beside it, whose
 tensors are not read. Source: transformers' Qwen2_5OmniThinkerForConditionalGeneration and
@@ -7,55 +7,40 @@ Qwen3OmniMoeThinkerForConditionalGeneration.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvpatch_jax.cache import Video
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import Naming, same
+from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
+from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.positions import PositionRule, get_rope_positions
 from ..inputs.processors import Reader, Settings
 from ..inputs.sounds import process_whisper, whisper_settings
 from ..inputs.texts import texts_of
 from ..inputs.video_frames import FPS
-from ..inputs.videos import process_qwen2_videos
-from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
+from ..inputs.videos import patch_settings, process_qwen2_videos
+from ..towers import qwen2_5, qwen3
+from ..towers.qwen_audio import FILLS, AudioConfig, Qwen3AudioTower, Qwen25AudioTower, plan_audio
+from ..towers.weights import QWEN2_5, QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries, qwen_vision_entries
 from .config_file import ConfigFile
-from .family import VIDEO_SOUNDS, Family, Medium
-from .image_family import TowerModel, qwen_written
+from .family import VIDEO_SOUNDS, Family, Medium, Shapes
+from .image_family import TowerModel
 from .parsed import Table
-from .qwen3_vl import QwenConfig
+from .qwen import QwenConfig, qwen_vision, video_written
+from .qwen2_vl import read_qwen2_5_tower
+from .qwen3_vl import read_qwen3_tower
 
 MARKS = {"vision_start_token": 151652, "vision_end_token": 151653, "audio_end_token": None}
 """Ids that the classes do not name, where `config.json` leaves them out."""
-PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
-NAMINGS = (
-    same("as a thinker of its own", *PARTS),
-    Naming("as released, the thinker beside a talker", tuple((f"thinker.{part}", part) for part in PARTS)),
-    Naming(
-        "as transformers' modules (save_original_format=False, state dictionaries of training scripts)",
-        (
-            ("model.language_model.", "model."),
-            ("model.visual.", "visual."),
-            ("model.audio_tower.", "audio_tower."),
-            ("lm_head.", "lm_head."),
-        ),
-    ),
-)
-IGNORE = (
-    r"talker\..*",
-    r"token2wav\..*",
-    r"code2wav\..*",
-    r"audio_tower\.audio_bos_eos_token\..*",
-)
-"""Tensors of a full release that a thinker does not read. Its forward never reads the audio encoder's own marks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,15 +63,13 @@ class OmniConfig(QwenConfig):
             )
 
 
-def read_thinker(
-    file: ConfigFile, thinker: Family, read_tower: Callable[[Mapping[str, Any], DecoderConfig], Any]
-) -> OmniConfig:
+def _read(file: ConfigFile, thinker: str, read_tower: Callable[[Mapping[str, Any], DecoderConfig], Any]) -> OmniConfig:
     """Reads `config.json` of a thinker, or of a full release that has one inside, with the release's dtype."""
     inside = file.raw.get("thinker_config")
     if inside is not None:
         typed = {name: file.raw[name] for name in ("dtype", "torch_dtype") if file.raw.get(name) is not None}
-        raw = typed | dict(inside) | {"architectures": [thinker.architecture]}
-        file = dataclasses.replace(file, family=thinker, raw=raw, model=file.model["thinker_config"])
+        raw = typed | dict(inside) | {"architectures": [thinker]}
+        file = dataclasses.replace(file, family=FAMILIES[thinker], raw=raw, model=file.model["thinker_config"])
     model, text = file.model, file.text()
     return file.config(
         OmniConfig,
@@ -244,4 +227,79 @@ def video_medium(settings: Reader, interleaved: Callable[..., np.ndarray]) -> Me
         mixed = interleaved(shown, count, config.tokens_per_second)
         return [*start, *before, *np.where(mixed, config.video_token, config.audio_token).tolist(), *after, *end]
 
-    return Medium(settings, process, tokens, qwen_written)
+    return Medium(settings, process, tokens, video_written)
+
+
+SECONDS = 2.0
+"""Of a video and of its sound, that follow each other in turn in Qwen2.5-Omni."""
+
+
+def by_turns(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound: two seconds of the one, then of the other.
+
+    A turn ends at the first token that is beyond it, at most one turn per token, as in the authors' code.
+    """
+    size = int(rate * SECONDS)
+    turns = []
+    for times in (shown * rate, np.arange(sounds)):
+        edges = [0]
+        for number, time in enumerate(times):
+            if time >= len(edges) * size:
+                edges.append(number)
+        turns.append(np.diff([*edges, len(times)]))
+    lengths = itertools.zip_longest(*turns, fillvalue=0)
+    return np.concatenate([np.repeat([True, False], pair) for pair in lengths])
+
+
+def by_time(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound by time; at the same time the video's come first."""
+    times = np.concatenate([shown * rate, np.arange(sounds)])
+    return np.argsort(times, kind="stable") < len(shown)
+
+
+def _entries_2_5(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
+    vision = qwen_vision_entries(config.vision, QWEN2_5, "visual")
+    return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
+
+
+def _entries_3(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
+    decoder = decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."))
+    vision = qwen3_vision_entries(config.vision, "visual", mergers=QWEN3_OMNI_MERGERS)
+    return decoder + vision + qwen_audio_entries(config.audio, "audio_tower")
+
+
+def _families(name: str, model_type: str, read_tower: Callable[..., Any], padded: bool, **parts: Any) -> list[Family]:
+    """Returns the families of a thinker alone and of a full release; sounds are `padded` with silence, or mirrored."""
+    thinker = f"{name}ThinkerForConditionalGeneration"
+    read = functools.partial(_read, thinker=thinker, read_tower=read_tower)
+    alone = Family(thinker, read, audio=sound_medium(padded), model_type=f"{model_type}_thinker", **parts)
+    return [alone, dataclasses.replace(alone, architecture=f"{name}ForConditionalGeneration", model_type=model_type)]
+
+
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        *_families(
+            "Qwen2_5Omni",
+            "qwen2_5_omni",
+            functools.partial(read_qwen2_5_tower, fused=False),
+            padded=True,
+            module=functools.partial(OmniModel, qwen2_5.Qwen25VisionTower, Qwen25AudioTower),
+            entries=_entries_2_5,
+            positions=omni_positions(fractional=False),
+            vision=qwen_vision(qwen2_5.plan_patches, "windows", "frames"),
+            video=video_medium(patch_settings(14, 128 * 28 * 28, 768 * 28 * 28), by_turns),
+        ),
+        *_families(
+            "Qwen3OmniMoe",
+            "qwen3_omni_moe",
+            read_qwen3_tower,
+            padded=False,
+            module=functools.partial(OmniModel, qwen3.Qwen3VisionTower, Qwen3AudioTower),
+            entries=_entries_3,
+            positions=omni_positions(fractional=True),
+            vision=qwen_vision(qwen3.plan_patches, "frames"),
+            video=video_medium(patch_settings(16, 128 * 32 * 32, 768 * 32 * 32, halves=True), by_time),
+        ),
+    )
+}

@@ -176,13 +176,8 @@ _TABLES = {
 
 def _entries(config: Phi3VConfig, shapes: Shapes) -> list[TensorEntry]:
     place, wide = "model.vision_embed_tokens", config.vision.width * SHUFFLE**2
-    text = decoder_entries(config.text, fused=("gate_up", "qkv"))
-    # The authors' modules hold the embedding twice, and a file that is written of them has one of the two names.
-    embedding, twice = "model.embed_tokens.weight", f"{place}.wte.weight"
-    if twice in shapes and embedding not in shapes:
-        text = [dataclasses.replace(entry, pattern=twice) if entry.pattern == embedding else entry for entry in text]
     return [
-        *text,
+        *decoder_entries(config.text, fused=("gate_up", "qkv")),
         *clip_entries(config.vision, f"{place}.img_processor.vision_model"),
         *projector_entries(f"{place}.img_projection.0", f"{place}.img_projection.2"),
         TensorEntry(f"{place}.sub_GN", ("row_end",), file_shape=(1, 1, 1, wide)),
@@ -262,7 +257,6 @@ FAMILY = Family(
     module=Phi3VModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_phi3_v, _tokens, _plan, _fills, spelling=r"<\|image_\d+\|>"),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_embed_tokens\.wte\.weight"),
     model_type="phi3_v",
     template=TEMPLATE,
 )

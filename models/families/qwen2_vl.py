@@ -1,7 +1,7 @@
-"""Qwen2-VL (also QVQ, UI-TARS, ShowUI, OS-Atlas): configuration, weight map and the assembled backbone.
+"""Qwen2-VL (also QVQ, UI-TARS, ShowUI, OS-Atlas) and Qwen2.5-VL.
 
-Source: transformers' Qwen2VLForConditionalGeneration, whose released (flat) and newer (nested) configurations are both
-read. Positions are Qwen2.5-VL's without seconds: a video's time axis counts temporal patches.
+Sources: transformers' Qwen2VLForConditionalGeneration and Qwen2_5_VLForConditionalGeneration. A video's time axis
+counts temporal patches in Qwen2-VL, seconds in Qwen2.5-VL.
 """
 
 import dataclasses
@@ -11,20 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from ..decoder.hf_config import read_axial_theta
+from kvpatch_jax.errors import ConfigError
+
+from ..decoder.config import DecoderConfig
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
-from ..inputs.videos import process_qwen2_videos
-from ..towers.qwen2 import Qwen2VisionConfig, Qwen2VisionTower, plan_patches
-from ..towers.weights import qwen2_vision_entries
-from . import namings
-from .config_file import ConfigFile, one_size
+from ..inputs.videos import patch_settings, process_qwen2_videos
+from ..towers import qwen2, qwen2_5
+from ..towers.weights import QWEN2, QWEN2_5, qwen_vision_entries
+from .config_file import ConfigFile
 from .family import Family, Medium
-from .image_family import TowerModel, check_width, qwen_vision, qwen_written
-from .qwen2_5_vl import VIDEO_SETTINGS, video_tokens
-from .qwen3_vl import QWEN_TOKENS, QwenConfig
+from .image_family import TowerModel
+from .qwen import TOKENS, QwenConfig, qwen_vision, tower_sizes, video_tokens, video_written
 
-ARCHITECTURE = "Qwen2VLForConditionalGeneration"
+VIDEO_SETTINGS = patch_settings(14, 128 * 28 * 28, 28 * 28 * 768)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,42 +35,75 @@ class Qwen2VLConfig(QwenConfig):
     video_rule: VideoRule = "max"
 
 
-def _read(file: ConfigFile) -> Qwen2VLConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen25VLConfig(Qwen2VLConfig):
+    """The whole backbone, whose videos' positions count seconds."""
+
+    tokens_per_second: int
+
+
+def read_qwen2_5_tower(
+    vision: Mapping[str, Any], text: DecoderConfig, fused: bool = True
+) -> qwen2_5.Qwen25VisionConfig:
+    """Reads the tower (also Qwen2.5-Omni's, whose query, key and value are not `fused`)."""
+    full = tuple(vision["fullatt_block_indexes"])
+    sizes = tower_sizes(vision, text)
+    return qwen2_5.Qwen25VisionConfig(**sizes, window=need(vision, "window_size"), full_layers=full, fused=fused)
+
+
+def _read_2(file: ConfigFile) -> Qwen2VLConfig:
     text, vision = file.text(), file.part("vision_config")
     # `hidden_size` is the width that the merger gives, `embed_dim` the tower's own.
-    check_width("hidden_size", vision["hidden_size"], text)
-    tower = Qwen2VisionConfig(
-        depth=vision["depth"],
-        width=vision["embed_dim"],
-        heads=vision["num_heads"],
-        intermediate=int(vision["embed_dim"] * vision["mlp_ratio"]),
-        output_width=vision["hidden_size"],
-        patch=one_size(vision, "patch_size"),
-        merge=vision["spatial_merge_size"],
-        temporal=one_size(vision, "temporal_patch_size"),
-        channels=vision["in_channels"],
-        activation=vision["hidden_act"],
-        theta=read_axial_theta(vision),
-        dtype=text.dtype,
-    )
-    return file.config(Qwen2VLConfig, text, vision=tower, **file.tokens(*QWEN_TOKENS))
+    own = {"width": vision["embed_dim"], "intermediate": int(vision["embed_dim"] * vision["mlp_ratio"])}
+    tower = qwen2.Qwen2VisionConfig(**tower_sizes(vision, text, "hidden_size") | own)
+    return file.config(Qwen2VLConfig, text, vision=tower, **file.tokens(*TOKENS))
+
+
+def _read_2_5(file: ConfigFile) -> Qwen25VLConfig:
+    text, vision = file.text(), file.part("vision_config")
+    if text.activation != "silu":
+        raise ConfigError(f"hidden_act: got {text.activation!r} for Qwen2.5-VL; expected 'silu'")
+    rate, tower = need(vision, "tokens_per_second"), read_qwen2_5_tower(vision, text)
+    return file.config(Qwen25VLConfig, text, vision=tower, tokens_per_second=rate, **file.tokens(*TOKENS))
 
 
 def _positions(config: Qwen2VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+    rate = getattr(config, "tokens_per_second", None)
     pads = (config.image_token, config.video_token)
-    rule = PositionRule(*pads, config.vision.merge, video_rule=config.video_rule)
+    rule = PositionRule(*pads, config.vision.merge, rate or 1, video_rule=config.video_rule)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, None, rule)
+    seconds = None if rate is None else arrays.get("second_per_grid_ts")
+    return get_rope_positions(input_ids, *grids, seconds, rule)
 
 
-FAMILY = Family(
-    architecture=ARCHITECTURE,
-    read=_read,
-    module=functools.partial(TowerModel, Qwen2VisionTower),
-    entries=lambda config, shapes: decoder_entries(config.text) + qwen2_vision_entries(config.vision, "visual"),
-    positions=_positions,
-    vision=qwen_vision(plan_patches, "frames"),
-    video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
-    model_type="qwen2_vl",
-    namings=namings.QWEN2_5_VL,
-)
+_VIDEO = Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, video_written)
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        Family(
+            architecture="Qwen2VLForConditionalGeneration",
+            read=_read_2,
+            module=functools.partial(TowerModel, qwen2.Qwen2VisionTower),
+            entries=lambda config, _: (
+                decoder_entries(config.text) + qwen_vision_entries(config.vision, QWEN2, "visual")
+            ),
+            positions=_positions,
+            vision=qwen_vision(qwen2.plan_patches, "frames"),
+            video=_VIDEO,
+            model_type="qwen2_vl",
+        ),
+        Family(
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            read=_read_2_5,
+            module=functools.partial(TowerModel, qwen2_5.Qwen25VisionTower),
+            entries=lambda config, _: [
+                *decoder_entries(config.text),
+                *qwen_vision_entries(config.vision, QWEN2_5, "visual"),
+            ],
+            positions=_positions,
+            vision=qwen_vision(qwen2_5.plan_patches, "windows", "frames"),
+            video=_VIDEO,
+            model_type="qwen2_5_vl",
+        ),
+    )
+}

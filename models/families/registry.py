@@ -11,13 +11,11 @@ from . import (
     internvl,
     kimi_vl,
     llava,
+    llava_onevision,
     mistral3,
+    omni,
     phi3_v,
-    qwen2_5_omni,
-    qwen2_5_vl,
     qwen2_vl,
-    qwen3_5,
-    qwen3_omni,
     qwen3_vl,
     smolvlm,
 )
@@ -27,13 +25,11 @@ from .text_families import TEXT_FAMILIES
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        qwen2_vl.FAMILY,
-        qwen2_5_vl.FAMILY,
+        *qwen2_vl.FAMILIES.values(),
         *qwen3_vl.FAMILIES.values(),
-        *qwen3_5.FAMILIES.values(),
-        *qwen2_5_omni.FAMILIES.values(),
-        *qwen3_omni.FAMILIES.values(),
+        *omni.FAMILIES.values(),
         *llava.FAMILIES.values(),
+        llava_onevision.FAMILY,
         *kimi_vl.FAMILIES.values(),
         *glm4v.FAMILIES.values(),
         mistral3.FAMILY,

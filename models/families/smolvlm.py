@@ -11,8 +11,8 @@ import numpy as np
 from kvpatch_jax.cache import ImageSource
 from kvpatch_jax.errors import InputError
 
-from ..checkpoints import TensorEntry
-from ..decoder.weights import decoder_entries, linear_entries
+from ..checkpoints import TensorEntry, module_entries
+from ..decoder.weights import decoder_entries
 from ..inputs.pictures import HALVES
 from ..inputs.processors import Settings, own_settings, process_images, processor
 from ..inputs.videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
@@ -36,7 +36,7 @@ def _read(file: ConfigFile) -> ViTModelConfig:
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     entries = decoder_entries(config.text, prefix="model.text_model.")
     entries += clip_entries(config.vision, "model.vision_model")
-    return entries + linear_entries("model.connector.modality_projection.proj", ("projector",), bias=False)
+    return entries + module_entries("model.connector", (), {"projector": "modality_projection.proj"})
 
 
 def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -138,6 +138,5 @@ FAMILY = Family(
         SMOLVLM_TEMPLATE,
     ),
     join=join_tiles(1, _tile_counts),
-    ignore=(r".*\.rotary_emb\.inv_freq",),
     model_type="smolvlm",
 )

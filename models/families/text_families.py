@@ -8,13 +8,12 @@ from typing import Any
 
 from flax import nnx
 
-from ..checkpoints import Naming, TensorEntry
+from ..checkpoints import TensorEntry
 from ..decoder.decoder import Decoder
 from ..decoder.weights import decoder_entries, expert_layout
 from .config_file import ConfigFile, FamilyConfig, dtype_of
 from .family import Family, Shapes
 from .gemma_text import NORMS
-from .namings import QWEN3_5_TEXT
 from .text_towers import ReadText, read_hybrid, read_text
 
 
@@ -29,14 +28,7 @@ def _read_hybrid(raw: Any, angles: str, regime: Any = None) -> Any:
     return read_hybrid(raw, angles, regime, axes=False)
 
 
-def text_family(
-    architecture: str,
-    model_type: str,
-    read: ReadText = read_text,
-    namings: tuple[Naming, ...] = (),
-    ignore: tuple[str, ...] = (),
-    **options: Any,
-) -> Family:
+def text_family(architecture: str, model_type: str, read: ReadText = read_text, **options: Any) -> Family:
     """Returns a family of text checkpoints; `options` go to `decoder_entries`."""
 
     def config(file: ConfigFile) -> FamilyConfig:
@@ -46,12 +38,9 @@ def text_family(
     def entries(config: FamilyConfig, shapes: Shapes) -> list[TensorEntry]:
         return decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."), **options)
 
-    ignore = (r".*\.rotary_emb\.inv_freq", *ignore)
-    return Family(architecture, config, TextModel, entries, ignore=ignore, model_type=model_type, namings=namings)
+    return Family(architecture, config, TextModel, entries, model_type=model_type)
 
 
-# Layers for multi-token prediction, and a whole release's tower beside a text model's configuration.
-_QWEN3_5 = (r"mtp\..*", r"model\.visual\..*")
 TEXT_FAMILIES = {
     family.architecture: family
     for family in (
@@ -60,22 +49,15 @@ TEXT_FAMILIES = {
         text_family("Qwen2ForCausalLM", "qwen2"),
         text_family("Qwen3ForCausalLM", "qwen3"),
         text_family("Qwen3MoeForCausalLM", "qwen3_moe"),
-        text_family("Qwen3NextForCausalLM", "qwen3_next", ignore=(r"mtp\..*",)),
-        text_family("Qwen3_5ForCausalLM", "qwen3_5_text", _read_hybrid, QWEN3_5_TEXT, _QWEN3_5),
-        text_family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_hybrid, QWEN3_5_TEXT, _QWEN3_5),
+        text_family("Qwen3NextForCausalLM", "qwen3_next"),
+        text_family("Qwen3_5ForCausalLM", "qwen3_5_text", _read_hybrid),
+        text_family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_hybrid),
         text_family("GlmForCausalLM", "glm", fused=("gate_up",)),
         text_family("Glm4ForCausalLM", "glm4", fused=("gate_up",)),
         text_family("Gemma3ForCausalLM", "gemma3_text", norms=NORMS),
-        text_family(
-            "Gemma4ForCausalLM",
-            "gemma4_text",
-            # What layers have no use for that read another's KV may be in files all the same.
-            ignore=(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",),
-            norms=NORMS,
-        ),
+        text_family("Gemma4ForCausalLM", "gemma4_text", norms=NORMS),
         text_family("Phi3ForCausalLM", "phi3", fused=("gate_up", "qkv")),
         text_family("DeepseekV2ForCausalLM", "deepseek_v2"),
-        # Files have one layer more than the model, which is not run.
-        text_family("DeepseekV3ForCausalLM", "deepseek_v3", ignore=(r"model\.layers\.61\..*",)),
+        text_family("DeepseekV3ForCausalLM", "deepseek_v3"),
     )
 }

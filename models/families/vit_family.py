@@ -33,7 +33,8 @@ class GlueConfig:
       shuffle: side of the square of features that become one (pixel shuffle, or where pooled their average); 1 for
         none.
       norm_epsilon: of a layer norm in front of the maps; None for none.
-      tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row.
+      tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row. most_tiles: beyond which LLaVA-OneVision
+        makes their grid smaller.
     """
 
     kind: str = "mlp"
@@ -42,6 +43,7 @@ class GlueConfig:
     bias: bool = True
     norm_epsilon: float | None = None
     tiles: TileConfig | None = None
+    most_tiles: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("mlp", "linear", "pooled"):
@@ -158,13 +160,17 @@ class ViTModel(nnx.Module):
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
-    def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Returns image features in the plan's order, n = 1."""
+    def project(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "B E D"]:
+        """Returns the features of each image or tile."""
         tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
         features = self.visual(tiles, plan.get("positions"))
         if self.config.glue.shuffle > 1 and self.config.glue.kind != "pooled":
             features = pixel_shuffle(features, self.config.glue.shuffle)
-        features = self.projector(features)
+        return self.projector(features)
+
+    def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features in the plan's order, n = 1."""
+        features = self.project(pixel_values, plan)
         # Without tiles nothing refers to the newline, which `pack_tiles` appends all the same.
         newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
         return pack_tiles(features, newline, plan["order"])[None]

@@ -775,10 +775,7 @@ OTHERS = {
             "mm_tokens_per_image": 9,
         },
         WIDE,
-        (
-            "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
-            {"size": {"height": 24, "width": 24}, **HALVES},
-        ),
+        ("gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil", {"size": {"height": 24, "width": 24}, **HALVES}),
     ),
     "gemma4": Row(
         "Gemma4",

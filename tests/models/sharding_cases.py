@@ -223,8 +223,8 @@ def memory(directory: Path) -> dict[str, Any]:
     write_changed(directory, **{**EIGHT, **sizes})
     fill, put, asked = reading.fill, jax.device_put, []
 
-    def counted(name: str, stored: StoredTensor, spans: Any, out: np.ndarray) -> None:
-        fill(name, stored, spans, out)
+    def counted(stored: StoredTensor, spans: Any, out: np.ndarray, look: Any) -> None:
+        fill(stored, spans, out, look)
         asked.append(out.size * stored.dtype.itemsize)
 
     def copied(value: Any, device: Any) -> jax.Array:

@@ -63,7 +63,7 @@ def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
     write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"])
     family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"] if case == "image" else QWEN2
     config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
-    merged = family.merged(config, SafetensorsSource(directory), tmp_path / "adapter")
+    merged = family.opened(config, SafetensorsSource(directory), tmp_path / "adapter")[1]
 
     assert sorted(merged.tensors) == gold["tensors"]
     before = SafetensorsSource(directory)
@@ -135,7 +135,7 @@ def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
     family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"]
     config = family.config(json.loads((base("qwen2_5_vl") / "config.json").read_text()), "exact", None)
     adapter = write_adapter(tmp_path / "a", factors("layers.2.self_attn.q_proj", prefix=prefix))
-    merged = family.merged(config, SafetensorsSource(base("qwen2_5_vl")), adapter)
+    merged = family.opened(config, SafetensorsSource(base("qwen2_5_vl")), adapter)[1]
     assert isinstance(merged, LoRASource)
     assert merged.changed == {"model.layers.2.self_attn.q_proj.weight"}
 
@@ -216,7 +216,7 @@ def changed(change: str) -> dict[str, np.ndarray]:
         ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none"),
         ("magnitude", "lora_magnitude_vector', which matches none"),
         ("twice", "' twice; expected one"),
-        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' is not: it is tied"),
+        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' may be tied"),
         ("empty", "got no tensors"),
     ],
 )
@@ -225,7 +225,7 @@ def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
     family = models.FAMILIES["LlamaForCausalLM" if change == "head" else "Qwen2ForCausalLM"]
     config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
     with pytest.raises(WeightsError, match=message):
-        family.merged(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
+        family.opened(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
 
 
 def test_a_replaced_tensor_of_another_shape_is_refused(base, tmp_path):
@@ -241,9 +241,7 @@ def test_directories_that_hold_no_adapter(base, tmp_path):
     with pytest.raises(ConfigError, match=r"got an adapter .* and no model; expected the model's directory"):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
-    with pytest.raises(
-        WeightsError, match=r"adapter_model\.safetensors: got no such file \(found \['adapter_model\.bin'\]"
-    ):
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: got .*No such file"):
         models.load(base("qwen2"), adapter=adapter)
     (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     with pytest.raises(WeightsError, match="damaged"):

@@ -39,7 +39,7 @@ def changed(name: str, **change: Any) -> dict[str, Any]:
 def written(root: Path, raw: dict[str, Any]) -> Path:
     """A directory with this `config.json`, image settings, and nothing else."""
     (root / "config.json").write_text(json.dumps(raw))
-    (root / "preprocessor_config.json").write_text("{}")
+    (root / "preprocessor_config.json").write_text(json.dumps({"do_resize": True}))
     return root
 
 
@@ -136,6 +136,7 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; expected experts in every layer"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: got true, which is not built"),
     ],
 )
 def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
@@ -183,11 +184,6 @@ def test_a_key_that_nothing_reads_is_warned_about_once_and_by_name(name, tmp_pat
 def test_a_key_to_ignore_is_read_as_if_it_were_not_there(key, tmp_path):
     directory = written(tmp_path, changed("qwen2_5_vl", **{key: False if key == "is_causal" else 3}))
     assert warned_by(directory, ignore=[key]) == []
-
-
-def test_a_name_that_is_not_in_the_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"load: got ignore 'unsloth', which .*config\.json does not have"):
-        load(written(tmp_path, changed("llama2", unsloth_fixed=True)), ignore=["unsloth_fixed", "unsloth"])
 
 
 # -------------------------------------------------------------------------------------------------- what means the same

@@ -1,4 +1,4 @@
-"""What layers with linear attention keep of tokens, however these are run: `test_parity.py` holds it to transformers."""
+"""What layers with linear attention keep of tokens, however these are run."""
 
 import functools
 import itertools
