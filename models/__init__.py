@@ -5,8 +5,9 @@ from kvpatch_jax.answers import TextPiece as TextPiece
 from kvpatch_jax.core import Buckets as Buckets
 
 from .backbone import ModelBackbone as ModelBackbone
-from .decoder.known_keys import UnknownKeyWarning as UnknownKeyWarning
+from .checkpoints import UnknownTensorWarning as UnknownTensorWarning
 from .decoding import pad_rows as pad_rows
 from .directory import load as load
 from .directory import save as save
+from .families.parsed import UnknownKeyWarning as UnknownKeyWarning
 from .families.registry import FAMILIES as FAMILIES

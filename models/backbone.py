@@ -43,7 +43,6 @@ from .inputs.buckets import (
 )
 from .inputs.chat import ChatTemplate, Message
 from .inputs.masks import causal_mask, check_behind, check_chunk, check_mask, check_mask_over, counted_tokens
-from .inputs.qwen_images import ImageConfig
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, ChatFrame, Prompts
@@ -117,7 +116,7 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
 
     def _prompts_with(self, tokenizer: Any, template: ChatTemplate | None) -> Prompts:
         settings = {"image": self.image_config, "video": self.video_config, "audio": self.audio_config}
-        return Prompts(self.config, settings, tokenizer, template, self._without)
+        return Prompts(self.config, settings, tokenizer, template, self._without, self.stop_tokens)
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -154,14 +153,8 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         yield rope.angles.encode()
         # Which regime is pinned is in no configuration.
         yield b"" if rope.scaling is None else repr(rope.scaling).encode()
-        settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
-        # Most directories name the class that all once had; what they are known by stays as it was.
-        if settings is not None and settings.get("image_processor_type") == ImageConfig.image_processor_type:
-            del settings["image_processor_type"]
-        yield json.dumps(settings, sort_keys=True).encode()
-        for name, other in (("video", self.video_config), ("audio", self.audio_config)):
-            if getattr(other, "own", other is not None):
-                yield json.dumps([name, dataclasses.asdict(other)], sort_keys=True).encode()
+        for settings in (self.image_config, self.video_config, self.audio_config):
+            yield json.dumps(None if settings is None else dataclasses.asdict(settings), sort_keys=True).encode()
         # A rule of positions that no file names.
         rule = getattr(self.config, "video_rule", "max")
         if rule != "max":
@@ -247,8 +240,14 @@ class ModelBackbone(Encoding, Generating, Writing, Answering):
         """
         return self._prompts.chat_frame(system, **variables)
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str | Sequence[str]) -> list[int]:
         """Turns a text into token ids, without what the tokenizer itself puts around one.
+
+        A text that spells a control token (`<|im_end|>`, `<image>`) is tokenized as any other; in a
+        `kvpatch_jax.cache.Template` it is the token.
+
+        Args:
+          text: a text, or texts that are tokenized as one.
 
         Raises:
           InputError: no tokenizer, or text that it does not know.

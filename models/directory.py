@@ -1,7 +1,7 @@
 """Checkpoint directories in Hugging Face's layout: `load` reads one to a backbone, `save` writes one."""
 
 import dataclasses
-import functools
+import fnmatch
 import json
 import os
 from collections.abc import Collection
@@ -16,18 +16,18 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
-from .checkpoints import TensorSource, flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
-from .decoder.known_keys import reading
+from .checkpoints import TensorSource, flatten_params, load_weights, read_table, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings, split_mesh
 from .families.architectures import find_architecture
 from .families.family import abstract, parameters, tower_heads, with_dtype
+from .families.parsed import without_keys
 from .families.registry import FAMILIES
-from .files import Files, open_files
+from .files import open_files
 from .hub import resolve
 from .inputs.chat import template_with_images
 from .inputs.positions import VideoRule
 from .inputs.stops import save_generation
-from .inputs.texts import TOKENIZER_FILE
+from .inputs.texts import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 
 def load(
@@ -38,7 +38,6 @@ def load(
     buckets: Buckets | None = None,
     mesh: Mesh | None = None,
     adapter: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
     revision: str | None = None,
     ignore: Collection[str] = (),
     video_rule: VideoRule | None = None,
@@ -60,11 +59,10 @@ def load(
         goes from the file straight to its devices. None puts everything on the default device.
       adapter: a directory with a LoRA adapter as peft saves it, merged into the weights in float32 and rounded once.
         Tokenizer and chat template stay those of `directory`. It too may be "owner/name" (its main branch).
-      progress: a bar on stderr while weights are read: True draws one, False none, None one if stderr is a terminal and
-        `tqdm` is installed.
       revision: of a repository of the hub: a commit (which costs no request once it is cached), tag or branch; None
         for the main branch.
-      ignore: keys of config.json that this library does not know and that change nothing, as the caller knows.
+      ignore: keys of config.json that are read as if they were not there, and names or patterns (`fnmatch`) of tensors
+        that the model does not read.
       video_rule: Qwen2.5-VL: where text behind a video goes on, "max" (the authors' rule, the default) or "hf5"
         (transformers 5.3 and later); `models/inputs/positions.py` says what each is.
 
@@ -75,25 +73,23 @@ def load(
         is known or not there, or a mesh without the axis "tensor" or with a number of devices on it that does not
         divide the model's heads, MLP widths or experts, or that neither divides its KV heads nor is a multiple of them.
       ConfigError: no such repository or revision, one that is gated or private, or neither the hub nor its cache.
-      WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
-        come out in its type and sharding.
-      MissingExtraError: a tokenizer.json where `tokenizers` is not installed, `progress=True` without `tqdm`, or a
-        repository's name without `huggingface_hub`. (Pillow and jinja2 are asked for when an image or a chat template
-        is first used.)
+      WeightsError: missing, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not come out in
+        its type and sharding.
+      MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or a repository's name without
+        `huggingface_hub`. (Pillow and jinja2 are asked for when an image or a chat template is first used.)
 
     Warns:
-      UnknownKeyWarning: a key of config.json that no class of transformers reads, once.
+      UnknownKeyWarning: a key of config.json that no class of transformers reads.
+      UnknownTensorWarning: tensors that the model does not read, all in one.
     """
     if dtype is not None and dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"load: got dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"load: got mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
     if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
-        raise ConfigError(f"load: got ignore {ignore!r:.80}; expected a list of keys")
+        raise ConfigError(f"load: got ignore {ignore!r:.80}; expected a list of keys and tensor names")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise ConfigError(f"load: got buckets {buckets!r:.80}; expected a Buckets, or None")
-    if progress is not None and not isinstance(progress, bool):
-        raise ConfigError(f"load: got progress {progress!r:.80}; expected True, False or None")
 
     # Last of the arguments, since they may be downloaded.
     root = resolve(directory, revision, "load", "a checkpoint's directory or GGUF file, or owner/name")
@@ -102,12 +98,11 @@ def load(
     files = open_files(root)
 
     name = find_architecture(files.config, files.name)
-    with reading(files.name, ignore):
-        family = FAMILIES[name]
-        raw = files.config if family.amend is None else family.amend(files.config, root)
-        config = family.config(raw, angles, regime)
-        # An architecture may stand for several families (LLaVA with Pixtral's tower).
-        settings = config.family.settings(root)
+    family = FAMILIES[name]
+    raw, passed_over = without_keys(files.config, ignore)
+    config = family.config(raw if family.amend is None else family.amend(raw, root), angles, regime)
+    # An architecture may stand for several families (LLaVA with Pixtral's tower).
+    settings = config.family.settings(root)
     if video_rule is not None:
         if video_rule not in get_args(VideoRule) or not hasattr(config, "video_rule"):
             raise ConfigError(
@@ -122,44 +117,40 @@ def load(
             "load(…, dtype=)"
         )
 
+    source = files.source()
+    absent = [item for item in sorted(set(ignore) - passed_over) if not fnmatch.filter(source.tensors, item)]
+    if absent:
+        raise ConfigError(
+            f"load: got ignore {absent[0]!r}; expected a key of {files.name}, or a name or pattern of its tensors"
+        )
     # Whether the output head is the embedding is settled by the file, before its parameters are counted.
-    source = _open_source(files, config, adapter)
-    silent = raw.get("tie_word_embeddings") is None
-    config = config.family.settle_ties(config, tensor_shapes(source), functools.partial(same_tensors, source), silent)
+    config, source = config.family.opened(config, source, adapter)
     mesh = None if mesh is None else split_mesh(mesh, config.text.layout)
-    values = _load_parameters(source, config, mesh, progress)
+    values = _load_parameters(source, config, mesh, ignore)
 
-    tokenizer, without = files.tokenizer()
     return ModelBackbone(
         config,
         values,
-        tokenizer=tokenizer,
+        tokenizer=files.tokenizer,
         buckets=buckets,
-        chat_template=template_with_images(files.chat_template(), config.family.template, root, name),
+        chat_template=template_with_images(files.chat_template, config.family.template, root, name),
         mesh=mesh,
-        without_tokenizer=without,
-        stop_tokens=files.stop_tokens(tokenizer),
-        answer_tokens=files.answer_tokens(),
+        without_tokenizer=files.without,
+        stop_tokens=files.stop_tokens,
+        answer_tokens=files.answer_tokens,
         **settings,
     )
 
 
-def _open_source(files: Files, config: Any, adapter: Path | None) -> TensorSource:
-    """Opens the tensors of a checkpoint under the names that the family's entries have, with an adapter merged."""
-    # Under an adapter the weights of a GGUF file stay float32, so that the sum is rounded once.
-    source = files.source(config.text.dtype if adapter is None else "float32")
-    source = config.family.renamed(config, source)
-    return source if adapter is None else config.family.merged(config, source, adapter)
-
-
-def _load_parameters(source: TensorSource, config: Any, mesh: Mesh | None, progress: bool | None) -> dict[str, Any]:
+def _load_parameters(source: TensorSource, config: Any, mesh: Mesh | None, ignore: Collection[str]) -> dict[str, Any]:
     """Reads a model's parameters, each where the mesh has it, and checks their types and where they came to lie."""
     expected, shardings = flatten_params(parameters(abstract(config))), None
     if mesh is not None:
         shardings = parameter_shardings(config.text, expected, mesh, tower_heads(config))
     entries = config.family.entries(config, tensor_shapes(source))
-    ignored = config.family.ignored(config)
-    values = load_weights(source, entries, expected, ignore=ignored, shardings=shardings, progress=progress)
+    # A head that repeats the embedding.
+    head = {config.family.head_names(config)[0]} if config.text.tied_embeddings else set()
+    values = load_weights(source, entries, expected, ignore={*ignore, *head}, shardings=shardings)
     check_parameters(flatten_params(values), expected, shardings)
     return values
 
@@ -189,10 +180,21 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     for settings in (backbone.image_config, backbone.video_config, backbone.audio_config):
         if settings is not None:
             settings.save(root)
+    template = backbone.chat_template
+    if template is not None:
+        template.save(root)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
-    if backbone.chat_template is not None:
-        backbone.chat_template.save(root)
+        # The template names special tokens by their parts (`bos_token`), of which `tokenizer.json` says nothing.
+        # transformers takes that file as it is where no other class is named.
+        table = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(template.special_tokens if template else ())
+        text = json.dumps(table, indent=2, ensure_ascii=False)
+        (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    if backbone.tokenizer is not None:
+        # Without a class transformers takes one by the model's type, which splits texts by its own rules.
+        path = root / TOKENIZER_CONFIG_FILE
+        table = read_table(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root

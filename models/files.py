@@ -1,11 +1,11 @@
 """What a checkpoint's files say beside its image settings: configuration, tensors, tokenizer and chat template."""
 
+import dataclasses
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-from jax.typing import DTypeLike
+from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
@@ -27,135 +27,79 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of models, by safetensors' names."""
 
 
-@runtime_checkable
-class Files(Protocol):
-    """The files of one checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """What the files of a checkpoint say.
 
     Attributes:
-      name: what they are called in messages.
-      config: `config.json`, or what stands in its place.
+      name: what messages call its configuration. config: `config.json`, or what stands in its place.
+      source: opens the tensors; those of a GGUF file are float32.
+      tokenizer: None where there is none; `without` says why.
+      chat_template: None where there is none.
+      stop_tokens: that end an answer; () where nothing says so. answer_tokens: how many it has at most, or None.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-    def dtype(self) -> str | None:
-        """Returns the dtype of the weights where the configuration names none at its top, else None."""
-        ...
-
-    def source(self, dtype: DTypeLike) -> TensorSource:
-        """Opens the tensors; those of a GGUF file are dequantised to `dtype`."""
-        ...
-
-    def tokenizer(self) -> tuple[Any, str]:
-        """Reads the tokenizer; None where there is none, and then why."""
-        ...
-
-    def chat_template(self) -> ChatTemplate | None:
-        """Reads the chat template; None where there is none."""
-        ...
-
-    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
-        """Reads which token ids end an answer; () where nothing says so."""
-        ...
-
-    def answer_tokens(self) -> int | None:
-        """Reads how many tokens an answer has at most; None where nothing says so."""
-        ...
-
-
-class DirectoryFiles:
-    """A Hugging Face directory.
-
-    Raises:
-      ConfigError: no such directory, no readable config.json, or quantised weights.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]):
-        self._root = Path(directory)
-        self.name = str(self._root / "config.json")
-        self.config = _read_config(self._root)
-        _check_plain(self.config, self._root)
+    name: str
+    config: dict[str, Any]
+    source: Callable[[], TensorSource]
+    tokenizer: Any
+    without: str
+    chat_template: ChatTemplate | None
+    stop_tokens: tuple[int, ...]
+    answer_tokens: int | None
 
     def dtype(self) -> str | None:
-        """See `Files`; that of most elements."""
+        """Returns the dtype of most elements where the configuration names none at its top, else None."""
         if any(self.config.get(name) for name in ("dtype", "torch_dtype")):
             return None
         sizes: dict[str, int] = {}
-        for info in SafetensorsSource(self._root).tensors.values():
+        for info in self.source().tensors.values():
             if info.dtype in _FLOATS:
                 sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
         return _FLOATS[max(sizes, key=lambda name: sizes[name])] if sizes else None
-
-    def source(self, dtype: DTypeLike) -> TensorSource:
-        """See `Files`."""
-        return SafetensorsSource(self._root)
-
-    def tokenizer(self) -> tuple[Any, str]:
-        """See `Files`."""
-        return read_tokenizer(self._root), NO_TOKENIZER
-
-    def chat_template(self) -> ChatTemplate | None:
-        """See `Files`."""
-        return ChatTemplate.from_directory(self._root)
-
-    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
-        """See `Files`."""
-        return read_stop_tokens(self._root, tokenizer)
-
-    def answer_tokens(self) -> int | None:
-        """See `Files`."""
-        return read_answer_tokens(self._root)
-
-
-class GgufFiles:
-    """A GGUF file."""
-
-    def __init__(self, path: Path):
-        self.name, self._conversion = str(path), GgufConversion(path)
-        self.config = self._conversion.config
-
-    def dtype(self) -> str | None:
-        """See `Files`: None, weights are dequantised to float32."""
-        return None
-
-    def source(self, dtype: DTypeLike) -> TensorSource:
-        """See `Files`."""
-        return self._conversion.source(dtype)
-
-    def tokenizer(self) -> tuple[Any, str]:
-        """See `Files`."""
-        missing = missing_tokenizer(self._conversion.metadata)
-        if missing is not None:
-            return None, f"{self.name}: {missing}"
-        return gguf_tokenizer(self._conversion.metadata, self.config["vocab_size"]), NO_TOKENIZER
-
-    def chat_template(self) -> ChatTemplate | None:
-        """See `Files`."""
-        return gguf_chat_template(self._conversion.metadata, self.name)
-
-    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
-        """See `Files`."""
-        named = (self._conversion.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-        return tuple(dict.fromkeys(int(number) for number in named if number is not None))
-
-    def answer_tokens(self) -> int | None:
-        """See `Files`."""
-        return None
 
 
 def open_files(checkpoint: str | os.PathLike[str]) -> Files:
     """Opens a Hugging Face directory, a GGUF file, or a directory with exactly one GGUF file and no safetensors.
 
     Raises:
-      ConfigError: no such file, no readable config.json, quantised weights, or a GGUF file with metadata of a model
-        that is not known. WeightsError: a damaged GGUF file, or several.
+      ConfigError: no such file, no readable config.json, quantised weights, a tokenizer, template or settings that
+        cannot be read, or a GGUF file with metadata of a model that is not known.
+      WeightsError: a damaged GGUF file, or several.
     """
-    path = find_gguf(Path(checkpoint))
-    return DirectoryFiles(checkpoint) if path is None else GgufFiles(path)
+    root = Path(checkpoint)
+    path = find_gguf(root)
+    if path is not None:
+        return _open_gguf(path)
+    config = _read_config(root)
+    _check_plain(config, root)
+    tokenizer = read_tokenizer(root)
+    return Files(
+        name=str(root / "config.json"),
+        config=config,
+        source=lambda: SafetensorsSource(root),
+        tokenizer=tokenizer,
+        without=NO_TOKENIZER,
+        chat_template=ChatTemplate.from_directory(root),
+        stop_tokens=read_stop_tokens(root, tokenizer),
+        answer_tokens=read_answer_tokens(root),
+    )
+
+
+def _open_gguf(path: Path) -> Files:
+    file = GgufConversion(path)
+    missing = missing_tokenizer(file.metadata)
+    stops = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return Files(
+        name=str(path),
+        config=file.config,
+        source=file.source,
+        tokenizer=None if missing else gguf_tokenizer(file.metadata, file.config["vocab_size"]),
+        without=f"{path}: {missing}" if missing else NO_TOKENIZER,
+        chat_template=gguf_chat_template(file.metadata, str(path)),
+        stop_tokens=tuple(dict.fromkeys(int(number) for number in stops if number is not None)),
+        answer_tokens=None,
+    )
 
 
 _QUANTISED_KEYS = ("quantization_config", "compression_config")

@@ -3,6 +3,7 @@
 Everything here runs on the host.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import Video, items_of, medium_of, sort_of
+from kvpatch_jax.cache import Audio, Template, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
-from .families.family import Config, Family, Run, placeholders
+from .families.family import VIDEO_SOUNDS, Config, Family, Run, control_tokens, placeholders
 from .inputs.chat import ChatTemplate, Message, Placeholder, expand_media, read_messages, replaced
-from .inputs.texts import TOKENIZER_FILE, ids_of_text, texts_of, unknown_token
+from .inputs.texts import TOKENIZER_FILE, TextEncoder, texts_of
 
 NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
 MEDIA = ("image", "video", "audio")
@@ -31,13 +32,13 @@ class ChatFrame(NamedTuple):
 
     Attributes:
       front: token ids in front of the first image, the system prompt among them.
-      before, behind: texts in front of the question and behind it, up to where the answer begins.
+      before, behind: the template's texts in front of the question and behind it, up to where the answer begins.
       between: token ids that stand between two images (LLaVA's and Phi-3-vision's newline).
     """
 
     front: tuple[int, ...]
-    before: str
-    behind: str
+    before: Template
+    behind: Template
     between: tuple[int, ...] = ()
 
 
@@ -58,6 +59,7 @@ class Prompts:
       tokenizer: of `tokenizers`, or None.
       chat_template: the directory's, or None.
       without_tokenizer: why there is no tokenizer, for messages.
+      stop_tokens: of the checkpoint.
     """
 
     def __init__(
@@ -67,11 +69,12 @@ class Prompts:
         tokenizer: Any,
         chat_template: ChatTemplate | None,
         without_tokenizer: str = NO_TOKENIZER,
+        stop_tokens: Sequence[int] = (),
     ):
         self.config: Any = config
         self.family: Family = config.family
         self.settings, self.tokenizer, self.chat_template = settings, tokenizer, chat_template
-        self.without_tokenizer = without_tokenizer
+        self.without_tokenizer, self.stop_tokens = without_tokenizer, stop_tokens
 
     def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
         """See `ModelBackbone.prepare`."""
@@ -101,8 +104,16 @@ class Prompts:
 
         following = iter(runs)
         ids: list[int] = []
-        for item, sort in zip(items, sorts, strict=True):
-            ids += self._ids_of(next(following)) if sort in MEDIA else self._text_ids(item)
+        for sort, group in itertools.groupby(zip(sorts, items, strict=True), key=lambda pair: pair[0]):
+            parts = [item for _, item in group]
+            if sort == "text":
+                # A template's texts are tokenized together with those beside them.
+                joined = any(isinstance(item, Template) for item in parts)
+                for texts in [parts] if joined else [[item] for item in parts]:
+                    ids += self.ids(texts)
+            else:
+                for item in parts:
+                    ids += self._ids_of(next(following)) if sort in MEDIA else map(int, item)
         if "text" in sorts:
             before, after = self._own_special_tokens()
             ids = [*before, *ids, *after]
@@ -112,6 +123,7 @@ class Prompts:
         """See `ModelBackbone.chat`."""
         template = self._template()
         messages, media = read_messages(messages)
+        messages, variables = self._texts.literals(messages), self._texts.literals(variables)
         for sort in {sort for sort, _ in media} - {"image"}:
             source = self._medium(sort).template
             template = dataclasses.replace(template, source=source) if source else template
@@ -126,7 +138,7 @@ class Prompts:
         text, expansions = self._spelled(text, media, runs, mark)
         spelling = None if self.family.vision is None else self.family.vision.spelling
         texts = [text] if spelling is None else re.split(spelling, text)
-        pieces = [ids_of_text(self.tokenizer, part, self._unknown, own) for part in texts]
+        pieces = [self._texts.encode(part, own) for part in texts]
         ids = list(pieces[0])
         for piece in pieces[1:]:
             ids += [self.config.image_token, *piece]
@@ -173,7 +185,7 @@ class Prompts:
         template, sees = self._template(), self.family.vision is not None
 
         def said(text):
-            return [{"type": "text", "text": text}] if sees else text
+            return [{"type": "text", "text": self._texts.literals(text)}] if sees else self._texts.literals(text)
 
         # Two images and a question, of which the text around each is then read off the rendered messages.
         shown = [{"type": "image"}] * 2 if sees else []
@@ -196,7 +208,8 @@ class Prompts:
         if not sees:
             front, before = before, ""
         own = self._own_special_tokens()[0] if sees and not template.starts(text) else []
-        return ChatFrame((*own, *self.ids(front)), before, behind, tuple(self.ids(between)))
+        encode = self._texts.encode
+        return ChatFrame((*own, *encode(front)), Template(before), Template(behind), tuple(encode(between)))
 
     def _around_images(self, text: str) -> list[str]:
         """Returns what a rendered text has in front of its images, between and behind them."""
@@ -210,11 +223,18 @@ class Prompts:
             )
         return re.split(spelling, text)
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str | Sequence[str]) -> list[int]:
         """See `ModelBackbone.ids`."""
-        if not isinstance(text, str):
-            raise InputError(f"ids: got {text!r:.80}; expected a text")
-        return self._text_ids(text) if text else []
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple) or not all(isinstance(part, str) for part in texts):
+            raise InputError(f"ids: got {text!r:.80}; expected a text, or a list of texts")
+        if self.tokenizer is None:
+            raise InputError(
+                f"text {''.join(texts)[:40]!r}: got no tokenizer ({self.without_tokenizer}); expected token ids instead"
+            )
+        return self._texts.encode(
+            "".join(str(part) if isinstance(part, Template) else self._texts.literal(part) for part in texts)
+        )
 
     def _template(self) -> ChatTemplate:
         """Returns the chat template, which is of no use without a tokenizer."""
@@ -254,8 +274,15 @@ class Prompts:
         return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}
 
     @functools.cached_property
-    def _unknown(self) -> str | None:
-        return unknown_token(self.tokenizer)
+    def _texts(self) -> TextEncoder:
+        """Encodes texts, in which what places an image, a video or a sound is text as well."""
+        family, marks = self.family, list[Any]()
+        if family.vision is not None and family.vision.spelling is not None:
+            marks.append(re.compile(family.vision.spelling))
+        for medium in (family.video, family.audio):
+            with contextlib.suppress(InputError):
+                marks += [] if medium is None else [medium.written(self.config, self.tokenizer)[0]]
+        return TextEncoder(self.tokenizer, {*control_tokens(self.config), *self.stop_tokens}, marks)
 
     def _own_special_tokens(self) -> tuple[list[int], list[int]]:
         """Returns ids that the tokenizer itself puts before and behind a text (a start token, mostly)."""
@@ -281,20 +308,30 @@ class Prompts:
 
     def _process(self, media: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
         """Returns the arrays of a prompt's images, videos and sounds, and what stands for each in turn."""
+        # Sounds are those that stand alone and those of videos, in the prompt's order.
+        items: dict[str, list[Any]] = {sort: [] for sort in MEDIA}
+        numbers, heard = list[int](), list[int | None]()
+        for sort, item in media:
+            item = medium_of(item) or item
+            numbers.append(len(items[sort]))
+            items[sort].append(item)
+            if sort == "video":
+                heard.append(len(items["audio"]) if item.sound else None)
+                if item.sound and self.family.audio is None:
+                    raise InputError(
+                        f"video: got sound=True for {self.family.architecture}, which hears none; expected false"
+                    )
+                items["audio"] += [Audio(item.read().source)] if item.sound else []
+
         arrays: dict[str, Mapping[str, Any]] = {}
         for sort in MEDIA:
-            items = [medium_of(item) or item for own, item in media if own == sort]
-            if self.family.audio is None and any(isinstance(item, Video) and item.sound for item in items):
-                raise InputError(
-                    f"video: got sound=True for {self.family.architecture}, which hears none; expected false"
-                )
-            if items:
-                arrays[sort] = self._medium(sort).process(items, self.settings[sort])
-
-        numbers = {sort: itertools.count() for sort in MEDIA}
-        runs = []
-        for sort, _ in media:
-            runs.append(self._medium(sort).tokens(self.config, arrays[sort], next(numbers[sort]), self.tokenizer))
+            if items[sort]:
+                arrays[sort] = self._medium(sort).process(items[sort], self.settings[sort])
+        runs, seen = [], dict(arrays)
+        if "video" in arrays:
+            seen["video"] = {**arrays.get("audio", {}), **arrays["video"], VIDEO_SOUNDS: heard}
+        for (sort, _), number in zip(media, numbers, strict=True):
+            runs.append(self._medium(sort).tokens(self.config, seen[sort], number, self.tokenizer))
         return self.family.join(self.config, arrays, [sort for sort, _ in media]), runs
 
     def _image_placeholder(self, ids: Sequence[int]) -> Placeholder:
@@ -307,7 +344,7 @@ class Prompts:
         """Returns the token ids of an image, video or sound whose texts are tokenized each by itself."""
         ids: list[int] = []
         for piece in run:
-            ids += self._text_ids(piece) if isinstance(piece, str) else [piece]
+            ids += self._texts.encode(piece) if isinstance(piece, str) else [piece]
         return ids
 
     def _mark(self) -> ImageMark | None:
@@ -320,12 +357,3 @@ class Prompts:
         if text is None:
             raise InputError(f"chat: got image token {token} without a text in the tokenizer; expected one")
         return ImageMark(token, text, around)
-
-    def _text_ids(self, item: Any) -> list[int]:
-        if not isinstance(item, str):
-            return [int(token) for token in item]
-        if self.tokenizer is None:
-            raise InputError(
-                f"text {item[:40]!r}: got no tokenizer ({self.without_tokenizer}); expected token ids instead"
-            )
-        return ids_of_text(self.tokenizer, item, self._unknown)

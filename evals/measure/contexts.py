@@ -13,6 +13,7 @@ import numpy as np
 
 from kvpatch_jax import Text
 from kvpatch_jax.backbone import Tokens, joined_tokens
+from kvpatch_jax.cache import Template
 from kvpatch_jax.core import zero_padded
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import ModelBackbone
@@ -37,7 +38,7 @@ def frame_of(backbone: ModelBackbone, name: str) -> ChatFrame:
         word = next(word for word in ("a", *backbone.tokenizer.get_vocab()) if _known(backbone, word))
         ids = np.asarray(backbone.prepare([Text(word)])["input_ids"])[0].tolist()
         # The tokenizer's start token, where it has one.
-        return ChatFrame(tuple(ids[: ids.index(backbone.ids(word)[0])]), "", "")
+        return ChatFrame(tuple(ids[: ids.index(backbone.ids(word)[0])]), Template(""), Template(""))
     try:
         return backbone.chat_frame()
     except (InputError, ConfigError) as error:
@@ -51,15 +52,15 @@ def _known(backbone: ModelBackbone, word: str) -> bool:
         return False
 
 
-def ids_of(backbone: ModelBackbone, text: str) -> list[int]:
-    """Returns the tokens of a piece or a question.
+def ids_of(backbone: ModelBackbone, *texts: str) -> list[int]:
+    """Returns the tokens of a piece, or of a question with the template's texts around it.
 
     Raises:
       InputError: it has a word that the tokenizer does not know, or no token.
     """
-    ids = backbone.ids(text)
+    ids = backbone.ids(texts)
     if not ids:
-        raise InputError(f"text: got {text!r:.80}, which has no tokens; expected a piece or a question")
+        raise InputError(f"text: got {''.join(texts)!r:.80}, which has no tokens; expected a piece or a question")
     return ids
 
 

@@ -162,7 +162,7 @@ class AnswerReader:
           InputError: context, question and answer are longer than the model serves.
         """
         self.context, self.steps = context, setup.answer_tokens or SCORERS[item.scorer].tokens
-        ids = ids_of(context.backbone, context.frame.before + item.question + context.frame.behind)
+        ids = ids_of(context.backbone, context.frame.before, item.question, context.frame.behind)
         total = context.tokens + len(ids) + self.steps
         if setup.most is not None and total > setup.most:
             raise InputError(f"item: got {total} tokens with question and answer; expected at most {setup.most}")

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.models import FAMILIES
-from kvpatch_jax.models.inputs.images import PictureConfig
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.processors import Settings
 
 from .drawing import CELL, LINE
 from .vocabulary import END, IMAGE, VIDEO, VISION_END, VISION_START, vocabulary
@@ -51,10 +50,11 @@ def _read(architecture: str, raw: Mapping[str, Any]) -> Any:
     return FAMILIES[architecture].config({**_IDS, **raw, "architectures": [architecture]}, "exact", None)
 
 
-def _qwen_images() -> ImageConfig:
+def _qwen_images() -> Settings:
     """Makes image settings of squares of 2 × 2 patches, without any resizing."""
     sizes = {"patch_size": LINE, "merge_size": 2, "temporal_patch_size": 1}
-    return ImageConfig.from_dict({**_PIXELS, **sizes, "min_pixels": LINE**2, "max_pixels": 1_000_000})
+    sizes |= {"size": {"shortest_edge": LINE**2, "longest_edge": 1_000_000}}
+    return Settings.of(_PIXELS | sizes, processor="qwen2_vl.Qwen2VL")
 
 
 def _qwen2_5_vl(kv_heads: int = 2) -> Instance:
@@ -130,7 +130,7 @@ def _kimi_vl() -> Instance:
         "init_pos_emb_width": 18,
     }
     raw = {"media_placeholder_token_id": IMAGE, "text_config": text, "vision_config": vision}
-    images = PictureConfig.from_dict({**_PIXELS, **squares, "in_token_limit": 4096, "resample": 3})
+    images = Settings.of({**_PIXELS, **squares, "in_token_limit": 4096, "resample": 3})
     return Instance(_read("KimiVLForConditionalGeneration", raw), images)
 
 

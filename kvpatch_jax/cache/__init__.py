@@ -16,6 +16,7 @@ from .ids import examine as examine
 from .ids import fingerprint_of as fingerprint_of
 from .inputs import Audio as Audio
 from .inputs import ImageSource as ImageSource
+from .inputs import Template as Template
 from .inputs import Text as Text
 from .inputs import Video as Video
 from .inputs import check_text as check_text

@@ -18,7 +18,7 @@ from jaxtyping import Array, Num, UInt32
 
 from ..core import PARTS
 from ..errors import InputError
-from .inputs import Audio, Video, check_text, decoded, is_encoded, one_form
+from .inputs import Audio, Template, Video, check_text, decoded, is_encoded, one_form
 
 _FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
@@ -61,7 +61,7 @@ def fingerprint_of(backbone: str, what: str) -> str:
 def _fields(content: Any) -> list[bytes]:
     """Returns the fields to digest: the kind of content, then its bytes; of arrays also dtype and shape."""
     if isinstance(content, str):
-        return [b"text", encoded(content)]
+        return [b"template" if isinstance(content, Template) else b"text", encoded(content)]
     if isinstance(content, bytes):
         return [b"bytes", content]
     if isinstance(content, Video | Audio):

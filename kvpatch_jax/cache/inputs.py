@@ -60,6 +60,15 @@ class Text(str):
     __slots__ = ()
 
 
+class Template(Text):
+    """String of a chat template: control tokens that it spells are those tokens, as they are in no other text.
+
+    `prepare` tokenizes it together with the texts beside it.
+    """
+
+    __slots__ = ()
+
+
 def looks_like_a_file(text: str) -> bool:
     """Returns whether a str looks like a file's name or an address, whether or not such a file exists.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Backbone, check_is_backbone
-from ..cache import Text, check_text, encoded
+from ..cache import Template, Text, check_text, encoded
 from ..core import KVEncoding
 from ..errors import InputError, PoolError, SessionError, ShapeError
 from ..patching import GROUPS, Rank
@@ -47,7 +47,7 @@ class SessionConfig:
       chat: lay out the whole window as one user message of the checkpoint's chat template. The text before the first
         image becomes the lead, with a `lead` that is a text as the system prompt; the rest surrounds every question.
         True, or names that the template knows with their values, such as {"enable_thinking": False}.
-      around: the texts before and after every question.
+      around: the texts before and after every question, in which a control token that is spelled is one (`Template`).
       placeholder: a short text that takes the place of a chunk that `keep` makes leave. The texts around it then stay.
         None: nothing takes its place, and texts leave with the chunks that they follow.
       memory: bytes of tokens and pixels to keep of evicted chunks, so that `recall` works by name. The oldest are
@@ -105,7 +105,7 @@ class SessionConfig:
             raise PoolError(f"session.pages: got {self.pages!r:.80}; expected a number of pages, 1 or more, or None")
 
         # Equal options have equal values from here on. Frozen fields are set through `object`.
-        object.__setattr__(self, "around", tuple(around))
+        object.__setattr__(self, "around", tuple(map(Template, around)))
         object.__setattr__(self, "memory", size_of(self.memory, "session.memory", refused=SessionError))
         try:
             object.__setattr__(self, "encoding", encodings_of(self.encoding)[0])

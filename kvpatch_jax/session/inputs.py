@@ -65,7 +65,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
         if sort in ("text", "tokens") and not len(part):
             raise InputError(f"session: got an empty {sort}; expected at least one character or token id")
         if sort == "text":
-            items.append(Text(part))
+            items.append(part if isinstance(part, Text) else Text(part))
         elif sort == "tokens":
             items.append([int(token) for token in part])
         elif (medium := medium_of(part)) is not None:

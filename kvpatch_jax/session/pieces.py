@@ -177,13 +177,15 @@ class PieceBook:
         """Reads a caller's input. Needs no lock."""
         return read_input(self.runtime.backbone, item, LARGEST_IMAGE)
 
-    def text_item(self, text: str) -> Any:
-        """Returns a text of the session's options, or of a question, as `prepare` takes it."""
-        # Raises InputError for a text without UTF-8, such as a lone surrogate.
-        encoded(text)
+    def text_items(self, *texts: str) -> list[Any]:
+        """Returns texts of the session's options, or of a question, as `prepare` takes them."""
+        items = [text if isinstance(text, Text) else Text(text) for text in texts if text]
+        for text in items:
+            # Raises InputError for a text without UTF-8, such as a lone surrogate.
+            encoded(text)
         # In a chat, the lead has the token that begins a sequence. Token ids, unlike a text, add no second one.
         backbone: Any = self.runtime.backbone
-        return backbone.ids(text) if self.config.chat else Text(text)
+        return [backbone.ids(items)] if self.config.chat else items
 
     def new_records(
         self, read: SessionInput, name: str | None, order_free: bool, kind: Kind | None, whole: bool

@@ -225,5 +225,5 @@ class Placer:
         config, backbone = self.book.config, self.book.runtime.backbone
         if config.placeholder is None:
             return None
-        item = self.book.text_item(config.placeholder)
-        return SessionInput((item,), chunk_id(backbone.fingerprint, item), True), embedded(backbone, [item])
+        items = self.book.text_items(config.placeholder)
+        return SessionInput(tuple(items), chunk_id(backbone.fingerprint, *items), True), embedded(backbone, items)

@@ -134,7 +134,7 @@ class QuestionRunner:
         if not question:
             raise InputError("question: got an empty text; expected at least one character")
         before, after = self._config.around if framed else ("", "")
-        return [self._book.text_item(f"{before}{question}{after}")]
+        return self._book.text_items(before, question, after)
 
     def _parts(self, question: Any) -> list[tuple[str | None, Any]] | None:
         """Returns the parts of a question with references, or None if it has none.
@@ -154,7 +154,7 @@ class QuestionRunner:
                     parts.append((str(segment.reference), _content_of(segment.reference, segment.resource)))
                 elif segment.strip():
                     # Texts between references may be spaces alone, which have no token.
-                    parts.append((None, self._book.text_item(segment)))
+                    parts.append((None, self._book.text_items(segment)))
         return parts
 
     def _closing(self, stream: Any, branch: PieceBook) -> Generator[TextPiece, None, None]:

@@ -17,7 +17,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ..backbone import Backbone
-from ..cache import Audio, Text, Video, decoded, sort_of
+from ..cache import Audio, Template, Text, Video, decoded, sort_of
 from ..errors import PoolError, SessionError
 from ..utils.atomic_files import path_of, replace
 from ..window import Entry, PatchStore, Window, from_json, to_json
@@ -67,7 +67,7 @@ def save(path: str | os.PathLike[str], book: PieceBook, keep: Keep, kv: bool) ->
 def _saved_item(item: Any, name: str, arrays: Arrays) -> dict[str, Any]:
     """Returns an item of an input as JSON has it; its array goes to `arrays`."""
     if isinstance(item, str):
-        return {"text": str(item)}
+        return {"template" if isinstance(item, Template) else "text": str(item)}
     if isinstance(item, list):
         return {"tokens": item}
     saved: dict[str, Any] = {sort_of(item): name}
@@ -81,6 +81,8 @@ def _saved_item(item: Any, name: str, arrays: Arrays) -> dict[str, Any]:
 def _read_item(item: Mapping[str, Any], arrays: Arrays) -> Any:
     if "text" in item:
         return Text(_text(item["text"]))
+    if "template" in item:
+        return Template(_text(item["template"]))
     if "tokens" in item:
         return [int(token) for token in item["tokens"]]
     if "image" in item:

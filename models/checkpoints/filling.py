@@ -1,7 +1,7 @@
 """Copying a tensor of a file into memory in another type and order, by pieces that stay in the cache meanwhile."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,37 +13,37 @@ PIECE = 1 << 20
 """Bytes at once: they stay in a core's second-level cache from the read to the last look at them."""
 _ROWS, _ALIASED_ROWS = 512, 128  # at once where axes change places; of rows that fall on the same sets of the cache
 _PAGE = 4096  # bytes; rows of a multiple of them do
-_SHORT_RUN = 4096  # bytes; below them, reading the gaps too is quicker than a call for each run
 
 Spans = tuple[tuple[int, int], ...]
 """A region: where each axis starts and stops."""
+
+Look = Callable[[np.ndarray, tuple[int, ...]], None]
 
 _WIDE = np.dtype([("low", "<u2"), ("high", "<u2")])
 """A float32 as two halves, the high one being its bfloat16."""
 
 
-def fill(name: str, stored: StoredTensor, spans: Spans, out: np.ndarray, check: bool = True) -> None:
+def fill(stored: StoredTensor, spans: Spans, out: np.ndarray, look: Look | None = None) -> None:
     """Copies a region of a tensor into an array of its shape, of any floating type and any order of axes.
 
     Args:
-      name: the tensor's, for messages.
       stored: the tensor.
       spans: the region.
       out: where it goes. An array of float32 for a tensor of bfloat16 must hold zeros.
-      check: refuse NaN and infinities.
+      look: is shown each piece, with its place in the tensor, and may raise.
 
     Raises:
-      WeightsError: a file that ends before or cannot be read, or a number that is not finite.
+      WeightsError: a file that ends before or cannot be read.
     """
     if not out.size:
         return
     if not spans:
-        return fill(name, StoredTensor(stored.file, stored.start, (1,), stored.dtype), ((0, 1),), out[None], check)
+        return fill(StoredTensor(stored.file, stored.start, (1,), stored.dtype), ((0, 1),), out[None], look)
 
     start = tuple(first for first, _ in spans)
     for place, piece, part in _pieces(stored, spans, out):
-        if check:
-            check_finite(name, piece, tuple(a + b for a, b in zip(start, place, strict=True)))
+        if look is not None:
+            look(piece, tuple(a + b for a, b in zip(start, place, strict=True)))
         if part is not None:
             convert(piece, part)
 
@@ -62,61 +62,28 @@ def _pieces(
                 yield (index, *place), piece[None], None if part is None else part[None]
         return
 
-    step = max(1, PIECE // _row_bytes(spans, stored.dtype))
+    row_bytes, stride = _row_bytes(spans, stored.dtype), math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    step = max(1, PIECE // row_bytes)
     straight = out.dtype == stored.dtype and out.flags.c_contiguous
     if len(spans) == 2 and not straight and out.strides[1] > out.strides[0]:
-        step = min(step, _ROWS if _row_bytes(spans, stored.dtype) % _PAGE else _ALIASED_ROWS)
-    rows = _Rows(stored, spans, 0 if straight else step)
+        step = min(step, _ROWS if row_bytes % _PAGE else _ALIASED_ROWS)
+    skip = sum(first for first, _ in spans[1:]) * stored.dtype.itemsize
+    buffer = np.empty((0 if straight else step, *out.shape[1:]), stored.dtype)
 
     for index in range(0, last - first, step):
         part = out[index : index + step]
-        place = (index, *[0] * (len(spans) - 1))
-        if straight:
-            yield place, rows.read(first + index, part), None
+        rows = part if straight else buffer[: len(part)]
+        start = stored.start + (first + index) * stride
+        if row_bytes == stride:
+            stored.file.read_into(rows, start)
         else:
-            yield place, rows.read(first + index, rows.buffer[: len(part)]), part
+            for number, row in enumerate(rows):
+                stored.file.read_into(row, start + number * stride + skip)
+        yield (index, *[0] * (len(spans) - 1)), rows, None if straight else part
 
 
 def _row_bytes(spans: Spans, dtype: np.dtype) -> int:
     return math.prod(stop - start for start, stop in spans[1:]) * dtype.itemsize
-
-
-class _Rows:
-    """Reads rows of the region of a tensor of one or two axes.
-
-    Attributes:
-      buffer: room for `count` rows.
-    """
-
-    def __init__(self, stored: StoredTensor, spans: Spans, count: int):
-        self._stored, inner = stored, spans[1:]
-        self._stride = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        self._run = _row_bytes(spans, stored.dtype)
-        self._skip = inner[0][0] if inner else 0
-        self._columns = slice(*inner[0]) if inner else slice(None)
-        self._whole = self._run == self._stride
-        self.buffer = np.empty((count, *[stop - start for start, stop in inner]), stored.dtype)
-
-    def read(self, row: int, out: np.ndarray) -> np.ndarray:
-        """Fills `out` with rows from this one on."""
-        begin = self._stored.start + row * self._stride
-        if self._whole:
-            self._stored.file.read_into(out, begin)
-        elif self._run >= _SHORT_RUN or self._stride > PIECE:
-            for index, each in enumerate(out):
-                self._stored.file.read_into(
-                    each, begin + index * self._stride + self._skip * self._stored.dtype.itemsize
-                )
-        else:
-            # Short runs close together: whole rows are read, and what lies between is thrown away.
-            count = max(1, PIECE // self._stride)
-            for index in range(0, len(out), count):
-                part = out[index : index + count]
-                around = np.empty((len(part), self._stored.shape[1]), self._stored.dtype)
-                self._stored.file.read_into(around, begin + index * self._stride)
-                part[...] = around[:, self._columns]
-
-        return out
 
 
 def convert(values: np.ndarray, out: np.ndarray) -> None:
@@ -140,8 +107,9 @@ _EXPONENTS |= {"bfloat16": (2, 0xFF << 7)}
 """By type: its width in bytes, and the bits of the exponent, which are all set in infinities and NaN alone."""
 
 
-def check_finite(name: str, values: np.ndarray, start: tuple[int, ...] = ()) -> None:
-    """Raises WeightsError for NaN or infinity, with its place in the tensor; `start` is where the values begin there.
+def check_finite(values: np.ndarray, start: tuple[int, ...], name: str, infinite: bool = False) -> None:
+    """Raises WeightsError for NaN and, unless they are allowed, infinities; `start` is where the values begin in the
+    tensor.
 
     Looks at the bits, without a cast: as signed numbers those of a positive NaN or infinity are the largest, as
     unsigned ones those of a negative one.
@@ -151,10 +119,11 @@ def check_finite(name: str, values: np.ndarray, start: tuple[int, ...] = ()) -> 
         return
 
     bits, sign = values.view(f"u{width}"), 1 << (8 * width - 1)
-    if int(values.view(f"i{width}").max()) < exponent and int(bits.max()) < sign | exponent:
+    if int(values.view(f"i{width}").max()) < exponent + infinite and int(bits.max()) < (sign | exponent) + infinite:
         return
 
     mask = bits.dtype.type(exponent)
-    place = tuple(int(index) for index in np.argwhere((bits & mask) == mask)[0])
-    shifted = [at + first for at, first in zip(place, start or (0,) * len(place), strict=True)]
+    wrong = (bits & bits.dtype.type(sign - 1)) > mask if infinite else (bits & mask) == mask
+    place = tuple(int(index) for index in np.argwhere(wrong)[0])
+    shifted = [at + first for at, first in zip(place, start, strict=True)]
     raise WeightsError(f"tensor {name!r}: got {float(values[place])} at {shifted}; expected finite numbers")

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.utils.optional_packages import require
@@ -72,8 +70,6 @@ _TOP = {
     "output.weight": "lm_head.weight",
 }
 _FACTORS = "rope_freqs.weight"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def find_gguf(checkpoint: Path) -> Path | None:
@@ -119,20 +115,20 @@ class GgufConversion:
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
         self.config = _read_config(str(path), self.metadata, self._tensors)
 
-    def source(self, dtype: DTypeLike) -> "GgufSource":
-        """Opens the tensors, dequantised to `dtype`: float32, bfloat16 or float16."""
-        return GgufSource(self.path, self._tensors, self.config, dtype)
+    def source(self) -> "GgufSource":
+        """Opens the tensors."""
+        return GgufSource(self.path, self._tensors, self.config)
 
 
 class GgufSource:
-    """Tensors of a GGUF file by Hugging Face's names, dequantised in float32 where they are read and rounded once.
+    """Tensors of a GGUF file by Hugging Face's names, dequantised to float32 where they are read.
 
     Raises:
       WeightsError: a tensor whose rows its heads do not divide.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: DTypeLike):
-        self.origin, self._file, self._dtype = str(path), OpenFile(path), np.dtype(jnp.dtype(dtype))
+    def __init__(self, path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]):
+        self.origin, self._file = str(path), OpenFile(path)
         self._stored: dict[str, tuple[Any, int]] = {}
         heads, gemma = config["num_attention_heads"], config["model_type"] == "gemma3_text"
         names = _GEMMA_LAYER if gemma else _LAYER
@@ -154,8 +150,7 @@ class GgufSource:
                 self._stored[f"model.layers.{int(layer)}.{names[part]}.{end}"] = tensor, paired
             elif name != _FACTORS:
                 self._stored[name] = tensor, 0  # unknown, and reported as such
-        kind = _DTYPES[self._dtype.name]
-        self.tensors = {name: TensorInfo(_shape(tensor), kind) for name, (tensor, _) in self._stored.items()}
+        self.tensors = {name: TensorInfo(_shape(tensor), "F32") for name, (tensor, _) in self._stored.items()}
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it; of the file whole rows.
@@ -176,7 +171,7 @@ class GgufSource:
             return self._rows(tensor, 0, 1)[0][rows][span]
         rows = rows[span[0]]
         if not rows.size:
-            return np.empty([part.stop - part.start for part in span], self._dtype)
+            return np.empty([part.stop - part.start for part in span], np.float32)
         first = int(rows.min())
         return self._rows(tensor, first, int(rows.max()) + 1)[rows - first][:, *span[1:]]
 
@@ -190,8 +185,7 @@ class GgufSource:
             # Numbers that are not finite are refused by the reader, which knows their tensor.
             with np.errstate(all="ignore"):
                 numbers = quants.dequantize(data, tensor.tensor_type)
-                offset = self._offset if tensor.name.endswith("norm.weight") else 0.0
-                return (numbers - np.float32(offset)).astype(self._dtype)
+                return numbers - np.float32(self._offset if tensor.name.endswith("norm.weight") else 0.0)
         except NotImplementedError as error:
             raise WeightsError(
                 f"{self.origin}: got tensor {tensor.name!r} of type {tensor.tensor_type.name}; expected one that the "
@@ -294,30 +288,15 @@ def _scaling(
 
 
 def _factor_scaling(path: str, stored: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the
-    factors.
+    """Returns the scaling that divides each frequency by the file's factors (Llama 3 computes them from its own): a
+    longrope whose two sets are alike, so that no regime changes them.
     """
-    half = config["head_dim"] // 2
-    factors = stored.astype(np.float64)
+    half, factors = config["head_dim"] // 2, stored.astype(np.float64)
     if factors.shape != (half,) or not np.isfinite(factors).all() or factors.min() <= 0:
         raise WeightsError(
             f"{path}: got tensor {_FACTORS!r} of shape {factors.shape} and numbers from {factors.min()} on; expected "
             f"{half} positive numbers"
         )
-    if np.allclose(factors, 1, rtol=1e-6):
-        return {"rope_type": "default"}
-
-    # What Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, the factor for long ones.
-    largest = float(str(np.float32(factors.max())))
-    low, high, original = _LLAMA3.values()
-    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, 2 * half, 2) / (2 * half))
-    between = (original / waves - low) / (high - low)
-    smooth = 1 / ((1 - between) / largest + between)
-    llama3 = np.where(waves < original / high, 1.0, np.where(waves > original / low, largest, smooth))
-    if np.allclose(factors, llama3, rtol=1e-5):
-        return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
-
-    # Any other factors are a longrope whose two sets are alike, so that no regime changes them.
-    longest = config["max_position_embeddings"]
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist(), "attention_factor": 1.0}
+    longest = config["max_position_embeddings"]
     return {"rope_type": "longrope", "factor": 1.0, "original_max_position_embeddings": longest, **same}

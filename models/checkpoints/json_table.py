@@ -28,30 +28,22 @@ def read_table(path: Path, missing: str | None = None) -> dict[str, Any]:
         return {}
 
     try:
-        content = _content(path)
+        # Of a pipe or a device, which may have no end, nothing is read.
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+            raise ConfigError(f"{path}: got no plain file of at most {_LARGEST} bytes; expected one")
+        content = path.read_bytes()
+        if content.startswith(LFS_POINTER):
+            raise ConfigError(f"{path}: got a pointer of Git LFS; expected the file itself: `git lfs pull` fetches it")
+        table = json.loads(content.decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         found = "a link to nothing" if path.is_symlink() else "no such file"
         raise ConfigError(f"{path}: got {found}; expected {missing or 'the file, or none'}") from error
     except OSError as error:
         raise ConfigError(f"{path}: got a file that cannot be read ({error.strerror}); expected JSON") from error
-
-    try:
-        table = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: got a file that is not JSON ({error}); expected JSON") from error
 
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: got a {type(table).__name__}; expected a table")
     return table
-
-
-def _content(path: Path) -> bytes:
-    """Returns a file's bytes; of a pipe or a device, which may have no end, nothing is read."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-        kind = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "a directory, pipe or device"
-        raise ConfigError(f"{path}: got {kind}; expected a file of at most {_LARGEST} bytes")
-    content = path.read_bytes()
-    if content.startswith(LFS_POINTER):
-        raise ConfigError(f"{path}: got a pointer of Git LFS; expected the file itself: `git lfs pull` fetches it")
-    return content

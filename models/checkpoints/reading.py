@@ -1,25 +1,28 @@
 """Reading a checkpoint's tensors into nested parameters, and onto devices."""
 
+import fnmatch
 import functools
 import gc
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .entries import Expected, ParamPath, Params, TensorEntry
+from kvpatch_jax.errors import WeightsError
+
+from .entries import Expected, ParamPath, Params, PlannedTensor, TensorEntry, plan, unpermuted
 from .filling import Spans, check_finite, convert, fill
-from .planning import PlannedTensor, check_tensors, plan, resolve_ties, unpermuted
-from .progress import Advance, Progress, progress_bar
+from .naming import SILENT
 from .source import TensorSource, stored_tensor
 
-_COMPARED = 1 << 22
-"""Values read at once where two tensors are compared."""
 _JOB = 8 << 20
 """Bytes of a parameter that one thread fills at a time."""
 _ALIGNMENT = 64
@@ -27,8 +30,14 @@ _ALIGNMENT = 64
 _THREADS = 16
 """More do not make memory any faster."""
 
-Job = tuple[int, Callable[[], None]]
-"""Bytes of the parameter that it fills, and what fills them."""
+_SHOWN = 8
+"""Names in a message."""
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_INTEGER = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+
+
+class UnknownTensorWarning(UserWarning):
+    """Tensors of a checkpoint that its model does not read. The model is read without them."""
 
 
 def tensor_shapes(source: TensorSource) -> dict[str, tuple[int, ...]]:
@@ -37,30 +46,17 @@ def tensor_shapes(source: TensorSource) -> dict[str, tuple[int, ...]]:
 
 
 def same_tensors(source: TensorSource, first: str, second: str) -> bool:
-    """Returns whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
-
-    Raises:
-      WeightsError: data that cannot be read.
-    """
-    if source.tensors[first] != source.tensors[second]:
-        return False
-
-    shape = source.tensors[first].shape
-    if not shape:
-        return np.array_equal(source.read(first), source.read(second))
-
-    step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
-    pieces = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
-    return all(np.array_equal(source.read(first, (piece,)), source.read(second, (piece,))) for piece in pieces)
+    """Returns whether two tensors of a checkpoint hold the same values."""
+    same = source.tensors[first] == source.tensors[second]
+    return same and np.array_equal(source.read(first), source.read(second))
 
 
 def load_weights(
     source: TensorSource,
     entries: Sequence[TensorEntry],
     expected: Expected,
-    ignore: Sequence[str] = (),
+    ignore: Collection[str] = (),
     shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
-    progress: Progress = None,
 ) -> Params:
     """Reads a checkpoint into nested parameters.
 
@@ -76,45 +72,36 @@ def load_weights(
       source: the checkpoint's tensors.
       entries: the family's map from tensors to parameters.
       expected: path to shape and type of every parameter of the model.
-      ignore: regular expressions of tensor names that may be there and are not read.
+      ignore: patterns (`fnmatch`) of tensor names that may be there and are not read.
       shardings: path to where each parameter goes; every one of `expected`.
-      progress: a bar on stderr: True draws one, False none, None one if stderr is a terminal and tqdm is installed.
 
     Returns:
       Nested dict of JAX arrays, one per path of `expected`. Stored float64, float32, float16 and bfloat16 are cast.
 
     Raises:
-      WeightsError: a missing, unexpected, mis-shaped or mis-typed tensor, a number that is not finite, a damaged file
-        or one that is written to meanwhile, or no weights at all. It names the tensor or the file and what was
-        expected.
-      MissingExtraError: a bar is asked for and tqdm is not installed.
-    """
-    tensors = resolve_ties(plan(entries, expected), source.tensors)
-    check_tensors(source, tensors, expected, ignore)
+      WeightsError: missing, mis-shaped or mis-typed tensors, a number that is not finite, a damaged file or one that is
+        written to meanwhile. It names the tensors or the file and what was expected.
 
-    # Shards that several devices hold are read once.
-    regions: dict[ParamPath, dict[Spans, list[Any]]] = {}
-    total = 0
-    for path, leaf in expected.items():
-        regions[path] = _regions(leaf.shape, None if shardings is None else shardings[path])
-        for region in regions[path]:
-            total += math.prod(stop - start for start, stop in region) * leaf.dtype.itemsize
+    Warns:
+      UnknownTensorWarning: tensors that the model does not read, all in one.
+    """
+    tensors = plan(entries, expected)
+    _check_tensors(source, tensors, expected)
+    _warn_of_others(source, {tensor.name for tensor in tensors}, ignore)
 
     params: Params = {}
     previous = None
-    with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
+    with ThreadPoolExecutor(_threads()) as pool:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-            read = functools.partial(
-                _filled, pool, advance, source, list(group), expected[path].shape, expected[path].dtype
-            )
+            leaf = expected[path]
+            read = functools.partial(_filled, pool, source, list(group), leaf.shape, leaf.dtype)
             if shardings is None:
                 # The parameter before this one is waited for, so that the host holds two at most.
-                (region,) = regions[path]
-                value = jax.device_put(read(region))
+                value = jax.device_put(read(tuple((0, size) for size in leaf.shape)))
                 jax.block_until_ready(previous)
                 previous = value
             else:
-                value = _placed(expected[path].shape, shardings[path], regions[path], read)
+                value = _placed(leaf.shape, shardings[path], read)
 
             inner = params
             for part in path[:-1]:
@@ -128,33 +115,71 @@ def load_weights(
     return params
 
 
+def _check_tensors(source: TensorSource, tensors: Sequence[PlannedTensor], expected: Expected) -> None:
+    """Raises WeightsError for tensors that are missing, or one of another shape or kind than planned."""
+    for tensor in tensors:
+        found = source.tensors.get(tensor.name)
+        if found is None:
+            continue
+        if found.shape != tensor.file_shape:
+            raise WeightsError(
+                f"{source.origin}: got tensor {tensor.name!r} of shape {found.shape}; expected {tensor.file_shape} for "
+                f"{'.'.join(tensor.path)}"
+            )
+        allowed = _FLOATING if jnp.issubdtype(expected[tensor.path].dtype, jnp.floating) else _INTEGER
+        if found.dtype not in allowed:
+            raise WeightsError(
+                f"{source.origin}: got tensor {tensor.name!r} of type {found.dtype}; expected one of "
+                f"{', '.join(allowed)}"
+            )
+
+    missing = {tensor.name: tensor for tensor in tensors if tensor.name not in source.tensors}
+    if missing:
+        first = next(iter(missing.values()))
+        raise WeightsError(
+            f"{source.origin}: got no tensor {_listed(missing)}; expected all of the model's, the first of shape "
+            f"{first.file_shape} for {'.'.join(first.path)}. The file has {_listed(source.tensors)}"
+        )
+
+
+def _warn_of_others(source: TensorSource, known: Collection[str], ignore: Collection[str]) -> None:
+    """Warns of tensors that the model does not read, unless `ignore` or what every file may have explains them."""
+    others = source.tensors.keys() - known
+    # A layer that predicts further tokens stands behind the model's, under whatever number.
+    predicting = [f"{name.partition('.eh_proj.')[0]}.*" for name in others if ".eh_proj." in name]
+    for pattern in (*SILENT, *predicting, *ignore):
+        others = {name for name in others if not fnmatch.fnmatchcase(name, pattern)}
+    if others:
+        warnings.warn(
+            f"{source.origin}: got tensors that this model does not read: {_listed(sorted(others))}. The model is read "
+            "without them; load(…, ignore=[…]) with their names or patterns says that this is right",
+            UnknownTensorWarning,
+            skip_file_prefixes=(str(Path(__file__).parents[1]),),
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [repr(name) for name in names]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return (", ".join(shown[:_SHOWN]) or "none") + more
+
+
 def _threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _THREADS)
 
 
-def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:
-    """Returns the distinct shards of a parameter, each with the devices that hold it; all of it without a sharding."""
-    if sharding is None:
-        return {tuple((0, size) for size in shape): []}
+def _placed(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Spans], np.ndarray]) -> jax.Array:
+    """Returns an array of which each distinct shard is read once, and has left the host before the next one is read.
+
+    (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
+    """
+
     holders: dict[Spans, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         region = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         holders.setdefault(region, []).append(device)
-    return holders
-
-
-def _placed(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-    holders: Mapping[Spans, Sequence[Any]],
-    read: Callable[[Spans], np.ndarray],
-) -> jax.Array:
-    """Returns an array of which each distinct shard is read once, and has left the host before the next one is read.
-
-    (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
-    """
 
     def put(value, devices):
         return jax.block_until_ready([jax.device_put(value, device) for device in devices])
@@ -170,7 +195,6 @@ def _placed(
 
 def _filled(
     pool: ThreadPoolExecutor,
-    advance: Advance,
     source: TensorSource,
     tensors: Sequence[PlannedTensor],
     shape: tuple[int, ...],
@@ -179,7 +203,7 @@ def _filled(
 ) -> np.ndarray:
     """Returns a region of a parameter of this shape, filled with the tensors that it is made of."""
     value = _aligned_zeros([stop - start for start, stop in region], dtype)
-    jobs: list[Job] = []
+    jobs: list[Callable[[], None]] = []
     for tensor in tensors:
         depth = len(tensor.slot)
         if all(start <= number < stop for number, (start, stop) in zip(tensor.slot, region, strict=False)):
@@ -187,22 +211,8 @@ def _filled(
             jobs += _jobs(source, tensor, shape[depth:], region[depth:], value[(*slot, ...)])
 
     # A small parameter is not worth a thread.
-    if value.nbytes < _JOB:
-        for _, job in jobs:
-            job()
-        advance(value.nbytes)
-        return value
-
-    futures = [pool.submit(job) for _, job in jobs]
-    try:
-        for future, (size, _) in zip(futures, jobs, strict=True):
-            future.result()
-            advance(size)
-    finally:
-        # Those behind one that failed.
-        for future in futures:
-            future.cancel()
-
+    for done in (map if value.nbytes < _JOB else pool.map)(lambda job: job(), jobs):
+        assert done is None
     return value
 
 
@@ -216,7 +226,7 @@ def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 def _jobs(
     source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Spans, out: np.ndarray
-) -> Iterator[Job]:
+) -> Iterator[Callable[[], None]]:
     """Yields what fills `out`, a region of what a tensor fills, which is of this shape. No more than that region is
     read.
 
@@ -231,7 +241,7 @@ def _jobs(
             value = value if permute is None else value.transpose(permute)
             convert(value.reshape(shape)[tuple(slice(*span) for span in region)], out)
 
-        yield out.nbytes, fill_flattened
+        yield fill_flattened
         return
 
     spans = _in_file(tensor, unpermuted(region, permute))
@@ -242,10 +252,10 @@ def _jobs(
         if stored is None:
             convert(_read_finite(source, name, spans), out)
         else:
-            fill(name, stored, spans, out)
+            fill(stored, spans, out, functools.partial(check_finite, name=name, infinite=tensor.entry.infinite))
 
     if not spans or out.nbytes <= _JOB:
-        yield out.nbytes, functools.partial(copy, spans, out)
+        yield functools.partial(copy, spans, out)
         return
 
     (first, last), *inner = spans
@@ -254,14 +264,14 @@ def _jobs(
     for start in range(first, last, step):
         part = out[start - first : start - first + step]
         span = (start, min(start + step, last))
-        yield part.nbytes, functools.partial(copy, (span, *inner), part)
+        yield functools.partial(copy, (span, *inner), part)
 
 
 def _read_finite(source: TensorSource, name: str, spans: Spans) -> np.ndarray:
     """Reads a region of a tensor through its source, which may compute it. Raises WeightsError for NaN and infinity."""
     whole = spans == tuple((0, size) for size in source.tensors[name].shape)
     value = source.read(name, None if whole else tuple(slice(*span) for span in spans))
-    check_finite(name, value, tuple(start for start, _ in spans))
+    check_finite(value, tuple(start for start, _ in spans), name)
     return value
 
 

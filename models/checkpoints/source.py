@@ -5,8 +5,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,13 +47,11 @@ class TensorInfo:
     dtype: str
 
 
-@runtime_checkable
 class TensorSource(Protocol):
     """Tensors by name. Wrappers (renamed, merged) state those of the checkpoint that results.
 
-    A source may also have `stored(name) -> StoredTensor | None`, as `SafetensorsSource` has, for tensors whose bytes
-    lie in a file as they are: these are then read in pieces of the cache's size. A wrapper hands on that of its inner
-    source (`stored_tensor`) for tensors that it leaves as they are.
+    A source may also have `stored(name)`, for tensors whose bytes lie in a file as they are: these are read in pieces
+    of the cache's size. A wrapper hands on that of its inner source.
 
     Attributes:
       origin: the directory or file, for messages.
@@ -101,24 +99,24 @@ class OpenFile:
         left = memoryview(out.reshape(-1).view(np.uint8))
         try:
             while left:
-                if hasattr(os, "preadv"):
-                    count = os.preadv(self._file, [left], start)
-                else:
-                    # Windows has one place per file.
-                    with self._lock:
-                        os.lseek(self._file, start, os.SEEK_SET)
-                        found = os.read(self._file, len(left))
-                    left[: len(found)] = found
-                    count = len(found)
+                count = (
+                    os.preadv(self._file, [left], start) if hasattr(os, "preadv") else self._read_locked(left, start)
+                )
                 if not count:
                     raise WeightsError(
                         f"{self.path}: got the end of the file; expected {len(left)} bytes from byte {start} on"
                     )
                 left, start = left[count:], start + count
         except OSError as error:
-            raise WeightsError(
-                f"{self.path}: got a file that cannot be read ({error}); expected a readable one"
-            ) from error
+            raise WeightsError(f"{self.path}: got a file that cannot be read ({error}); expected to read it") from error
+
+    def _read_locked(self, out: memoryview, start: int) -> int:
+        # Windows has one place per file.
+        with self._lock:
+            os.lseek(self._file, start, os.SEEK_SET)
+            found = os.read(self._file, len(out))
+        out[: len(found)] = found
+        return len(found)
 
     def check_unchanged(self) -> None:
         """Raises WeightsError where the file was written to, or has another size, since it was opened."""
@@ -156,36 +154,11 @@ def stored_tensor(source: TensorSource, name: str) -> StoredTensor | None:
 
 
 class RenamedSource:
-    """Tensors of another source under other names.
+    """Tensors of another source under other names: `names` says the inner one of each."""
 
-    Args:
-      inner: the source that is read.
-      rename: new name to the inner one, for exactly the tensors that are to be there; or a function of an inner name
-        that gives the new one, None for a tensor to leave out.
-
-    Raises:
-      WeightsError: an inner name that is not there, or two tensors that get one name.
-    """
-
-    def __init__(self, inner: TensorSource, rename: Mapping[str, str] | Callable[[str], str | None]):
-        self.origin, self._inner = inner.origin, inner
-        self._names: dict[str, str] = {}
-        if isinstance(rename, Mapping):
-            self._names |= rename
-        else:
-            for old in inner.tensors:
-                new = rename(old)
-                if new in self._names:
-                    raise WeightsError(
-                        f"{self.origin}: got tensors {self._names[new]!r} and {old!r} for {new!r}; expected one of them"
-                    )
-                if new is not None:
-                    self._names[new] = old
-
-        absent = sorted(old for old in self._names.values() if old not in inner.tensors)
-        if absent:
-            raise WeightsError(f"{self.origin}: got no tensor {absent[0]!r}; expected it ({len(absent)} such in all)")
-        self.tensors = {new: inner.tensors[old] for new, old in self._names.items()}
+    def __init__(self, inner: TensorSource, names: Mapping[str, str]):
+        self.origin, self._inner, self._names = inner.origin, inner, names
+        self.tensors = {new: inner.tensors[old] for new, old in names.items()}
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor or a region of it, by its new name."""

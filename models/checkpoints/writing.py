@@ -10,18 +10,17 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from .entries import TensorEntry, flatten_params
-from .planning import PlannedTensor, plan
+from .entries import PlannedTensor, TensorEntry, flatten_params, plan
 from .safetensors_files import SINGLE_FILE
 
 
 def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], entries: Sequence[TensorEntry]) -> Path:
     """Writes parameters as `model.safetensors` under Hugging Face's names, in the type they have.
 
-    A parameter tied to another tensor is left out. The file appears whole or not at all. Returns its path.
+    The file appears whole or not at all. Returns its path.
 
     Raises:
-      WeightsError: a parameter that no entry covers, or an entry whose parameter is not there.
+      WeightsError: a parameter that no entry covers.
     """
     flat = flatten_params(params)
     expected = {path: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for path, leaf in flat.items()}
@@ -36,7 +35,7 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
                 fused = values.setdefault(tensor.name, np.zeros(tensor.file_shape, leaf.dtype))
                 cut = (*[slice(None)] * part.axis, slice(part.start, part.stop))
                 fused[cut] = _to_file(np.asarray(leaf[tensor.slot]), tensor)
-            elif tensor.entry.tied_to is None:
+            else:
                 values[tensor.name] = _to_file(np.asarray(leaf[tensor.slot]), tensor)
 
     root = Path(directory)

@@ -14,28 +14,24 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry
+from ..checkpoints import TensorEntry, module_entries
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
-from ..decoder.hf_config import Regime, need, read_decoder, read_deepseek_experts, read_rope
-from ..decoder.known_keys import complete
 from ..decoder.layers import Linear
-from ..decoder.weights import decoder_entries, expert_layout, linear_entries
-from ..inputs.images import HALVES, PictureConfig
-from ..inputs.view_images import TILES, process_views
+from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.pictures import TILES
+from ..inputs.processors import process_images, processor
 from ..towers.query_encoder import FEW, MANY, QueryEncoder, query_count, query_encoder_entries
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
+from .config_file import ConfigFile, FamilyConfig
 from .deepseek_vl_hybrid import read_sam
 from .family import Family, Shapes, Vision
-from .image_family import freeze, text_part, thaw, vision_part, whole
-from .text_families import read_qwen2
 from .view_packing import SEPARATOR, pack_views, view_fills, view_plan, view_tokens
 
 ARCHITECTURE = "DeepseekOcr2ForConditionalGeneration"
 SHRINK = 4
 """Patches along the side of the square that becomes one feature."""
-GREY = (127, 127, 127)
 TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
@@ -48,27 +44,20 @@ TEMPLATE = (
 """The authors' format "plain": texts one behind the other, and no roles."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DeepseekOcr2Config:
-    """The whole backbone; `raw` is config.json as it was read."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekOcr2Config(FamilyConfig):
+    """The whole backbone."""
 
-    text: DecoderConfig
     vision: SamConfig
     compressor: tuple[int, int]
     encoder: DecoderConfig
     image_token: int
-    raw: str
 
     def __post_init__(self) -> None:
         if self.compressor[1] != self.encoder.width:
             raise ConfigError(
                 f"downsample_channels: got {self.compressor}; expected to end in the encoder's {self.encoder.width}"
             )
-
-    @property
-    def family(self) -> Family:
-        """The family that reads it."""
-        return FAMILY
 
     @property
     def newline(self) -> bool:
@@ -90,10 +79,6 @@ class DeepseekOcr2Config:
         if pixels not in sides.values():
             raise InputError(f"{name}: got {pixels} pixels a side; expected one of {sorted(sides.values())}")
         return round(query_count((pixels // (SHRINK * self.vision.patch)) ** 2) ** 0.5)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
 
 
 class DeepseekOcr2Model(nnx.Module):
@@ -120,31 +105,6 @@ class DeepseekOcr2Model(nnx.Module):
         return self.projection(self.encoder(features.reshape(len(features), -1, features.shape[-1])))
 
 
-def read_ocr_text(raw: Mapping[str, Any], angles: str, regime: Regime) -> DecoderConfig:
-    """Reads the decoder: DeepSeek-V2's experts, Llama's attention.
-
-    Raises:
-      ConfigError: dense layers that are not the lowest, or keys that are not known.
-    """
-    raw = complete(raw, "deepseek_ocr2_text", "text_config")
-    kinds, layers = need(raw, "mlp_layer_types"), need(raw, "num_hidden_layers")
-    dense = kinds.count("dense")
-    if list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise ConfigError(f"mlp_layer_types: got {kinds!r:.80}; expected 'dense' below 'sparse' in {layers} layers")
-    heads, width = need(raw, "num_attention_heads"), need(raw, "hidden_size")
-    if raw["head_dim"] not in (None, width // heads):
-        raise ConfigError(f"head_dim: got {raw['head_dim']}; expected hidden_size / num_attention_heads")
-    experts = read_deepseek_experts({**raw, "first_k_dense_replace": dense}, "softmax") if dense < layers else None
-    return read_decoder(
-        raw,
-        read_rope(raw, width // heads, angles=angles, regime=regime),
-        attention_bias=raw["attention_bias"],
-        output_bias=raw["attention_bias"],
-        mlp_bias=raw["mlp_bias"],
-        experts=experts,
-    )
-
-
 def read_channels(value: Any) -> tuple[int, int]:
     """Returns the channels of the compressor's two convolutions.
 
@@ -157,20 +117,17 @@ def read_channels(value: Any) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekOcr2Config:
-    model = whole(raw, "deepseek_ocr2")
-    text = read_ocr_text(text_part(model, raw, ("deepseek_ocr2_text",)), angles, regime)
-    vision = vision_part(model, "deepseek_ocr2_vision")
-    high = vision["sam_config"] or {}
-    sam, middle = read_sam(high, text.dtype, "sam_config", "deepseek_ocr2_sam_vision_model"), (512, 896)
-    inner = {**(vision["encoder_config"] or {}), "model_type": "qwen2"}
-    inner = {key: value for key, value in inner.items() if key not in ("dtype", "torch_dtype")}
-    encoder = dataclasses.replace(read_qwen2(inner, angles), dtype=text.dtype, tied_embeddings=True)
-    channels = read_channels(high.get("downsample_channels") or middle)
+def _read(file: ConfigFile) -> DeepseekOcr2Config:
+    text, vision = file.text("deepseek_ocr2_text"), file.part("vision_config")
+    inner = file.decoder(vision["encoder_config"] | {"model_type": "qwen2"})
+    encoder = dataclasses.replace(inner, dtype=text.dtype, tied_embeddings=True)
     if encoder.window is not None:
         raise ConfigError(f"encoder_config: got a sliding window of {encoder.window}; expected none")
-    sam = dataclasses.replace(sam, interpolate=True)
-    return DeepseekOcr2Config(text, sam, channels, encoder, need(model, "image_token_id"), freeze(raw))
+    sam = dataclasses.replace(read_sam(vision["sam_config"], text.dtype), interpolate=True)
+    channels = read_channels(vision["sam_config"]["downsample_channels"])
+    return file.config(
+        DeepseekOcr2Config, text, vision=sam, compressor=channels, encoder=encoder, **file.tokens("image_token")
+    )
 
 
 def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
@@ -191,30 +148,17 @@ def _entries(config: DeepseekOcr2Config, shapes: Shapes) -> list[TensorEntry]:
         *sam_neck_entries(config.vision, f"{sam}.neck", ("neck",), own),
         *sam_downsampling_entries(f"{sam}.{first}", f"{sam}.{second}", ("downsampling",)),
         *query_encoder_entries(config.encoder, f"{encoder}.", few, many, ("encoder",)),
-        *linear_entries("model.projector.layers" if own else "model.multi_modal_projector", ("projection",)),
+        *module_entries("model", (), {"projection": "projector.layers" if own else "multi_modal_projector"}),
         TensorEntry("model.view_seperator" if own else "model.view_separator", ("separator",)),
     ]
 
 
-_VIEWS: dict[str, Any] = {
-    "image_mean": HALVES,
-    "image_std": HALVES,
-    "resample": 3,
-    "size": {"height": 1024, "width": 1024},
-    "tile_size": 768,
-    "crop_to_patches": True,
-    "min_patches": 2,
-    "max_patches": 6,
-    "background_color": GREY,
-}
-read_settings = PictureConfig.reader(only={"do_resize": True, "do_convert_rgb": True}, **_VIEWS)
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=DeepseekOcr2Model,
     entries=_entries,
-    vision=Vision(read_settings, process_views, view_tokens, view_plan, view_fills),
-    ignore=(r".*\.rotary_emb\.inv_freq",),
+    vision=Vision(processor("deepseek_ocr2.DeepseekOcr2"), process_images, view_tokens, view_plan, view_fills),
     model_type="deepseek_ocr2",
     template=TEMPLATE,
 )

@@ -7,34 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime, need
-from ..decoder.known_keys import complete
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
-from ..towers.vit import ViTConfig
+from ..inputs.processors import process_images, processor
 from ..towers.weights import clip_entries, projector_entries
-from . import namings
+from .config_file import ConfigFile
 from .family import Family, Shapes, Vision
-from .image_family import freeze, text_part, vision_part, whole
-from .text_families import read_llama
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, read_vit, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, read_vit, tile_fills, tile_plan, without_head
 
 ARCHITECTURE = "DeepseekVLForConditionalGeneration"
-
-
-def read_siglip(vision: Mapping[str, Any], dtype: str) -> ViTConfig:
-    """Reads SigLIP's tower (also SmolVLM's), from its part of `config.json` or a table of the same keys."""
-    # A table that has not gone through `vision_part`.
-    if "layer_norm_eps" not in vision:
-        vision = complete(vision, "siglip_vision_model", "the tower")
-    return read_vit(vision, final_norm="applied", dtype=dtype)
-
-
-def without_head(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config.json` without SigLIP's head, which its class has by default: nothing reads it, so that it is not
-    loaded and not saved.
-    """
-    return {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
 
 
 def tile_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
@@ -42,11 +22,10 @@ def tile_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: A
     return [config.image_token] * config.tile_tokens
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    model = whole(raw, "deepseek_vl")
-    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
-    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
-    return ViTModelConfig(FAMILY, text, tower, GlueConfig(), need(model, "image_token_id"), freeze(without_head(raw)))
+def _read(file: ConfigFile) -> ViTModelConfig:
+    text, vision = file.text("llama"), file.part("vision_config")
+    tower = read_vit(vision, "siglip_vision_model", final_norm="applied", dtype=text.dtype)
+    return file.config(ViTModelConfig, text, vision=tower, glue=GlueConfig(), **file.tokens("image_token"))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -55,21 +34,12 @@ def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     return entries + projector_entries("model.aligner.linear1", "model.aligner.linear2")
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pad": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-    min_size=14,
-)
+_SETTINGS = processor("deepseek_vl.DeepseekVL")
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=without_head(_read),
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek, tile_tokens, tile_plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
+    vision=Vision(_SETTINGS, process_images, tile_tokens, tile_plan, tile_fills),
     model_type="deepseek_vl",
-    namings=namings.DEEPSEEK_VL,
 )

@@ -7,7 +7,6 @@ Source: DeepSeek's `modeling_deepseek_vl_v2.py`, `siglip_vit.py`, `modeling_deep
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,36 +19,37 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry, read_table
+from ..checkpoints import TensorEntry, fused_entries, module_entries, read_table
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
-from ..decoder.hf_config import Regime, need, read_decoder, read_deepseek_experts, read_latent, read_rope
-from ..decoder.key_tables.deepseek_vl2 import LATENT
-from ..decoder.known_keys import complete
-from ..decoder.weights import decoder_entries, expert_layout, fused_entries
-from ..inputs.images import HALVES, PictureConfig
-from ..inputs.qwen_images import CONFIG_FILE
+from ..decoder.hf_config import need, read_decoder, read_deepseek_experts, read_latent, read_rope
+from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.pictures import HALVES, TILES, process_vl2
+from ..inputs.processors import PROCESSOR_FILE, own_settings
 from ..inputs.tokenizer_files import token_id
-from ..inputs.view_images import TILES, process_vl2
 from ..towers.projectors import Projector
 from ..towers.vit import ViT, ViTConfig
-from ..towers.weights import CONV2D, block_entries, norm_entries, projector_entries
+from ..towers.weights import TIMM, blocks, patch_entries, projector_entries
+from .config_file import ConfigFile, FamilyConfig, dtype_of, one_size
 from .family import Family, Shapes, Vision
-from .image_family import freeze, one_size, thaw
+from .parsed import Table, parse
 from .view_packing import NEWLINE, SEPARATOR, grids_of, pack_views, view_fills, view_plan, view_tokens
 
 ARCHITECTURE = "DeepseekVLV2ForCausalLM"
 MODEL_TYPE = "deepseek_vl_v2"
 PLACEHOLDER = "<image>"
-PROCESSOR_FILE = "processor_config.json"
-_TIMM = {
-    "attention_norm": "norm1",
-    "mlp_norm": "norm2",
-    "output": "attn.proj",
-    "mlp.inner": "mlp.fc1",
-    "mlp.outer": "mlp.fc2",
-}
-"""Our block's names to timm's."""
+IMAGE_TOKEN = 128815
+"""Of the placeholder, where neither `config.json` nor the tokenizer's files name it."""
+LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_TEXT: dict[str, Any] = {"num_hidden_layers": 30, "num_key_value_heads": 32, "scoring_func": "softmax"}
+_TEXT |= {"n_routed_experts": 0, "n_shared_experts": 0}
+_VISION = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
+_GLUE = {"input_dim": 1152, "n_embed": 2048, "mlp_ratio": 1, "downsample_ratio": 2}
+"""Where the authors' classes default otherwise than transformers' DeepSeek-V2, and of the parts without a class."""
+_BUILT = {"global_view_pos": "head", "tile_tag": "2D"}
+_BUILT_GLUE = {"projector_type": "downsample_mlp_gelu", "depth": 2, "token_pooling": False}
+_BUILT_VISION = {"class_token": False, "global_pool": "map", "ignore_head": True}
+_BUILT_TEXT = {"lm_head": True, "rm_head": False, "moe_layer_freq": 1}
 TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
@@ -68,20 +68,18 @@ TEMPLATE = (
 An image is written as in the authors' examples, on the end of a line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DeepseekVL2Config:
-    """The whole backbone; `raw` is config.json as it was read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekVL2Config(FamilyConfig):
+    """The whole backbone.
 
     Attributes:
       fold: features along the side of the square that becomes one. inner: width between the projector's maps.
     """
 
-    text: DecoderConfig
     vision: ViTConfig
     fold: int
     inner: int
     image_token: int
-    raw: str
 
     def __post_init__(self) -> None:
         if not 0 <= self.image_token < self.text.vocabulary:
@@ -89,11 +87,6 @@ class DeepseekVL2Config:
                 f"image_token_id: got {self.image_token}; expected one of {self.text.vocabulary} tokens, in "
                 f"config.json or as {PLACEHOLDER!r} in the tokenizer's files"
             )
-
-    @property
-    def family(self) -> Family:
-        """The family that reads it."""
-        return FAMILY
 
     @property
     def newline(self) -> bool:
@@ -114,10 +107,6 @@ class DeepseekVL2Config:
         if pixels != self.vision.image:
             raise InputError(f"{name}: got {pixels} pixels a side; expected {self.vision.image}")
         return -(-self.vision.side // self.fold)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
 
 
 class DeepseekVL2Model(nnx.Module):
@@ -147,25 +136,32 @@ class DeepseekVL2Model(nnx.Module):
         return pack_views(folded[:views], folded[views:], learned, plan)
 
 
-def _read_text(raw: Mapping[str, Any], angles: str, regime: Regime) -> DecoderConfig:
+def _read_text(file: ConfigFile) -> DecoderConfig:
     """Reads the decoder: DeepSeek-V2's or -V3's experts, with V3's latent attention or Llama's."""
-    latent = raw.get("use_mla", True)
-    if not latent:
-        raw = {key: value for key, value in raw.items() if key not in LATENT}
-    raw = complete(raw, "deepseek_vl_v2_text", "language_config")
-    bias, heads = raw["attention_bias"], need(raw, "num_attention_heads")
+    given = file.raw["language_config"]
+    for key, built in _BUILT_TEXT.items():
+        if given.get(key, built) != built:
+            raise ConfigError(f"language_config: got {key} {given[key]!r:.60}, which is not built; expected {built}")
+    latent = given.get("use_mla", True)
+    # Files without latent attention have its keys as 0 or null.
+    others = {*_BUILT_TEXT, "use_mla", *(() if latent else LATENT)}
+    kept = {key: value for key, value in given.items() if key not in others and (value is not None or key not in _TEXT)}
+    raw = parse(_TEXT | kept, "deepseek_v2", "config.json: language_config")
+    bias, heads = raw["attention_bias"], raw["num_attention_heads"]
     if raw["n_routed_experts"]:
-        need(raw, "topk_method")
+        need(given, "topk_method")
     switches: dict[str, Any] = {
         "attention_bias": bias,
         "output_bias": bias,
         "experts": read_deepseek_experts(raw, need(raw, "scoring_func")),
+        "dtype": dtype_of(file.raw) or dtype_of(given) or "float32",
     }
+    regime, angles = file.regime, file.angles
     if not latent:
-        rope = read_rope(raw, need(raw, "hidden_size") // heads, angles=angles, regime=regime)
-        return read_decoder(raw, rope, **switches)
+        width = raw["hidden_size"] // heads
+        return read_decoder(raw, read_rope(raw, width, angles=angles, regime=regime), head_dim=width, **switches)
     # Pairs are read side by side and cached in halves, as V3 does.
-    rope = read_rope(raw, need(raw, "qk_rope_head_dim"), angles=angles, regime=regime, cached="half")
+    rope = read_rope(raw, raw["qk_rope_head_dim"], angles=angles, regime=regime, cached="half")
     switches |= {"attention": "mla", "kv_heads": heads, "latent": read_latent(raw, rope, reads_pairs=True)}
     return read_decoder(raw, rope, **switches)
 
@@ -182,12 +178,19 @@ def _sizes(table: Mapping[str, Any], place: str, *names: str) -> list[int]:
     return [table[name] for name in names]
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekVL2Config:
-    model = complete(raw, MODEL_TYPE)
-    top = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
-    text = _read_text({**need(model, "language_config"), **top}, angles, regime)
-    vision = complete(need(model, "vision_config"), "deepseek_vl_v2_vision", "vision_config")
-    glue = complete(need(model, "projector_config"), "deepseek_vl_v2_projector", "projector_config")
+def _read(file: ConfigFile) -> DeepseekVL2Config:
+    model = file.model
+    for table, built in (
+        (model, _BUILT),
+        (file.part("projector_config"), _BUILT_GLUE),
+        (file.part("vision_config"), _BUILT_VISION),
+    ):
+        for key, value in built.items():
+            if table.get(key, value) != value:
+                raise ConfigError(f"config.json: got {key} {table[key]!r:.60}, which is not built; expected {value!r}")
+    file.part("language_config")
+    text, vision = _read_text(file), Table(_VISION | file.part("vision_config"))
+    glue = Table(_GLUE | file.part("projector_config"))
     depth, width, heads = _sizes(vision, "vision_config", "layers", "width", "heads")
     ratio = vision["mlp_ratio"]
     if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
@@ -208,26 +211,26 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> DeepseekVL2Con
         if glue[name] != width:
             raise ConfigError(f"projector_config: got {name} {glue[name]!r}; expected {width}")
     times, fold = _sizes(glue, "projector_config", "mlp_ratio", "downsample_ratio")
-    return DeepseekVL2Config(text, tower, fold, times * text.width, need(model, "image_token_id"), freeze(raw))
+    return file.config(
+        DeepseekVL2Config,
+        text,
+        vision=tower,
+        fold=fold,
+        inner=times * text.width,
+        image_token=model.get("image_token_id", IMAGE_TOKEN),
+    )
 
 
 def _entries(config: DeepseekVL2Config, shapes: Shapes) -> list[TensorEntry]:
-    tower, text, place, blocks = config.vision, "language.model.", ("visual",), "vision.blocks.{layer}"
+    tower, text, place = config.vision, "language.model.", ("visual",)
     shape = (tower.width, tower.channels, tower.patch, tower.patch)
-    patches, layout = "vision.patch_embed.proj", expert_layout(config.text, shapes, text)
+    rows, layout = {part: tower.width for part in ("query", "key", "value")}, expert_layout(config.text, shapes, text)
     return [
         *decoder_entries(config.text, prefix=text, head="language.lm_head", fused_experts=layout),
-        TensorEntry(f"{patches}.weight", (*place, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
-        TensorEntry(f"{patches}.bias", (*place, "patch_embedding", "bias")),
+        *patch_entries("vision.patch_embed.proj", place, *shape),
         TensorEntry("vision.pos_embed", (*place, "position_embedding"), file_shape=(1, tower.tokens, tower.width)),
-        *block_entries(blocks, (*place, "blocks"), _TIMM),
-        *fused_entries(
-            f"{blocks}.attn.qkv",
-            (*place, "blocks"),
-            dict.fromkeys(("query", "key", "value"), tower.width),
-            bias=True,
-        ),
-        *norm_entries("vision.norm", (*place, "final_norm")),
+        *module_entries("vision", place, blocks("blocks", TIMM) | {"final_norm": "norm"}),
+        *fused_entries("vision.blocks.{layer}.attn.qkv", (*place, "blocks"), rows),
         *projector_entries("projector.layers.0", "projector.layers.2"),
         TensorEntry("image_newline", ("newline",)),
         TensorEntry("view_seperator", ("separator",)),
@@ -241,16 +244,14 @@ def _plan(config: DeepseekVL2Config, input_ids: np.ndarray, arrays: Mapping[str,
     return view_plan(config, input_ids, arrays)
 
 
-def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
-    """Reads a directory's image settings: from the authors' `processor_config.json`, or where there are some from
-    `preprocessor_config.json`; resolutions that neither has from `config.json`.
+def _options(given: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Returns a directory's image settings: those of the authors' `processor_config.json`, whose resolutions may stand
+    in `config.json`.
 
     Raises:
       ConfigError: resolutions that are no multiples of the first one's width, or none.
     """
-    root = Path(directory)
-    given = read_table(root / CONFIG_FILE) or read_table(root / PROCESSOR_FILE)
-    name = "candidate_resolutions"
+    name, given = "candidate_resolutions", given or read_table(root / PROCESSOR_FILE)
     points = given.get(name) or read_table(root / "config.json").get(name)
     pairs: list[Any] = (
         [pair if isinstance(pair, list | tuple) else () for pair in points] if isinstance(points, list) else []
@@ -260,13 +261,7 @@ def _settings(directory: str | os.PathLike[str]) -> PictureConfig:
     side = pairs[0][0]
     if any(edge % side for pair in pairs for edge in pair):
         raise ConfigError(f"{name}: got {points!r:.80}; expected multiples of {side}")
-
-    options = {"image_mean": HALVES, "image_std": HALVES, "resample": 3, "do_normalize": given.get("normalize", True)}
-    options |= {key: value for key, value in given.items() if value is not None}
-    # Cut off and not rounded, as the authors take the mean colour.
-    grey = [int(value * 255) for value in options["image_mean"]]
-    size = {"height": side, "width": side}
-    return PictureConfig.from_dict(options | {name: points, "size": size, "background_color": grey})
+    return {"do_normalize": given.get("normalize", True)} | given | {name: points, "size": side}
 
 
 def _amend(raw: Mapping[str, Any], root: Path) -> Mapping[str, Any]:
@@ -275,14 +270,13 @@ def _amend(raw: Mapping[str, Any], root: Path) -> Mapping[str, Any]:
     return raw if token is None else {**raw, "image_token_id": token}
 
 
+_SETTINGS = own_settings("image", _options, image_mean=HALVES, image_std=HALVES, resample=3)
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=DeepseekVL2Model,
     entries=_entries,
-    vision=Vision(_settings, process_vl2, view_tokens, _plan, view_fills),
-    # The authors' forward leaves the pooling head out.
-    ignore=(r".*\.rotary_emb\.inv_freq", r"vision\.attn_pool\..*"),
+    vision=Vision(_SETTINGS, process_vl2, view_tokens, _plan, view_fills),
     model_type=MODEL_TYPE,
     template=TEMPLATE,
     amend=_amend,

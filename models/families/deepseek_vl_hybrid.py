@@ -14,39 +14,33 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
+from ..checkpoints import TensorEntry, module_entries
 from ..decoder.decoder import Decoder
-from ..decoder.hf_config import Regime, need
-from ..decoder.known_keys import complete
+from ..decoder.hf_config import need
 from ..decoder.layers import ACTIVATIONS, Linear
-from ..decoder.weights import decoder_entries, linear_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek_hybrid
+from ..decoder.weights import decoder_entries
+from ..inputs.processors import process_images, processor
 from ..towers.sam import SamConfig, SamDownsampling, SamEncoder, SamNeck
 from ..towers.sam_weights import sam_downsampling_entries, sam_encoder_entries, sam_neck_entries
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries
-from . import namings
-from .deepseek_vl import read_siglip, tile_tokens, without_head
+from .config_file import ConfigFile, FamilyConfig, one_size
+from .deepseek_vl import tile_tokens
 from .family import Family, Shapes, Vision
-from .image_family import freeze, one_size, text_part, thaw, vision_part, whole
-from .text_families import read_llama
-from .vit_family import tile_fills, tile_plan
+from .vit_family import read_vit, tile_fills, tile_plan, without_head
 
 ARCHITECTURE = "DeepseekVLHybridForConditionalGeneration"
 LARGE = "high_res_pixel_values"
 """What the large images' pixels are called."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HybridConfig:
-    """The whole backbone; `high` is the tower of the large image, `raw` is config.json as it was read."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(FamilyConfig):
+    """The whole backbone; `high` is the tower of the large image."""
 
-    text: DecoderConfig
     vision: ViTConfig
     high: SamConfig
     image_token: int
-    raw: str
 
     def __post_init__(self) -> None:
         if self.text.width % 2:
@@ -55,18 +49,9 @@ class HybridConfig:
             raise ConfigError("global_attn_indexes: got none; expected a layer whose features are added to the last's")
 
     @property
-    def family(self) -> Family:
-        """The family that reads it."""
-        return FAMILY
-
-    @property
     def tile_tokens(self) -> int:
         """Features that one image becomes."""
         return self.vision.side**2
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
 
 
 class HybridModel(nnx.Module):
@@ -100,15 +85,8 @@ class HybridModel(nnx.Module):
         return jnp.take(mixed.reshape(-1, mixed.shape[-1]), plan["order"], axis=0, mode="fill", fill_value=0)[None]
 
 
-def read_sam(
-    raw: Mapping[str, Any], dtype: str, place: str = "high_res_vision_config", kind: str = "sam_vision_model"
-) -> SamConfig:
-    """Reads SAM's tower from its part of `config.json`, which `known_keys` calls this kind.
-
-    Raises:
-      ConfigError: keys that are not known, or sizes that do not fit.
-    """
-    vision = complete(raw, kind, place)
+def read_sam(vision: Mapping[str, Any], dtype: str) -> SamConfig:
+    """Reads SAM's tower from its part of `config.json`."""
     width = need(vision, "hidden_size")
     # `intermediate_size` stands in released files and says nothing: the MLP's width is a multiple of the model's.
     inner = vision["mlp_dim"]
@@ -132,16 +110,18 @@ def read_sam(
     )
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> HybridConfig:
-    model = whole(raw, "deepseek_vl_hybrid")
-    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
-    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
-    large = read_sam(need(model, "high_res_vision_config"), text.dtype)
-    return HybridConfig(text, tower, large, need(model, "image_token_id"), freeze(without_head(raw)))
+def _read(file: ConfigFile) -> HybridConfig:
+    text, vision = file.text("llama"), file.part("vision_config")
+    tower = read_vit(vision, "siglip_vision_model", final_norm="applied", dtype=text.dtype)
+    large = read_sam(file.part("high_res_vision_config"), text.dtype)
+    return file.config(HybridConfig, text, vision=tower, high=large, **file.tokens("image_token"))
+
+
+_ALIGNER = {"low_projection": "vision_proj", "high_projection": "high_res_vision_proj", "projection": "proj"}
 
 
 def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
-    large, aligner = "model.high_res_vision", "model.aligner"
+    large = "model.high_res_vision"
     return [
         *decoder_entries(config.text, prefix="model.language_model."),
         *clip_entries(config.vision, "model.vision_model"),
@@ -150,9 +130,7 @@ def _entries(config: HybridConfig, shapes: Shapes) -> list[TensorEntry]:
         *sam_neck_entries(config.high, f"{large}_neck", ("global_neck",)),
         *sam_downsampling_entries(f"{large}_proj.conv1", f"{large}_proj.conv2", ("downsampling",)),
         TensorEntry(f"{large}_alpha", ("global_share",)),
-        *linear_entries(f"{aligner}.vision_proj", ("low_projection",)),
-        *linear_entries(f"{aligner}.high_res_vision_proj", ("high_projection",)),
-        *linear_entries(f"{aligner}.proj", ("projection",)),
+        *module_entries("model.aligner", (), _ALIGNER),
     ]
 
 
@@ -168,25 +146,12 @@ def _plan(config: HybridConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
     return {**plan, LARGE: large}
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pad": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-    min_size=14,
-    high_res_image_mean=CLIP_MEAN,
-    high_res_image_std=CLIP_STD,
-    high_res_resample=3,
-    high_res_size={"height": 1024, "width": 1024},
-)
+_SETTINGS = processor("deepseek_vl_hybrid.DeepseekVLHybrid")
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=without_head(_read),
     module=HybridModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek_hybrid, tile_tokens, _plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
+    vision=Vision(_SETTINGS, process_images, tile_tokens, _plan, tile_fills),
     model_type="deepseek_vl_hybrid",
-    namings=namings.DEEPSEEK_VL_HYBRID,
 )

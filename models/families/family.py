@@ -1,8 +1,7 @@
 """What tells one family of checkpoints from another: a handful of functions, and no class to derive from.
 
-To add a family: a configuration with `.text` (a `DecoderConfig`), `.family` and `.to_dict()`; a module with `.decoder`
-and, with images, `.encode(pixel_values, plan)`; the list of entries that says where tensors go; a `Family` that names
-them; and a line in `registry.py`. A family without images needs a row in `text_families.py`.
+A family reads `config.json` into a `FamilyConfig`, names a module with `.decoder` and, with images,
+`.encode(pixel_values, plan)`, and says where its tensors go. `docs/guides/adding-a-family.md` writes one.
 """
 
 import dataclasses
@@ -20,16 +19,19 @@ from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import WeightsError
 
-from ..checkpoints import LoRASource, Naming, TensorEntry, TensorSource, rename, same, translate
+from ..checkpoints import LoRASource, RenamedSource, TensorEntry, TensorSource, rename, same_tensors, translate
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
-from ..decoder.known_keys import DEFAULTS
+from ..decoder.hf_config import Regime
 from ..towers.common import place_features
+from .config_file import ConfigFile, read_config
 
 Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 Run = Sequence[int | str]
 """Token ids, and texts that are yet to be tokenized."""
+VIDEO_SOUNDS = "video_sounds"
+"""Of videos, for `Medium.tokens`: the number of each one's sound among the prompt's sounds, or None."""
 
 
 @runtime_checkable
@@ -87,7 +89,7 @@ class Medium:
       settings: directory → settings, a dataclass with `.save(directory)`.
       process: (items, settings) → arrays of all videos (or sounds) of a prompt, by transformers' names.
       tokens: (config, arrays, index, tokenizer) → what stands for item `index`, start and end included: token ids, and
-        texts (of a frame's time, say) among them; `arrays` are those of `process`.
+        texts (of a frame's time, say) among them; `arrays` are those of `process`, of videos with sounds theirs too.
       written: (config, tokenizer) → what a chat template writes for an item, as texts: its placeholder, and what may
         stand before and after it that `tokens` has too.
       template: a chat template for conversations with such items, where the released one leaves them out; else empty.
@@ -136,7 +138,7 @@ class Family:
 
     Attributes:
       architecture: the name in `config.json`.
-      config: (config.json, angles, regime) → configuration; regime as `models.load` takes it.
+      read: `config.json` → configuration.
       module: (config, rngs) → nnx module with `.decoder` and, in a family with images, `.encode(pixel_values, plan)`,
         which gives image features [n,E,D]: themselves, then one array per deepstack layer.
       entries: (config, shapes) → where tensors go. `shapes` are those of the file's tensors, for families whose
@@ -146,9 +148,7 @@ class Family:
       video, audio: what is done with videos and with sounds; None for a family that takes none.
       join: (config, arrays of "image", "video", "audio" where there are such, these words in the prompt's order) → the
         prompt's arrays. A family whose images and videos have one placeholder puts their pixels in the prompt's order.
-      ignore: regular expressions of tensors that may be in a file and are not read.
-      model_type: for a `config.json` that names no architecture.
-      namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
+      model_type: of `config.json`, whose class of transformers, where there is one, completes it.
       ahead: (config, input_ids [B,T]) → how many tokens behind its own each one sees, int32 [B,T], or None of a
         configuration that has none do so; None where attention is causal throughout.
       template: a chat template for messages with images, for directories of which only `tokenizer_config.json` has one,
@@ -157,7 +157,7 @@ class Family:
     """
 
     architecture: str
-    config: Callable[[Mapping[str, Any], str, str | int | None], Any]
+    read: Callable[[ConfigFile], Any]
     module: Callable[[Any, nnx.Rngs], Any]
     entries: Callable[[Any, Shapes], list[TensorEntry]]
     positions: Callable[[Any, np.ndarray, Arrays], np.ndarray] = count_positions
@@ -165,12 +165,18 @@ class Family:
     video: Medium | None = None
     audio: Medium | None = None
     join: Callable[[Any, Mapping[str, Arrays], Sequence[str]], dict[str, Any]] = joined_arrays
-    ignore: tuple[str, ...] = ()
     model_type: str = ""
-    namings: tuple[Naming, ...] = ()
     ahead: Callable[[Any, np.ndarray], np.ndarray | None] | None = None
     template: str | None = None
     amend: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
+
+    def config(self, raw: Mapping[str, Any], angles: str, regime: Regime = None) -> Any:
+        """Reads `config.json`; angles and regime as `models.load` takes them.
+
+        Raises:
+          ConfigError: values that make no sense, or that are not built.
+        """
+        return read_config(self, raw, angles, regime)
 
     def settings(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Reads what a directory says of images, videos and sounds: by `ModelBackbone`'s names, None where the family
@@ -180,72 +186,47 @@ class Family:
         found = {name: None if medium is None else medium.settings(directory) for name, medium in media.items()}
         return {f"{name}_config": settings for name, settings in found.items()}
 
-    def renamed(self, config: Config, source: TensorSource) -> TensorSource:
-        """Returns a checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
+    def opened(
+        self, config: Any, source: TensorSource, adapter: str | os.PathLike[str] | None = None
+    ) -> tuple[Any, TensorSource]:
+        """Returns a checkpoint's tensors under the names of `entries`, with a LoRA adapter merged; and the
+        configuration with head and embedding tied or not, as the tensors show.
+
+        In a tied model a head that repeats the embedding is left out, one that differs counts, and one that stands
+        alone is the embedding.
 
         Raises:
-          WeightsError: names of two kinds, or none that is known.
-        """
-        return rename(source, self.namings, self.knows(config)) if self.namings else source
-
-    def merged(self, config: Config, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
-        """Returns a checkpoint's tensors, renamed already, with a LoRA adapter merged; its names may be of any of
-        `namings`.
-
-        Raises:
-          ConfigError, WeightsError: as `LoRASource`, or an adapter of an embedding that is the output head too.
+          ConfigError, WeightsError: as `rename` and `LoRASource`, or an adapter of an embedding that is the head too.
         """
         known = self.knows(config)
-        merged = LoRASource(source, adapter, lambda name: translate(self.namings or (same("", ""),), known, name))
-        head, embedding = self._head_names(config)
-        if config.text.tied_embeddings and embedding in merged.changed and head not in merged.changed:
-            raise WeightsError(
-                f"{os.fspath(adapter)}: got a change of {embedding!r}, which is the output head too; expected an "
-                f"adapter that leaves it, or one that holds {head!r} as well"
-            )
-        return merged
+        head, embedding = self.head_names(config)
+        source = rename(source, known)
+        if config.text.tied_embeddings and head in source.tensors and embedding not in source.tensors:
+            names = {name: name for name in source.tensors if name != head}
+            source = RenamedSource(source, names | {embedding: head})
+        if adapter is not None:
+            source = LoRASource(source, adapter, lambda name: translate(known, name))
+            if config.text.tied_embeddings and embedding in source.changed and head not in source.changed:
+                raise WeightsError(
+                    f"{os.fspath(adapter)}: got a change of {embedding!r}, which is the output head too; expected an "
+                    f"adapter that leaves it, or one that holds {head!r} as well"
+                )
+
+        own = head in source.tensors and config.text.tied_embeddings and not same_tensors(source, head, embedding)
+        return (with_tie(config, False) if own else config), source
 
     def knows(self, config: Config) -> Callable[[str], bool]:
         """Returns a function that says whether a name is one of the model's, whatever its numbers and however
         experts lie.
         """
-        # Untied, so that the output head is among them whether this configuration ties it or not.
-        patterns = [entry.pattern for entry in self.entries(with_tie(config, False), {})]
-        names = {_without_numbers(pattern) for pattern in patterns}
+        names = {_without_numbers(entry.pattern) for entry in self.entries(config, {})}
         experts = tuple({name.partition(_EXPERTS)[0] + _EXPERTS for name in names if _EXPERTS in name})
-        ignored = [re.compile(pattern) for pattern in self.ignore]
+        return lambda name: _without_numbers(name) in names or _without_numbers(name).startswith(experts)
 
-        def known(name: str) -> bool:
-            bare = _without_numbers(name)
-            return bare in names or bare.startswith(experts) or any(rule.fullmatch(name) for rule in ignored)
-
-        return known
-
-    def ignored(self, config: Config) -> tuple[str, ...]:
-        """Returns `ignore`, and the output head where it is tied to the embedding."""
-        return (*self.ignore, re.escape(self._head_names(config)[0])) if config.text.tied_embeddings else self.ignore
-
-    def _head_names(self, config: Config) -> tuple[str, str]:
+    def head_names(self, config: Config) -> tuple[str, str]:
         """Returns what the file calls the output head and the embedding."""
-        names = {entry.path[-2:]: entry.pattern for entry in self.entries(with_tie(config, False), {})}
-        return names["head", "kernel"], names["decoder", "embedding"]
-
-    def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool], silent: bool) -> Any:
-        """Returns the configuration with head and embedding tied or not, as the file's tensors show.
-
-        A head of its own counts, whatever the configuration says; a head that repeats the embedding is left out. Where
-        there is none, a family whose class ties does so if the configuration says nothing at its top (`silent`).
-
-        Args:
-          config: as it was read. shapes: of the file's tensors. equal: whether two of them hold the same.
-        """
-        head, embedding = self._head_names(config)
-        # What the file holds decides: several classes tie by default where their releases do not.
-        if config.text.tied_embeddings:
-            own = head in shapes and embedding in shapes and not equal(head, embedding)
-            return with_tie(config, False) if own else config
-        ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
-        return with_tie(config, True) if ties and silent and head not in shapes else config
+        names = {entry.path: entry.pattern for entry in self.entries(config, {})}
+        return names["decoder", "head", "kernel"], names["decoder", "embedding"]
 
 
 _EXPERTS = ".mlp.experts."
@@ -262,6 +243,14 @@ def placeholders(config: Any) -> tuple[int, ...]:
     """
     found = (getattr(config, name, None) for name in ("image_token", "video_token", "audio_token"))
     return tuple(token for token in found if token is not None)
+
+
+def control_tokens(config: Any) -> set[int]:
+    """Returns the token ids that a configuration names: placeholders, starts and ends."""
+    names = [field.name for field in dataclasses.fields(config)]
+    named = [getattr(config, name) for name in names if name.endswith(("_token", "_tokens", "edges"))]
+    numbers = [number for value in named for number in (value if isinstance(value, tuple) else (value,))]
+    return {number for number in numbers if isinstance(number, int)}
 
 
 def sound_placeholders(config: Any) -> tuple[int, ...]:

@@ -14,34 +14,31 @@ from typing import Any
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime, need
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.images import HALVES, PictureConfig, process_clip
+from ..inputs.processors import process_images, processor
 from ..towers.weights import clip_entries
-from . import namings
-from .deepseek_vl import read_siglip, without_head
+from .config_file import ConfigFile
 from .family import Family, Run, Shapes, Vision, image_runs
-from .gemma_text import NORMS, read_gemma3
-from .image_family import freeze, text_part, vision_part, whole
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+from .gemma_text import NORMS
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, read_vit, tile_fills, tile_plan, without_head
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
 _AROUND = "\n\n"
 """What the processor writes in front of an image and behind it."""
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    model = whole(raw, "gemma3")
-    text = read_gemma3(text_part(model, raw, ("gemma3_text",)), angles, regime)
-    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
-    count, side = need(model, "mm_tokens_per_image"), math.isqrt(need(model, "mm_tokens_per_image"))
+def _read(file: ConfigFile) -> ViTModelConfig:
+    text, vision, count = file.text("gemma3_text"), file.part("vision_config"), need(file.model, "mm_tokens_per_image")
+    tower = read_vit(vision, "siglip_vision_model", final_norm="applied", dtype=text.dtype)
+    side = math.isqrt(count)
     if side**2 != count or tower.side % side:
         raise ConfigError(
             f"mm_tokens_per_image: got {count}; expected the square of a divisor of {tower.side}, the patches of a side"
         )
-    image, start, end = (need(model, name) for name in ("image_token_index", "boi_token_index", "eoi_token_index"))
+    image, start, end = file.tokens("image_token", "boi_token", "eoi_token").values()
     glue = GlueConfig("pooled", tower.side // side)
-    return ViTModelConfig(FAMILY, text, tower, glue, image, freeze(without_head(raw)), (start, end))
+    return file.config(ViTModelConfig, text, vision=tower, glue=glue, image_token=image, edges=(start, end))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -69,22 +66,13 @@ def _mark(config: ViTModelConfig) -> tuple[int, str]:
     return config.edges[0], _AROUND
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True, "do_pan_and_scan": False},
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=2,
-    do_center_crop=False,
-    size={"height": 224, "width": 224},
-)
+_SETTINGS = processor("gemma3.Gemma3", do_pan_and_scan=False)
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=without_head(_read),
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills, _mark),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\..*inv_freq", r"vision_tower\.(vision_model\.)?head\..*"),
+    vision=Vision(_SETTINGS, process_images, _tokens, tile_plan, tile_fills, _mark),
     model_type="gemma3",
-    namings=namings.GEMMA3,
     ahead=image_runs,
 )

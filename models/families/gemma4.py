@@ -16,39 +16,33 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need, read_axial_theta
-from ..decoder.known_keys import complete
+from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.weights import decoder_entries
-from ..inputs.gemma4_images import (
-    gemma4_image_settings,
-    mark_time,
-    process_gemma4,
-    process_gemma4_videos,
-    read_video_settings,
-)
-from ..inputs.gemma4_sound import Gemma4MelConfig, process_gemma4_sounds
+from ..inputs.processors import own_settings, process_images, processor
+from ..inputs.sounds import gemma4_settings, process_gemma4_sounds
 from ..inputs.texts import texts_of
+from ..inputs.videos import minutes, process_gemma4_videos
 from ..towers.gemma4 import Gemma4VisionConfig, Gemma4VisionTower, gemma4_vision_entries, plan_patches
 from ..towers.gemma4_audio import REDUCED, Gemma4AudioConfig, Gemma4AudioTower, gemma4_audio_entries, plan_audio
+from .config_file import ConfigFile, FamilyConfig
 from .family import Family, Medium, Run, Shapes, Vision, image_runs
-from .gemma_text import NORMS, read_gemma4
-from .image_family import TowerModel, check_placeholders, freeze, text_part, thaw, vision_part, whole
+from .gemma_text import NORMS
+from .image_family import TowerModel, check_placeholders
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 _MEDIA = (("pixel_values", "image_position_ids"), ("pixel_values_videos", "video_position_ids"))
 """Pixels and the patches' places, of images and of videos."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemma4Config:
-    """The whole backbone; `raw` is config.json as it was read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Config(FamilyConfig):
+    """The whole backbone.
 
     Attributes:
       audio, audio_token, audio_edges: None of a release that hears nothing.
       image_edges, audio_edges: the tokens before and behind an image, or a frame, and a sound.
     """
 
-    text: DecoderConfig
     vision: Gemma4VisionConfig
     audio: Gemma4AudioConfig | None
     image_token: int
@@ -56,16 +50,6 @@ class Gemma4Config:
     audio_token: int | None
     image_edges: tuple[int, int]
     audio_edges: tuple[int, int] | None
-    raw: str
-
-    @property
-    def family(self) -> Family:
-        """Gemma 4."""
-        return FAMILY
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
 
 
 class Gemma4Model(TowerModel):
@@ -81,28 +65,30 @@ class Gemma4Model(TowerModel):
         return self.audio(inputs, **plan)[None]
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Gemma4Config:
-    model = whole(raw, "gemma4")
-    text = read_gemma4(text_part(model, raw, ("gemma4_text",)), angles, regime)
-    sounds = None if model["audio_config"] is None else _read_audio(model["audio_config"], text)
-    edges = tuple(need(model, name) for name in ("boa_token_id", "eoa_token_index"))
-    return Gemma4Config(
+def _read(file: ConfigFile) -> Gemma4Config:
+    text, hears = file.text("gemma4_text"), file.raw.get("audio_config") is not None
+    start, end = file.tokens("boi_token", "eoi_token").values()
+    before, after = file.tokens("boa_token", "eoa_token").values()
+    return file.config(
+        Gemma4Config,
         text,
-        _read_vision(vision_part(model, "gemma4_vision"), text),
-        sounds,
-        need(model, "image_token_id"),
-        need(model, "video_token_id"),
-        None if sounds is None else need(model, "audio_token_id"),
-        (need(model, "boi_token_id"), need(model, "eoi_token_id")),
-        None if sounds is None else (edges[0], edges[1]),
-        freeze(raw),
+        vision=_read_vision(file, text),
+        audio=_read_audio(file.part("audio_config"), text) if hears else None,
+        **file.tokens("image_token", "video_token"),
+        audio_token=file.tokens("audio_token")["audio_token"] if hears else None,
+        image_edges=(start, end),
+        audio_edges=(before, after) if hears else None,
     )
 
 
-def _read_vision(vision: Mapping[str, Any], text: DecoderConfig) -> Gemma4VisionConfig:
-    heads, kv_heads = need(vision, "num_attention_heads"), vision["num_key_value_heads"]
+def _read_vision(file: ConfigFile, text: DecoderConfig) -> Gemma4VisionConfig:
+    vision = file.part("vision_config")
+    # The class's own default, twelve heads, is that of one release alone.
+    heads, kv_heads = vision["num_attention_heads"], file.raw["vision_config"].get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ConfigError(f"vision num_key_value_heads: got {kv_heads}; expected {heads}, as many as heads")
+    if vision["attention_bias"]:
+        raise ConfigError("vision attention_bias: got true, which is not built; expected false")
     return Gemma4VisionConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
@@ -122,8 +108,7 @@ def _read_vision(vision: Mapping[str, Any], text: DecoderConfig) -> Gemma4Vision
     )
 
 
-def _read_audio(part: Any, text: DecoderConfig) -> Gemma4AudioConfig:
-    raw = complete(part, "gemma4_audio", "audio_config")
+def _read_audio(raw: Mapping[str, Any], text: DecoderConfig) -> Gemma4AudioConfig:
     left, right, chunk = (raw[f"attention_{name}"] for name in ("context_left", "context_right", "chunk_size"))
     if right or left < 2 or chunk != left - 1:
         raise ConfigError(
@@ -156,9 +141,9 @@ def _read_audio(part: Any, text: DecoderConfig) -> Gemma4AudioConfig:
 
 def _entries(config: Gemma4Config, shapes: Shapes) -> list[TensorEntry]:
     entries = decoder_entries(config.text, prefix="model.language_model.", norms=NORMS)
-    entries += gemma4_vision_entries(config.vision, "model.vision_tower", "model.embed_vision")
+    entries += gemma4_vision_entries("model.vision_tower", "model.embed_vision")
     if config.audio is not None:
-        entries += gemma4_audio_entries(config.audio, "model.audio_tower", "model.embed_audio")
+        entries += gemma4_audio_entries("model.audio_tower", "model.embed_audio")
     return entries
 
 
@@ -211,7 +196,7 @@ def _video_tokens(config: Gemma4Config, arrays: Mapping[str, Any], index: int, t
     run, (start, end) = list[int | str](), config.image_edges
     for frame in range(first, first + int(arrays["num_frames_per_video"][index])):
         pads = [config.video_token] * _count(config, arrays["video_position_ids"][frame])
-        time = mark_time(float(arrays["video_timestamps"][frame]))
+        time = minutes(float(arrays["video_timestamps"][frame]))
         run += [f"{' ' if run else ''}{time} ", start, *pads, end]
     return run
 
@@ -262,27 +247,33 @@ def _ahead(config: Gemma4Config, input_ids: np.ndarray) -> np.ndarray | None:
     return image_runs(config, input_ids) if config.text.ahead_in_windows else None
 
 
+_VIDEO_SETTINGS = own_settings(
+    "video",
+    image_mean=(0.0,) * 3,
+    image_std=(1.0,) * 3,
+    resample=3,
+    do_normalize=True,
+    num_frames=32,
+    max_soft_tokens=70,
+    pooling_kernel_size=3,
+    patch_size=16,
+)
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=Gemma4Model,
     entries=_entries,
     vision=Vision(
-        gemma4_image_settings, process_gemma4, _tokens, _plan, fills=lambda config: {"images": 1, "merged": 1}
+        processor("gemma4.Gemma4"), process_images, _tokens, _plan, fills=lambda config: {"images": 1, "merged": 1}
     ),
-    video=Medium(read_video_settings, process_gemma4_videos, _video_tokens, _video_written),
+    video=Medium(_VIDEO_SETTINGS, process_gemma4_videos, _video_tokens, _video_written),
     audio=Medium(
-        Gemma4MelConfig.from_directory,
+        gemma4_settings,
         process_gemma4_sounds,
         _audio_tokens,
         _audio_written,
         plan=_audio_plan,
         fills=lambda config: {},
-    ),
-    # What layers have no use for that read another's KV may be in files all the same.
-    ignore=(
-        r".*\.rotary_emb\..*inv_freq",
-        r"model\.language_model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",
     ),
     model_type="gemma4",
     ahead=_ahead,

@@ -12,176 +12,59 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import (
-    Raw,
-    Regime,
-    need,
-    read_axial_theta,
-    read_decoder,
-    read_deepseek_experts,
-    read_rope,
-)
-from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.glm_videos import VIDEO_SETTINGS, process_glm_videos
-from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_images import glm_image_config
+from ..inputs.positions import PositionRule, get_rope_positions
+from ..inputs.processors import processor
 from ..inputs.texts import texts_of
+from ..inputs.videos import patch_settings, process_glm_videos
 from ..towers.glm4v import Glm4vVisionConfig, Glm4vVisionTower, glm4v_vision_entries, plan_patches
+from .config_file import ConfigFile, one_size
 from .family import Family, Medium, Run, Shapes
-from .image_family import TowerModel, freeze, one_size, qwen_vision, text_part, thaw, vision_part, whole
-from .qwen3_vl import frame_grids
-from .text_families import TEXT_TABLE, read_head_dim
+from .image_family import TowerModel
+from .qwen import QwenConfig, frame_grids, qwen_vision, tower_sizes
 
-DENSE = "Glm4vForConditionalGeneration"
-MIXTURE = "Glm4vMoeForConditionalGeneration"
-EITHER = "Glm46VForConditionalGeneration"
-SECTIONS = (8, 12, 12)
-"""Of M-RoPE, where the configuration names none."""
 PREFIX = "model.language_model."
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelTypes:
-    """What tells one architecture from another.
-
-    Attributes:
-      model: its `model_type`. texts: those of its text part, the default first. towers: likewise of its vision part.
-    """
-
-    model: str
-    texts: tuple[str, ...]
-    towers: tuple[str, ...]
-
-
-MODEL_TYPES = {
-    DENSE: ModelTypes("glm4v", ("glm4v_text",), ("glm4v_vision",)),
-    MIXTURE: ModelTypes("glm4v_moe", ("glm4v_moe_text",), ("glm4v_moe_vision",)),
-    EITHER: ModelTypes("glm46v", ("glm4v_text", "glm4v_moe_text"), ("glm4v_vision", "glm4v_moe_vision")),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Glm4vConfig:
-    """The whole backbone: both towers and the token ids that stand for images; `raw` is config.json as it was read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm4vConfig(QwenConfig):
+    """The whole backbone: both towers and the token ids that stand for images.
 
     `vision_start_token` and `vision_end_token` are those of an image, and of each frame of a video; `video_token`
     stands for a whole video in a chat template, and is never embedded.
     """
 
-    architecture: str
-    text: DecoderConfig
-    vision: Glm4vVisionConfig
-    image_token: int
-    video_token: int
-    vision_start_token: int
-    vision_end_token: int
     video_start_token: int
     video_end_token: int
-    raw: str
-
-    @property
-    def family(self) -> Family:
-        """The family of this architecture."""
-        return FAMILIES[self.architecture]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.architecture, self.text.dtype)
 
 
-def _read_text(raw: Raw, kind: str, top: str, angles: str, regime: Regime) -> DecoderConfig:
-    """Reads a text tower: norms behind attention and MLP and pairs that rotate, or experts and halves that rotate."""
-    text = complete(raw, kind, TEXT_TABLE, drop=DEFAULTS[top])
-    head_dim = read_head_dim(text)
-    mixture = kind == "glm4v_moe_text"
-    if not mixture and head_dim * text["num_attention_heads"] != text["hidden_size"]:
-        raise ConfigError(f"head_dim: got {head_dim}; expected hidden_size / num_attention_heads for GLM-4.1V")
-
-    # GLM-4.1V takes an absent share for the whole head, GLM-4.5V for half of it.
-    rope = read_rope(
-        text,
-        head_dim,
-        angles=angles,
-        regime=regime,
-        partial=0.5 if mixture else 1.0,
-        cached="half" if mixture else "pairs",
-        sections=SECTIONS,
-    )
-
-    if mixture:
-        count = text["num_local_experts"]
-        if count is not None:
-            if "n_routed_experts" in raw and count != text["n_routed_experts"]:
-                raise ConfigError(
-                    f"num_local_experts: got {count}; expected n_routed_experts, {raw['n_routed_experts']}"
-                )
-            text = {**text, "n_routed_experts": count}
-        experts = read_deepseek_experts(text, "sigmoid")
-        return read_decoder(text, rope, head_dim=head_dim, attention_bias=text["attention_bias"], experts=experts)
-
-    return read_decoder(text, rope, head_dim=head_dim, attention_bias=True, post_norms=True)
-
-
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Glm4vConfig:
-    """Reads `config.json` of any architecture: nested (`text_config`) or, as early releases have it, flat."""
-    form = MODEL_TYPES[architecture]
-    nested = raw.get("text_config") is not None
-    flat = () if nested else DEFAULTS[form.texts[0]] | ONLY[form.texts[0]]
-    model = whole(raw, form.model, flat)
-    kinds = (*form.texts, form.model) if nested else ()
-    part = text_part(model if nested else {**model, "text_config": raw}, raw, kinds)
-    kind = part["model_type"] if nested and part["model_type"] in form.texts else form.texts[0]
-    decoder = _read_text(part, kind, form.model, angles, regime)
-
-    given = need(raw, "vision_config").get("model_type") if isinstance(raw.get("vision_config"), Mapping) else None
-    tower_kind = given if given in form.towers else form.towers[0]
-    vision = vision_part(model, tower_kind, form.model)
-    width = vision["out_hidden_size"]
-    if width != decoder.width:
-        raise ConfigError(f"vision out_hidden_size: got {width}; expected the text width {decoder.width}")
-
-    patch = one_size(vision, "patch_size")
+def _read(file: ConfigFile) -> Glm4vConfig:
+    text, vision = file.text("glm4v_text", "glm4v_moe_text"), file.part("vision_config")
+    sizes = tower_sizes(vision, text)
     tower = Glm4vVisionConfig(
-        depth=vision["depth"],
-        width=vision["hidden_size"],
-        heads=vision["num_heads"],
+        **sizes
         # GLM-4V's blocks are as wide inside as the tower's output, and its merger as `intermediate_size`.
-        intermediate=width,
-        merger=vision["intermediate_size"],
-        output_width=width,
-        patch=patch,
-        merge=vision["spatial_merge_size"],
-        temporal=one_size(vision, "temporal_patch_size"),
-        positions=one_size(vision, "image_size") // patch,
-        channels=vision["in_channels"],
-        activation=vision["hidden_act"],
-        theta=read_axial_theta(vision),
+        | {"intermediate": text.width, "merger": vision["intermediate_size"]},
+        positions=one_size(vision, "image_size") // sizes["patch"],
         norm_epsilon=vision["rms_norm_eps"],
         qkv_bias=vision["attention_bias"],
-        dtype=decoder.dtype,
     )
-
-    return Glm4vConfig(
-        architecture,
-        decoder,
-        tower,
-        image_token=need(model, "image_token_id"),
-        video_token=need(model, "video_token_id"),
-        vision_start_token=need(model, "image_start_token_id"),
-        vision_end_token=need(model, "image_end_token_id"),
-        video_start_token=need(model, "video_start_token_id"),
-        video_end_token=need(model, "video_end_token_id"),
-        raw=freeze(raw),
+    edges = file.tokens("image_start_token", "image_end_token")
+    return file.config(
+        Glm4vConfig,
+        text,
+        vision=tower,
+        **file.tokens("image_token", "video_token", "video_start_token", "video_end_token"),
+        vision_start_token=edges["image_start_token"],
+        vision_end_token=edges["image_end_token"],
     )
 
 
 def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    rule = PositionRule(config.image_token, config.video_token, config.vision.merge)
     # A video's frames have the image's placeholders, between texts that tell their times.
     images, frames = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
     if images is not None and frames is not None and len(images) and len(frames):
@@ -190,7 +73,7 @@ def _positions(config: Glm4vConfig, input_ids: np.ndarray, arrays: Mapping[str, 
             "expected one table of grids in the prompt's order, as prepare and chat give it"
         )
     grids = images if frames is None or not len(frames) else frames
-    return get_rope_positions(input_ids, grids, None, None, rule)[0]
+    return get_rope_positions(input_ids, grids, None, None, rule)
 
 
 def _joined(config: Glm4vConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
@@ -233,21 +116,28 @@ def _entries(config: Glm4vConfig, shapes: Shapes) -> list[TensorEntry]:
     return decoder + glm4v_vision_entries(config.vision, "model.visual")
 
 
-def _family(architecture: str, form: ModelTypes) -> Family:
-    # Files hold a layer for multi-token prediction behind the last, which is not run.
-    predicts = () if architecture == DENSE else (r"model\.language_model\.layers\.46\..*",)
+VIDEO_SETTINGS = patch_settings(14, 112 * 112, 28 * 28 * 2 * 30000, fps=2, max_duration=300)
+
+
+def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
-        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        read=_read,
         module=functools.partial(TowerModel, Glm4vVisionTower),
         entries=_entries,
         positions=_positions,
-        vision=qwen_vision(plan_patches, "frames", settings=glm_image_config),
+        vision=qwen_vision(plan_patches, "frames", settings=processor("glm4v.Glm4v", "glm46v.Glm46V")),
         video=Medium(VIDEO_SETTINGS, process_glm_videos, _video_tokens, _written),
         join=_joined,
-        ignore=predicts,
-        model_type=form.model,
+        model_type=model_type,
     )
 
 
-FAMILIES = {architecture: _family(architecture, form) for architecture, form in MODEL_TYPES.items()}
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        _family("Glm4vForConditionalGeneration", "glm4v"),
+        _family("Glm4vMoeForConditionalGeneration", "glm4v_moe"),
+        _family("Glm46VForConditionalGeneration", "glm46v"),
+    )
+}

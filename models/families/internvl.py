@@ -12,47 +12,43 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.family_videos import process_internvl_videos
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
-from ..inputs.video_frames import VideoConfig
+from ..inputs.pictures import CLIP_MEAN, CLIP_STD
+from ..inputs.processors import own_settings, process_images, processor
+from ..inputs.videos import process_internvl_videos
 from ..towers.weights import intern_vit_entries, projector_entries
-from . import namings
+from .config_file import ConfigFile, one_layer
 from .family import Family, Medium, Run, Shapes, Vision
-from .image_family import freeze, vision_part, whole
-from .llava import read_text
+from .text_towers import PLAIN
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, join_tiles, read_vit, tile_fills, tile_plan
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+def _read(file: ConfigFile) -> ViTModelConfig:
     """Reads `config.json` of a `-hf` checkpoint."""
-    model = whole(raw, "internvl")
-    text, vision = read_text(model, raw, angles, regime, "qwen2"), vision_part(model, "internvl_vision")
+    model, text, vision = file.model, file.text("qwen2", *PLAIN), file.part("vision_config")
     tower = read_vit(
         vision,
+        "internvl_vision",
         class_token=True,
         drop_class=drops_class(model),
         layer_scale=True,
         qkv_bias=vision["attention_bias"],
         norm_type=vision["norm_type"],
         qk_norm=vision["use_qk_norm"],
-        feature_layer=model["vision_feature_layer"],
+        feature_layer=one_layer(model),
         dtype=text.dtype,
     )
-
     # With the class token a tile's features are no square, which the pixel shuffle needs.
     if not tower.drop_class:
         raise ConfigError(
             "vision_feature_select_strategy: got 'full', which is not built for InternVL; expected 'default'"
         )
-
     # The configuration has the side's factor (½), here it is the square's side. The norm's epsilon is nowhere in it.
     shuffle = round(1 / model["downsample_ratio"])
     glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
-    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
+    return file.config(ViTModelConfig, text, vision=tower, glue=glue, **file.tokens("image_token"))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
@@ -91,33 +87,18 @@ def _video_tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int,
     return run
 
 
-_VIDEO_SETTINGS = VideoConfig.reader(
-    only={"do_center_crop": False},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 384, "width": 384},
-)
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True},
-    image_mean=CLIP_MEAN,
-    image_std=CLIP_STD,
-    resample=3,
-    size={"height": 448, "width": 448},
-    crop_to_patches=True,
-    min_patches=1,
-    max_patches=12,
+_VIDEO_SETTINGS = own_settings(
+    "video", only={"do_center_crop": False}, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=3, size=None
 )
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_internvl, _tokens, _plan, tile_fills),
+    vision=Vision(processor("got_ocr2.GotOcr2", crop_to_patches=True), process_images, _tokens, _plan, tile_fills),
     video=Medium(
         _VIDEO_SETTINGS, process_internvl_videos, _video_tokens, lambda config, tokenizer: ("<video>", "", "")
     ),
     join=join_tiles(0, lambda arrays: arrays["num_patches"]),
     model_type="internvl",
-    namings=namings.INTERNVL,
 )

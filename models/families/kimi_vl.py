@@ -8,6 +8,7 @@ Kimi-VL; transformers' Kimi_K25ForConditionalGeneration.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,17 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need, read_axial_theta
+from ..decoder.hf_config import need, read_axial_theta
 from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.family_videos import kimi_time, process_kimi_videos
-from ..inputs.images import HALVES, PictureConfig, process_kimi
-from ..inputs.video_frames import VideoConfig
+from ..inputs.pictures import HALVES, process_kimi
+from ..inputs.processors import own_settings
+from ..inputs.videos import kimi_time, process_kimi_videos
 from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
 from ..towers.weights import moonvit_entries
+from .config_file import ConfigFile, FamilyConfig, one_size
 from .family import Family, Medium, Run, Shapes, Vision, pixels_of, placeholders
-from .image_family import (
-    TowerModel,
-    check_placeholders,
-    freeze,
-    grids_of,
-    one_size,
-    text_part,
-    thaw,
-    vision_part,
-    whole,
-)
-from .text_families import read_deepseek
+from .image_family import TowerModel, check_placeholders, grids_of
+from .parsed import Table
 
 RELEASED = "KimiVLForConditionalGeneration"
 TRANSFORMERS = "Kimi_K25ForConditionalGeneration"
@@ -46,8 +37,7 @@ class FileForm:
     """How one kind of files holds the model.
 
     Attributes:
-      model: what `known_keys` calls the top level, and the `model_type` of a file that names no architecture.
-      tower: what `known_keys` calls the tower.
+      model: its `model_type`.
       released: whether tensors have the authors' names and packing, or transformers'.
       projector: what the projector, its inner and its outer map are called.
       patches: how many patches an image has at most where the image settings do not say it.
@@ -55,7 +45,6 @@ class FileForm:
     """
 
     model: str
-    tower: str
     released: bool
     projector: tuple[str, str, str]
     patches: int
@@ -63,67 +52,54 @@ class FileForm:
 
 
 FORMS = {
-    RELEASED: FileForm("kimi_vl", "moonvit", True, ("multi_modal_projector", "linear_1", "linear_2"), 4096, False),
-    TRANSFORMERS: FileForm(
-        "kimi_k25", "kimi_k25_vision", False, ("model.mm_projector", "in_proj", "out_proj"), 16384, True
-    ),
+    RELEASED: FileForm("kimi_vl", True, ("multi_modal_projector", "linear_1", "linear_2"), 4096, False),
+    TRANSFORMERS: FileForm("kimi_k25", False, ("model.mm_projector", "in_proj", "out_proj"), 16384, True),
 }
-_NO_DEFAULT = (
+_FROM_FILE = (
     *("n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"),
     *("n_group", "topk_group", "v_head_dim"),
 )
 """Of the text part: what the released code and transformers' DeepSeek-V3 may default differently."""
+_MOONVIT = {"patch_size": 14, "num_attention_heads": 16, "num_hidden_layers": 27, "hidden_size": 1152}
+_MOONVIT |= {"intermediate_size": 4304, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [2, 2]}
+"""Defaults of the released configuration's tower."""
 
 
-@dataclasses.dataclass(frozen=True)
-class KimiVLConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiVLConfig(FamilyConfig):
     """The whole backbone. Start and end ids stand around an image where the configuration names them; `video_token` is
     None where no videos are taken.
     """
 
-    architecture: str
-    text: DecoderConfig
     vision: MoonViTConfig
     image_token: int
     start_token: int | None
     end_token: int | None
-    raw: str
     video_token: int | None = None
 
-    @property
-    def family(self) -> Family:
-        """The form of these files."""
-        return FAMILIES[self.architecture]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.architecture, self.text.dtype)
-
-
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> KimiVLConfig:
+def _read(file: ConfigFile) -> KimiVLConfig:
     """Reads `config.json` of either form."""
-    form = FORMS[architecture]
-    model = whole(raw, form.model, {"ignore_index"})
-    part = text_part(model, raw, ("deepseek_v3", "kimi_k2"))
-    for name in _NO_DEFAULT if form.released else ():
-        need(part, name)
-
-    text = read_deepseek(part, angles, regime)
-    vision = vision_part(model, form.tower)
+    form, model = FORMS[file.family.architecture], file.model
+    text, vision = file.text("deepseek_v3"), file.part("vision_config")
+    if form.released:
+        for name in _FROM_FILE:
+            need(model["text_config"], name)
+        vision = Table(_MOONVIT | {"rope_parameters": {"rope_theta": 1e4}} | vision)
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
         raise ConfigError(f"learned positions: got {side} rows; expected a square")
 
     tower = MoonViTConfig(
-        depth=need(vision, "num_hidden_layers"),
-        width=need(vision, "hidden_size"),
-        heads=need(vision, "num_attention_heads"),
-        intermediate=need(vision, "intermediate_size"),
+        depth=vision["num_hidden_layers"],
+        width=vision["hidden_size"],
+        heads=vision["num_attention_heads"],
+        intermediate=vision["intermediate_size"],
         output_width=text.width,
         patch=one_size(vision, "patch_size"),
         merge=one_size(vision, "merge_kernel_size"),
         positions=side,
-        frames=need(vision, "pos_emb_time") if form.video else 1,
+        frames=vision["pos_emb_time"] if form.video else 1,
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
         projector_epsilon=model.get("projection_layer_norm_eps", 1e-5),
@@ -134,8 +110,15 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
 
     # transformers names the placeholder otherwise.
     image = need(model, "media_placeholder_token_id", "image_token_id")
-    ends = (model.get("vision_start_token_id"), model.get("vision_end_token_id"))
-    return KimiVLConfig(architecture, text, tower, image, *ends, freeze(raw), model.get("video_token_id"))
+    return file.config(
+        KimiVLConfig,
+        text,
+        vision=tower,
+        image_token=image,
+        start_token=model.get("vision_start_token_id"),
+        end_token=model.get("vision_end_token_id"),
+        video_token=model.get("video_token_id"),
+    )
 
 
 def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -176,7 +159,9 @@ def _video_tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, t
     return run
 
 
-_VIDEO_SETTINGS = VideoConfig.reader(
+_VIDEO_SETTINGS = own_settings(
+    "video",
+    only={"do_resize": True},
     image_mean=HALVES,
     image_std=HALVES,
     resample=3,
@@ -195,7 +180,7 @@ _VIDEO = Medium(
 
 
 def _entries(config: KimiVLConfig, shapes: Shapes) -> list[TensorEntry]:
-    form = FORMS[config.architecture]
+    form = FORMS[config.family.architecture]
     prefix = "language_model.model." if form.released else "model.language_model."
     head = "language_model.lm_head" if form.released else "lm_head"
     fused = expert_layout(config.text, shapes, prefix, "no" if form.released else "rows")
@@ -206,9 +191,20 @@ def _entries(config: KimiVLConfig, shapes: Shapes) -> list[TensorEntry]:
 
 def _family(architecture: str) -> Family:
     form = FORMS[architecture]
-    settings = PictureConfig.reader(
+
+    def options(given: dict[str, Any], root: Path) -> dict[str, Any]:
+        # transformers' names, and one number for both sides.
+        merge, most = given.get("merge_size"), given.get("max_patches")
+        named = {"merge_kernel_size": given.get("merge_kernel_size") if merge is None else merge}
+        named |= {"in_token_limit": given.get("in_token_limit") if most is None else most}
+        if isinstance(named["merge_kernel_size"], int):
+            named["merge_kernel_size"] = [named["merge_kernel_size"]] * 2
+        return given | {name: value for name, value in named.items() if value is not None}
+
+    settings = own_settings(
+        "image",
+        options,
         only={"do_resize": True},
-        names={"max_patches": "in_token_limit", "merge_size": "merge_kernel_size"},
         image_mean=HALVES,
         image_std=HALVES,
         resample=3,
@@ -218,12 +214,11 @@ def _family(architecture: str) -> Family:
     )
     return Family(
         architecture=architecture,
-        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        read=_read,
         module=functools.partial(TowerModel, MoonViT),
         entries=_entries,
         vision=Vision(settings, process_kimi, _tokens, _plan, fills=lambda config: {"images": 1}),
         video=_VIDEO if form.video else None,
-        ignore=(r".*\.rotary_emb\.inv_freq",),
         model_type=form.model,
     )
 

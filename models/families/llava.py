@@ -8,116 +8,94 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
-from ..towers.projectors import TileConfig, best_resolution, packing_index
+from ..inputs.processors import process_images, processor
+from ..towers.projectors import TileConfig, packing_index, unpadded_grid
+from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
-from . import mistral3, namings
+from . import mistral3
+from .config_file import ConfigFile, one_layer
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, text_part, vision_part, whole
-from .text_families import read_llama, read_mistral, read_qwen2, read_qwen3, read_qwen3_moe
+from .image_family import check_placeholders
+from .text_towers import PLAIN
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, read_vit, tile_fills, tile_plan
 
 LLAVA = "LlavaForConditionalGeneration"
 NEXT = "LlavaNextForConditionalGeneration"
-TEXT = {
-    "llama": read_llama,
-    "mistral": read_mistral,
-    "qwen2": read_qwen2,
-    "qwen3": read_qwen3,
-    "qwen3_moe": read_qwen3_moe,
-}
 
 
-def read_text(
-    model: Mapping[str, Any], given: Mapping[str, Any], angles: str, regime: Regime, default: str = "llama"
-) -> DecoderConfig:
-    """Returns the text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
-
-    Raises:
-      ConfigError: one that is not built.
-    """
-    text = text_part(model, given, (default, *(kind for kind in TEXT if kind != default)))
-    return TEXT[text["model_type"]](text, angles, regime)
-
-
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Any:
+def _read(file: ConfigFile) -> Any:
     """Reads `config.json` of LLaVA (with CLIP, or Pixtral-12B) or LLaVA-NeXT."""
-    model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
-    text = read_text(model, raw, angles, regime)
-    if architecture == LLAVA and mistral3.has_pixtral(model):
-        return mistral3.read_model(LLAVA, raw, model, text)
-    vision = vision_part(model, "clip_vision_model")
-    layer = model["vision_feature_layer"]
-    if not isinstance(layer, int):
-        raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")
-
+    model, text, vision = file.model, file.text(*PLAIN), file.part("vision_config")
+    if vision["model_type"] == mistral3.TOWER:
+        return mistral3.read_model(file, text, merges=False)
     # The last norm is in the files, and is not applied: features are taken below it.
     tower = read_vit(
         vision,
+        "clip_vision_model",
         class_token=True,
         drop_class=drops_class(model),
         patch_bias=False,
         pre_norm=True,
         final_norm="kept",
-        feature_layer=layer,
+        feature_layer=one_layer(model),
         dtype=text.dtype,
     )
     tiles = None
-
-    if architecture == NEXT:
+    if file.family.architecture == NEXT:
         if not tower.drop_class:
             raise ConfigError(
                 "vision_feature_select_strategy: got 'full', which is not built for LLaVA-NeXT; expected 'default'"
             )
-        pinpoints = []
-        for point in need(model, "image_grid_pinpoints"):
-            if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
-                raise ConfigError(f"image_grid_pinpoints: got {point!r}; expected a height and a width")
-            pinpoints.append((point[0], point[1]))
-        tiles = TileConfig(tower.image, tower.side, tuple(pinpoints))
+        tiles = read_tiles(model, tower)
 
     bias = model["multimodal_projector_bias"]
     glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
-    image = need(model, "image_token_index")
-    return ViTModelConfig(FAMILIES[architecture], text, tower, glue, image, freeze(raw))
+    return file.config(ViTModelConfig, text, vision=tower, glue=glue, **file.tokens("image_token"))
 
 
-def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+def read_tiles(model: Mapping[str, Any], tower: ViTConfig) -> TileConfig:
+    """Reads the resolutions into which images are cut."""
+    points = tuple((int(height), int(width)) for height, width in need(model, "image_grid_pinpoints"))
+    return TileConfig(tower.image, tower.side, points)
+
+
+def llava_entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
     glue = "multi_modal_projector"
     entries = [*decoder, *clip_entries(config.vision, "vision_tower")]
-    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", bias=config.glue.bias)
+    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2")
     return entries + ([TensorEntry("image_newline", ("newline",))] if config.glue.tiles else [])
 
 
-def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Plans tiles [images,most tiles,…], of which each image has as many as its size asks for."""
-    if arrays.get("pixel_values") is None:
-        return None
+def tile_sizes(config: ViTModelConfig, arrays: Mapping[str, Any]) -> np.ndarray:
+    """Returns the sizes of the images whose tiles `pixel_values` [images, most tiles, …] has, which it checks.
 
-    tiles, sizes = config.glue.tiles, np.asarray(need(arrays, "image_sizes"))
+    Raises:
+      InputError: another shape than the sizes ask for.
+    """
+    tiles, sizes, vision = config.glue.tiles, np.asarray(need(arrays, "image_sizes")), config.vision
     assert tiles is not None
-    most = arrays["pixel_values"].shape[1]
-    order = packing_index(tiles, sizes)
-    counts = []
-    for height, width in sizes.tolist():
-        rows, columns = best_resolution(height, width, tiles.pinpoints)
-        counts.append(1 + (rows // tiles.image) * (columns // tiles.image))
+    most = max(unpadded_grid(tiles, height, width, 0)[0] for height, width in sizes.tolist())
+    found, expected = np.shape(arrays["pixel_values"]), (len(sizes), most, vision.channels, vision.image, vision.image)
+    if found != expected:
+        raise InputError(f"pixel_values: got shape {found}; expected {expected}")
+    return sizes
 
-    # `packing_index` counts real tiles alone; here each image has room for as many as the largest has.
-    real = np.concatenate([image * most + np.arange(count) for image, count in enumerate(counts)])
-    size = config.tile_tokens
-    newline = len(sizes) * most * size
-    number = np.append((real[:, None] * size + np.arange(size)).reshape(-1), newline)[order].astype(np.int32)
-    shape = (len(sizes), max(counts), config.vision.channels, config.vision.image, config.vision.image)
-    check_placeholders(input_ids, (config.image_token,), number.size, arrays["pixel_values"], shape)
-    return {"order": number}
+
+def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    pixel_values, tiles = arrays.get("pixel_values"), config.glue.tiles
+    if pixel_values is None:
+        return None
+    assert tiles is not None
+    sizes = tile_sizes(config, arrays)
+    order = packing_index(tiles, sizes, np.shape(pixel_values)[1])
+    check_placeholders(input_ids, (config.image_token,), order.size, pixel_values, np.shape(pixel_values))
+    return {"order": order}
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
@@ -126,24 +104,20 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
     return [config.image_token] * len(packing_index(config.glue.tiles, arrays["image_sizes"][index : index + 1]))
 
 
-_CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "resample": 3}
-_SETTINGS = PictureConfig.reader(**_CLIP, size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
-
-
 def _family(architecture: str, model_type: str, vision: Vision) -> Family:
     return Family(
         architecture=architecture,
-        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        read=_read,
         module=ViTModel,
-        entries=_entries,
+        entries=llava_entries,
         vision=vision,
-        ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
         model_type=model_type,
-        namings=namings.LLAVA if architecture == LLAVA else namings.LLAVA_NEXT,
     )
 
 
+_CLIP = processor("clip.CLIP", "llava.Llava", "siglip.Siglip")
+_NEXT = processor("llava_next.LlavaNext")
 FAMILIES = {
-    LLAVA: _family(LLAVA, "llava", Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills)),
-    NEXT: _family(NEXT, "llava_next", Vision(_SETTINGS, process_llava_next, _tokens, _next_plan, tile_fills)),
+    LLAVA: _family(LLAVA, "llava", Vision(_CLIP, process_images, _tokens, tile_plan, tile_fills)),
+    NEXT: _family(NEXT, "llava_next", Vision(_NEXT, process_images, _tokens, _next_plan, tile_fills)),
 }

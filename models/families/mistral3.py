@@ -6,7 +6,7 @@ PixtralProcessor, which ends each row of an image's tokens with a token of its o
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,103 +15,87 @@ from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need, read_axial_theta
+from ..decoder.hf_config import read_axial_theta
 from ..decoder.weights import decoder_entries
-from ..inputs.pixtral_images import MERGING, pixtral_settings, process_pixtral
+from ..inputs.processors import pixtral_settings, process_pixtral
 from ..towers.pixtral import PixtralConfig, PixtralTower, pixtral_entries, plan_patches
-from . import namings
-from .family import Family, Shapes, Vision
-from .image_family import TowerModel, check_placeholders, freeze, one_size, text_part, thaw, vision_part, whole
-from .text_families import read_mistral
+from .config_file import ConfigFile, FamilyConfig, one_layer, one_size
+from .family import Family, Run, Shapes, Vision
+from .image_family import TowerModel, check_placeholders
 
 ARCHITECTURE = "Mistral3ForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
-TOWER = "pixtral"
+TOWER, MODEL_TYPE = "pixtral", "mistral3"
+Mark = tuple[str, int]
 BREAK, END = ("[IMG_BREAK]", 12), ("[IMG_END]", 13)
 """What stands behind a row of an image's tokens, and behind the last one; with the ids of Mistral's own tokenizers."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Mistral3Config:
-    """The whole backbone; `raw` is config.json as it was read."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mistral3Config(FamilyConfig):
+    """The whole backbone."""
 
-    architecture: str
-    text: DecoderConfig
     vision: PixtralConfig
     image_token: int
-    raw: str
-
-    @property
-    def family(self) -> Family:
-        """The family of this architecture with Pixtral's tower."""
-        return FAMILY if self.architecture == ARCHITECTURE else LLAVA_FAMILY
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.architecture, self.text.dtype)
 
 
-def has_pixtral(model: Mapping[str, Any]) -> bool:
-    """Returns whether the vision part of `config.json` is Pixtral's tower."""
-    part = model.get("vision_config")
-    return isinstance(part, Mapping) and part.get("model_type") == TOWER
-
-
-def read_model(
-    architecture: str, raw: Mapping[str, Any], model: Mapping[str, Any], text: DecoderConfig
-) -> Mistral3Config:
-    """Reads `config.json` of either architecture.
-
-    Args:
-      raw: as it was read. model: its top level, as `whole` gives it. text: its text tower.
+def read_pixtral(vision: Mapping[str, Any], text: DecoderConfig, **glue: Any) -> PixtralConfig:
+    """Reads Pixtral's tower from its parsed part of `config.json`; `glue` are the fields of its projector.
 
     Raises:
-      ConfigError: a tower, or a choice of features, that is not built.
+      ConfigError: another tower, or heads that are not the width's.
     """
-    vision, layer, merges = vision_part(model, TOWER), model["vision_feature_layer"], architecture == ARCHITECTURE
-    if not isinstance(layer, int):
-        raise ConfigError(f"vision_feature_layer: got {layer!r}; expected one layer")
-    if not merges and model["vision_feature_select_strategy"] != "full":
-        raise ConfigError(
-            f"vision_feature_select_strategy: got {model['vision_feature_select_strategy']!r}; expected 'full' for "
-            "Pixtral's tower, which has no class token"
-        )
+    if vision["model_type"] != TOWER:
+        raise ConfigError(f"vision_config: got type {vision['model_type']!r}; expected {TOWER!r}")
     width, heads = vision["hidden_size"], vision["num_attention_heads"]
-    if vision["head_dim"] not in (None, width // heads):
+    if vision.get("head_dim") not in (None, width // heads):
         raise ConfigError(f"vision head_dim: got {vision['head_dim']}; expected {width // heads}: hidden_size / heads")
-
-    tower = PixtralConfig(
+    return PixtralConfig(
         depth=vision["num_hidden_layers"],
         width=width,
         heads=heads,
         intermediate=vision["intermediate_size"],
         output_width=text.width,
         patch=one_size(vision, "patch_size"),
-        merge=model["spatial_merge_size"] if merges else 1,
-        merges=merges,
         channels=vision["num_channels"],
         activation=vision["hidden_act"],
         theta=read_axial_theta(vision),
-        feature_layer=layer,
-        projector_activation=model["projector_hidden_act"],
-        projector_bias=model["multimodal_projector_bias"],
         projector_epsilon=text.norm_epsilon,
         dtype=text.dtype,
+        **glue,
     )
-    return Mistral3Config(architecture, text, tower, need(model, "image_token_index"), freeze(raw))
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Mistral3Config:
-    model, part = whole(raw, MERGING), raw.get("text_config")
-    if isinstance(part, Mapping) and part.get("model_type") == "ministral3":
+def read_model(file: ConfigFile, text: DecoderConfig, merges: bool) -> Mistral3Config:
+    """Reads a model with Pixtral's tower, whose patches `merges` joins.
+
+    Raises:
+      ConfigError: a tower, or a choice of features, that is not built.
+    """
+    model = file.model
+    if not merges and model["vision_feature_select_strategy"] != "full":
         raise ConfigError(
-            "text_config: got type 'ministral3', whose queries are scaled by their position beyond the original "
-            "length, so that KV formed at one place is not that of another; expected 'mistral'"
+            f"vision_feature_select_strategy: got {model['vision_feature_select_strategy']!r}; expected 'full' for "
+            "Pixtral's tower, which has no class token"
         )
-    return read_model(ARCHITECTURE, raw, model, read_mistral(text_part(model, raw, ("mistral",)), angles, regime))
+    tower = read_pixtral(
+        file.part("vision_config"),
+        text,
+        merge=model["spatial_merge_size"] if merges else 1,
+        merges=merges,
+        feature_layer=one_layer(model),
+        projector_activation=model["projector_hidden_act"],
+        projector_bias=model["multimodal_projector_bias"],
+    )
+    config = file.config(Mistral3Config, text, vision=tower, **file.tokens("image_token"))
+    return config if merges else dataclasses.replace(config, family=LLAVA_FAMILY)
 
 
-def _plan(config: Mistral3Config, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _read(file: ConfigFile) -> Mistral3Config:
+    return read_model(file, file.text("mistral"), merges=True)
+
+
+def _plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
     sizes = arrays.get("image_sizes")
     if sizes is None or not len(sizes):
         return None
@@ -123,15 +107,28 @@ def _plan(config: Mistral3Config, input_ids: np.ndarray, arrays: Mapping[str, An
     return plan
 
 
-def _tokens(config: Mistral3Config, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+def row_tokens(
+    config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any, behind: Mark = BREAK, last: Mark = END
+) -> list[int]:
+    """Returns an image's placeholders row by row, a token `behind` each row but the `last` one."""
     rows, columns = (int(side) // (config.vision.patch * config.vision.merge) for side in arrays["image_sizes"][index])
 
-    def number(mark):
+    def number(mark: Mark) -> int:
         found = None if tokenizer is None else tokenizer.token_to_id(mark[0])
         return mark[1] if found is None else found
 
-    ids = ([config.image_token] * columns + [number(BREAK)]) * rows
-    return [*ids[:-1], number(END)]
+    ids = ([config.image_token] * columns + [number(behind)]) * rows
+    return [*ids[:-1], number(last)]
+
+
+def pixtral_vision(merge: int, tokens: Callable[[Any, Mapping[str, Any], int, Any], Run] = row_tokens) -> Vision:
+    """Returns what is done with Pixtral's images.
+
+    Args:
+      merge: side of the square of patches that becomes one token, where `config.json` does not say it.
+      tokens: as `Vision` has it.
+    """
+    return Vision(pixtral_settings(merge), process_pixtral, tokens, _plan, fills=lambda config: {"images": 1})
 
 
 def _entries(config: Mistral3Config, shapes: Shapes) -> list[TensorEntry]:
@@ -141,13 +138,11 @@ def _entries(config: Mistral3Config, shapes: Shapes) -> list[TensorEntry]:
 
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=functools.partial(TowerModel, PixtralTower),
     entries=_entries,
-    vision=Vision(pixtral_settings, process_pixtral, _tokens, _plan, fills=lambda config: {"images": 1}),
-    ignore=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
-    model_type=MERGING,
-    namings=namings.LLAVA,
+    vision=pixtral_vision(2),
+    model_type=MODEL_TYPE,
 )
-LLAVA_FAMILY = dataclasses.replace(FAMILY, architecture=LLAVA, model_type="llava")
+LLAVA_FAMILY = dataclasses.replace(FAMILY, architecture=LLAVA, model_type="llava", vision=pixtral_vision(1))
 """LLaVA with Pixtral's tower: what `llava` reads such a configuration as."""

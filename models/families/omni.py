@@ -1,4 +1,4 @@
-"""What Qwen2.5-Omni and Qwen3-Omni share: their thinkers' configuration, model, positions, sounds and videos.
+"""Qwen2.5-Omni's and Qwen3-Omni's thinkers: Qwen2.5-VL or Qwen3-VL-MoE beside an audio encoder.
 
 A thinker is a vision tower, an audio encoder and a decoder. Full releases hold a talker and a vocoder beside it, whose
 tensors are not read. Source: transformers' Qwen2_5OmniThinkerForConditionalGeneration and
@@ -6,85 +6,55 @@ Qwen3OmniMoeThinkerForConditionalGeneration.
 """
 
 import dataclasses
+import functools
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from kvpatch_jax.cache import Audio, Video
+from kvpatch_jax.cache import Video
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..checkpoints import Naming, same
+from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
-from ..decoder.known_keys import complete
-from ..inputs.mel import MelConfig, log_mel
-from ..inputs.omni_positions import OmniPositionConfig, get_omni_positions
-from ..inputs.qwen_videos import process_qwen2_videos
-from ..inputs.sound import read_sound
+from ..decoder.weights import decoder_entries, expert_layout
+from ..inputs.positions import PositionRule, get_rope_positions
+from ..inputs.processors import Reader, Settings
+from ..inputs.sounds import process_whisper, whisper_settings
 from ..inputs.texts import texts_of
-from ..inputs.video_frames import FPS, VideoConfig
-from ..towers.qwen2_5 import Qwen25VisionConfig
-from ..towers.qwen3 import Qwen3VisionConfig
-from ..towers.qwen_audio import FILLS, AudioConfig, plan_audio
-from .family import Family, Medium
-from .image_family import TowerModel, qwen_written, thaw
+from ..inputs.video_frames import FPS
+from ..inputs.videos import patch_settings, process_qwen2_videos
+from ..towers import qwen2_5, qwen3
+from ..towers.qwen_audio import FILLS, AudioConfig, Qwen3AudioTower, Qwen25AudioTower, plan_audio
+from ..towers.weights import QWEN2_5, QWEN3_OMNI_MERGERS, qwen3_vision_entries, qwen_audio_entries, qwen_vision_entries
+from .config_file import ConfigFile
+from .family import VIDEO_SOUNDS, Family, Medium, Shapes
+from .image_family import TowerModel
+from .parsed import Table
+from .qwen import QwenConfig, qwen_vision, video_written
+from .qwen2_vl import read_qwen2_5_tower
+from .qwen3_vl import read_qwen3_tower
 
-SOUNDS = ("input_features", "feature_attention_mask")
-"""Arrays of sounds, by transformers' names."""
-_SOUNDS = "video_sounds"
-"""Of videos: the number of each one's sound among theirs, −1 for none."""
-MARKS = ("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id")
-PARTS = ("model.", "visual.", "audio_tower.", "lm_head.")
-NAMINGS = (
-    same("as a thinker of its own", *PARTS),
-    Naming("as released, the thinker beside a talker", tuple((f"thinker.{part}", part) for part in PARTS)),
-    Naming(
-        "as transformers' modules (save_original_format=False, state dictionaries of training scripts)",
-        (
-            ("model.language_model.", "model."),
-            ("model.visual.", "visual."),
-            ("model.audio_tower.", "audio_tower."),
-            ("lm_head.", "lm_head."),
-        ),
-    ),
-)
-IGNORE = (
-    r"talker\..*",
-    r"token2wav\..*",
-    r"code2wav\..*",
-    r"audio_tower\.audio_bos_eos_token\..*",
-)
-"""Tensors of a full release that a thinker does not read. Its forward never reads the audio encoder's own marks."""
+MARKS = {"vision_start_token": 151652, "vision_end_token": 151653, "audio_end_token": None}
+"""Ids that the classes do not name, where `config.json` leaves them out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OmniConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OmniConfig(QwenConfig):
     """A thinker: its towers, its decoder, and the ids that stand for images, videos and audio.
 
-    Attributes:
-      family: Qwen2.5-Omni or Qwen3-Omni.
-      tokens_per_second: positions per second of video.
-      raw: the thinker's configuration as it was read.
+    `tokens_per_second` are positions per second of video.
     """
 
-    family: Family
-    text: DecoderConfig
-    vision: Qwen25VisionConfig | Qwen3VisionConfig
     audio: AudioConfig
-    image_token: int
-    video_token: int
     audio_token: int
-    vision_start_token: int
-    vision_end_token: int
     audio_start_token: int
     audio_end_token: int | None
     tokens_per_second: int | float
-    raw: str
 
     def __post_init__(self) -> None:
         if self.audio.output_width != self.text.width:
@@ -92,43 +62,32 @@ class OmniConfig:
                 f"audio output_dim: got {self.audio.output_width}; expected the text width {self.text.width}"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the thinker's `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.family.architecture, self.text.dtype)
+
+def _read(file: ConfigFile, thinker: str, read_tower: Callable[[Mapping[str, Any], DecoderConfig], Any]) -> OmniConfig:
+    """Reads `config.json` of a thinker, or of a full release that has one inside, with the release's dtype."""
+    inside = file.raw.get("thinker_config")
+    if inside is not None:
+        typed = {name: file.raw[name] for name in ("dtype", "torch_dtype") if file.raw.get(name) is not None}
+        raw = typed | dict(inside) | {"architectures": [thinker]}
+        file = dataclasses.replace(file, family=FAMILIES[thinker], raw=raw, model=file.model["thinker_config"])
+    model, text = file.model, file.text()
+    return file.config(
+        OmniConfig,
+        text,
+        vision=read_tower(file.part("vision_config"), text),
+        audio=_read_audio(file.part("audio_config"), text.dtype),
+        **file.tokens("image_token", "video_token", "audio_token", "audio_start_token"),
+        **{name: model.get(f"{name}_id", token) for name, token in MARKS.items()},
+        tokens_per_second=need(model, "position_id_per_seconds"),
+    )
 
 
-def thinker_of(raw: Mapping[str, Any], kind: str, thinker: str) -> Mapping[str, Any]:
-    """Returns a thinker's configuration: the table itself, or that inside a full release, with the release's dtype.
-
-    Args:
-      raw: config.json. kind: the release's `model_type`. thinker: the architecture's name of a thinker.
-    """
-    if raw.get("thinker_config") is None:
-        return raw
-    whole = complete(raw, kind)
-    typed = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
-    return typed | dict(whole["thinker_config"]) | {"architectures": [thinker]}
-
-
-def read_audio(model: Mapping[str, Any], kind: str, dtype: str) -> AudioConfig:
-    """Reads the audio part of a thinker's configuration.
-
-    Raises:
-      ConfigError: no such part, a key that is not known, or a depth that is said twice and differs.
-    """
-    part = need(model, "audio_config")
-    found = part.get("model_type", kind)
-    if found != kind:
-        raise ConfigError(f"audio_config: got type {found!r}; expected {kind!r}")
-    raw = complete(part, kind, "audio_config")
-    depth = raw["encoder_layers"]
-    if raw["num_hidden_layers"] not in (None, depth):
-        raise ConfigError(f"audio num_hidden_layers: got {raw['num_hidden_layers']}; expected encoder_layers, {depth}")
-
+def _read_audio(raw: Table, dtype: str) -> AudioConfig:
+    """Reads the audio part of a thinker's configuration."""
     chunk = 2 * raw["n_window"]
     return AudioConfig(
         mels=raw["num_mel_bins"],
-        depth=depth,
+        depth=raw["encoder_layers"],
         width=raw["d_model"],
         heads=raw["encoder_attention_heads"],
         intermediate=raw["encoder_ffn_dim"],
@@ -140,17 +99,6 @@ def read_audio(model: Mapping[str, Any], kind: str, dtype: str) -> AudioConfig:
         activation=raw["activation_function"],
         dtype=dtype,
     )
-
-
-def read_tokens(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the ids of placeholders, starts and ends, and the rate of positions, by `OmniConfig`'s names.
-
-    Raises:
-      ConfigError: one that is missing.
-    """
-    pads = {name: need(model, f"{name}_id", f"{name}_index") for name in ("image_token", "video_token", "audio_token")}
-    marks = {name.removesuffix("_id"): model[name] for name in MARKS}
-    return pads | marks | {"tokens_per_second": need(model, "position_id_per_seconds")}
 
 
 class OmniModel(TowerModel):
@@ -175,25 +123,20 @@ def omni_positions(fractional: bool) -> Callable[[OmniConfig, np.ndarray, Mappin
     """Returns the rule of positions of a family: Qwen3-Omni's times are fractional, Qwen2.5-Omni's truncated."""
 
     def positions(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-        grids = (arrays.get(f"{kind}_grid_thw") for kind in ("image", "video"))
-        images, videos = (np.asarray([] if grid is None else grid, np.int32).reshape(-1, 3) for grid in grids)
-        seconds = np.asarray(arrays.get("second_per_grid_ts", ()), np.float32)
-        if len(seconds) != len(videos):
-            raise InputError(f"second_per_grid_ts: got {len(seconds)} values; expected one per video ({len(videos)})")
-
         frames = np.asarray(arrays.get("feature_attention_mask", np.zeros((0, 0)))).sum(axis=1)
-        rule = OmniPositionConfig(
+        rule = PositionRule(
             config.image_token,
             config.video_token,
-            config.audio_token,
-            config.vision_start_token,
-            config.audio_start_token,
             config.vision.merge,
             config.tokens_per_second,
+            config.audio_token,
+            (config.vision_start_token, config.audio_start_token),
             fractional,
         )
+        grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
+        seconds = np.asarray(arrays.get("second_per_grid_ts", ()), np.float32)
         sounds = [config.audio.tokens(int(count)) for count in frames]
-        return get_omni_positions(input_ids, images, videos, seconds, sounds, rule)[0]
+        return get_rope_positions(input_ids, *grids, seconds, rule, sounds)
 
     return positions
 
@@ -227,36 +170,8 @@ def plan_sounds(config: OmniConfig, input_ids: np.ndarray, arrays: Mapping[str, 
     return plan_audio(config.audio, np.asarray(features), mask)
 
 
-def process_sounds(sounds: Sequence[Audio], settings: MelConfig, padded: bool) -> dict[str, np.ndarray]:
-    """Turns sounds into log-mel features, each as if it were alone (`log_mel` says what `padded` is).
-
-    Returns:
-      `input_features` float32 [sounds, bins, frames], padded with zeros, and `feature_attention_mask` int32 [sounds,
-      frames].
-
-    Raises:
-      InputError: as `read_sound` and `log_mel`.
-    """
-    found = []
-    for number, sound in enumerate(sounds):
-        wave = read_sound(sound, settings.sampling_rate, f"audio {number}")
-        found.append(log_mel(wave, settings, padded))
-
-    longest = max(features.shape[1] for features in found)
-    padding = [longest - features.shape[1] for features in found]
-    return {
-        "input_features": np.stack([np.pad(x, ((0, 0), (0, more))) for x, more in zip(found, padding, strict=True)]),
-        "feature_attention_mask": np.stack([(np.arange(longest) < longest - more) for more in padding]).astype(
-            np.int32
-        ),
-    }
-
-
 def sound_medium(padded: bool) -> Medium:
     """Returns what a family does with sounds; `padded` as `log_mel` takes it."""
-
-    def process(sounds: Sequence[Audio], settings: MelConfig) -> dict[str, np.ndarray]:
-        return process_sounds(sounds, settings, padded)
 
     def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
         before, after = _sound_marks(config)
@@ -268,7 +183,8 @@ def sound_medium(padded: bool) -> Medium:
         pad, start, end = texts_of(tokenizer, [config.audio_token, *before, *after])
         return pad, start, end
 
-    return Medium(MelConfig.from_directory, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
+    process = functools.partial(process_whisper, padded=padded)
+    return Medium(whisper_settings, process, tokens, written, plan=plan_sounds, fills=lambda config: FILLS)
 
 
 def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
@@ -280,47 +196,29 @@ def _sound_marks(config: OmniConfig) -> tuple[list[int], list[int]]:
     return [config.audio_start_token], [config.audio_end_token]
 
 
-@dataclasses.dataclass(frozen=True)
-class OmniVideoConfig(VideoConfig):
-    """How a family's videos become pixels, and their sounds log-mel features."""
-
-    mel: MelConfig = dataclasses.field(kw_only=True)
-
-
-def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **defaults: Any) -> Medium:
+def video_medium(settings: Reader, interleaved: Callable[..., np.ndarray]) -> Medium:
     """Returns what a family does with videos.
 
     Args:
-      padded: as `log_mel` takes it, of their sounds. interleaved: (seconds at which each of a video's tokens is shown,
-        tokens of its sound, positions per second) → True for tokens of the video, in the order of both.
-      defaults: of the settings.
+      interleaved: (seconds at which each of a video's tokens is shown, tokens of its sound, positions per second) →
+        True for tokens of the video, in the order of both.
     """
-    read = VideoConfig.reader(**defaults)
 
-    def settings(directory: str | os.PathLike[str]) -> OmniVideoConfig:
-        found = read(directory)
-        return OmniVideoConfig(found.pixels, found.options, own=found.own, mel=MelConfig.from_directory(directory))
-
-    def process(videos: Sequence[Video], settings: OmniVideoConfig) -> dict[str, np.ndarray]:
-        arrays, temporal = process_qwen2_videos(videos, settings), settings.pixels.temporal_patch_size
+    def process(videos: Sequence[Video], settings: Settings) -> dict[str, np.ndarray]:
+        arrays, temporal = process_qwen2_videos(videos, settings), settings["temporal_patch_size"]
         # As the authors' processors count: by the rate that was asked for, not by that of the frames that were found.
         seconds = arrays["second_per_grid_ts"].astype(np.float64)
         for number, video in enumerate(videos):
             given = video.rate is not None or video.timestamps is not None
             if video.frames is None and (video.fps is not None or not given):
-                seconds[number] = temporal / (video.fps or settings.option("fps", FPS))
-
-        heard = [Audio(video.read().source) for video in videos if video.sound]
-        sounds = process_sounds(heard, settings.mel, padded) if heard else {}
-        numbers = np.cumsum([video.sound for video in videos]) - 1
-        which = np.where([video.sound for video in videos], numbers, -1)
-        return arrays | {"second_per_grid_ts": seconds, _SOUNDS: which} | sounds
+                seconds[number] = temporal / (video.fps or settings["fps"] or FPS)
+        return arrays | {"second_per_grid_ts": seconds}
 
     def tokens(config: OmniConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
         time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
         frame = height * width // config.vision.merge**2
-        start, end, sound = [config.vision_start_token], [config.vision_end_token], int(arrays[_SOUNDS][index])
-        if sound < 0:
+        start, end, sound = [config.vision_start_token], [config.vision_end_token], arrays[VIDEO_SOUNDS][index]
+        if sound is None:
             return [*start, *[config.video_token] * (time * frame), *end]
 
         before, after = _sound_marks(config)
@@ -329,24 +227,79 @@ def video_medium(padded: bool, interleaved: Callable[..., np.ndarray], **default
         mixed = interleaved(shown, count, config.tokens_per_second)
         return [*start, *before, *np.where(mixed, config.video_token, config.audio_token).tolist(), *after, *end]
 
-    return Medium(settings, process, tokens, qwen_written)
+    return Medium(settings, process, tokens, video_written)
 
 
-def join_sounds(config: OmniConfig, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Returns a prompt's arrays: those of images, videos and sounds, with the sounds of videos among the others in the
-    prompt's order.
+SECONDS = 2.0
+"""Of a video and of its sound, that follow each other in turn in Qwen2.5-Omni."""
+
+
+def by_turns(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound: two seconds of the one, then of the other.
+
+    A turn ends at the first token that is beyond it, at most one turn per token, as in the authors' code.
     """
-    whole = {name: array for part in arrays.values() for name, array in part.items() if name != _SOUNDS}
-    of_videos, alone = iter(arrays.get("video", {}).get(_SOUNDS, ())), itertools.count()
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
-    for sort in order:
-        number = {"video": lambda: int(next(of_videos)), "audio": lambda: next(alone)}.get(sort, lambda: -1)()
-        if number >= 0:
-            rows.append(tuple(arrays[sort][name][number] for name in SOUNDS))
-    if not rows:
-        return whole
+    size = int(rate * SECONDS)
+    turns = []
+    for times in (shown * rate, np.arange(sounds)):
+        edges = [0]
+        for number, time in enumerate(times):
+            if time >= len(edges) * size:
+                edges.append(number)
+        turns.append(np.diff([*edges, len(times)]))
+    lengths = itertools.zip_longest(*turns, fillvalue=0)
+    return np.concatenate([np.repeat([True, False], pair) for pair in lengths])
 
-    longest = max(mask.size for _, mask in rows)
-    features = [np.pad(mel, ((0, 0), (0, longest - mel.shape[1]))) for mel, _ in rows]
-    masks = [np.pad(mask, (0, longest - mask.size)) for _, mask in rows]
-    return whole | dict(zip(SOUNDS, (np.stack(features), np.stack(masks)), strict=True))
+
+def by_time(shown: Float[np.ndarray, " n"], sounds: int, rate: int | float) -> Bool[np.ndarray, " both"]:
+    """Orders a video's tokens and those of its sound by time; at the same time the video's come first."""
+    times = np.concatenate([shown * rate, np.arange(sounds)])
+    return np.argsort(times, kind="stable") < len(shown)
+
+
+def _entries_2_5(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
+    vision = qwen_vision_entries(config.vision, QWEN2_5, "visual")
+    return decoder_entries(config.text) + vision + qwen_audio_entries(config.audio, "audio_tower")
+
+
+def _entries_3(config: OmniConfig, shapes: Shapes) -> list[TensorEntry]:
+    decoder = decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."))
+    vision = qwen3_vision_entries(config.vision, "visual", mergers=QWEN3_OMNI_MERGERS)
+    return decoder + vision + qwen_audio_entries(config.audio, "audio_tower")
+
+
+def _families(name: str, model_type: str, read_tower: Callable[..., Any], padded: bool, **parts: Any) -> list[Family]:
+    """Returns the families of a thinker alone and of a full release; sounds are `padded` with silence, or mirrored."""
+    thinker = f"{name}ThinkerForConditionalGeneration"
+    read = functools.partial(_read, thinker=thinker, read_tower=read_tower)
+    alone = Family(thinker, read, audio=sound_medium(padded), model_type=f"{model_type}_thinker", **parts)
+    return [alone, dataclasses.replace(alone, architecture=f"{name}ForConditionalGeneration", model_type=model_type)]
+
+
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        *_families(
+            "Qwen2_5Omni",
+            "qwen2_5_omni",
+            functools.partial(read_qwen2_5_tower, fused=False),
+            padded=True,
+            module=functools.partial(OmniModel, qwen2_5.Qwen25VisionTower, Qwen25AudioTower),
+            entries=_entries_2_5,
+            positions=omni_positions(fractional=False),
+            vision=qwen_vision(qwen2_5.plan_patches, "windows", "frames"),
+            video=video_medium(patch_settings(14, 128 * 28 * 28, 768 * 28 * 28), by_turns),
+        ),
+        *_families(
+            "Qwen3OmniMoe",
+            "qwen3_omni_moe",
+            read_qwen3_tower,
+            padded=False,
+            module=functools.partial(OmniModel, qwen3.Qwen3VisionTower, Qwen3AudioTower),
+            entries=_entries_3,
+            positions=omni_positions(fractional=True),
+            vision=qwen_vision(qwen3.plan_patches, "frames"),
+            video=video_medium(patch_settings(16, 128 * 32 * 32, 768 * 32 * 32, halves=True), by_time),
+        ),
+    )
+}

@@ -17,18 +17,18 @@ from jaxtyping import Array, Float
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
-from ..decoder.hf_config import Regime, need
-from ..decoder.known_keys import complete
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_phi3_v
+from ..inputs.pictures import CLIP_MEAN, CLIP_STD, process_phi3_v
+from ..inputs.processors import own_settings
 from ..towers.projectors import Projector, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries, projector_entries
+from .config_file import ConfigFile, FamilyConfig
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, thaw
-from .text_families import read_phi3
+from .image_family import check_placeholders
+from .parsed import parse
 
 ARCHITECTURE = "Phi3VForCausalLM"
 TOWERS: dict[str, dict[str, Any]] = {
@@ -44,6 +44,8 @@ TOWERS: dict[str, dict[str, Any]] = {
 """Sizes of the towers that `model_name` may be."""
 ORDERS = ("glb_sub", "sub_glb")
 SHUFFLE = 2
+IMAGE_TOKEN = 32044
+"""`<|image|>`, which the authors' files name nowhere but in the vocabulary."""
 _OWN = ("embd_layer", "img_processor", "image_token_id")
 _NO_SEPARATOR, _ROW_END, _BETWEEN = range(3)
 TEMPLATE = (
@@ -61,35 +63,22 @@ TEMPLATE = (
 """The authors' template, with their placeholders where a message has images."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Phi3VConfig:
-    """The whole backbone; `whole_first` says whether the small whole image stands before its crops, `raw` is
-    config.json as it was read.
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phi3VConfig(FamilyConfig):
+    """The whole backbone; `whole_first` says whether the small whole image stands before its crops."""
 
-    text: DecoderConfig
     vision: ViTConfig
     whole_first: bool
     image_token: int
-    raw: str
 
     def __post_init__(self) -> None:
         if self.vision.side % SHUFFLE:
             raise ConfigError(f"vision tower: got {self.vision.side} patches a side; expected a multiple of {SHUFFLE}")
 
     @property
-    def family(self) -> Family:
-        """The family that reads it."""
-        return FAMILY
-
-    @property
     def tile_side(self) -> int:
         """Features along a side of a crop."""
         return self.vision.side // SHUFFLE
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
 
 
 class Phi3VModel(nnx.Module):
@@ -127,18 +116,17 @@ def _expect(raw: Mapping[str, Any], place: str, **values: Any) -> None:
             raise ConfigError(f"{place}: got {key} {raw.get(key)!r}; expected {' or '.join(map(repr, choices))}")
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Phi3VConfig:
-    model = complete(raw, "phi3_v")
-    layer, tower = (_table(model, name) for name in ("embd_layer", "img_processor"))
+def _read(file: ConfigFile) -> Phi3VConfig:
+    layer, tower = (_table(file.model, name) for name in ("embd_layer", "img_processor"))
     _expect(layer, "embd_layer", embedding_cls="image", projection_cls="mlp", hd_transform_order=(*ORDERS, None))
     _expect(layer, "embd_layer", use_hd_transform=True, with_learnable_separator=True)
     _expect(tower, "img_processor", name="clip_vision_model", model_name=tuple(TOWERS), type_feature=("patch", None))
 
-    text = read_phi3({key: value for key, value in raw.items() if key not in _OWN}, angles, regime)
-    sizes = TOWERS[tower["model_name"]]
+    own = {key: value for key, value in file.raw.items() if key not in _OWN}
+    text = file.decoder(parse(own, "phi3"), "phi3")
     # Of the released towers; their last norm is in the files, and is not applied.
     vision = ViTConfig(
-        **sizes,
+        **TOWERS[tower["model_name"]],
         activation="quick_gelu",
         norm_epsilon=1e-5,
         class_token=True,
@@ -148,8 +136,12 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Phi3VConfig:
         feature_layer=-2 if tower.get("layer_idx") is None else tower["layer_idx"],
         dtype=text.dtype,
     )
-    config = Phi3VConfig(
-        text, vision, layer.get("hd_transform_order") != "sub_glb", model["image_token_id"], freeze(raw)
+    config = file.config(
+        Phi3VConfig,
+        text,
+        vision=vision,
+        whole_first=layer.get("hd_transform_order") != "sub_glb",
+        image_token=file.model.get("image_token_id", IMAGE_TOKEN),
     )
     _expect(tower, "img_processor", image_dim_out=vision.width, num_img_tokens=(config.tile_side**2, None))
     return config
@@ -184,13 +176,8 @@ _TABLES = {
 
 def _entries(config: Phi3VConfig, shapes: Shapes) -> list[TensorEntry]:
     place, wide = "model.vision_embed_tokens", config.vision.width * SHUFFLE**2
-    text = decoder_entries(config.text, fused=("gate_up", "qkv"))
-    # The authors' modules hold the embedding twice, and a file that is written of them has one of the two names.
-    embedding, twice = "model.embed_tokens.weight", f"{place}.wte.weight"
-    if twice in shapes and embedding not in shapes:
-        text = [dataclasses.replace(entry, pattern=twice) if entry.pattern == embedding else entry for entry in text]
     return [
-        *text,
+        *decoder_entries(config.text, fused=("gate_up", "qkv")),
         *clip_entries(config.vision, f"{place}.img_processor.vision_model"),
         *projector_entries(f"{place}.img_projection.0", f"{place}.img_projection.2"),
         TensorEntry(f"{place}.sub_GN", ("row_end",), file_shape=(1, 1, 1, wide)),
@@ -255,16 +242,21 @@ def _fills(config: Phi3VConfig) -> dict[str, int]:
     return {"order": config.tile_side**2}
 
 
-_SETTINGS = PictureConfig.reader(
-    only={"do_convert_rgb": True}, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=2, num_crops=1, crop_size=336
+_SETTINGS = own_settings(
+    "image",
+    only={"do_convert_rgb": True},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=2,
+    num_crops=1,
+    crop_size=336,
 )
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=Phi3VModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_phi3_v, _tokens, _plan, _fills, spelling=r"<\|image_\d+\|>"),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_embed_tokens\.wte\.weight"),
     model_type="phi3_v",
     template=TEMPLATE,
 )

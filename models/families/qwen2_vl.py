@@ -1,7 +1,7 @@
-"""Qwen2-VL (also QVQ, UI-TARS, ShowUI, OS-Atlas): configuration, weight map and the assembled backbone.
+"""Qwen2-VL (also QVQ, UI-TARS, ShowUI, OS-Atlas) and Qwen2.5-VL.
 
-Source: transformers' Qwen2VLForConditionalGeneration, whose released (flat) and newer (nested) configurations are both
-read. Positions are Qwen2.5-VL's without seconds: a video's time axis counts temporal patches.
+Sources: transformers' Qwen2VLForConditionalGeneration and Qwen2_5_VLForConditionalGeneration. A video's time axis
+counts temporal patches in Qwen2-VL, seconds in Qwen2.5-VL.
 """
 
 import dataclasses
@@ -14,117 +14,96 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError
 
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
-from ..decoder.known_keys import DEFAULTS, ONLY, complete
+from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
-from ..inputs.positions import PositionConfig, VideoRule, get_rope_positions
-from ..inputs.qwen_videos import process_qwen2_videos
-from ..towers.qwen2 import Qwen2VisionConfig, Qwen2VisionTower, plan_patches
-from ..towers.weights import qwen2_vision_entries
-from . import namings
+from ..inputs.positions import PositionRule, VideoRule, get_rope_positions
+from ..inputs.videos import patch_settings, process_qwen2_videos
+from ..towers import qwen2, qwen2_5
+from ..towers.weights import QWEN2, QWEN2_5, qwen_vision_entries
+from .config_file import ConfigFile
 from .family import Family, Medium
-from .image_family import (
-    TowerModel,
-    freeze,
-    one_size,
-    qwen_vision,
-    qwen_written,
-    text_part,
-    thaw,
-    vision_part,
-    whole,
-)
-from .qwen2_5_vl import VIDEO_SETTINGS, video_tokens
-from .text_families import TEXT_TABLE, read_head_dim
+from .image_family import TowerModel
+from .qwen import TOKENS, QwenConfig, qwen_vision, tower_sizes, video_tokens, video_written
 
-ARCHITECTURE = "Qwen2VLForConditionalGeneration"
-TEXT = "qwen2_vl_text"
-SECTIONS = (16, 24, 24)
-"""Of M-RoPE, where the configuration names none."""
+VIDEO_SETTINGS = patch_settings(14, 128 * 28 * 28, 28 * 28 * 768)
 
 
-@dataclasses.dataclass(frozen=True)
-class Qwen2VLConfig:
-    """The whole backbone: both towers and the token ids that stand for images and videos.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2VLConfig(QwenConfig):
+    """The whole backbone; `video_rule` says where text behind a video goes on (`inputs/positions.py`)."""
 
-    `raw` is config.json as it was read; `video_rule` says where text behind a video goes on (`inputs/positions.py`).
-    """
-
-    text: DecoderConfig
-    vision: Qwen2VisionConfig
-    image_token: int
-    video_token: int
-    vision_start_token: int
-    vision_end_token: int
-    raw: str
     video_rule: VideoRule = "max"
 
-    @property
-    def family(self) -> Family:
-        """Qwen2-VL."""
-        return FAMILY
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, ARCHITECTURE, self.text.dtype)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen25VLConfig(Qwen2VLConfig):
+    """The whole backbone, whose videos' positions count seconds."""
+
+    tokens_per_second: int
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen2VLConfig:
-    """Reads `config.json`: nested (`text_config`) or flat text fields."""
-    # Flat text fields may stand at the top level, which is then the text part as well.
-    model, nested = whole(raw, "qwen2_vl", DEFAULTS[TEXT] | ONLY[TEXT]), raw.get("text_config") is not None
-    kinds = (TEXT, "qwen2_vl") if nested else ()
-    part = text_part(model if nested else {**model, "text_config": raw}, raw, kinds)
-    text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_vl"])
-    rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
-    decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
+def read_qwen2_5_tower(
+    vision: Mapping[str, Any], text: DecoderConfig, fused: bool = True
+) -> qwen2_5.Qwen25VisionConfig:
+    """Reads the tower (also Qwen2.5-Omni's, whose query, key and value are not `fused`)."""
+    full = tuple(vision["fullatt_block_indexes"])
+    sizes = tower_sizes(vision, text)
+    return qwen2_5.Qwen25VisionConfig(**sizes, window=need(vision, "window_size"), full_layers=full, fused=fused)
 
-    # `hidden_size` is the width that the merger gives, `embed_dim` the tower's own; released files call the channels
-    # `in_chans`.
-    vision = vision_part(model, "qwen2_vl_vision", "qwen2_vl")
-    if vision["hidden_size"] != decoder.width:
-        raise ConfigError(f"vision hidden_size: got {vision['hidden_size']}; expected the text width {decoder.width}")
-    patch = vision.get("spatial_patch_size") if vision.get("patch_size") is None else vision["patch_size"]
-    tower = Qwen2VisionConfig(
-        depth=vision["depth"],
-        width=vision["embed_dim"],
-        heads=vision["num_heads"],
-        intermediate=int(vision["embed_dim"] * vision["mlp_ratio"]),
-        output_width=vision["hidden_size"],
-        patch=one_size({"patch_size": patch}, "patch_size"),
-        merge=vision["spatial_merge_size"],
-        temporal=one_size(vision, "temporal_patch_size"),
-        channels=vision.get("in_chans") or vision["in_channels"],
-        activation=vision["hidden_act"],
-        theta=read_axial_theta(vision),
-        dtype=decoder.dtype,
-    )
 
-    return Qwen2VLConfig(
-        decoder,
-        tower,
-        image_token=need(model, "image_token_id"),
-        video_token=need(model, "video_token_id"),
-        vision_start_token=need(model, "vision_start_token_id"),
-        vision_end_token=need(model, "vision_end_token_id"),
-        raw=freeze(raw),
-    )
+def _read_2(file: ConfigFile) -> Qwen2VLConfig:
+    text, vision = file.text(), file.part("vision_config")
+    # `hidden_size` is the width that the merger gives, `embed_dim` the tower's own.
+    own = {"width": vision["embed_dim"], "intermediate": int(vision["embed_dim"] * vision["mlp_ratio"])}
+    tower = qwen2.Qwen2VisionConfig(**tower_sizes(vision, text, "hidden_size") | own)
+    return file.config(Qwen2VLConfig, text, vision=tower, **file.tokens(*TOKENS))
+
+
+def _read_2_5(file: ConfigFile) -> Qwen25VLConfig:
+    text, vision = file.text(), file.part("vision_config")
+    if text.activation != "silu":
+        raise ConfigError(f"hidden_act: got {text.activation!r} for Qwen2.5-VL; expected 'silu'")
+    rate, tower = need(vision, "tokens_per_second"), read_qwen2_5_tower(vision, text)
+    return file.config(Qwen25VLConfig, text, vision=tower, tokens_per_second=rate, **file.tokens(*TOKENS))
 
 
 def _positions(config: Qwen2VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, tokens_per_second=1)
+    rate = getattr(config, "tokens_per_second", None)
+    pads = (config.image_token, config.video_token)
+    rule = PositionRule(*pads, config.vision.merge, rate or 1, video_rule=config.video_rule)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, None, rule, config.video_rule)[0]
+    seconds = None if rate is None else arrays.get("second_per_grid_ts")
+    return get_rope_positions(input_ids, *grids, seconds, rule)
 
 
-FAMILY = Family(
-    architecture=ARCHITECTURE,
-    config=_read,
-    module=functools.partial(TowerModel, Qwen2VisionTower),
-    entries=lambda config, shapes: decoder_entries(config.text) + qwen2_vision_entries(config.vision, "visual"),
-    positions=_positions,
-    vision=qwen_vision(plan_patches, "frames"),
-    video=Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, qwen_written),
-    model_type="qwen2_vl",
-    namings=namings.QWEN2_5_VL,
-)
+_VIDEO = Medium(VIDEO_SETTINGS, process_qwen2_videos, video_tokens, video_written)
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        Family(
+            architecture="Qwen2VLForConditionalGeneration",
+            read=_read_2,
+            module=functools.partial(TowerModel, qwen2.Qwen2VisionTower),
+            entries=lambda config, _: (
+                decoder_entries(config.text) + qwen_vision_entries(config.vision, QWEN2, "visual")
+            ),
+            positions=_positions,
+            vision=qwen_vision(qwen2.plan_patches, "frames"),
+            video=_VIDEO,
+            model_type="qwen2_vl",
+        ),
+        Family(
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            read=_read_2_5,
+            module=functools.partial(TowerModel, qwen2_5.Qwen25VisionTower),
+            entries=lambda config, _: [
+                *decoder_entries(config.text),
+                *qwen_vision_entries(config.vision, QWEN2_5, "visual"),
+            ],
+            positions=_positions,
+            vision=qwen_vision(qwen2_5.plan_patches, "windows", "frames"),
+            video=_VIDEO,
+            model_type="qwen2_5_vl",
+        ),
+    )
+}

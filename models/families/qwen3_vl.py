@@ -1,74 +1,32 @@
-"""Qwen3-VL and Qwen3-VL-MoE: configuration, weight map and the assembled backbone with deepstack features.
+"""Qwen3-VL with deepstack features, and Qwen3.5, the same tower without them in front of a hybrid decoder; dense and
+with experts.
 
-Source: transformers' Qwen3VLForConditionalGeneration and Qwen3VLMoeForConditionalGeneration.
+Sources: transformers' Qwen3VLForConditionalGeneration, Qwen3_5ForConditionalGeneration and their mixtures.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-from jaxtyping import Int, Int32
 
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
-from ..decoder.hf_config import Regime, need
-from ..decoder.weights import decoder_entries, expert_layout
-from ..inputs.images import HALVES
-from ..inputs.positions import PositionConfig, get_rope_positions
-from ..inputs.qwen_videos import process_qwen3_videos
-from ..inputs.video_frames import VideoConfig
+from ..decoder.hf_config import need
+from ..decoder.weights import FusedExperts, decoder_entries, expert_layout
+from ..inputs.videos import patch_settings, process_qwen3_videos
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
-from .family import Family, Medium, Run, Shapes
-from .image_family import (
-    TowerModel,
-    freeze,
-    one_size,
-    qwen_tower_sizes,
-    qwen_vision,
-    qwen_written,
-    text_part,
-    thaw,
-    vision_part,
-    whole,
-)
-from .text_families import read_qwen3, read_qwen3_moe
+from .family import Family, Medium, Shapes
+from .image_family import TowerModel
+from .qwen import QwenConfig, frame_positions, frame_tokens, model_reader, qwen_vision, tower_sizes, video_written
 
-DENSE = "Qwen3VLForConditionalGeneration"
-MIXTURE = "Qwen3VLMoeForConditionalGeneration"
-SECTIONS = (24, 20, 20)
-"""Of M-RoPE, where the configuration names none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen3VLConfig:
-    """The whole backbone: both towers and the token ids that stand for images; `raw` is config.json as it was read."""
-
-    architecture: str
-    text: DecoderConfig
-    vision: Qwen3VisionConfig
-    image_token: int
-    video_token: int
-    vision_start_token: int
-    vision_end_token: int
-    raw: str
-
-    @property
-    def family(self) -> Family:
-        """Qwen3-VL, dense or with experts."""
-        return FAMILIES[self.architecture]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.architecture, self.text.dtype)
+PREFIX = "model.language_model."
+VIDEO_SETTINGS = patch_settings(16, 128 * 32 * 32, 32 * 32 * 768, halves=True, fps=2)
 
 
 def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
-    """Reads the tower (also Qwen3-Omni's and Qwen3.5's) from its part of `config.json`, as `vision_part` gives it.
+    """Reads the tower (also Qwen3-Omni's).
 
     Raises:
       ConfigError: a field that is missing, or more deepstack layers than the decoder has.
@@ -77,98 +35,36 @@ def read_qwen3_tower(vision: Mapping[str, Any], text: DecoderConfig) -> Qwen3Vis
     # Features of the s-th are added behind language layer s.
     if len(deepstack) > text.layers:
         raise ConfigError(f"deepstack layers: got {len(deepstack)}; expected at most {text.layers}")
-    return Qwen3VisionConfig(
-        **qwen_tower_sizes(vision, text),
-        patch=one_size(vision, "patch_size"),
-        positions=need(vision, "num_position_embeddings"),
-        deepstack_layers=deepstack,
-        channels=vision["in_channels"],
-    )
+    places = need(vision, "num_position_embeddings")
+    return Qwen3VisionConfig(**tower_sizes(vision, text), positions=places, deepstack_layers=deepstack)
 
 
-def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
-    """Reads `config.json` of either architecture."""
-    family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
-    model, kind = whole(raw, family), f"{family}_text"
-    text = text_part(model, raw, (kind, family))
+def _family(architecture: str, model_type: str, experts: FusedExperts) -> Family:
+    """Returns a family whose releases lay fused `experts` out so."""
 
-    # The mixture's router renormalises whatever the configuration says.
-    if architecture == MIXTURE:
-        decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
-    else:
-        decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
+    def entries(config: QwenConfig, shapes: Shapes) -> list[TensorEntry]:
+        fused = expert_layout(config.text, shapes, PREFIX, experts)
+        decoder = decoder_entries(config.text, prefix=PREFIX, fused_experts=fused)
+        return decoder + qwen3_vision_entries(config.vision, "model.visual")
 
-    return Qwen3VLConfig(
-        architecture,
-        decoder,
-        read_qwen3_tower(vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family), decoder),
-        image_token=need(model, "image_token_id"),
-        video_token=need(model, "video_token_id"),
-        vision_start_token=need(model, "vision_start_token_id"),
-        vision_end_token=need(model, "vision_end_token_id"),
-        raw=freeze(raw),
-    )
-
-
-def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:
-    """Returns grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
-    if video_grid_thw is None:
-        return None
-    frames: list[tuple[int, int, int]] = []
-    for time, height, width in np.asarray(video_grid_thw).tolist():
-        frames += [(1, height, width)] * time
-    return np.array(frames, np.int32).reshape(-1, 3)
-
-
-def frame_positions(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    """Returns M-RoPE's positions, where each frame of a video counts as an image of its own."""
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
-    # The text between a video's frames tells their times, so that the frames count as images of their own.
-    images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, images, videos, None, rule)[0]
-
-
-def frame_tokens(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> Run:
-    """Returns a run of placeholders between start and end for each temporal patch, behind its time as a text."""
-    time, height, width = (int(size) for size in arrays["video_grid_thw"][index])
-    first = int(np.sum(arrays["video_grid_thw"][:index, 0]))
-    pads = [config.video_token] * (height * width // config.vision.merge**2)
-    run: list[int | str] = []
-    for seconds in arrays["video_timestamps"][first : first + time]:
-        run += [f"<{seconds:.1f} seconds>", config.vision_start_token, *pads, config.vision_end_token]
-    return run
-
-
-def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:
-    prefix = "model.language_model."
-    fused = expert_layout(config.text, shapes, prefix, "columns")  # as released
-    decoder = decoder_entries(config.text, prefix=prefix, fused_experts=fused)
-    return decoder + qwen3_vision_entries(config.vision, "model.visual")
-
-
-VIDEO_SETTINGS = VideoConfig.reader(
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=3,
-    patch_size=16,
-    merge_size=2,
-    temporal_patch_size=2,
-    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-    fps=2,
-)
-
-
-def _family(architecture: str, model_type: str) -> Family:
     return Family(
         architecture=architecture,
-        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        read=model_reader(read_qwen3_tower),
         module=functools.partial(TowerModel, Qwen3VisionTower),
-        entries=_entries,
+        entries=entries,
         positions=frame_positions,
         vision=qwen_vision(plan_patches, "frames"),
-        video=Medium(VIDEO_SETTINGS, process_qwen3_videos, frame_tokens, qwen_written),
+        video=Medium(VIDEO_SETTINGS, process_qwen3_videos, frame_tokens, video_written),
         model_type=model_type,
     )
 
 
-FAMILIES = {DENSE: _family(DENSE, "qwen3_vl"), MIXTURE: _family(MIXTURE, "qwen3_vl_moe")}
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        _family("Qwen3VLForConditionalGeneration", "qwen3_vl", "columns"),
+        _family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "columns"),
+        _family("Qwen3_5ForConditionalGeneration", "qwen3_5", "rows"),
+        _family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", "rows"),
+    )
+}

@@ -11,30 +11,28 @@ from . import (
     internvl,
     kimi_vl,
     llava,
+    llava_onevision,
     mistral3,
+    omni,
     phi3_v,
-    qwen2_5_omni,
-    qwen2_5_vl,
     qwen2_vl,
-    qwen3_5,
-    qwen3_omni,
     qwen3_vl,
     smolvlm,
 )
 from .family import Family
 from .text_families import TEXT_FAMILIES
 
-IMAGE_FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
+        *qwen2_vl.FAMILIES.values(),
         *qwen3_vl.FAMILIES.values(),
-        *qwen3_5.FAMILIES.values(),
-        *qwen2_5_omni.FAMILIES.values(),
-        *qwen3_omni.FAMILIES.values(),
+        *omni.FAMILIES.values(),
         *llava.FAMILIES.values(),
+        llava_onevision.FAMILY,
         *kimi_vl.FAMILIES.values(),
-        mistral3.FAMILY,
         *glm4v.FAMILIES.values(),
+        mistral3.FAMILY,
         deepseek_vl.FAMILY,
         deepseek_vl_hybrid.FAMILY,
         deepseek_ocr2.FAMILY,
@@ -44,9 +42,7 @@ IMAGE_FAMILIES: dict[str, Family] = {
         smolvlm.FAMILY,
         gemma3.FAMILY,
         gemma4.FAMILY,
-        qwen2_vl.FAMILY,
+        *TEXT_FAMILIES.values(),
     )
 }
-"""Families with images, beside Qwen2.5-VL."""
-
-FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES
+"""Which family reads a configuration, by the architectures that it names. A family of your own is one more entry."""

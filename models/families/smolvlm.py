@@ -3,43 +3,40 @@
 Source: transformers' SmolVLMForConditionalGeneration and SmolVLMProcessor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvpatch_jax.cache import ImageSource
 from kvpatch_jax.errors import InputError
 
-from ..checkpoints import TensorEntry
-from ..decoder.hf_config import Regime, need
-from ..decoder.weights import decoder_entries, linear_entries
-from ..inputs.family_videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
-from ..inputs.images import HALVES, PictureConfig, process_smolvlm
-from ..inputs.video_frames import VideoConfig
+from ..checkpoints import TensorEntry, module_entries
+from ..decoder.weights import decoder_entries
+from ..inputs.pictures import HALVES
+from ..inputs.processors import Settings, own_settings, process_images, processor
+from ..inputs.videos import SMOLVLM_TEMPLATE, process_smolvlm_videos, smolvlm_options, smolvlm_texts
 from ..towers.vit import bucket_positions
 from ..towers.weights import clip_entries
-from .deepseek_vl import read_siglip
+from .config_file import ConfigFile
 from .family import Family, Medium, Run, Shapes, Vision
-from .image_family import freeze, text_part, vision_part, whole
-from .text_families import read_llama
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, join_tiles, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, join_tiles, read_vit, tile_fills, tile_plan
 
 EDGE = "<fake_token_around_image>"
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    model = whole(raw, "smolvlm")
-    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
-    tower = read_siglip(vision_part(model, "smolvlm_vision"), text.dtype)
-    glue = GlueConfig("linear", need(model, "scale_factor"))
-    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
+def _read(file: ConfigFile) -> ViTModelConfig:
+    text, vision = file.text("llama"), file.part("vision_config")
+    tower = read_vit(vision, "smolvlm_vision", final_norm="applied", dtype=text.dtype)
+    glue = GlueConfig("linear", file.model["scale_factor"])
+    return file.config(ViTModelConfig, text, vision=tower, glue=glue, **file.tokens("image_token"))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     entries = decoder_entries(config.text, prefix="model.text_model.")
     entries += clip_entries(config.vision, "model.vision_model")
-    return entries + linear_entries("model.connector.modality_projection.proj", ("projector",), bias=False)
+    return entries + module_entries("model.connector", (), {"projector": "modality_projection.proj"})
 
 
 def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -104,8 +101,9 @@ def _written(config: ViTModelConfig, tokenizer: Any) -> tuple[str, str, str]:
     return "<video>", "", ""
 
 
-_VIDEO_SETTINGS = VideoConfig.reader(
-    adjust=smolvlm_options,
+_VIDEO_SETTINGS = own_settings(
+    "video",
+    smolvlm_options,
     image_mean=HALVES,
     image_std=HALVES,
     resample=1,
@@ -114,21 +112,24 @@ _VIDEO_SETTINGS = VideoConfig.reader(
     fps=1,
     num_frames=64,
 )
-_SETTINGS = PictureConfig.reader(
-    only={"do_resize": True},
-    image_mean=HALVES,
-    image_std=HALVES,
-    resample=1,
-    size={"longest_edge": 1536},
-    max_image_size={"longest_edge": 384},
-    do_image_splitting=True,
-)
+
+
+def _process(images: Sequence[ImageSource], settings: Settings) -> dict[str, np.ndarray]:
+    """Returns `pixel_values` [1,tiles of all images,3,S,S], `tile_rows` and `tile_columns` [n] (0: one tile)."""
+    made = process_images(images, settings, return_row_col_info=True)
+    return {
+        "pixel_values": made["pixel_values"],
+        "tile_rows": made["rows"].reshape(-1),
+        "tile_columns": made["cols"].reshape(-1),
+    }
+
+
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    read=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),
+    vision=Vision(processor("smolvlm.SmolVLM", "idefics3.Idefics3"), _process, _tokens, _plan, tile_fills),
     video=Medium(
         _VIDEO_SETTINGS,
         process_smolvlm_videos,
@@ -137,6 +138,5 @@ FAMILY = Family(
         SMOLVLM_TEMPLATE,
     ),
     join=join_tiles(1, _tile_counts),
-    ignore=(r".*\.rotary_emb\.inv_freq",),
     model_type="smolvlm",
 )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from kvpatch_jax.errors import InputError
 
-from ..inputs.view_images import COUNTS, GRIDS, TILES
+from ..inputs.pictures import COUNTS, GRIDS, TILES
 from .image_family import check_placeholders
 
 NEWLINE, SEPARATOR = 1, 2

@@ -14,14 +14,14 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
 from ..decoder.layers import Linear
 from ..towers.projectors import PooledProjector, Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
-from .family import Family, joined_arrays
-from .image_family import check_placeholders, one_size, thaw
+from .config_file import ConfigFile, FamilyConfig, one_size
+from .family import joined_arrays
+from .image_family import check_placeholders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class GlueConfig:
       shuffle: side of the square of features that become one (pixel shuffle, or where pooled their average); 1 for
         none.
       norm_epsilon: of a layer norm in front of the maps; None for none.
-      tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row.
+      tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row. most_tiles: beyond which LLaVA-OneVision
+        makes their grid smaller.
     """
 
     kind: str = "mlp"
@@ -42,6 +43,7 @@ class GlueConfig:
     bias: bool = True
     norm_epsilon: float | None = None
     tiles: TileConfig | None = None
+    most_tiles: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("mlp", "linear", "pooled"):
@@ -52,12 +54,14 @@ class GlueConfig:
             )
 
 
-def read_vit(vision: Mapping[str, Any], **switches: Any) -> ViTConfig:
-    """Reads the sizes of a plain ViT from a family's part of `config.json`; `switches` are the other fields.
+def read_vit(vision: Mapping[str, Any], model_type: str, **switches: Any) -> ViTConfig:
+    """Reads the sizes of a plain ViT of this type from a part of `config.json`; `switches` are the other fields.
 
     Raises:
-      ConfigError: a size that is missing or not one number.
+      ConfigError: a tower of another type, or a size that is missing or not one number.
     """
+    if vision["model_type"] != model_type:
+        raise ConfigError(f"vision_config: got type {vision['model_type']!r}; expected {model_type!r}")
     return ViTConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
@@ -70,6 +74,18 @@ def read_vit(vision: Mapping[str, Any], **switches: Any) -> ViTConfig:
         norm_epsilon=vision["layer_norm_eps"],
         **switches,
     )
+
+
+def without_head(read: Callable[[ConfigFile], Any]) -> Callable[[ConfigFile], Any]:
+    """Returns a reader whose configurations have no SigLIP head, which its class has by default: nothing reads it, so
+    that it is not loaded and not saved.
+    """
+
+    def changed(file: ConfigFile) -> Any:
+        vision = {**(file.raw.get("vision_config") or {}), "vision_use_head": False}
+        return read(dataclasses.replace(file, raw={**file.raw, "vision_config": vision}))
+
+    return changed
 
 
 @runtime_checkable
@@ -92,16 +108,13 @@ class TiledConfig(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class ViTModelConfig:
-    """The whole backbone; `raw` is config.json as it was read, `edges` are the tokens around an image, if there are."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTModelConfig(FamilyConfig):
+    """The whole backbone; `edges` are the tokens around an image, if there are."""
 
-    family: Family
-    text: DecoderConfig
     vision: ViTConfig
     glue: GlueConfig
     image_token: int
-    raw: str
     edges: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -115,10 +128,6 @@ class ViTModelConfig:
         """Features that one image or tile becomes."""
         kept_class = self.vision.class_token and not self.vision.drop_class
         return (self.vision.side // self.glue.shuffle) ** 2 + kept_class
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
-        return thaw(self.raw, self.family.architecture, self.text.dtype)
 
 
 class ViTModel(nnx.Module):
@@ -151,13 +160,17 @@ class ViTModel(nnx.Module):
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
-    def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Returns image features in the plan's order, n = 1."""
+    def project(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "B E D"]:
+        """Returns the features of each image or tile."""
         tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
         features = self.visual(tiles, plan.get("positions"))
         if self.config.glue.shuffle > 1 and self.config.glue.kind != "pooled":
             features = pixel_shuffle(features, self.config.glue.shuffle)
-        features = self.projector(features)
+        return self.projector(features)
+
+    def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Returns image features in the plan's order, n = 1."""
+        features = self.project(pixel_values, plan)
         # Without tiles nothing refers to the newline, which `pack_tiles` appends all the same.
         newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
         return pack_tiles(features, newline, plan["order"])[None]

@@ -1,12 +1,6 @@
-"""Chat templates: messages to the text a checkpoint was trained on, by the Jinja template in its directory.
-
-The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, with `raise_exception`,
-`strftime_now`, `tojson` and the special tokens' texts.
-"""
+"""Chat templates: messages to the text a checkpoint was trained on, by the Jinja template in its directory."""
 
 import dataclasses
-import functools
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,7 +61,7 @@ class ChatTemplate:
         return None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """Returns the messages as one text.
+        """Returns the messages as one text, by transformers' sandboxed environment.
 
         Args:
           messages: {"role", "content"} each; a content is a text, or a list of {"type", …}, the type being "text",
@@ -80,15 +74,18 @@ class ChatTemplate:
             template refuses, or with which it fails (arguments of a tool call as a text where it expects a table, say).
         """
         jinja2 = require("jinja2", "jinja2")
+        render = require("transformers.utils.chat_template_utils", "transformers").render_jinja_template
         given = {**dict(self.special_tokens), "tools": None, "documents": None, **variables}
         try:
-            template = _compiled(self.source)
-            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **given)
-        except _Refused as error:
-            raise InputError(
-                f"chat template {self.name}: got messages that it refuses ({error}); expected others"
-            ) from error
+            return render(
+                [list(messages)], chat_template=self.source, add_generation_prompt=add_generation_prompt, **given
+            )[0][0]
         except jinja2.TemplateError as error:
+            # What a template itself raises is of this very class.
+            if type(error) is jinja2.TemplateError:
+                raise InputError(
+                    f"chat template {self.name}: got messages that it refuses ({error}); expected others"
+                ) from error
             raise ConfigError(
                 f"chat template {self.name}: got one that cannot be used ({error}); expected another"
             ) from error
@@ -105,14 +102,10 @@ class ChatTemplate:
         return bool(start) and text.startswith(start)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes the template, and the special tokens beside it. Returns the template's path."""
-        # The template names special tokens by their parts (`bos_token`), of which `tokenizer.json` says nothing.
-        root = Path(directory)
-        (root / TEMPLATE_FILE).write_text(self.source, encoding="utf-8")
-        if self.special_tokens:
-            text = json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False)
-            (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-        return root / TEMPLATE_FILE
+        """Writes the template. Returns its path."""
+        path = Path(directory) / TEMPLATE_FILE
+        path.write_text(self.source, encoding="utf-8")
+        return path
 
 
 def template_with_images(
@@ -129,10 +122,6 @@ def template_with_images(
         return found
     root = Path(directory)
     return ChatTemplate(own, _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE)), f"{root} ({whose}'s own)")
-
-
-class _Refused(Exception):
-    """A template's own `raise_exception`."""
 
 
 def _special_tokens(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -163,55 +152,9 @@ def _default(found: Any, path: Path) -> str:
     return named["default"]
 
 
-def _refuse(message: str) -> None:
-    raise _Refused(message)
-
-
-def _now(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Writes JSON without escapes for HTML, unlike Jinja's own filter; arguments and their order are transformers'."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(source: str) -> Any:
-    """Compiles a template in a sandbox: it came with a checkpoint, from whoever wrote that."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks the assistant's part for training masks; here it is only passed through."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(source)
-
-
 def read_messages(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[str, Any]]]:
     """Returns messages with their parts in the form that templates read, {"type": "text", "text": …} and {"type":
-    "image", "image": …} ("video", "audio" alike), and their media in order, each with its type.
+    "image", "image": True} ("video", "audio" alike), and their media in order, each with its type.
 
     Raises:
       InputError: messages that are not a list of tables; a user's content that is a str and looks like a file (see
@@ -233,7 +176,8 @@ def read_messages(messages: Sequence[Message]) -> tuple[list[Message], list[tupl
             result.append(message)
             continue
         parts = [(sort_of(item), item) for item in items]
-        result.append({**message, "content": [{"type": sort, sort: item} for sort, item in parts]})
+        shown = [{"type": sort, sort: item if sort == "text" else True} for sort, item in parts]
+        result.append({**message, "content": shown})
         media += [part for part in parts if part[0] != "text"]
 
     return result, media

@@ -1,129 +1,25 @@
-"""From a video to frames: decoding by PyAV, the sampling rules of each family, normalised pixels.
+"""From a video to frames: decoding by PyAV, the frames that a family samples, normalised pixels.
 
-Frames and times are those of transformers' `read_video_pyav` and of each family's `VideoProcessor.sample_frames`: a
-file's frames are numbered from 0, and number n is shown n / (the stream's average rate) seconds after the start. Frames
-are turned as the file says that they are shown, which that function leaves out: a phone films lying on its side.
+Of a video of constant rate, frames and times are those of transformers' `read_video_pyav`: frames are numbered from 0,
+and number n is shown n / (the stream's average rate) seconds after the start. Of a recording of variable rate the times
+are the file's own. Frames are turned as the file says that they are shown: a phone films lying on its side.
 """
 
-import dataclasses
 import io
-import json
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Float64, UInt8
 
 from kvpatch_jax.cache import Video
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.utils.optional_packages import require
 
-from ..checkpoints import read_table
-from .qwen_images import CONFIG_FILE, ImageConfig
+from .processors import Settings
 
-VIDEO_FILE = "video_preprocessor_config.json"
-PROCESSOR_FILE = "processor_config.json"
-_PIXELS = {
-    *("image_mean", "image_std", "rescale_factor", "resample"),
-    *("do_resize", "do_rescale", "do_normalize"),
-}
-_PATCHES = {"patch_size", "merge_size", "temporal_patch_size"}
-_SAMPLING = {
-    *("fps", "num_frames", "min_frames", "max_frames", "initial_shift", "video_sampling"),
-    *("cap_pixels_per_frame", "max_video_tokens", "video_processor_type"),
-}
 FPS = 2.0
 """Frames sampled in a second where neither settings nor a caller say it: what the authors of Qwen-VL have."""
-
-
-@dataclasses.dataclass(frozen=True)
-class VideoConfig:
-    """How a family's videos become pixels.
-
-    Attributes:
-      pixels: how frames are resized, normalised and cut.
-      options: what the video processor's file says and is read here, in JSON.
-      own: whether anything but the image settings says it; else it is not written, and no part of a fingerprint, which
-        has the image settings.
-    """
-
-    pixels: ImageConfig
-    options: str
-    own: bool = dataclasses.field(default=True, kw_only=True)
-
-    def option(self, name: str, default: Any = None) -> Any:
-        """Returns an option of the file, or this where it is absent or null."""
-        value = json.loads(self.options).get(name)
-        return default if value is None else value
-
-    def length(self, name: str) -> int:
-        """Returns an option that is one length: a number, equal sides, or one edge.
-
-        Raises:
-          ConfigError: it is not.
-        """
-        value = self.option(name)
-        sides = set(value.values()) - {None} if isinstance(value, Mapping) else {value}
-        if len(sides) != 1 or type(side := sides.pop()) is not int:
-            raise ConfigError(f"video {name}: got {value!r}; expected one length")
-        return side
-
-    @classmethod
-    def reader(
-        cls,
-        only: Mapping[str, Any] | None = None,
-        adjust: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-        **defaults: Any,
-    ) -> Callable[[str | os.PathLike[str]], "VideoConfig"]:
-        """Returns a function that reads a directory's video settings, from the file that transformers takes them from:
-        `processor_config.json` where it has them, else `video_preprocessor_config.json`, else
-        `preprocessor_config.json`.
-
-        It raises ConfigError for an option that `only` has another value for: other ones are not built.
-
-        Args:
-          only: options of which one value is built. adjust: the file's options → options by the names used here.
-          defaults: what absent options mean; of the options of patches and areas, those named here are read.
-        """
-        edges = {"shortest_edge", "longest_edge"} <= set(defaults.get("size", ()))
-        names = {*_PIXELS, *(_PATCHES & set(defaults)), *(("size", "min_pixels", "max_pixels") if edges else ())}
-
-        def read(directory: str | os.PathLike[str]) -> "VideoConfig":
-            root = Path(directory)
-            found = read_table(root / PROCESSOR_FILE).get("video_processor")
-            found = found or read_table(root / VIDEO_FILE)
-            own, found = bool(found), found or read_table(root / CONFIG_FILE)
-            if not isinstance(found, Mapping):
-                raise ConfigError(f"{root / PROCESSOR_FILE}: got video_processor {found!r:.80}; expected a table")
-            found = adjust({name: value for name, value in found.items() if value is not None})
-            for name, value in (only or {}).items():
-                if found.get(name) not in (None, value):
-                    raise ConfigError(f"video {name}: got {found[name]!r}, which is not built; expected {value!r}")
-
-            for name in ("fps", "num_frames", "min_frames", "max_frames"):
-                value = found.get(name, 1)
-                kinds = (int, float) if name == "fps" else (int,)
-                if type(value) not in kinds or not 0 < value < math.inf:
-                    raise ConfigError(f"video {name}: got {value!r:.80}; expected a positive number")
-
-            known = _PIXELS | _SAMPLING | names | set(defaults)
-            options = defaults | {name: value for name, value in found.items() if name in known}
-            pixels = ImageConfig.from_dict({name: value for name, value in options.items() if name in names})
-            own = own or bool(_SAMPLING & set(found))
-            return cls(pixels, json.dumps(options, sort_keys=True), own=own)
-
-        return read
-
-    def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes `video_preprocessor_config.json`, or nothing where image settings say all. Returns its path."""
-        path = Path(directory) / VIDEO_FILE
-        if not self.own:
-            return path
-        path.write_text(json.dumps(json.loads(self.options), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        return path
 
 
 class Stream(NamedTuple):
@@ -159,36 +55,60 @@ class Clip(NamedTuple):
 
 
 Rate = int | float | None
-Sampler = Callable[[Stream, Rate, int | None], np.ndarray]
-"""(stream, frames per second or None, frames in all or None) → the numbers of the frames to show, rising."""
+Sampler = Callable[[Stream, Rate, int | None, Settings], np.ndarray]
+"""(stream, frames per second or None, frames in all or None, settings) → the numbers of the frames to show, rising."""
 
 
-def read_clip(video: Video, sample: Sampler, name: str = "video") -> Clip:
-    """Returns the frames of a video that are shown: of a file those that `sample` chooses, of given ones all, or where
-    the caller asks for a number of them those that `sample` chooses.
+def clips_of(videos: Sequence[Video], sample: Sampler, settings: Settings, steady: bool = False) -> list[Clip]:
+    """Returns the frames of each video that are shown: of a file those that `sample` chooses, of given ones all, or
+    where the caller asks for a number of them those that `sample` chooses.
+
+    Args:
+      steady: the family counts one rate for all of a video. Of a recording of variable rate it is shown what a player
+        shows at even times, which may be a frame twice; other families see each frame at its own time.
 
     Raises:
-      InputError: a file that is no video, or as `Video.read` and `sample`. MissingExtraError: a file without PyAV.
+      InputError: a file that is no video, or as `Video.read` and `sample`; with `steady` given times that are further
+      from even spacing than half a step. MissingExtraError: a file without PyAV.
     """
-    video = video.read()
-    if isinstance(video.source, bytes):
-        stream, take = _open(video.source, name)
+    return [_clip(video.read(), sample, settings, steady, f"video {number}") for number, video in enumerate(videos)]
+
+
+def _clip(video: Video, sample: Sampler, settings: Settings, steady: bool, name: str) -> Clip:
+    is_file, uneven = isinstance(video.source, bytes), None
+    if is_file:
+        stream, uneven, take = _open(video.source, name)
     elif video.rate is None:
         times = np.asarray(video.timestamps, np.float64)
-        mean = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else FPS
-        return Clip(video.source, times, float(mean), None)
+        rate = float((len(times) - 1) / (times[-1] - times[0])) if len(times) > 1 else FPS
+        if steady and np.abs(times - np.linspace(times[0], times[-1], len(times))).max() * rate > 0.5:
+            raise InputError(
+                f"{name}: got uneven timestamps; expected even ones for a model that counts one rate a video"
+            )
+        return Clip(video.source, times, rate, None)
     else:
         stream, take = Stream(len(video.source), float(video.rate)), video.source.__getitem__
 
     chosen = np.arange(stream.count)
-    if isinstance(video.source, bytes) or video.fps is not None or video.frames is not None:
-        chosen = np.asarray(sample(stream, video.fps, video.frames), np.int64)
+    if is_file or video.fps is not None or video.frames is not None:
+        chosen = np.asarray(sample(stream, video.fps, video.frames, settings), np.int64)
+    times = chosen / stream.rate
     rate = len(chosen) / stream.count * stream.rate
-    return Clip(take(chosen), chosen / stream.rate, rate, stream.duration)
+    if uneven is None:
+        return Clip(take(chosen), times, rate, stream.duration)
+
+    # What is on the screen at each time, or each frame nearest to one.
+    if steady:
+        return Clip(take(np.searchsorted(uneven, times, side="right") - 1), times, rate, stream.duration)
+    if len(chosen) < stream.count:
+        chosen = np.unique(np.abs(uneven[:, None] - times).argmin(axis=0))
+    return Clip(take(chosen), uneven[chosen], len(chosen) / stream.duration, stream.duration)
 
 
-def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.ndarray]]:
-    """Returns what is known of an encoded video, and a function that decodes the frames of these numbers."""
+def _open(content: bytes, name: str) -> tuple[Stream, np.ndarray | None, Callable[[np.ndarray], np.ndarray]]:
+    """Returns what is known of an encoded video, the times of its frames where they are not even, and a function that
+    decodes the frames of these numbers.
+    """
     av = require("av", "av", "video")
 
     def decoded(most: int | None = None):
@@ -204,7 +124,8 @@ def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.
     try:
         with av.open(io.BytesIO(content)) as container:
             stream = container.streams.video[0]
-            count, rate = int(stream.frames), stream.average_rate
+            count, rate, base = int(stream.frames), stream.average_rate, stream.time_base
+            shown = sorted(packet.pts for packet in container.demux(stream) if packet.pts is not None)
     except (av.FFmpegError, IndexError) as error:
         raise InputError(f"{name}: got a file without a video ({error}); expected one that PyAV reads") from error
 
@@ -223,7 +144,11 @@ def _open(content: bytes, name: str) -> tuple[Stream, Callable[[np.ndarray], np.
             )
         return np.stack([found[number] for number in chosen.tolist()])
 
-    return Stream(count, float(rate)), take
+    times = (np.array(shown, np.float64) - shown[0]) * float(base) if len(shown) == count and base else np.zeros(0)
+    if len(times) < 2 or np.abs(times * float(rate) - np.arange(count)).max() <= 0.5:
+        return Stream(count, float(rate)), None, take
+    # The last frame stays as long as one does on average.
+    return Stream(count, (count - 1) / float(times[-1])), times, take
 
 
 def _upright(frame: Any) -> UInt8[np.ndarray, "H W 3"]:
@@ -231,82 +156,29 @@ def _upright(frame: Any) -> UInt8[np.ndarray, "H W 3"]:
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
-def steady_rate(clip: Clip, name: str) -> float:
-    """Returns the frames per second of a clip for a family that counts one rate for all of it.
-
-    Raises:
-      InputError: timestamps further from even spacing than half a step.
-    """
-    times = clip.timestamps
-    even = np.linspace(times[0], times[-1], len(times))
-    if np.abs(times - even).max() * clip.rate > 0.5:
-        raise InputError(f"{name}: got uneven timestamps; expected even ones for a model that counts one rate a video")
-    return clip.rate
-
-
-def normalise_frames(frames: UInt8[np.ndarray, "N H W 3"], config: ImageConfig) -> Float32[np.ndarray, "N H W 3"]:
+def normalise_frames(frames: UInt8[np.ndarray, "N H W 3"], settings: Settings) -> Float32[np.ndarray, "N H W 3"]:
     """Rescales and normalises frames as transformers' video processors do: the factor is multiplied into mean and
     deviation first, so that the result differs from an image's in the last bit.
     """
     values = np.arange(256, dtype=np.float32)[:, None]
-    if not config.do_normalize:
-        table = np.repeat(values * np.float32(config.rescale_factor if config.do_rescale else 1), 3, axis=1)
+    scale = settings["rescale_factor"] or 1 / 255 if settings["do_rescale"] is not False else 1.0
+    if settings["do_normalize"] is False:
+        table = np.repeat(values * np.float32(scale), 3, axis=1)
     else:
-        mean, deviation = (np.array(part, np.float32) for part in (config.image_mean, config.image_std))
-        if config.do_rescale:
-            factor = np.float32(1 / config.rescale_factor)
-            mean, deviation = mean * factor, deviation * factor
-        table = (values - mean) / deviation
+        mean, deviation = (np.array(settings[name], np.float32) for name in ("image_mean", "image_std"))
+        factor = np.float32(1 / scale)
+        table = (values - mean * factor) / (deviation * factor)
     return table[frames, np.arange(3)]
 
 
-def sample_qwen2(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
-    """Chooses frames as Qwen2-VL and Qwen2.5-VL do: even steps from the first one, as many as whole temporal patches.
-
-    Raises:
-      InputError: more frames than the video has.
-    """
-    patch = config.pixels.temporal_patch_size
-    fps, frames = asked(fps, frames, config)
-    if frames is not None:
-        count = round(frames / patch) * patch
-    else:
-        most = math.floor(min(config.option("max_frames", 768), stream.count) / patch) * patch
-        wanted = stream.count / stream.rate * fps
-        wanted = min(max(wanted, config.option("min_frames", 4)), most, stream.count)
-        count = math.floor(wanted / patch) * patch
-    check_count(count, stream)
-    # As torch steps: in float64, then truncated.
-    return (np.arange(count) * (stream.count / count)).astype(np.int64)
-
-
-def sample_qwen3(stream: Stream, fps: Rate, frames: int | None, config: VideoConfig) -> np.ndarray:
-    """Chooses frames as Qwen3-VL does: evenly from the first to the last one.
-
-    Raises:
-      InputError: more frames than the video has.
-    """
-    fps, frames = asked(fps, frames, config)
-    if frames is None:
-        frames = int(stream.count / stream.rate * fps)
-        frames = min(max(frames, config.option("min_frames", 4)), config.option("max_frames", 768), stream.count)
-    check_count(frames, stream)
-    return np.linspace(0, stream.count - 1, frames).round().astype(np.int64)
-
-
-def asked(fps: Rate, frames: int | None, config: VideoConfig) -> tuple[int | float, int | None]:
+def asked(fps: Rate, frames: int | None, settings: Settings) -> tuple[int | float, int | None]:
     """Returns frames per second and frames in all, as the caller asks for them, else as the settings do."""
     if fps is not None or frames is not None:
         return fps or FPS, frames
-    return config.option("fps", FPS), config.option("num_frames")
+    return settings["fps"] or FPS, settings["num_frames"]
 
 
 def check_count(count: int, stream: Stream) -> None:
     """Refuses to sample no frames, or more than the video has."""
     if not 0 < count <= stream.count:
         raise InputError(f"video: got {count} frames to sample; expected 1 to {stream.count}, the video's own")
-
-
-def clips_of(videos: Sequence[Video], sample: Sampler) -> list[Clip]:
-    """Returns the clip of each video."""
-    return [read_clip(video, sample, f"video {number}") for number, video in enumerate(videos)]

@@ -1,14 +1,15 @@
 """Linear maps whose inputs and outputs are cut to bounds that a checkpoint brings: Gemma 4's towers."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ..checkpoints import ParamPath, TensorEntry
+from ..checkpoints import TRANSPOSE, ParamPath, TensorEntry
 from ..decoder.layers import normal, product
-from ..decoder.weights import TRANSPOSE
 
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
@@ -47,8 +48,11 @@ def clip_to(x: Array, bound: float) -> Array:
     return jax.lax.clamp(jnp.asarray(-most, x.dtype), x, jnp.asarray(most, x.dtype))
 
 
-def bounded_entries(name: str, path: ParamPath, bounded: bool) -> list[TensorEntry]:
-    """Returns the kernel and the bounds of a map in a stack of layers; `name` holds `{layer}`."""
-    kernel = TensorEntry(f"{name}.linear.weight", (*path, "kernel"), permute=TRANSPOSE, stack=True)
-    bounds = [TensorEntry(f"{name}.{bound}", (*path, bound), stack=True) for bound in BOUNDS]
-    return [kernel, *(bounds if bounded else ())]
+def bounded_entries(prefix: str, path: ParamPath, names: Mapping[str, str]) -> list[TensorEntry]:
+    """Maps the kernels and the bounds of maps by their names: ours → the file's behind `prefix`."""
+    entries = []
+    for ours, theirs in names.items():
+        place, name = (*path, *ours.split(".")), f"{prefix}.{theirs}"
+        entries.append(TensorEntry(f"{name}.linear.weight", (*place, "kernel"), TRANSPOSE))
+        entries += [TensorEntry(f"{name}.{bound}", (*place, bound), infinite=True) for bound in BOUNDS]
+    return entries

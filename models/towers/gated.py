@@ -4,7 +4,6 @@ Axis letters: P packed patches, Y segments, Z patches per segment (padded), N he
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,10 +12,8 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import ParamPath, TensorEntry
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
 from ..decoder.mesh_axes import spread_tokens
-from ..decoder.weights import linear_entries
 from .common import attend_segments, check_heads, project_fused
 
 
@@ -81,19 +78,3 @@ class GatedBlock(nnx.Module):
         query, key = (rotate(part, *tables, "half") for part in (query, key))
         hidden = hidden + self.output(attend_segments(query, key, value, segments))
         return hidden + in_blocks(self.mlp, self.mlp_norm(hidden))
-
-
-def gated_block_entries(
-    config: GatedBlockConfig, name: str, path: ParamPath, names: Mapping[str, str]
-) -> list[TensorEntry]:
-    """Returns the entries of a stack of blocks; `name` holds `{layer}`, `names` says what the file calls our parts."""
-    norms = ("attention_norm", "mlp_norm")
-    entries = [TensorEntry(f"{name}.{names[part]}.weight", (*path, part, "weight"), stack=True) for part in norms]
-
-    for part in ("qkv",) if config.fused else ("query", "key", "value"):
-        entries += linear_entries(f"{name}.{names[part]}", (*path, part), bias=config.qkv_bias, stack=True)
-    entries += linear_entries(f"{name}.{names['output']}", (*path, "output"), bias=False, stack=True)
-    for part in ("gate", "up", "down"):
-        place = (*path, "mlp", part)
-        entries += linear_entries(f"{name}.{names['mlp']}.{part}_proj", place, bias=False, stack=True)
-    return entries

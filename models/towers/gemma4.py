@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import ParamPath, TensorEntry
+from ..checkpoints import ParamPath, TensorEntry, module_entries
 from ..decoder.layers import ACTIVATIONS, Linear, RMSNorm, in_blocks
 from ..decoder.mesh_axes import spread_tokens
-from ..decoder.weights import linear_entries
 from .bounded import BoundedLinear, bounded_entries
 from .common import attend_segments, axial_tables, learned, patch_places, scan_blocks, segment_table
 
@@ -192,22 +191,14 @@ class Gemma4VisionTower(nnx.Module):
         return self.projector(self.norm(pooled.astype(dtype)))
 
 
-def gemma4_vision_entries(
-    config: Gemma4VisionConfig, prefix: str, glue: str, path: ParamPath = ("visual",)
-) -> list[TensorEntry]:
+def gemma4_vision_entries(prefix: str, glue: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
     """Maps the tower and the map behind it, `glue`."""
-    blocks, place, embedder = f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), f"{prefix}.patch_embedder"
-    entries = [
-        *linear_entries(f"{embedder}.input_proj", (*path, "patch_embedding"), bias=False),
-        TensorEntry(f"{embedder}.position_embedding_table", (*path, "position_embedding")),
-        *linear_entries(f"{glue}.embedding_projection", (*path, "projector"), bias=False),
+    return [
+        *module_entries(prefix, path, {"patch_embedding": "patch_embedder.input_proj"}),
+        TensorEntry(f"{prefix}.patch_embedder.position_embedding_table", (*path, "position_embedding")),
+        *module_entries(glue, path, {"projector": "embedding_projection"}),
+        *module_entries(f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), NORMS),
+        *bounded_entries(f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), MAPS),
+        TensorEntry(f"{prefix}.std_bias", (*path, "mean")),
+        TensorEntry(f"{prefix}.std_scale", (*path, "factor")),
     ]
-    entries += [
-        TensorEntry(f"{blocks}.{name}.weight", (*place, ours, "weight"), stack=True) for ours, name in NORMS.items()
-    ]
-    for ours, name in MAPS.items():
-        entries += bounded_entries(f"{blocks}.{name}", (*place, ours), config.bounded)
-    if config.standardised:
-        entries.append(TensorEntry(f"{prefix}.std_bias", (*path, "mean")))
-        entries.append(TensorEntry(f"{prefix}.std_scale", (*path, "factor")))
-    return entries

@@ -19,9 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import ParamPath, TensorEntry
+from ..checkpoints import ParamPath, TensorEntry, module_entries
 from ..decoder.layers import ACTIVATIONS, Linear, RMSNorm, normal
-from ..decoder.weights import linear_entries
 from .bounded import BoundedLinear, bounded_entries, clip_to
 from .common import Convolution, LayerNorm, check_heads, scan_blocks
 
@@ -250,25 +249,19 @@ class Gemma4AudioTower(nnx.Module):
         return self.projector(self.norm(self.output(hidden[tokens])))
 
 
-def gemma4_audio_entries(
-    config: Gemma4AudioConfig, prefix: str, glue: str, path: ParamPath = ("audio",)
-) -> list[TensorEntry]:
+def gemma4_audio_entries(prefix: str, glue: str, path: ParamPath = ("audio",)) -> list[TensorEntry]:
     """Maps the tower and the map behind it, `glue`."""
-    layer, place, stem = f"{prefix}.layers.{{layer}}", (*path, "blocks"), f"{prefix}.subsample_conv_projection"
-    entries = [
-        *linear_entries(f"{stem}.input_proj_linear", (*path, "joined"), bias=False),
-        *linear_entries(f"{prefix}.output_proj", (*path, "output")),
-        *linear_entries(f"{glue}.embedding_projection", (*path, "projector"), bias=False),
-        *linear_entries(f"{layer}.self_attn.relative_k_proj", (*place, "relative"), bias=False, stack=True),
-        TensorEntry(f"{layer}.self_attn.per_dim_scale", (*place, "scale"), stack=True),
-        TensorEntry(f"{layer}.lconv1d.depthwise_conv1d.weight", (*place, "conv"), (2, 1, 0), stack=True),
-    ]
-    for number, part in enumerate(("first", "second")):
+    layer, place, stem = f"{prefix}.layers.{{layer}}", (*path, "blocks"), "subsample_conv_projection"
+    names = {"joined": f"{stem}.input_proj_linear", "output": "output_proj"}
+    names |= {"first_norm": f"{stem}.layer0.norm", "second_norm": f"{stem}.layer1.norm"}
+    return [
+        *module_entries(prefix, path, names),
+        *module_entries(glue, path, {"projector": "embedding_projection"}),
         # [out, in, frame, mel bin] to [frame, mel bin, in, out].
-        entries.append(TensorEntry(f"{stem}.layer{number}.conv.weight", (*path, part, "kernel"), (2, 3, 1, 0)))
-        entries.append(TensorEntry(f"{stem}.layer{number}.norm.weight", (*path, f"{part}_norm", "weight")))
-    for ours, name in NORMS.items():
-        entries.append(TensorEntry(f"{layer}.{name}.weight", (*place, *ours.split("."), "weight"), stack=True))
-    for ours, name in MAPS.items():
-        entries += bounded_entries(f"{layer}.{name}", (*place, *ours.split(".")), config.bounded)
-    return entries
+        TensorEntry(f"{prefix}.{stem}.layer0.conv.weight", (*path, "first", "kernel"), (2, 3, 1, 0)),
+        TensorEntry(f"{prefix}.{stem}.layer1.conv.weight", (*path, "second", "kernel"), (2, 3, 1, 0)),
+        *module_entries(layer, place, NORMS | {"relative": "self_attn.relative_k_proj"}),
+        *bounded_entries(layer, place, MAPS),
+        TensorEntry(f"{layer}.self_attn.per_dim_scale", (*place, "scale")),
+        TensorEntry(f"{layer}.lconv1d.depthwise_conv1d.weight", (*place, "conv"), (2, 1, 0)),
+    ]

@@ -13,9 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..checkpoints import ParamPath, TensorEntry
+from ..checkpoints import ParamPath, TensorEntry, module_entries
 from ..decoder.layers import GatedMLP, Linear, RMSNorm
-from ..decoder.weights import linear_entries
 from .common import (
     VISION_ACTIVATIONS,
     LayerNorm,
@@ -28,8 +27,8 @@ from .common import (
     scan_blocks,
     segment_table,
 )
-from .gated import GatedBlock, GatedBlockConfig, gated_block_entries
-from .weights import CONV3D, norm_entries
+from .gated import GatedBlock, GatedBlockConfig
+from .weights import CONVOLUTION, GATED, TIMM, blocks, patch_entries
 
 MERGER_EPSILON = 1e-5
 """Of the merger's layer norm."""
@@ -156,28 +155,26 @@ class Glm4vVisionTower(nnx.Module):
         return self.merger(self.downsample(hidden.reshape(-1, config.width * config.merge**2)))
 
 
+NAMES = {
+    "embedding_norm": "post_conv_layernorm",
+    "final_norm": "post_layernorm",
+    "merger.project": "merger.proj",
+    "merger.norm": "merger.post_projection_norm",
+    **{f"merger.mlp.{part}": f"merger.{part}_proj" for part in ("gate", "up", "down")},
+    **blocks("blocks", TIMM | GATED),
+}
+
+
 def glm4v_vision_entries(config: Glm4vVisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
     """Maps the tower with its merger."""
-    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
-    names = {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj", "mlp": "mlp"}
+    patch = (config.width, config.channels, config.temporal, config.patch, config.patch)
     square = (config.output_width, config.width, config.merge, config.merge)
-    entries = [
-        TensorEntry(
-            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
-        ),
-        TensorEntry(f"{prefix}.patch_embed.proj.bias", (*path, "patch_embedding", "bias")),
-        *gated_block_entries(config.block, f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
-        TensorEntry(f"{prefix}.post_layernorm.weight", (*path, "final_norm", "weight")),
+    downsample, place = f"{prefix}.downsample", (*path, "downsample")
+    return [
+        *patch_entries(f"{prefix}.patch_embed.proj", path, *patch),
+        *module_entries(prefix, path, NAMES),
+        TensorEntry(f"{prefix}.embeddings.position_embedding.weight", (*path, "position_embedding")),
         # [out, in, row, column] to [row · column · in, out]
-        TensorEntry(f"{prefix}.downsample.weight", (*path, "downsample", "kernel"), (2, 3, 1, 0), file_shape=square),
-        TensorEntry(f"{prefix}.downsample.bias", (*path, "downsample", "bias")),
-        *linear_entries(f"{prefix}.merger.proj", (*path, "merger", "project"), bias=False),
-        *norm_entries(f"{prefix}.merger.post_projection_norm", (*path, "merger", "norm")),
+        TensorEntry(f"{downsample}.weight", (*place, "kernel"), CONVOLUTION, file_shape=square),
+        TensorEntry(f"{downsample}.bias", (*place, "bias")),
     ]
-    for part in ("gate", "up", "down"):
-        entries += linear_entries(f"{prefix}.merger.{part}_proj", (*path, "merger", "mlp", part), bias=False)
-
-    table = f"{prefix}.embeddings.position_embedding.weight"
-    entries.append(TensorEntry(table, (*path, "position_embedding")))
-    entries.append(TensorEntry(f"{prefix}.post_conv_layernorm.weight", (*path, "embedding_norm", "weight")))
-    return entries

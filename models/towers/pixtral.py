@@ -15,13 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import ParamPath, TensorEntry
+from ..checkpoints import ParamPath, TensorEntry, module_entries
 from ..decoder.layers import Linear, RMSNorm
-from ..decoder.weights import linear_entries
 from .common import patch_places, scan_blocks, segment_table
-from .gated import GatedBlock, GatedBlockConfig, gated_block_entries
+from .gated import GatedBlock, GatedBlockConfig
 from .projectors import Projector
-from .weights import CONV2D, projector_entries
+from .weights import blocks, patch_entries, projector_entries
 
 EPSILON = 1e-5
 """Of the tower's norms."""
@@ -153,19 +152,20 @@ class PixtralTower(nnx.Module):
         return jnp.cos(angles), jnp.sin(angles)
 
 
+_BLOCK = {part: f"attention.{part[0]}_proj" for part in ("query", "key", "value", "output")}
+_BLOCK |= {f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+NAMES = {"pre_norm": "ln_pre"} | blocks(
+    "transformer.layers", _BLOCK | {"attention_norm": "attention_norm", "mlp_norm": "ffn_norm"}
+)
+
+
 def pixtral_entries(config: PixtralConfig, prefix: str, glue: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
     """Maps the tower and its projector, `glue`."""
     shape = (config.width, config.channels, config.patch, config.patch)
-    names = {"attention_norm": "attention_norm", "mlp_norm": "ffn_norm", "mlp": "feed_forward"}
-    names |= {ours: f"attention.{ours[0]}_proj" for ours in ("query", "key", "value", "output")}
-    bias, projector = config.projector_bias, (*path, "projector")
-    entries = [
-        TensorEntry(f"{prefix}.patch_conv.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
-        TensorEntry(f"{prefix}.ln_pre.weight", (*path, "pre_norm", "weight")),
-        *gated_block_entries(config.block, f"{prefix}.transformer.layers.{{layer}}", (*path, "blocks"), names),
-        *projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", bias=bias, path=projector),
+    merger = {"merger_norm": "norm", "merger": "patch_merger.merging_layer"}
+    return [
+        *patch_entries(f"{prefix}.patch_conv", path, *shape),
+        *module_entries(prefix, path, NAMES),
+        *module_entries(glue, path, merger),
+        *projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", path=(*path, "projector")),
     ]
-    if config.merges:
-        entries.append(TensorEntry(f"{glue}.norm.weight", (*path, "merger_norm", "weight")))
-        entries += linear_entries(f"{glue}.patch_merger.merging_layer", (*path, "merger"), bias=False)
-    return entries

@@ -110,41 +110,47 @@ def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]
     return best
 
 
-def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) -> Int32[np.ndarray, " F"]:
+def unpadded_grid(
+    config: TileConfig, height: int, width: int, first: int
+) -> tuple[int, Int[np.ndarray, "rows columns"]]:
+    """Returns how many tiles an image of this size has, the small whole image included, and the numbers of the
+    features of the others in their grid, without the rows or columns that only padding made.
+
+    Features are counted tile by tile in raster order, from `first` on, the small whole image's before all.
+    """
+    rows, columns = (edge // config.image for edge in best_resolution(height, width, config.pinpoints))
+    grid = first + config.side**2 * (1 + np.arange(rows * columns)).reshape(rows, columns, 1, 1)
+    grid = grid + np.arange(config.side**2).reshape(config.side, config.side)
+    grid = grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1)
+
+    # The margin is rounded as transformers does it.
+    tall, wide = grid.shape
+    if width / height > wide / tall:
+        margin = (tall - int(round(height * (wide / width), 7))) // 2
+        return 1 + rows * columns, grid[margin : tall - margin]
+    margin = (wide - int(round(width * (tall / height), 7))) // 2
+    return 1 + rows * columns, grid[:, margin : wide - margin]
+
+
+def packing_index(
+    config: TileConfig, image_sizes: Int[np.ndarray, "images 2"], most: int | None = None
+) -> Int32[np.ndarray, " F"]:
     """Returns which features, in which order, stand for images of these (height, width): LLaVA-NeXT's unpadding and
     newlines.
 
-    Features are counted over all tiles of all images (an image's first tile is the whole image, small); the number
-    after the last stands for the learned newline. An image is its first tile, then the grid of the others without the
-    rows or columns that only padding made, a newline after each row.
+    Features are counted over the tiles of all images: an image's own, or `most` where each has room for so many. The
+    number after the last stands for the learned newline. An image is its first tile, which is the whole image, small,
+    then the grid of the others with a newline after each row.
     """
     size, first, parts = config.side**2, 0, []
-    sizes, grids = [], []
     for height, width in np.asarray(image_sizes).astype(int).tolist():
-        tall, wide = best_resolution(height, width, config.pinpoints)
-        sizes.append((height, width))
-        grids.append((tall // config.image, wide // config.image))
-    newline = size * sum(1 + rows * columns for rows, columns in grids)
-
-    # The grid's tiles follow the small whole image, in raster order.
-    for (height, width), (rows, columns) in zip(sizes, grids, strict=True):
-        count = size * rows * columns
-        grid = first + size + np.arange(count).reshape(rows, columns, config.side, config.side)
-        grid = grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1)
-
-        # Features that only padding made are cut off along one side; the margin is rounded as transformers does it.
-        tall, wide = grid.shape
-        if width / height > wide / tall:
-            margin = (tall - int(round(height * (wide / width), 7))) // 2
-            grid = grid[margin : tall - margin]
-        else:
-            margin = (wide - int(round(width * (tall / height), 7))) // 2
-            grid = grid[:, margin : wide - margin]
-        lines = np.concatenate([grid, np.full((len(grid), 1), newline)], axis=1)
+        count, grid = unpadded_grid(config, height, width, first)
+        lines = np.concatenate([grid, np.full((len(grid), 1), -1)], axis=1)
         parts += [np.arange(first, first + size), lines.reshape(-1)]
-        first += size + count
+        first += size * (count if most is None else most)
 
-    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+    index = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return np.where(index < 0, first, index).astype(np.int32)
 
 
 def pack_tiles(

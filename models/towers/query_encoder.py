@@ -66,10 +66,8 @@ def query_encoder_entries(
     config: DecoderConfig, prefix: str, few: str, many: str, path: ParamPath
 ) -> list[TensorEntry]:
     """Maps the encoder, whose layers are named as Llama's, and its tables of queries."""
-    layers = decoder_entries(config, prefix=prefix, root=path)
-    outside = ((*path, "embedding"), (*path, "head", "kernel"))
     return [
-        *(entry for entry in layers if entry.path not in outside),
+        *decoder_entries(config, prefix=prefix, root=path),
         TensorEntry(f"{few}.weight", (*path, "few")),
         TensorEntry(f"{many}.weight", (*path, "many")),
     ]

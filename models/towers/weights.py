@@ -1,12 +1,12 @@
-"""Where the vision towers' tensors go: file name → parameter path, permutation. One function per tower or glue.
+"""Where the towers' tensors go: tables from our names to the files', one per tower, and what has axes of its own.
 
-`prefix` is the tower's place in the file, `path` its place in the model.
+`prefix` is the tower's place in the file, `path` its place in the model. Tables list all that any
+configuration has.
 """
 
 from collections.abc import Mapping
 
-from ..checkpoints import ParamPath, TensorEntry
-from ..decoder.weights import linear_entries
+from ..checkpoints import ParamPath, TensorEntry, module_entries
 from .moonvit import MoonViTConfig
 from .qwen2 import Qwen2VisionConfig
 from .qwen2_5 import Qwen25VisionConfig
@@ -14,107 +14,103 @@ from .qwen3 import Qwen3VisionConfig
 from .qwen_audio import AudioConfig
 from .vit import ViTConfig
 
-# A convolution whose stride is its kernel is a linear map of flattened patches.
-CONV2D = (1, 2, 3, 0)  # [out, in, row, column] to [in · row · column, out]
-CONV3D = (1, 2, 3, 4, 0)
-NORM = ("weight", "bias")
+VISUAL = ("visual",)
+CONVOLUTION = (2, 3, 1, 0)
+"""[out, in, row, column] as [row, column, in, out]."""
 
-CLIP_NAMES = {
+
+def blocks(stem: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Returns a table of a stack of blocks, which the file calls `stem` and a number."""
+    return {f"blocks.{ours}": f"{stem}.{{layer}}.{theirs}" for ours, theirs in names.items()}
+
+
+def _attention(place: str, output: str) -> dict[str, str]:
+    return {
+        "query": f"{place}.q_proj",
+        "key": f"{place}.k_proj",
+        "value": f"{place}.v_proj",
+        "output": f"{place}.{output}",
+    }
+
+
+TIMM = {
+    "attention_norm": "norm1",
+    "mlp_norm": "norm2",
+    "qkv": "attn.qkv",
+    "output": "attn.proj",
+    "mlp.inner": "mlp.fc1",
+    "mlp.outer": "mlp.fc2",
+}
+"""Our block's names to timm's."""
+_CLIP = _attention("self_attn", "out_proj") | {
     "attention_norm": "layer_norm1",
     "mlp_norm": "layer_norm2",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.out_proj",
     "mlp.inner": "mlp.fc1",
     "mlp.outer": "mlp.fc2",
 }
-"""Our block's names to CLIP's and SigLIP's."""
-
-INTERN_NAMES = {
+_INTERN = _attention("attention", "projection_layer") | {
     "attention_norm": "layernorm_before",
     "mlp_norm": "layernorm_after",
-    "query": "attention.q_proj",
-    "key": "attention.k_proj",
-    "value": "attention.v_proj",
-    "output": "attention.projection_layer",
+    "query_norm": "attention.q_norm",
+    "key_norm": "attention.k_norm",
     "mlp.inner": "mlp.fc1",
     "mlp.outer": "mlp.fc2",
 }
-"""Our block's names to InternViT's, as transformers writes them."""
-QK_NORMS = {"query_norm": "attention.q_norm", "key_norm": "attention.k_norm"}
-"""Those of the norms that InternViT-6B has on query and key."""
+GATED = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+
+QWEN2 = blocks("blocks", TIMM) | {
+    "merger_norm": "merger.ln_q",
+    "merger.inner": "merger.mlp.0",
+    "merger.outer": "merger.mlp.2",
+}
+QWEN2_5 = {"merger_norm": "merger.ln_q", "merger_in": "merger.mlp.0", "merger_out": "merger.mlp.2"} | blocks(
+    "blocks",
+    {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj"}
+    | {part: f"attn.{part[0]}" for part in ("query", "key", "value")}
+    | GATED,
+)
+QWEN3 = blocks("blocks", TIMM | {"mlp.inner": "mlp.linear_fc1", "mlp.outer": "mlp.linear_fc2"})
+CLIP = {"pre_norm": "pre_layrnorm", "final_norm": "post_layernorm"} | blocks("encoder.layers", _CLIP)
+"""CLIP (`pre_layrnorm` as the files spell it) and SigLIP."""
+INTERN_VIT = blocks("encoder.layer", _INTERN)
+MOONVIT = {"final_norm": "final_layernorm"} | blocks("layers", TIMM | _attention("attn", "proj"))
+"""As transformers writes it; `MOONVIT_RELEASED` as its authors do."""
+MOONVIT_RELEASED = {"final_norm": "encoder.final_layernorm"} | blocks(
+    "encoder.blocks",
+    {"attention_norm": "norm0", "mlp_norm": "norm1", "qkv": "wqkv", "output": "wo"}
+    | {"mlp.inner": "mlp.fc0", "mlp.outer": "mlp.fc1"},
+)
+QWEN_AUDIO = {"final_norm": "ln_post"} | blocks(
+    "layers",
+    _CLIP
+    | {
+        "attention_norm": "self_attn_layer_norm",
+        "mlp_norm": "final_layer_norm",
+        "mlp.inner": "fc1",
+        "mlp.outer": "fc2",
+    },
+)
+QWEN2_5_AUDIO = QWEN_AUDIO | {"output": "proj"}
+QWEN3_AUDIO = QWEN_AUDIO | {"joined": "conv_out", "inner": "proj1", "outer": "proj2"}
 
 
-def norm_entries(name: str, path: ParamPath, *, stack: bool = False, bias: bool = True) -> list[TensorEntry]:
-    """Returns a layer norm's weight and bias; an RMS norm has no bias."""
-    parts = NORM if bias else ("weight",)
-    return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in parts]
+def patch_entries(name: str, path: ParamPath, *shape: int) -> list[TensorEntry]:
+    """Maps a convolution whose stride is its kernel, [out, in, …], as a linear map of flattened patches."""
+    order = (*range(1, len(shape)), 0)
+    place = (*path, "patch_embedding")
+    weight = TensorEntry(f"{name}.weight", (*place, "kernel"), order, file_shape=shape)
+    return [weight, TensorEntry(f"{name}.bias", (*place, "bias"))]
 
 
-def block_entries(
-    name: str,
-    path: ParamPath,
+def qwen_vision_entries(
+    config: Qwen2VisionConfig | Qwen25VisionConfig | Qwen3VisionConfig,
     names: Mapping[str, str],
-    *,
-    qkv_bias: bool = True,
-    key_bias: bool = True,
-    stack: bool = True,
-    norm_bias: bool = True,
+    prefix: str,
+    path: ParamPath = VISUAL,
 ) -> list[TensorEntry]:
-    """Returns a stack of `PlainBlock` (or, with `stack=False`, one by one, `path` holding `{layer}` too); `name` holds
-    `{layer}`, `names` says what the file calls our parts.
-    """
-    entries: list[TensorEntry] = []
-    for ours, theirs in names.items():
-        place = (*path, *ours.split("."))
-        if ours.endswith("_norm"):
-            bias = norm_bias and ours not in QK_NORMS
-            entries += norm_entries(f"{name}.{theirs}", place, stack=stack, bias=bias)
-        else:
-            bias = (qkv_bias or ours not in ("query", "key", "value", "qkv")) and (key_bias or ours != "key")
-            entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=stack)
-
-    return entries
-
-
-def qwen2_vision_entries(config: Qwen2VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Maps Qwen2-VL's tower and its merger."""
+    """Maps the tower of a Qwen family (`names` is its table) and its merger."""
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
-    names = {"attention_norm": "norm1", "mlp_norm": "norm2", "qkv": "attn.qkv", "output": "attn.proj"}
-    names |= {"mlp.inner": "mlp.fc1", "mlp.outer": "mlp.fc2"}
-    return [
-        TensorEntry(
-            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
-        ),
-        *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
-        *norm_entries(f"{prefix}.merger.ln_q", (*path, "merger_norm")),
-        *linear_entries(f"{prefix}.merger.mlp.0", (*path, "merger", "inner")),
-        *linear_entries(f"{prefix}.merger.mlp.2", (*path, "merger", "outer")),
-    ]
-
-
-def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Maps Qwen2.5-VL's tower and its merger; its norms have no bias."""
-    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
-    blocks, place = f"{prefix}.blocks.{{layer}}", (*path, "blocks")
-    entries = [
-        TensorEntry(
-            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
-        ),
-        TensorEntry(f"{prefix}.merger.ln_q.weight", (*path, "merger_norm", "weight")),
-        TensorEntry(f"{blocks}.norm1.weight", (*place, "attention_norm", "weight"), stack=True),
-        TensorEntry(f"{blocks}.norm2.weight", (*place, "mlp_norm", "weight"), stack=True),
-        *linear_entries(f"{prefix}.merger.mlp.0", (*path, "merger_in")),
-        *linear_entries(f"{prefix}.merger.mlp.2", (*path, "merger_out")),
-        *linear_entries(f"{blocks}.attn.proj", (*place, "output"), stack=True),
-    ]
-    for part in ("qkv",) if config.fused else ("query", "key", "value"):
-        name = part if config.fused else part[0]
-        entries += linear_entries(f"{blocks}.attn.{name}", (*place, part), stack=True)
-    for part in ("gate", "up", "down"):
-        entries += linear_entries(f"{blocks}.mlp.{part}_proj", (*place, "mlp", part), stack=True)
-    return entries
+    return patch_entries(f"{prefix}.patch_embed.proj", path, *shape) + module_entries(prefix, path, names)
 
 
 QWEN3_VL_MERGERS = ("deepstack_merger_list", "norm", "linear_fc1", "linear_fc2")
@@ -124,156 +120,83 @@ QWEN3_OMNI_MERGERS = ("merger_list", "ln_q", "mlp.0", "mlp.2")
 def qwen3_vision_entries(
     config: Qwen3VisionConfig,
     prefix: str,
-    path: ParamPath = ("visual",),
+    path: ParamPath = VISUAL,
     mergers: tuple[str, str, str, str] = QWEN3_VL_MERGERS,
 ) -> list[TensorEntry]:
     """Maps Qwen3-VL's tower with its main and deepstack mergers.
 
     `mergers` are the names of the deepstack mergers, and of a merger's norm, inner and outer map.
     """
-    deepstack, norm, *maps = mergers
-    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
-    names = {
-        "attention_norm": "norm1",
-        "mlp_norm": "norm2",
-        "qkv": "attn.qkv",
-        "output": "attn.proj",
-        "mlp.inner": "mlp.linear_fc1",
-        "mlp.outer": "mlp.linear_fc2",
-    }
-    entries = [
-        TensorEntry(
-            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
-        ),
-        TensorEntry(f"{prefix}.patch_embed.proj.bias", (*path, "patch_embedding", "bias")),
-        TensorEntry(f"{prefix}.pos_embed.weight", (*path, "position_embedding")),
-        *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
-        *norm_entries(f"{prefix}.merger.{norm}", (*path, "merger_norm")),
-    ]
-    if config.deepstack_layers:
-        entries += norm_entries(f"{prefix}.{deepstack}.{{layer}}.{norm}", (*path, "deepstack_norm"), stack=True)
-
-    for name, part in zip(maps, ("inner", "outer"), strict=True):
-        entries += linear_entries(f"{prefix}.merger.{name}", (*path, "merger", part))
-        if config.deepstack_layers:
-            entries += linear_entries(f"{prefix}.{deepstack}.{{layer}}.{name}", (*path, "deepstack", part), stack=True)
-
-    return entries
+    deepstack, *parts = mergers
+    names = dict(QWEN3)
+    for theirs, ours in zip(parts, ("_norm", ".inner", ".outer"), strict=True):
+        names |= {f"merger{ours}": f"merger.{theirs}", f"deepstack{ours}": f"{deepstack}.{{layer}}.{theirs}"}
+    table = TensorEntry(f"{prefix}.pos_embed.weight", (*path, "position_embedding"))
+    return [*qwen_vision_entries(config, names, prefix, path), table]
 
 
-def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Maps CLIP (class token, `pre_layrnorm` as the files spell it) or SigLIP."""
+def vit_entries(
+    config: ViTConfig, names: Mapping[str, str], patch: str, prefix: str, path: ParamPath = VISUAL
+) -> list[TensorEntry]:
+    """Maps a plain vision transformer but for its tables: `patch` is the name of its patches' map."""
     shape = (config.width, config.channels, config.patch, config.patch)
-    embeddings = f"{prefix}.embeddings"
-    entries = [
-        TensorEntry(
-            f"{embeddings}.patch_embedding.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape
-        ),
-        TensorEntry(f"{embeddings}.position_embedding.weight", (*path, "position_embedding")),
-        *block_entries(f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), CLIP_NAMES),
-    ]
-
-    # What CLIP has and SigLIP has not, and the reverse.
-    if config.patch_bias:
-        entries.append(TensorEntry(f"{embeddings}.patch_embedding.bias", (*path, "patch_embedding", "bias")))
-    if config.class_token:
-        entries.append(TensorEntry(f"{embeddings}.class_embedding", (*path, "class_embedding")))
-    if config.pre_norm:
-        entries += norm_entries(f"{prefix}.pre_layrnorm", (*path, "pre_norm"))
-    if config.final_norm != "none":
-        entries += norm_entries(f"{prefix}.post_layernorm", (*path, "final_norm"))
-    return entries
+    return patch_entries(f"{prefix}.{patch}", path, *shape) + module_entries(prefix, path, names)
 
 
-def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
-    """Maps InternViT as transformers' InternVL writes it."""
-    shape = (config.width, config.channels, config.patch, config.patch)
-    embeddings, blocks = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
-    patch = f"{embeddings}.patch_embeddings.projection"
-    scales = {"attention_scale": "lambda_1", "mlp_scale": "lambda_2"}
+def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = VISUAL) -> list[TensorEntry]:
+    """Maps CLIP or SigLIP."""
     return [
-        TensorEntry(f"{patch}.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
-        TensorEntry(f"{patch}.bias", (*path, "patch_embedding", "bias")),
-        TensorEntry(f"{embeddings}.cls_token", (*path, "class_embedding"), file_shape=(1, 1, config.width)),
-        TensorEntry(
-            f"{embeddings}.position_embeddings",
-            (*path, "position_embedding"),
-            file_shape=(1, config.tokens, config.width),
-        ),
-        *block_entries(
-            blocks,
-            (*path, "blocks"),
-            INTERN_NAMES | (QK_NORMS if config.qk_norm else {}),
-            qkv_bias=config.qkv_bias,
-            norm_bias=config.norm_type == "layer_norm",
-        ),
-        *(TensorEntry(f"{blocks}.{theirs}", (*path, "blocks", ours), stack=True) for ours, theirs in scales.items()),
+        *vit_entries(config, CLIP, "embeddings.patch_embedding", prefix, path),
+        TensorEntry(f"{prefix}.embeddings.position_embedding.weight", (*path, "position_embedding")),
+        TensorEntry(f"{prefix}.embeddings.class_embedding", (*path, "class_embedding")),
+    ]
+
+
+def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = VISUAL) -> list[TensorEntry]:
+    """Maps InternViT as transformers' InternVL writes it."""
+    layer, tables = f"{prefix}.encoder.layer.{{layer}}", f"{prefix}.embeddings"
+    token, table = (1, 1, config.width), (1, config.tokens, config.width)
+    return [
+        *vit_entries(config, INTERN_VIT, "embeddings.patch_embeddings.projection", prefix, path),
+        TensorEntry(f"{tables}.cls_token", (*path, "class_embedding"), file_shape=token),
+        TensorEntry(f"{tables}.position_embeddings", (*path, "position_embedding"), file_shape=table),
+        TensorEntry(f"{layer}.lambda_1", (*path, "blocks", "attention_scale")),
+        TensorEntry(f"{layer}.lambda_2", (*path, "blocks", "mlp_scale")),
     ]
 
 
 def moonvit_entries(
-    config: MoonViTConfig,
-    prefix: str,
-    projector: tuple[str, str, str],
-    released: bool,
-    path: ParamPath = ("visual",),
+    config: MoonViTConfig, prefix: str, projector: tuple[str, str, str], released: bool, path: ParamPath = VISUAL
 ) -> list[TensorEntry]:
     """Maps MoonViT and its projector, in the authors' names or (`released` False) in transformers'.
 
     `projector` are the names of it, of its inner and of its outer map.
     """
-    shape = (config.width, config.channels, config.patch, config.patch)
-    names = {"attention_norm": "norm1", "mlp_norm": "norm2", "output": "attn.proj", "mlp.inner": "mlp.fc1"}
-    names |= {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "mlp.outer": "mlp.fc2"}
-    blocks, norm, table = "layers", "final_layernorm", "pos_emb.position_embeddings"
-
-    if released:
-        names = {"attention_norm": "norm0", "mlp_norm": "norm1", "qkv": "wqkv", "output": "wo"}
-        names |= {"mlp.inner": "mlp.fc0", "mlp.outer": "mlp.fc1"}
-        blocks, norm, table = "encoder.blocks", "encoder.final_layernorm", "pos_emb.weight"
-
-    patch, side = f"{prefix}.patch_embed", config.positions
     glue, inner, outer = projector
-    entries = [
-        TensorEntry(f"{patch}.proj.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
-        TensorEntry(f"{patch}.proj.bias", (*path, "patch_embedding", "bias")),
-        TensorEntry(f"{patch}.{table}", (*path, "position_embedding"), file_shape=(side, side, config.width)),
-        *block_entries(f"{prefix}.{blocks}.{{layer}}", (*path, "blocks"), names),
-        *norm_entries(f"{prefix}.{norm}", (*path, "final_norm")),
-        *norm_entries(f"{glue}.pre_norm", (*path, "merger_norm")),
-        *linear_entries(f"{glue}.{inner}", (*path, "merger", "inner")),
-        *linear_entries(f"{glue}.{outer}", (*path, "merger", "outer")),
+    table = (config.positions, config.positions, config.width)
+    name = "pos_emb.weight" if released else "pos_emb.position_embeddings"
+    shape = (config.width, config.channels, config.patch, config.patch)
+    return [
+        *patch_entries(f"{prefix}.patch_embed.proj", path, *shape),
+        *module_entries(prefix, path, MOONVIT_RELEASED if released else MOONVIT),
+        TensorEntry(f"{prefix}.patch_embed.{name}", (*path, "position_embedding"), file_shape=table),
+        *module_entries(glue, path, {"merger_norm": "pre_norm", "merger.inner": inner, "merger.outer": outer}),
     ]
-    return entries
 
 
 def projector_entries(
-    inner: str, outer: str, *, norm: str | None = None, bias: bool = True, path: ParamPath = ("projector",)
+    inner: str, outer: str, norm: str = "norm", path: ParamPath = ("projector",)
 ) -> list[TensorEntry]:
-    """Returns a `Projector`: names of its two linear maps, and of its layer norm where it has one."""
-    entries = norm_entries(norm, (*path, "norm")) if norm else []
-    entries += linear_entries(inner, (*path, "mlp", "inner"), bias=bias)
-    return entries + linear_entries(outer, (*path, "mlp", "outer"), bias=bias)
+    """Maps a `Projector`: names of its two linear maps, and of its layer norm."""
+    return module_entries("", path, {"norm": norm, "mlp.inner": inner, "mlp.outer": outer})
 
 
 def qwen_audio_entries(config: AudioConfig, prefix: str, path: ParamPath = ("audio",)) -> list[TensorEntry]:
     """Maps the audio encoder of Qwen2.5-Omni or Qwen3-Omni."""
-    names = CLIP_NAMES | {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
-    names |= {"mlp.inner": "fc1", "mlp.outer": "fc2"}
-    key_bias = config.block.key_bias
-    entries = block_entries(f"{prefix}.layers.{{layer}}", (*path, "blocks"), names, key_bias=key_bias)
-    entries += norm_entries(f"{prefix}.ln_post", (*path, "final_norm"))
-
+    entries = module_entries(prefix, path, QWEN3_AUDIO if config.downsampling else QWEN2_5_AUDIO)
     # [out, in, mel bin, frame] to [frame, mel bin, in, out]; Qwen2.5-Omni's have no mel bins.
     order, stem = ((3, 2, 1, 0), "conv2d") if config.downsampling else ((2, 1, 0), "conv")
-    parts = ("first", "second", "third")[: 3 if config.downsampling else 2]
-    for number, part in enumerate(parts, start=1):
-        name, place = f"{prefix}.{stem}{number}", (*path, part)
-        entries.append(TensorEntry(f"{name}.weight", (*place, "kernel"), order))
-        entries.append(TensorEntry(f"{name}.bias", (*place, "bias")))
-
-    if not config.downsampling:
-        return entries + linear_entries(f"{prefix}.proj", (*path, "output"))
-    entries += linear_entries(f"{prefix}.conv_out", (*path, "joined"), bias=False)
-    entries += linear_entries(f"{prefix}.proj1", (*path, "inner"))
-    return entries + linear_entries(f"{prefix}.proj2", (*path, "outer"))
+    for number, part in enumerate(("first", "second", "third"), start=1):
+        entries.append(TensorEntry(f"{prefix}.{stem}{number}.weight", (*path, part, "kernel"), order))
+        entries.append(TensorEntry(f"{prefix}.{stem}{number}.bias", (*path, part, "bias")))
+    return entries

@@ -57,6 +57,27 @@ def redraw_all(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, 
     return {name: redraw(name, shape, seed=seed) for name, shape in shapes.items()}
 
 
+def draw_image(name: str, height: int, width: int, channels: int = 3) -> np.ndarray:
+    """A uint8 image [H, W, C]: waves with noise, so that neither resizing nor patch order can hide."""
+    rows, columns = np.mgrid[:height, :width]
+    base = 128 + 60 * np.sin(rows / 3.0)[..., None] + 40 * np.cos(columns / 2.0)[..., None] * np.arange(1, channels + 1)
+    noise = standard_values(name, height * width * channels).reshape(height, width, channels)
+    return np.clip(base + 25 * noise, 0, 255).astype(np.uint8)
+
+
+def draw_numbers(name: str, *shape: int) -> np.ndarray:
+    """float32 numbers that stand for normalised pixels or log-mel features."""
+    return standard_values(name, int(np.prod(shape))).reshape(shape).astype(np.float32)
+
+
+def digest(array: np.ndarray) -> np.ndarray:
+    """16 bytes [16] uint8 that stand for an array's shape and numbers (float32 or int32)."""
+    array = np.asarray(array)
+    array = array.astype(np.float32 if array.dtype.kind == "f" else np.int32)
+    text = f"{list(array.shape)} ".encode() + np.ascontiguousarray(array).tobytes()
+    return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
+
+
 def draw_frames(name: str, count: int, height: int, width: int) -> np.ndarray:
     """uint8 frames [N, H, W, 3] of squares with noise, so that neither resizing nor patch order can hide."""
     rows, columns = -(-height // 4), -(-width // 4)

@@ -139,7 +139,7 @@ def test_the_users_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="home/model"):
         models.load("~/model")
     models.save(reader(), "~/model")
-    assert models.load(Path("~/model"), progress=False).fingerprint
+    assert models.load(Path("~/model")).fingerprint
 
 
 # -------------------------------------------------------------------------------------------------------- sessions
@@ -260,7 +260,7 @@ def test_a_model_is_not_loaded_with_what_it_does_not_take():
     models.save(reader(), "model")
     options = {"dtype": None, "angles": "exact", "regime": None, "buckets": None, "mesh": None, "adapter": None}
     wrong = [5, "x", [], math.nan, object()]
-    assert not raw_errors(lambda **given: models.load("model", progress=False, **given), options, wrong)
+    assert not raw_errors(lambda **given: models.load("model", **given), options, wrong)
 
 
 @pytest.mark.parametrize("wrong", [None, "", 1.5])

@@ -17,31 +17,28 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.models import Buckets, ModelBackbone, load
 from tests.goldens.load import write_checkpoint
-from tests.goldens.load_text import write_text_checkpoint
 
 BUCKETS = Buckets(smallest=16, steps=1)
 FAMILIES = {
-    "gqa": ("text", "qwen2"),
-    "mha": ("text", "llama2"),
-    "mla": ("text", "deepseek_v3"),
-    "window": ("text", "windows/qwen3"),
-    "experts": ("text", "qwen3_moe"),
-    "unlike": ("text", "gemma3_text"),  # layers of two kinds: two ropes, two pairs of channels, a window
-    "shared": ("text", "gemma4_text"),  # two widths of heads too, and layers that read another's KV
-    "mrope": ("image", "qwen2_5_vl"),
-    "kimi": ("image", "kimi_vl"),  # MLA
-    "deepstack": ("image", "qwen3_vl"),  # features of images enter several layers
-    "gemma3": ("image", "gemma3"),  # and images whose tokens see each other
-    "hybrid": ("image", "qwen3_5"),  # linear attention on three layers of four
+    "gqa": "qwen2",
+    "mha": "llama2",
+    "mla": "deepseek_v3",
+    "window": "qwen3_window",
+    "experts": "qwen3_moe",
+    "unlike": "gemma3_text",  # layers of two kinds: two ropes, two pairs of channels, a window
+    "shared": "gemma4_text",  # two widths of heads too, and layers that read another's KV
+    "mrope": "qwen2_5_vl",
+    "kimi": "kimi_vl",  # MLA
+    "deepstack": "qwen3_vl",  # features of images enter several layers
+    "gemma3": "gemma3",  # and images whose tokens see each other
+    "hybrid": "qwen3_5",  # linear attention on three layers of four
 }
 
 
 def tiny(name: str, buckets: Buckets | None = BUCKETS) -> ModelBackbone:
     """A tiny random backbone of a layout."""
-    kind, family = FAMILIES[name]
     with tempfile.TemporaryDirectory() as folder:
-        write = write_text_checkpoint if kind == "text" else write_checkpoint
-        return load(write(family, Path(folder) / "model"), buckets=buckets)
+        return load(write_checkpoint(FAMILIES[name], Path(folder) / "model"), buckets=buckets)
 
 
 def counting_of(backbone: ModelBackbone) -> Any:

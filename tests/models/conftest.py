@@ -1,18 +1,38 @@
 """Fixtures for the models: the tiny checkpoints of `tests/goldens`, rebuilt in a temporary directory."""
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jaxtyping
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:  # `tests` and the four packages resolve from the root, however pytest was started
     sys.path.insert(0, str(ROOT))
 
-from tests.goldens.load import write_checkpoint  # noqa: E402
+from kvpatch_jax.models import load  # noqa: E402
+from tests.goldens.load import golden_arrays, golden_prompt, write_checkpoint  # noqa: E402
+from tests.goldens.table import FAMILIES  # noqa: E402
+
+REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
+
+
+class Golden(NamedTuple):
+    """One case of a tiny model: the backbone, transformers' arrays, what goes to `embed` beside the ids, and tokens."""
+
+    backbone: Any
+    arrays: dict[str, np.ndarray]
+    inputs: dict[str, np.ndarray]
+    tokens: Any
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.arrays["input_ids"][None]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +42,33 @@ def tiny_clip() -> None:
 
     sizes = {"depth": 3, "width": 32, "heads": 2, "intermediate": 48, "image": 16, "patch": 4}
     phi3_v.TOWERS["tiny"] = sizes
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """`tiny(family)`: the tiny backbone with transformers' float32 angles, made once."""
+
+    @functools.cache
+    def loaded(family: str) -> Any:
+        directory = write_checkpoint(family, tmp_path_factory.mktemp("tiny") / family)
+        return load(directory, angles="float32", regime=REGIMES.get(family))
+
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def golden(tiny: Callable[[str], Any]) -> Callable[[str, str], Golden]:
+    """`golden(family, case)`: a case as `Golden`."""
+
+    @functools.cache
+    def made(family: str, case: str) -> Golden:
+        backbone, arrays = tiny(family), golden_arrays(family, case)
+        inputs = golden_prompt(backbone, family, case)
+        places = arrays["position_ids"][None] if FAMILIES[family].first else None
+        ids = inputs.pop("input_ids")
+        return Golden(backbone, arrays, inputs, backbone.embed(ids, places, **inputs))
+
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -47,5 +94,5 @@ def highest_precision():
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """`checkpoint(family, config="config.json")`: a fresh tiny checkpoint that the test may damage."""
-    return lambda family, **options: write_checkpoint(family, tmp_path / family, **options)
+    """`checkpoint(family)`: a fresh tiny checkpoint that the test may damage."""
+    return lambda family, **changes: write_checkpoint(family, tmp_path / family, **changes)

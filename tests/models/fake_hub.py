@@ -16,9 +16,7 @@ class FakeHub:
     """Repositories by name, each a folder whose files are at one commit, `COMMIT`.
 
     Attributes:
-      repositories: name → folder. gated: names whose files are refused. requests: what was asked, "METHOD path", and of
-        a file from which byte on.
-      cut: how many bytes of a file are sent before the connection is closed, by its name.
+      repositories: name → folder. gated: names whose files are refused. requests: what was asked, "METHOD path".
       url: the address.
     """
 
@@ -26,7 +24,6 @@ class FakeHub:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.requests: list[str] = []
-        self.cut: dict[str, int] = {}
         self.url = ""
 
     def files(self, name: str) -> list[Path]:
@@ -60,13 +57,12 @@ def handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            start = self.headers["Range"].removeprefix("bytes=").split("-")[0] if self.headers["Range"] else "0"
-            hub.requests.append(f"{self.command} {path}" + f" from {start}" * ("/resolve/" in path))
+            hub.requests.append(f"{self.command} {path}")
             parts = path.strip("/").split("/")
             if parts[:2] == ["api", "models"]:
                 self.describe("/".join(parts[2:4]), parts[4:])
             else:
-                self.send_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), int(start))
+                self.send_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
         def describe(self, name: str, rest: list[str]) -> None:
             if name not in hub.repositories:
@@ -85,25 +81,14 @@ def handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 table = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
             self.answer(200, json.dumps(table).encode(), Content_Type="application/json")
 
-        def send_file(self, name: str, revision: str, file: str, start: int) -> None:
+        def send_file(self, name: str, revision: str, file: str) -> None:
             if name in hub.gated:
                 return self.refuse(403, "GatedRepo")
             path = hub.repositories[name] / file
             if revision not in ("main", COMMIT) or not path.is_file():
                 return self.refuse(404, "EntryNotFound")
             body = path.read_bytes()
-            self.send_response(206 if start else 200)
-            self.send_header("ETag", f'"{digest(path)}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(len(body) - start))
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-            self.end_headers()
-            if self.command == "GET":
-                cut = hub.cut.pop(file, None)
-                self.wfile.write(body[start : None if cut is None else start + cut])
-                self.close_connection = self.close_connection or cut is not None
+            self.answer(200, body, ETag=f'"{digest(path)}"', X_Repo_Commit=COMMIT)
 
     return Handler
 

@@ -21,7 +21,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.models import ModelBackbone, load
 from kvpatch_jax.models.decoder.mesh_axes import COPIES, TENSOR
 from kvpatch_jax.models.towers.vit import ViT, ViTConfig
-from tests.goldens.load import golden_arrays, write_checkpoint
+from tests.goldens.load import golden_prompt, write_checkpoint
 from tests.models.sharding_cases import error_of, exchanged, lies, line_of, loaded, run, write_changed
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,6 @@ FEW = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8, "voca
 FAMILIES = ("deepseek_vl", "glm4v", "glm4v_moe", "internvl", "kimi_vl", "llava", "llava_next", "mistral3")
 FAMILIES += ("pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Tiny models of every tower, which four devices divide (Gemma 3 has layers of unlike kinds: refused)."""
-IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
 
 
 class MeshCase(NamedTuple):
@@ -60,8 +59,7 @@ def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
     if name == "few":
         embedded = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
     else:
-        gold = golden_arrays(name, "two_images")
-        embedded = {"input_ids": gold["input_ids"][None]} | {key: gold[key] for key in IMAGES if key in gold}
+        embedded = golden_prompt(alone, name, "two_images")
     expected, found = (run(each, embedded, whole) for each in (alone, over))
     return {
         "errors": {call: error_of(found[call], expected[call]) for call in expected},

@@ -59,7 +59,7 @@ class Release:
     def refusal(self) -> str | None:
         """A regular expression of the message that refuses it; None where it is read."""
         if self.quantised:
-            return "got weights quantised by .*; expected plain ones: dequantise the checkpoint first"
+            return "got weights quantised by .*: dequantise the checkpoint first|quantization_config"
         if self.name in REFUSED:
             return REFUSED[self.name]
         return None if self.known else rf"config\.json: got architectures \['{self.architecture}'\]; expected one of \["
@@ -108,7 +108,7 @@ NOT_BUILT = {
 releases are read then, or have a reason in `REFUSED`."""
 
 REFUSED = {
-    "Alibaba-NLP/gte-Qwen2-7B-instruct": r"got 'is_causal': False, which this library does not know for qwen2",
+    "Alibaba-NLP/gte-Qwen2-7B-instruct": "got is_causal False, which is not built",
     "mistralai/Devstral-Small-2-24B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
     "mistralai/Ministral-3-8B-Instruct-2512": r"got type 'ministral3', whose queries are scaled",
 }
@@ -119,7 +119,7 @@ WARNED = {
     "humain-ai/ALLaM-7B-Instruct-preview": {"internal_version"},
     "a fine-tune of Qwen2.5-VL-7B by Unsloth": {"unsloth_fixed", "unsloth_version"},
     "a fine-tune of Qwen2.5-VL-7B that names its model": {"model_name"},
-    "a fine-tune of Qwen2.5-VL-7B with keys of a trainer": {"freeze_vision_modules", "image_aspect_ratio"},
+    "a fine-tune of Qwen2.5-VL-7B with keys of a trainer": {"image_aspect_ratio"},
 }
 """Keys that nothing reads, of releases that have any."""
 

@@ -33,8 +33,7 @@ from kvpatch_jax.models.decoder.config import ExpertConfig
 from kvpatch_jax.models.decoder.moe import Experts
 from kvpatch_jax.models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
 from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
-from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
-from tests.goldens.load_text import text_config, write_text_checkpoint
+from tests.goldens.load import golden_config, golden_prompt, write_checkpoint
 from tests.goldens.redraw import redraw_all
 
 EIGHT = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": 320}
@@ -43,7 +42,7 @@ EIGHT = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vo
 
 def write_changed(directory: Path, **changes: Any) -> Path:
     """The tiny Qwen3 in other sizes, its weights redrawn under the names and shapes that follow from these."""
-    raw = {**text_config("qwen3"), **changes}
+    raw = {**golden_config("qwen3"), **changes}
     if raw["num_hidden_layers"] != len(raw.get("layer_types", ())):
         raw.pop("layer_types", None)  # one kind of layer, however many
     config = FAMILIES["Qwen3ForCausalLM"].config(raw, "exact", None)
@@ -65,8 +64,8 @@ def line_of(count: int) -> Mesh:
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[], Mesh]]] = {
     # jax.make_mesh makes Explicit axes.
     "gqa": (lambda root: write_changed(root, **EIGHT), lambda: jax.make_mesh((8,), ("tensor",))),
-    "mha": (lambda root: write_text_checkpoint("llama2", root), lambda: line_of(4)),
-    "mla": (lambda root: write_text_checkpoint("deepseek_v3", root), lambda: line_of(4)),
+    "mha": (lambda root: write_checkpoint("llama2", root), lambda: line_of(4)),
+    "mla": (lambda root: write_checkpoint("deepseek_v3", root), lambda: line_of(4)),
     # Another axis of the mesh replicates.
     "image": (
         lambda root: write_checkpoint("internvl", root),
@@ -113,12 +112,10 @@ def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
     """What a case's forward gives over its mesh and on one device."""
     write, make_mesh = CASES[name]
     write(directory)
-    gold = (
-        golden_arrays("internvl", "one_image") if name == "image" else {"input_ids": np.arange(3, 15, dtype=np.int32)}
-    )
-    embedded = {"input_ids": gold["input_ids"][None]}
-    embedded |= {"pixel_values": gold["pixel_values"]} if name == "image" else {}
     alone, over = load(directory), load(directory, mesh=make_mesh())
+    embedded: dict[str, Any] = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
+    if name == "image":
+        embedded = golden_prompt(alone, "internvl", "one_image")
     expected, found = run(alone, embedded, whole), run(over, embedded, whole)
     return {
         "errors": {call: error_of(found[call], expected[call]) for call in expected},
@@ -165,8 +162,7 @@ def loads(directory: Path) -> dict[str, Any]:
     """Every kind of checkpoint, in bfloat16, over two devices."""
     facts = {}
     for name in LOADED:
-        image = (GOLDENS / name).is_dir()
-        root = write_checkpoint(name, directory / name) if image else write_text_checkpoint(name, directory / name)
+        root = write_checkpoint(name, directory / name)
         facts[name] = loaded(load(root, "bfloat16"), load(root, "bfloat16", mesh=line_of(2)))
     return facts
 
@@ -227,8 +223,8 @@ def memory(directory: Path) -> dict[str, Any]:
     write_changed(directory, **{**EIGHT, **sizes})
     fill, put, asked = reading.fill, jax.device_put, []
 
-    def counted(name: str, stored: StoredTensor, spans: Any, out: np.ndarray) -> None:
-        fill(name, stored, spans, out)
+    def counted(stored: StoredTensor, spans: Any, out: np.ndarray, look: Any) -> None:
+        fill(stored, spans, out, look)
         asked.append(out.size * stored.dtype.itemsize)
 
     def copied(value: Any, device: Any) -> jax.Array:
@@ -276,7 +272,7 @@ def violations(directory: Path) -> dict[str, str]:
 
 def own_mesh(directory: Path, set_too: bool = False) -> dict[str, Any]:
     """A mesh as `jax.make_mesh` makes it (Explicit axes, one for data), set or not, beside one device."""
-    write_text_checkpoint("llama2", directory)
+    write_checkpoint("llama2", directory)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"))
     alone, over = load(directory), load(directory, mesh=mesh)
     ids = np.stack([np.arange(3, 15), np.arange(4, 16)])

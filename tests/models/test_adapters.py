@@ -16,7 +16,6 @@ from kvpatch_jax import models
 from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.models.checkpoints import LoRASource, SafetensorsSource
 from tests.goldens.load import GOLDENS, write_checkpoint
-from tests.goldens.load_text import write_text_checkpoint
 from tests.goldens.redraw import redraw, redraw_all, standard_values
 
 ADAPTERS = GOLDENS / "adapters"
@@ -29,8 +28,7 @@ QUERY, VALUE = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_pr
 def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`base(family)`: the tiny model of its golden. Read only."""
     root = tmp_path_factory.mktemp("bases")
-    write = lambda family: write_checkpoint if family == "qwen2_5_vl" else write_text_checkpoint
-    return functools.cache(lambda family: write(family)(family, root / family))
+    return functools.cache(lambda family: write_checkpoint(family, root / family))
 
 
 def golden(case: str) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
     write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"])
     family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"] if case == "image" else QWEN2
     config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
-    merged = family.merged(config, SafetensorsSource(directory), tmp_path / "adapter")
+    merged = family.opened(config, SafetensorsSource(directory), tmp_path / "adapter")[1]
 
     assert sorted(merged.tensors) == gold["tensors"]
     before = SafetensorsSource(directory)
@@ -137,13 +135,13 @@ def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
     family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"]
     config = family.config(json.loads((base("qwen2_5_vl") / "config.json").read_text()), "exact", None)
     adapter = write_adapter(tmp_path / "a", factors("layers.2.self_attn.q_proj", prefix=prefix))
-    merged = family.merged(config, SafetensorsSource(base("qwen2_5_vl")), adapter)
+    merged = family.opened(config, SafetensorsSource(base("qwen2_5_vl")), adapter)[1]
     assert isinstance(merged, LoRASource)
     assert merged.changed == {"model.layers.2.self_attn.q_proj.weight"}
 
 
 def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
-    directory = write_text_checkpoint("llama3_1", tmp_path / "tied")
+    directory = write_checkpoint("llama3_1", tmp_path / "tied")
     head = redraw_all({"base_model.model.lm_head.weight": (300, 64)})
     adapter = write_adapter(tmp_path / "a", head | factors(QUERY), modules_to_save=["lm_head"])
     backbone = models.load(directory, adapter=adapter)
@@ -218,7 +216,7 @@ def changed(change: str) -> dict[str, np.ndarray]:
         ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight', which matches none"),
         ("magnitude", "lora_magnitude_vector', which matches none"),
         ("twice", "' twice; expected one"),
-        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' is not: it is tied"),
+        ("head", r"lm_head\.lora_A\.weight', which matches none.*'lm_head\.weight' may be tied"),
         ("empty", "got no tensors"),
     ],
 )
@@ -227,7 +225,7 @@ def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
     family = models.FAMILIES["LlamaForCausalLM" if change == "head" else "Qwen2ForCausalLM"]
     config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
     with pytest.raises(WeightsError, match=message):
-        family.merged(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
+        family.opened(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
 
 
 def test_a_replaced_tensor_of_another_shape_is_refused(base, tmp_path):
@@ -243,9 +241,7 @@ def test_directories_that_hold_no_adapter(base, tmp_path):
     with pytest.raises(ConfigError, match=r"got an adapter .* and no model; expected the model's directory"):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
-    with pytest.raises(
-        WeightsError, match=r"adapter_model\.safetensors: got no such file \(found \['adapter_model\.bin'\]"
-    ):
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: got .*No such file"):
         models.load(base("qwen2"), adapter=adapter)
     (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     with pytest.raises(WeightsError, match="damaged"):

@@ -13,7 +13,6 @@ from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.models import Buckets, load
 from tests.compilations import compilations
 from tests.goldens.load import write_checkpoint
-from tests.goldens.load_text import write_text_checkpoint
 
 BAR = 2e-5
 PROGRAMS = [f"jit({name})" for name in ("encode", "embed", "prefill", "recompute", "begin", "advance")]
@@ -111,7 +110,7 @@ def test_lengths_of_one_bucket_share_programs(family: str, whole: bool, tmp_path
 
     The whole of it also without masks, and generates: every length of the oracle is a program of its own.
     """
-    directory = write_text_checkpoint(family, tmp_path)
+    directory = write_checkpoint(family, tmp_path)
     plain, padded = load(directory), load(directory, buckets=Buckets())
     rng = np.random.default_rng(1)
     counts = []

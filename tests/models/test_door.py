@@ -14,7 +14,7 @@ import pytest
 
 from kvpatch_jax.errors import ConfigError, KVPatchError, WeightsError
 from kvpatch_jax.models import load
-from kvpatch_jax.models.decoder.key_tables.kinds import MOST_LAYERS
+from kvpatch_jax.models.families.parsed import MOST_LAYERS
 from tests.goldens.load import write_checkpoint
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -79,12 +79,11 @@ def test_a_name_that_no_file_has_is_a_configuration_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ignore": None}, "ignore None; expected a list of keys"),
-        ({"ignore": 3}, "ignore 3; expected a list of keys"),
-        ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys"),
-        ({"ignore": ["text_confg"]}, r"ignore 'text_confg', which .*config\.json does not have"),
+        ({"ignore": None}, "ignore None; expected a list of keys and tensor names"),
+        ({"ignore": 3}, "ignore 3; expected a list of keys and tensor names"),
+        ({"ignore": [3]}, r"ignore \[3\]; expected a list of keys and tensor names"),
+        ({"ignore": ["text_confg"]}, r"ignore 'text_confg'; expected a key of .*config\.json, or"),
         ({"buckets": 64}, "buckets 64; expected a Buckets, or None"),
-        ({"progress": "yes"}, "progress 'yes'; expected True, False or None"),
         ({"dtype": "float8"}, "dtype 'float8'; expected 'float32', 'bfloat16' or None"),
         ({"revision": 3}, "revision 3; expected a commit, tag or branch, or None"),
         ({"revision": ""}, "revision ''; expected a commit, tag or branch, or None"),
@@ -107,14 +106,14 @@ def sparse(path: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a directory": (Path.mkdir, "a directory, pipe or device; expected a file"),
-    "a pipe": (pipe, "a directory, pipe or device; expected a file"),
-    "a device without an end": (lambda path: path.symlink_to("/dev/zero"), "a directory, pipe or device"),
+    "a directory": (Path.mkdir, "no plain file of at most"),
+    "a pipe": (pipe, "no plain file of at most"),
+    "a device without an end": (lambda path: path.symlink_to("/dev/zero"), "no plain file of at most"),
     "a link to itself": (lambda path: path.symlink_to(path), r"cannot be read \(Too many levels of symbolic links\)"),
     "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a link to nothing; expected a Hugging Face"),
     "a pointer": (lambda path: path.write_text(POINTER), "a pointer of Git LFS; .*`git lfs pull` fetches it"),
     "UTF-16": (lambda path: path.write_text("{}", encoding="utf-16"), "that is not JSON"),
-    "too large": (sparse, "536870912 bytes; expected a file of at most"),
+    "too large": (sparse, "no plain file of at most"),
 }
 
 
@@ -155,16 +154,16 @@ def test_a_dtype_that_no_model_here_has_is_refused_unless_another_is_asked_for(d
 )
 def test_weights_under_another_name_are_named(directory, name, message):
     (directory / WEIGHTS).rename(directory / name)
-    refused(directory, f"{message}; expected model.safetensors, or .* save_pretrained writes them", WeightsError)
+    refused(directory, f"{message}; expected model.safetensors, or model.safetensors.index.json", WeightsError)
 
 
 WEIGHT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a pointer": (lambda path: path.write_text(POINTER), r"damaged .*\(a pointer of Git LFS: `git lfs pull` fetches"),
-    "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a broken link, or no plain file"),
-    "a link to itself": (lambda path: path.symlink_to(path), "a broken link, or no plain file"),
-    "a pipe": (pipe, "a broken link, or no plain file"),
-    "a directory": (Path.mkdir, "a broken link, or no plain file"),
-    "a header of petabytes": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "a length that fits"),
+    "a pointer": (lambda path: path.write_text(POINTER), r"got a pointer of Git LFS: `git lfs pull` fetches"),
+    "a link to nothing": (lambda path: path.symlink_to("/nowhere"), "a broken link or no plain file"),
+    "a link to itself": (lambda path: path.symlink_to(path), "a broken link or no plain file"),
+    "a pipe": (pipe, "a broken link or no plain file"),
+    "a directory": (Path.mkdir, "a broken link or no plain file"),
+    "a header of petabytes": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "damaged"),
 }
 
 
@@ -173,12 +172,12 @@ def test_weights_that_are_no_file_of_safetensors(directory, kind):
     make, message = WEIGHT_FILES[kind]
     (directory / WEIGHTS).unlink()
     make(directory / WEIGHTS)
-    refused(directory, rf"model\.safetensors: got .*{message}", WeightsError)
+    refused(directory, message, WeightsError)
 
 
 def test_tensors_of_another_family_are_named(directory, checkpoints):
     shutil.copy(checkpoints["qwen2_5_vl"] / WEIGHTS, directory / WEIGHTS)
-    refused(directory, r"got no tensor 'language_model\.model\.embed_tokens\.weight'; expected shape", WeightsError)
+    refused(directory, r"got no tensor 'language_model\.model\.embed_tokens\.weight', .*expected", WeightsError)
 
 
 # --------------------------------------------------------------------------------- templates, tokenizers and settings
@@ -194,9 +193,7 @@ def test_tensors_of_another_family_are_named(directory, checkpoints):
         ("chat_template.json", b'{"chat_template": [{"name": "a", "template": ""}]}', r"\['a'\]; expected one named"),
         ("tokenizer.json", b"{}", "expected a tokenizer"),
         ("generation_config.json", b"[]", "got a list; expected a table"),
-        ("video_preprocessor_config.json", b'{"fps": "two"}', "video fps: got 'two'; expected a positive number"),
-        ("video_preprocessor_config.json", b'{"num_frames": -8}', "video num_frames: got -8; expected a positive"),
-        ("preprocessor_config.json", b'{"image_mean": "x"}', r"image_mean: got \['x'"),
+        ("preprocessor_config.json", b'{"image_mean": "x"}', "image_mean: got 'x'"),
     ],
 )
 def test_what_lies_beside_the_weights_is_read_or_named(directory, name, content, message):

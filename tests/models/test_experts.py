@@ -31,7 +31,7 @@ from kvpatch_jax.utils.traced_flops import traced_flops
 from pallas_kernels import targeting
 from pallas_kernels.block_product import gpu as block_product_gpu
 from tests.arrays import placed
-from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.load import write_checkpoint
 from tests.tolerances import FUNCTION, assert_within, rounding_bound
 
 EXPERTS, WIDTH, INNER, TOKENS, CHOSEN = 6, 5, 4, 12, 2
@@ -281,7 +281,7 @@ def test_router_load_is_what_each_layer_chose(tmp_path):
 
     The tiny DeepSeek-V3 has a dense layer below and a sigmoid router; 11 tokens are padded to 16, and not counted.
     """
-    backbone = load(write_text_checkpoint("deepseek_v3", tmp_path / "mixture"), buckets=Buckets())
+    backbone = load(write_checkpoint("deepseek_v3", tmp_path / "mixture"), buckets=Buckets())
     tokens, config = backbone.embed(np.arange(3, 14)[None]), backbone.config.text
     found, experts = np.asarray(backbone.router_load(tokens)), config.experts
     assert found.dtype == np.int32

@@ -4,10 +4,7 @@ import json
 import math
 import os
 import struct
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from kvpatch_jax.errors import MissingExtraError, WeightsError
+from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.models.checkpoints import (
-    RenamedSource,
     SafetensorsSource,
     TensorEntry,
     TensorInfo,
     filling,
     load_weights,
-    stored_tensor,
 )
-from kvpatch_jax.models.checkpoints.progress import progress_bar
 
 TYPES = ["float64", "float32", "float16", "bfloat16"]
 
@@ -66,7 +60,7 @@ def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
     out = np.zeros(expected.shape, jnp.dtype(wanted))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "PIECE", data.draw(st.sampled_from([1, 24, 100, 1 << 20])))
-        filling.fill("tensor", source.stored("tensor"), spans, out.transpose(np.argsort(order)))
+        filling.fill(source.stored("tensor"), spans, out.transpose(np.argsort(order)))
         region = tuple(slice(*span) for span in spans)
         assert np.array_equal(source.read("tensor", region), values[region])
     assert out.tobytes() == np.ascontiguousarray(expected).tobytes()
@@ -74,22 +68,24 @@ def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_found_and_its_place_named(tmp_path, monkeypatch, dtype, wrong):
-    monkeypatch.setattr(filling, "PIECE", 64)
-    values = draw((5, 6), dtype)
-    values[3, 4] = wrong
+def test_what_is_not_finite_is_found_and_its_place_named(tmp_path, dtype, wrong):
+    info = ml_dtypes.finfo(jnp.dtype("float32" if dtype == "float64" else dtype))
+    values = np.asarray([[info.max, info.min], [info.smallest_subnormal, -0.0], [1, 2]], jnp.dtype(dtype))
+    entries, expected = [TensorEntry("tensor", ("a",))], {("a",): jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+    assert np.array_equal(load_weights(write(tmp_path, tensor=values), entries, expected)["a"], values)
+
+    values[2, 1] = wrong
     source = write(tmp_path, tensor=values)
-    with pytest.raises(WeightsError, match=r"tensor 'tensor': got -?(nan|inf) at \[3, 4\]; expected finite"):
-        filling.fill("tensor", source.stored("tensor"), ((1, 5), (2, 6)), np.zeros((4, 4), np.float32))
-    filling.fill("tensor", source.stored("tensor"), ((0, 3), (0, 6)), np.zeros((3, 6), np.float32))
+    with pytest.raises(WeightsError, match=r"tensor 'tensor': got -?(nan|inf) at \[2, 1\]; expected finite"):
+        load_weights(source, entries, expected)
 
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_largest_and_smallest_numbers_are_finite(tmp_path, dtype):
-    info = ml_dtypes.finfo(jnp.dtype(dtype))
-    values = np.array([info.max, info.min, info.smallest_subnormal, -0.0], jnp.dtype(dtype))
-    filling.check_finite("tensor", values)
-    assert write(tmp_path, tensor=values).read("tensor").tobytes() == values.tobytes()
+    # Bounds may be infinite, and never NaN.
+    bounds = [TensorEntry("tensor", ("a",), infinite=True)]
+    if np.isnan(wrong):
+        with pytest.raises(WeightsError, match=r"got -?nan at \[2, 1\]"):
+            load_weights(source, bounds, expected)
+    else:
+        assert load_weights(source, bounds, expected)["a"][2, 1] == wrong
 
 
 # --------------------------------------------------------------------------------------------------- whole loads
@@ -101,7 +97,7 @@ def big(root: Path) -> tuple[list[TensorEntry], dict, dict[str, np.ndarray]]:
     tensors |= {"embed": draw((5000, 450), "float32"), "norm": draw((9,), "float32")}
     save_file(tensors, root / "model.safetensors")
     entries = [
-        TensorEntry("layers.{layer}.w", ("layers", "kernel"), permute=(1, 0), stack=True),
+        TensorEntry("layers.{layer}.w", ("layers", "kernel"), permute=(1, 0)),
         TensorEntry("embed", ("embed",)),
         TensorEntry("norm", ("norm",)),
     ]
@@ -200,35 +196,30 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
+    "header",
     [
-        ({"a": F32 | {"data_offsets": [0, 4]}}, "got 4 bytes"),
-        ({"a": F32 | {"data_offsets": [8, 0]}}, "got -8 bytes"),
-        ({"a": F32 | {"data_offsets": [0, 8, 8]}}, "expected sizes"),
-        ({"a": F32 | {"shape": [-2]}}, "expected sizes"),
-        ({"a": F32 | {"shape": [2.0]}}, "expected sizes"),
-        ({"a": F32 | {"shape": [True, 2]}}, "expected sizes"),
-        ({"a": F32 | {"shape": [1 << 70]}}, "got 8 bytes"),
-        ({"a": F32 | {"shape": None}}, "expected sizes"),
-        ({"a": F32 | {"dtype": "F33"}}, "type 'F33'"),
-        ({"a": F32 | {"dtype": ["F32"]}}, "type"),
-        ({"a": F32, "b": F32}, "'b': got start 0; expected 8"),
-        ({"a": F32 | {"data_offsets": [4, 12]}}, "'a': got start 4; expected 0"),
-        ({}, "data: got 0 bytes; expected 8"),
-        ({"a": 3}, "got a int; expected a table"),
-        ([], "header: got a list"),
-        ({"a": F32, "__metadata__": {"x": 1}}, "__metadata__"),
-        ("[" * 100_000, "recursion"),
-        ('{"a": 1, "a": 2}', "got 2 names, 1 of them different"),
-        ('{"a": ' + "9" * 5000 + "}", "digits"),
-        ("\xff\xff", "utf-8"),
+        {"a": F32 | {"data_offsets": [0, 4]}},
+        {"a": F32 | {"data_offsets": [8, 0]}},
+        {"a": F32 | {"data_offsets": [0, 8, 8]}},
+        {"a": F32 | {"shape": [-2]}},
+        {"a": F32 | {"shape": [2.0]}},
+        {"a": F32 | {"shape": [1 << 70]}},
+        {"a": F32 | {"dtype": "F33"}},
+        {"a": F32, "b": F32},
+        {"a": F32 | {"data_offsets": [4, 12]}},
+        {},
+        {"a": 3},
+        [],
+        "[" * 100_000,
+        '{"a": ' + "9" * 5000 + "}",
+        "\xff\xff",
     ],
 )
-def test_a_hostile_header_is_a_damaged_file(tmp_path, header, message):
+def test_a_hostile_header_is_a_damaged_file(tmp_path, header):
     text = (header if isinstance(header, str) else json.dumps(header)).encode("latin-1")
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
-    with pytest.raises(WeightsError, match=r"(?s)model\.safetensors: got a damaged.*" + message):
+    with pytest.raises(WeightsError, match=r"model\.safetensors: got a damaged"):
         SafetensorsSource(tmp_path)
 
 
@@ -239,61 +230,4 @@ def test_a_header_of_another_length_is_a_damaged_file(tmp_path, length):
         SafetensorsSource(tmp_path)
 
 
-def test_types_of_half_a_byte_are_listed_and_not_read(tmp_path):
-    text = json.dumps({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(2))
-    source = SafetensorsSource(tmp_path)
-    assert source.tensors["a"] == TensorInfo((4,), "F4")
-    with pytest.raises(WeightsError, match="tensor 'a': got type F4; expected one of"):
-        source.read("a")
-
-
-# -------------------------------------------------------------------------------------------------------- renaming
-
-
-def test_renamed_tensors_are_the_inner_ones(tmp_path):
-    source = write(tmp_path, a=draw((3, 2), "float32"), b=draw((2,), "float16"))
-    renamed = RenamedSource(source, {"x": "a"})
-    assert renamed.tensors == {"x": TensorInfo((3, 2), "F32")}
-    assert np.array_equal(renamed.read("x", (slice(1, 3),)), source.read("a")[1:])
-    assert stored_tensor(renamed, "x") == source.stored("a")
-    assert set(RenamedSource(source, lambda name: None if name == "a" else f"m.{name}").tensors) == {"m.b"}
-    with pytest.raises(WeightsError, match=r"no tensor 'c'; expected it \(1 such in all\)"):
-        RenamedSource(source, {"x": "c"})
-    with pytest.raises(WeightsError, match="'a' and 'b' for 'x'"):
-        RenamedSource(source, lambda name: "x")
-
-
 # -------------------------------------------------------------------------------------------------------- progress
-
-
-def fake_tqdm(steps: list[int]) -> types.ModuleType:
-    class ProgressDouble:
-        def __init__(self, total: int, **_: object):
-            self.total, self.update = total, steps.append
-
-        __enter__ = lambda self: self
-        __exit__ = lambda self, *_: steps.append(-self.total)
-
-    module: Any = types.ModuleType("tqdm")
-    module.tqdm = ProgressDouble
-    return module
-
-
-def test_a_bar_counts_every_byte_once(tmp_path, monkeypatch):
-    entries, expected, _ = big(tmp_path)
-    steps: list[int] = []
-    monkeypatch.setitem(sys.modules, "tqdm", fake_tqdm(steps))
-    params = load_weights(SafetensorsSource(tmp_path), entries, expected, progress=True)
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert steps.pop() == -total
-    assert sum(steps) == total
-    assert len(steps) > 3
-
-
-def test_no_bar_is_drawn_where_there_is_no_terminal(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with progress_bar(10) as advance:
-        advance(3)
-    with pytest.raises(MissingExtraError, match="tqdm"), progress_bar(10, True):
-        pass

@@ -21,7 +21,7 @@ from kvpatch_jax.models.inputs.stops import read_answer_tokens, read_stop_tokens
 from kvpatch_jax.models.random_weights import random_backbone
 from tests.arrays import placed
 from tests.compilations import compilations
-from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.load import write_checkpoint
 
 T, STEPS = 8, BLOCK + 9
 WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
@@ -30,7 +30,7 @@ WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory):
     """Grouped-query attention, three layers."""
-    return load(write_text_checkpoint("qwen3", tmp_path_factory.mktemp("text")))
+    return load(write_checkpoint("qwen3", tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_what_cannot_be_continued_is_refused(backbone, tokens):
 @pytest.mark.parametrize("family", ["llama2", "deepseek_v3"])
 def test_kernels_read_in_their_stacks_give_what_scanned_ones_do(family, tmp_path, monkeypatch):
     """As steps of few tokens on a CPU read them, in blocks of some rows."""
-    path = write_text_checkpoint(family, tmp_path)
+    path = write_checkpoint(family, tmp_path)
     made = []
     for tokens_of_a_step in (0, 16):
         monkeypatch.setattr(stacks, "STEP_TOKENS", tokens_of_a_step)

@@ -43,8 +43,8 @@ HF: dict[str, dict[str, Any]] = {
 }
 
 
-def open_gguf(path: Path, dtype: str = "float32") -> TensorSource:
-    return GgufConversion(path).source(dtype)
+def open_gguf(path: Path) -> TensorSource:
+    return GgufConversion(path).source()
 
 
 def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray], **config: Any) -> Path:
@@ -167,25 +167,18 @@ def scaling_of(path: Path) -> Scaling:
     return scaling
 
 
-def test_llama3s_factors_become_its_scaling(tmp_path: Path) -> None:
+def test_factors_divide_the_frequencies_and_those_of_llama3_are_its_scaling(tmp_path: Path) -> None:
     factors = factors_of_llama3(8.0, HEAD, 500000.0)
-    config = config_with_factors(tmp_path / "m.gguf", factors, rope__freq_base=500000.0)
-    assert config["rope_scaling"] == {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert scaling_of(tmp_path / "m.gguf").kind == "llama3"
-
-
-def test_other_factors_divide_the_frequencies(tmp_path: Path) -> None:
-    factors = np.array([1, 1.5, 2, 7], np.float32)
-    config_with_factors(tmp_path / "m.gguf", factors)
-    rope, plain = load(tmp_path / "m.gguf").layout.rope, load(write_model(tmp_path / "plain.gguf")).layout.rope
+    theta: dict[str, Any] = {"rope__freq_base": 500000.0}
+    config_with_factors(tmp_path / "m.gguf", factors, **theta)
+    rope, plain = (load(path).layout.rope for path in (tmp_path / "m.gguf", write_model(tmp_path / "p.gguf", **theta)))
     assert np.allclose(rope.inverse_frequencies * factors, plain.inverse_frequencies, rtol=1e-6)
     assert rope.attention_scaling == 1.0
+
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    directory = write_directory(tmp_path / "hf", "llama", tiny_tensors("llama"), rope_parameters=llama3, rope_theta=5e5)
+    assert np.allclose(load(directory).layout.rope.inverse_frequencies, rope.inverse_frequencies, rtol=1e-6)
 
 
 def test_scaling_of_the_metadata(tmp_path: Path) -> None:
@@ -231,9 +224,8 @@ def test_quantised_types_by_loops_over_their_bits(tmp_path: Path, kind: int, siz
     name, expected = "model.layers.1.self_attn.q_proj.weight", meant(blocks)
     assert np.array_equal(open_gguf(path).read(name), expected)
     assert np.array_equal(open_gguf(path).read(name, (slice(3, 9), slice(5, 30))), expected[3:9, 5:30])
-    half = open_gguf(path, "bfloat16")
-    assert half.tensors[name].dtype == "BF16"
-    assert np.array_equal(half.read(name), expected.astype(ml_dtypes.bfloat16))
+    half = load(path, dtype="bfloat16").parameters["decoder"]["layers"]["attention"]["query"]["kernel"]
+    assert np.array_equal(half[1], expected.T.astype(ml_dtypes.bfloat16))
 
 
 def test_without_the_package_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +408,6 @@ def test_tokens_that_do_not_belong_together_are_refused(change: dict[str, Any]) 
         ({"llama.expert_count": 8}, r"got llama\.expert_count = 8, which this library does not know"),
         ({"llama.attention.sliding_window": 128}, r"got llama\.attention\.sliding_window"),
         ({"llama.block_count": 3}, r"no tensor 'model\.layers\.2\."),
-        ({"llama.block_count": 1}, r"'model\.layers\.1\..*' \(\d+ such in all\)"),
         ({"llama.attention.head_count": 0}, "num_attention_heads 0; expected a positive whole number"),
         ({"llama.embedding_length": 64}, r"embed_tokens\.weight' of shape \(40, 32\); expected \(40, 64\)"),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count 4; expected 8"),
@@ -435,7 +426,6 @@ def test_metadata_of_another_model_are_refused_by_name(tmp_path: Path, change: d
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"blk.0.dreams.weight": np.ones((2, 2), np.float32)}, r"'blk\.0\.dreams\.weight' \(\d+ such in all\)"),
         ({"blk.0.ffn_up.weight": np.ones((2, 2), np.float32)}, r"mlp\.up_proj\.weight' of shape \(2, 2\)"),
         ({"blk.0.attn_v.weight": (4096, (16, 32), b"")}, "4096.* is not a valid GGMLQuantizationType"),
         ({"blk.0.attn_v.weight": (0, (16, 2**40), b"")}, "got a file that cannot be read"),

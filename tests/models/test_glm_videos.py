@@ -11,10 +11,11 @@ import pytest
 from kvpatch_jax import Video
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import load
+from kvpatch_jax.models.families.glm4v import VIDEO_SETTINGS
 from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from kvpatch_jax.models.inputs.glm_videos import VIDEO_SETTINGS, process_glm_videos, sample_glm4, sample_glm46
 from kvpatch_jax.models.inputs.positions import VideoRule
-from kvpatch_jax.models.inputs.video_frames import VIDEO_FILE, Stream
+from kvpatch_jax.models.inputs.video_frames import Stream
+from kvpatch_jax.models.inputs.videos import process_glm_videos, sample_glm4, sample_glm46
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.tolerances import assert_close_to_largest
 
@@ -22,6 +23,7 @@ GOLD = golden_arrays("glm4v", "frames")
 STREAMS = [(int(count), float(rate)) for count, rate in GOLD["streams"]]
 SETTINGS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 SETTINGS |= {"size": {"shortest_edge": 1024, "longest_edge": 1600}}
+VIDEO_FILE = "video_preprocessor_config.json"
 KINDS = {"old": "Glm4vVideoProcessor", "new": "Glm46VVideoProcessor"}
 
 

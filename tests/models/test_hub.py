@@ -62,66 +62,25 @@ def test_a_name_loads_the_model_that_its_directory_is(hub):
     assert backbone.fingerprint == same.fingerprint
 
 
-def test_what_is_downloaded_is_what_is_read_and_its_size_is_said_before(hub, capsys):
+def test_what_is_downloaded_is_what_is_read(hub):
     path = snapshot(NAME)
     assert path.name == COMMIT
     assert cached_files(path) & WHOLE == WHOLE
     assert not [name for name in cached_files(path) if name.endswith((".bin", ".gguf", ".md")) or "/" in name]
     assert "consolidated.safetensors" not in cached_files(path)
-    size = sum((hub.repositories[NAME] / name).stat().st_size for name in cached_files(path))
-    said = capsys.readouterr().err
-    assert f"{NAME}: downloads {size / 1e6:.2f} MB of {size / 1e6:.2f} MB, {len(cached_files(path))} files" in said
-    assert f"revision='{COMMIT}' pins what it is" in said
 
-    snapshot(NAME)
-    assert capsys.readouterr().err == ""  # nothing is downloaded any more
-
-
-def test_a_pinned_commit_in_the_cache_costs_no_request(hub):
-    first = snapshot(NAME, COMMIT)
     hub.requests.clear()
-    assert snapshot(NAME, COMMIT) == first
-    assert hub.requests == []
+    assert snapshot(NAME, COMMIT) == path
+    assert not [asked for asked in hub.requests if "/resolve/" in asked]  # nothing is downloaded any more
 
 
 @pytest.mark.parametrize("pinned", [None, "main"])
-def test_without_a_network_the_cache_answers(pinned, hub, monkeypatch, capsys):
+def test_without_a_network_the_cache_answers(pinned, hub, monkeypatch):
     first = snapshot(NAME, pinned)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
     assert snapshot(NAME, pinned) == first
     assert hub.requests == []
-    assert "cannot be reached (OfflineModeIsEnabled: " in capsys.readouterr().err
-
-
-def test_a_shard_that_is_missing_from_the_cache_is_downloaded(hub):
-    root = hub.repositories[NAME]
-    weights = (root / "model.safetensors").read_bytes()
-    (root / "model.safetensors").unlink()
-    for shard in ("one.safetensors", "two.safetensors"):
-        (root / shard).write_bytes(weights)
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (root / "model.safetensors.index.json").write_text(json.dumps(index))
-    path = snapshot(NAME, COMMIT)
-    (path / "two.safetensors").unlink()
-    assert (snapshot(NAME, COMMIT) / "two.safetensors").is_file()
-
-
-def test_a_download_that_is_cut_off_goes_on_where_it_stopped(hub, monkeypatch):
-    weights = hub.repositories[NAME] / "model.safetensors"
-    weights.write_bytes(os.urandom(3_000_000))
-    hub.cut["model.safetensors"] = 2_000_000
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500_000)
-    path = snapshot(NAME)
-    assert (path / "model.safetensors").read_bytes() == weights.read_bytes()
-    # What was received in whole pieces is not asked for again.
-    starts = [
-        int(asked.split()[-1])
-        for asked in hub.requests
-        if asked.startswith("GET") and "model.safetensors from" in asked
-    ]
-    assert starts[0] == 0
-    assert 1_000_000 <= starts[-1] <= 2_000_000
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -131,7 +90,7 @@ def test_a_name_that_is_neither_here_nor_there_gives_both_hints(hub):
     with pytest.raises(ConfigError) as refused:
         load("output/checkpoint-500")
     message = str(refused.value)
-    assert f"got neither a directory on this machine nor a repository of {hub.url}" in message
+    assert "got neither a directory on this machine nor a repository of the hub" in message
     assert os.path.abspath("output/checkpoint-500") in message
     assert "hf auth login" in message
 
@@ -142,19 +101,16 @@ def test_a_revision_that_is_not_there(revision, hub):
         load(NAME, revision=revision)
 
 
+def test_without_hub_and_cache_both_are_named(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="nothing in the hub's cache, and no answer from the hub"):
+        load(NAME)
+
+
 def test_a_gated_repository_says_how_to_get_in(hub):
     hub.gated.add(NAME)
-    with pytest.raises(
-        ConfigError, match=rf"{NAME}: got a gated repository; .*{hub.url}/{NAME}.*`hf auth login`.*HF_TOKEN"
-    ):
+    with pytest.raises(ConfigError, match=rf"{NAME}: got a gated repository; .*`hf auth login`.*HF_TOKEN"):
         load(NAME)
-
-
-def test_a_repository_without_safetensors_names_what_it_has(hub):
-    (hub.repositories[NAME] / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"without safetensors \(it has consolidated\.safetensors, model\.gguf"):
-        load(NAME)
-    assert not [asked for asked in hub.requests if "resolve" in asked]
 
 
 def test_an_adapter_may_be_a_name(hub, tmp_path):

@@ -17,16 +17,16 @@ from kvpatch_jax.errors import (
 )
 from kvpatch_jax.models import Buckets, load
 from tests.compilations import compilations
-from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.load import write_checkpoint
 
 FAMILIES = {
-    "windows/qwen3": "grouped heads, layers that slide among layers that do not",
+    "qwen3_window": "grouped heads, layers that slide among layers that do not",
     "deepseek_v3": "a latent, and experts above a dense layer",
     "qwen3": "grouped heads",
     "llama2": "a head each",
     "qwen3_moe": "grouped heads and experts",
 }
-DEFAULT = "windows/qwen3"
+DEFAULT = "qwen3_window"
 KEYS, OWN, TOTAL = 21, 5, 128
 """Tokens of a context, and behind it; slots of the pool."""
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("highest_precision")
 
 @functools.cache
 def backbone_of(name, folder, **options):
-    return load(write_text_checkpoint(name, folder / name), **options)
+    return load(write_checkpoint(name, folder / name), **options)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_a_part_of_the_layers_in_pages_equals_that_in_a_contiguous_cache(backbon
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_pages_in_bfloat16_stay_near_a_contiguous_context(dtype, folder):
     """A model in bf16 over pages in bf16 and in float32."""
-    backbone = load(write_text_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
+    backbone = load(write_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
     case = PagingCase(backbone, dtype=dtype)
     expected = backbone.prefill(case.rest, case.context, logits="all")
     close(backbone.prefill(case.rest, case.paged(), logits="all").logits, expected.logits, 2e-2)

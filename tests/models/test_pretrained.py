@@ -67,7 +67,7 @@ def test_weights_are_those_of_their_bits(file: Path, ours: str, theirs: str, hea
             for place in range(width)
         ]
         expected = expected[order]
-    assert np.array_equal(GgufConversion(file).source("float32").read(ours), expected)
+    assert np.array_equal(GgufConversion(file).source().read(ours), expected)
 
 
 def test_the_tokenizer_is_the_models_own(backbone: ModelBackbone, golden: dict[str, np.ndarray]) -> None:

@@ -30,13 +30,13 @@ from kvpatch_jax.models.decoder.sharding import (
     partition_specs,
 )
 from kvpatch_jax.models.families.family import abstract, parameters, tower_heads
-from tests.goldens.load import GOLDENS
-from tests.goldens.load_text import text_config, write_text_checkpoint
+from tests.goldens.load import golden_config, write_checkpoint
+from tests.goldens.table import FAMILIES as TABLE
 from tests.models.sharding_cases import LOADED
 
 ROOT = Path(__file__).parents[2]
 BAR = 2e-4
-IMAGE_FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+IMAGE_FAMILIES = sorted(name for name, row in TABLE.items() if "text_config" in row.config)
 TEXT = ("llama2", "qwen2", "qwen3", "qwen3_moe", "glm4", "phi3_short", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 DEFAULT = ("mla-loaded", "experts", "gqa", "loads", "collectives", "memory", "violations")
 """What is run by default, by one program: another one would load everything again.
@@ -49,8 +49,7 @@ SLOW = (*WHOLE, "own_mesh", "own_mesh_set", "hybrid")
 
 def config_of(family: str, **changes: Any):
     """The tiny model's configuration."""
-    path = GOLDENS / family / "config.json"
-    raw = json.loads(path.read_text()) if path.is_file() else text_config(family)
+    raw = golden_config(family)
     families = {each.model_type: each for each in FAMILIES.values()} | FAMILIES
     named = raw.get("architectures") or [raw["model_type"]]
     return families[named[0]].config({**raw, **changes}, "exact", None)
@@ -197,7 +196,7 @@ def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monk
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(kvpatch_jax.models.directory, "load_weights", never)
-    directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
+    directory = write_checkpoint("qwen3", tmp_path / "qwen3")
     with pytest.raises(ConfigError, match=r"mesh: got axes \('model',\); expected one called 'tensor'"):
         load(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))
 
@@ -206,7 +205,7 @@ def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monk
 
 
 def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
-    directory = write_text_checkpoint("phi3_short", tmp_path / "phi3_short")
+    directory = write_checkpoint("phi3_short", tmp_path / "phi3_short")
     mesh = jax.make_mesh((1,), ("tensor",))
     over, alone = load(directory, "bfloat16", mesh=mesh), load(directory, "bfloat16")
     assert over.mesh == mesh
@@ -216,7 +215,7 @@ def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
 
 
 def test_wrong_type_after_loading_is_refused(tmp_path, monkeypatch):
-    directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
+    directory = write_checkpoint("qwen3", tmp_path / "qwen3")
     read = kvpatch_jax.models.directory.load_weights
     halves = lambda *args, **rest: jax.tree.map(lambda leaf: leaf.astype("float16"), read(*args, **rest))
     monkeypatch.setattr(kvpatch_jax.models.directory, "load_weights", halves)

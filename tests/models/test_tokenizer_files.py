@@ -87,12 +87,10 @@ def test_damaged_tiktoken_files_are_refused(changes, message, tmp_path):
         read_tokenizer(write_kimi(tmp_path, **changes))
 
 
-def test_other_slow_tokenizers_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"'GPT2Tokenizer', beside vocab\.json; expected Qwen2Tokenizer"):
-        read_tokenizer(write_qwen2(tmp_path, tokenizer_class="GPT2Tokenizer"))
+def test_tokenizers_that_would_number_tokens_otherwise_are_refused(tmp_path):
     wrong = {"7": {"content": "<|im_start|>"}}
     with pytest.raises(ConfigError, match=r"'<\|im_start\|>' with the id 7; expected 400, the next"):
         read_tokenizer(write_qwen2(tmp_path, added_tokens_decoder=wrong))
     (tmp_path / "merges.txt").write_text("a b c\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="that transformers cannot read"):
         read_tokenizer(tmp_path)

@@ -20,15 +20,17 @@ from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.models import load
 from kvpatch_jax.models.families.registry import FAMILIES
 from kvpatch_jax.models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from kvpatch_jax.models.inputs.family_videos import (
+from kvpatch_jax.models.inputs.processors import Settings
+from kvpatch_jax.models.inputs.video_frames import Clip, Stream, clips_of
+from kvpatch_jax.models.inputs.videos import (
     kimi_time,
     number_words,
     sample_evenly,
     sample_internvl,
+    sample_qwen2,
+    sample_qwen3,
     sample_smolvlm,
 )
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
-from kvpatch_jax.models.inputs.video_frames import Stream, VideoConfig, read_clip, sample_qwen2, sample_qwen3
 from tests.goldens.load import GOLDENS, write_checkpoint
 from tests.goldens.redraw import draw_frames
 from tests.tolerances import assert_close_to_largest
@@ -210,8 +212,7 @@ def test_smolvlms_released_settings_are_read(tmp_path):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
         config = read(tmp_path)
         assert (config.length("size"), config.length("max_image_size")) == (expected, 384)
-        assert (config.option("fps"), config.option("num_frames"), config.own) == (2, 32, True)
-        assert config.pixels.resample == 1
+        assert (config["fps"], config["num_frames"], config["resample"]) == (2, 32, 1)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 512, "height": 3}}))
     with pytest.raises(ConfigError, match="video size: got"):
         read(tmp_path).length("size")
@@ -231,7 +232,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("family", NAMES)
 def test_frames_are_sampled_as_transformers_does(family):
-    config = VideoConfig(ImageConfig(), json.dumps({"fps": 1, "num_frames": 64} if family == "smolvlm" else {}))
+    config = Settings.of({"temporal_patch_size": 2} if family == "qwen2_5_vl" else {}, "video")
     for (count, rate, fps, number), expected in zip(SAMPLED["sampled"], SAMPLED["families"][family], strict=True):
         sample = functools.partial(SAMPLERS[family], Stream(count, rate), fps, number, config)
         if expected is None:
@@ -253,8 +254,9 @@ def film(path, frames: np.ndarray, rate: int, codec: str = "ffv1") -> None:
         container.mux(stream.encode(None))
 
 
-def every_other(stream: Stream, fps: int | float | None, frames: int | None) -> np.ndarray:
-    return np.arange(0, stream.count, 2)
+def read_clip(video: Video, steady: bool = False) -> Clip:
+    """Every other frame."""
+    return clips_of([video], lambda stream, *_: np.arange(0, stream.count, 2), Settings.of({}, "video"), steady)[0]
 
 
 def test_a_files_frames_are_those_that_were_encoded(tmp_path):
@@ -262,7 +264,7 @@ def test_a_files_frames_are_those_that_were_encoded(tmp_path):
     frames = draw_frames("film", 9, 32, 48)
     film(tmp_path / "film.mkv", frames, 6)
     for source in (tmp_path / "film.mkv", (tmp_path / "film.mkv").read_bytes()):
-        clip = read_clip(Video(source), every_other)
+        clip = read_clip(Video(source))
         assert np.array_equal(clip.frames, frames[::2])
         assert clip.timestamps.tolist() == (np.arange(0, 9, 2) / 6).tolist()
         assert clip.rate == pytest.approx(5 / 9 * 6)
@@ -279,8 +281,53 @@ def test_a_film_of_a_turned_phone_is_shown_upright(tmp_path, matrix, quarters):
     place = content.index(b"tkhd") + 44
     first, second, third, fourth = (value * 65536 for value in matrix)
     content[place : place + 36] = struct.pack(">9i", first, second, 0, third, fourth, 0, 0, 0, 1 << 30)
-    clip = read_clip(Video(bytes(content)), every_other)
+    clip = read_clip(Video(bytes(content)))
     np.testing.assert_array_equal(clip.frames, np.rot90(frames[::2], quarters, axes=(1, 2)))
+
+
+SECONDS = [0, 0.1, 0.2, 0.3, 5, 10]
+
+
+def recording(path, seconds):
+    """A film of variable rate, as screens and phones record it."""
+    import fractions
+
+    import av
+
+    frames = draw_frames("recording", len(seconds), 32, 32)
+    with av.open(str(path), "w") as container:
+        codec, pixels = ("png", "rgb24") if path.suffix == ".mov" else ("ffv1", "bgr0")
+        stream: Any = container.add_stream(codec, rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, pixels
+        stream.codec_context.time_base = fractions.Fraction(1, 1000)
+        for frame, time in zip(frames, seconds, strict=True):
+            shown = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            shown.pts, shown.time_base = round(time * 1000), fractions.Fraction(1, 1000)
+            container.mux(stream.encode(shown))
+        container.mux(stream.encode(None))
+    return frames
+
+
+@pytest.mark.parametrize("name", ["film.mkv", "film.mov"])
+def test_frames_of_a_recording_of_variable_rate_have_its_own_times(tmp_path, name):
+    frames, settings = recording(tmp_path / name, SECONDS), Settings.of({"fps": 2, "temporal_patch_size": 2}, "video")
+    whole = clips_of([Video(tmp_path / name)], sample_qwen3, settings)[0]
+    np.testing.assert_allclose(whole.timestamps, SECONDS, atol=1e-3)
+    np.testing.assert_array_equal(whole.frames, frames)
+    # Three frames: those nearest to 0, 6 and 12 seconds.
+    some = clips_of([Video(tmp_path / name, frames=3)], sample_qwen3, settings)[0]
+    np.testing.assert_allclose(some.timestamps, [0, 5, 10], atol=1e-3)
+    # A family that counts one rate sees what a player shows at 0, 2, … 10 seconds.
+    even = clips_of([Video(tmp_path / name)], sample_qwen2, settings, steady=True)[0]
+    np.testing.assert_allclose(even.timestamps, np.arange(6) * 2, atol=1e-3)
+    np.testing.assert_array_equal(even.frames, frames[[0, 3, 3, 4, 4, 5]])
+
+
+def test_a_video_of_one_frame_is_refused_with_what_to_do(tmp_path):
+    film(tmp_path / "one.mkv", draw_frames("film", 1, 32, 32), 6)
+    settings = Settings.of({"temporal_patch_size": 2}, "video")
+    with pytest.raises(InputError, match=r"got 1 frame; expected at least 2, .*pass a single frame as an image"):
+        clips_of([Video(tmp_path / "one.mkv")], sample_qwen2, settings)
 
 
 def test_a_folder_of_frames_is_a_video(tmp_path):
@@ -289,10 +336,10 @@ def test_a_folder_of_frames_is_a_video(tmp_path):
     frames = draw_frames("folder", 4, 16, 24)
     for number, frame in enumerate(frames):
         Image.fromarray(frame).save(tmp_path / f"frame_{number:03d}.png")
-    whole = read_clip(Video(tmp_path, rate=2), every_other)
+    whole = read_clip(Video(tmp_path, rate=2))
     assert np.array_equal(whole.frames, frames)
     assert whole.timestamps.tolist() == [0, 0.5, 1, 1.5]
-    fewer = read_clip(Video(tmp_path, rate=2, frames=2), every_other)
+    fewer = read_clip(Video(tmp_path, rate=2, frames=2))
     assert np.array_equal(fewer.frames, frames[::2])
     assert (fewer.timestamps.tolist(), fewer.rate) == ([0, 1], 1)
 
@@ -318,7 +365,7 @@ def test_a_file_goes_into_a_prompt(checkpoint, tmp_path):
 )
 def test_files_without_a_video_are_refused(content, message):
     with pytest.raises(InputError, match=message):
-        read_clip(Video(content), every_other)
+        read_clip(Video(content))
 
 
 @pytest.mark.parametrize("times", [{"rate": 1e-300}, {"timestamps": [0, 1e12, 2e12, 3e12]}])

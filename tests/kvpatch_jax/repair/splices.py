@@ -14,10 +14,9 @@ from flax import nnx
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
-from kvpatch_jax.models.families.qwen2_5_vl import Qwen25VLConfig
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.repair import OtherAntecedent, PromptPiece, SplicedCache, pooled_embedding, splice_prompt
 from tests.goldens.load import write_checkpoint
 
@@ -31,6 +30,8 @@ TOKEN_METHODS = (
 STORED_METHODS = ("patch", "quantised", "low_rank", "shadowkv", "block_differences", "cachegen", "gear")
 """Methods that keep a form of the recorded KV within a budget of bytes."""
 
+IMAGES = Settings.of({}, processor="qwen2_vl.Qwen2VL")
+
 
 @functools.cache
 def tiny_backbone(kind: str = "gqa") -> ModelBackbone:
@@ -39,10 +40,12 @@ def tiny_backbone(kind: str = "gqa") -> ModelBackbone:
         with tempfile.TemporaryDirectory() as folder:
             return load(write_checkpoint("kimi_vl", Path(folder) / "kimi_vl"), dtype="float32")
 
-    config = Qwen25VLConfig.from_dict(json.loads((GOLDENS / "qwen2_5_vl" / "config.json").read_text()), "exact")
+    config = FAMILIES["Qwen2_5_VLForConditionalGeneration"].config(
+        json.loads((GOLDENS / "qwen2_5_vl" / "config.json").read_text()), "exact"
+    )
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
     with jax.default_matmul_precision("highest"):
-        return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), ImageConfig())
+        return ModelBackbone(config, parameters(config.family.module(config, nnx.Rngs(0))), IMAGES)
 
 
 def text_tokens(backbone: ModelBackbone, ids: np.ndarray, start: int = 0) -> Tokens:

@@ -17,13 +17,12 @@ from evals.trained import shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.models import ModelBackbone, load
+from kvpatch_jax.models import FAMILIES, ModelBackbone, load
 from kvpatch_jax.models.families.family import parameters
-from kvpatch_jax.models.families.qwen2_5_vl import Qwen25VLConfig
-from kvpatch_jax.models.inputs.qwen_images import ImageConfig
+from kvpatch_jax.models.inputs.processors import Settings
 from kvpatch_jax.segments import ReuseThresholds, SegmentPrefill, SegmentStore, segment_prefill, store_segments
 from kvpatch_jax.segments.index import StoredSpan
-from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.load import write_checkpoint
 from tests.kvpatch_jax.segments.segment_cases import id_prompt, prompt, words
 
 CONFIG = Path(__file__).parents[2] / "goldens" / "qwen2_5_vl" / "config.json"
@@ -42,10 +41,11 @@ def _highest_precision():
 
 @pytest.fixture(scope="module")
 def backbone() -> ModelBackbone:
-    config = Qwen25VLConfig.from_dict(json.loads(CONFIG.read_text()), "exact")
+    config = FAMILIES["Qwen2_5_VLForConditionalGeneration"].config(json.loads(CONFIG.read_text()), "exact")
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
     model = config.family.module(config, nnx.Rngs(0))
-    return ModelBackbone(config, parameters(model), ImageConfig(), buckets=Buckets(32, 1))
+    images = Settings.of({}, processor="qwen2_vl.Qwen2VL")
+    return ModelBackbone(config, parameters(model), images, buckets=Buckets(32, 1))
 
 
 def filled(backbone: Any, *texts: str, **options: Any) -> SegmentStore:
@@ -265,7 +265,7 @@ def test_segments_of_another_model_are_refused(backbone, store):
 
 @pytest.mark.slow
 def test_a_prompt_over_the_regime_of_a_pinned_rope_is_refused(tmp_path):
-    short = load(write_text_checkpoint("phi3_short", tmp_path / "phi3"))
+    short = load(write_checkpoint("phi3_short", tmp_path / "phi3"))
     with pytest.raises(InputError, match="expected below 32"):
         served(short, SegmentStore(short, 1), words(3, 40))
 

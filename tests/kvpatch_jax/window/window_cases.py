@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from window_oracle import FAMILIES, rows_of, span_of, tiny, tokens_of
+from window_oracle import rows_of, span_of, tiny, tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens, joined_tokens
@@ -95,7 +95,7 @@ class Loop:
         self.executor = Executor(self.backbone, pages, 8, options.pop("dtype", jnp.float32), **options)
         self.window = Window.empty(self.backbone, lead=lead)
         self.tokens: dict[str, Tokens] = {}
-        self.reads_images = FAMILIES[name][0] == "image"
+        self.reads_images = name in ("mrope", "kimi", "deepstack", "gemma3", "hybrid")
 
     def run(self, window: Window) -> Step:
         step = self.executor.run(window)

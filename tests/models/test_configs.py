@@ -1,0 +1,302 @@
+"""What `config.json` may say: legacy names, defaults, dtypes; nonsense, what is not built, and unknown keys."""
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from evals.task.instances import INSTANCES, instance
+from kvpatch_jax.errors import ConfigError, WeightsError
+from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
+from kvpatch_jax.models.families.architectures import find_architecture
+from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
+
+IMAGES = ("qwen2_5_vl", "internvl", "kimi_vl", "qwen3_omni", "gemma4")
+TEXTS = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_moe")
+CONFIGS: dict[str, dict[str, Any]] = {name: golden_config(name) for name in (*TEXTS, *IMAGES)}
+BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
+
+
+def read(raw: dict[str, Any]) -> Any:
+    return FAMILIES[find_architecture(raw, "config.json")].config(raw, "exact")
+
+
+def changed(name: str, **change: Any) -> dict[str, Any]:
+    """A configuration with these keys changed, in its text part where it has one."""
+    raw = copy.deepcopy(CONFIGS[name])
+    raw.get("text_config", raw).update(change)
+    return raw
+
+
+def written(root: Path, raw: dict[str, Any]) -> Path:
+    """A directory with this `config.json`, image settings, and nothing else."""
+    (root / "config.json").write_text(json.dumps(raw))
+    (root / "preprocessor_config.json").write_text(json.dumps({"do_resize": True}))
+    return root
+
+
+# ------------------------------------------------------------------------------------------------------- nonsense
+
+
+def paths(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of every entry, tables inside tables included."""
+    for key, value in raw.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*path, key))
+
+
+@pytest.fixture
+def _unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("name", [*TEXTS, *IMAGES[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in IMAGES[3:])])
+def test_no_value_of_any_key_gives_an_untyped_error(name):
+    """Every key, each kind of nonsense: read, warned about, or refused."""
+    for path in paths(CONFIGS[name]):
+        for value in BAD:
+            raw = copy.deepcopy(CONFIGS[name])
+            table = raw
+            for key in path[:-1]:
+                table = table[key]
+            table[path[-1]] = value
+            try:
+                config = read(raw)
+            except (ConfigError, UnknownKeyWarning):
+                continue
+            except Exception as error:
+                pytest.fail(f"{'.'.join(path)} = {value!r}: {type(error).__name__}: {error}")
+            assert min(config.text.layers, config.text.heads) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama2", {"num_hidden_layers": 2.5}, r"num_hidden_layers 2\.5; expected a positive whole number"),
+        ("llama2", {"num_attention_heads": 0}, "num_attention_heads 0; expected a positive whole number"),
+        ("llama2", {"num_key_value_heads": "two"}, "num_key_value_heads.*expected int, got str.*two"),
+        ("llama2", {"rope_parameters": "yarn"}, "rope_parameters.*yarn"),
+        ("llama2", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor '2'; expected a number"),
+        ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*factor"),
+        ("llama2", {"rope_parameters": {"rope_type": "spiral"}}, "rope type: got 'spiral'"),
+        ("llama2", {"rope_parameters": {"rope_type": "default", "twist": 2}}, "rope_parameters: got 'twist': 2"),
+        ("qwen3", {"layer_types": ["full_attention"]}, r"num_hidden_layers.*layer_types.* \(1\)"),
+        ("qwen3", {"layer_types": ["full_attention", "conv", "full_attention"]}, r"layer_types: got \['conv'\]"),
+        ("llama2", {"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "without a sliding_window"),
+        ("gemma3_text", {"sliding_window": None}, "got no 'sliding_window'"),
+        ("gemma4_text", {"num_kv_shared_layers": 5}, "reads the KV of no layer below"),
+        ("gemma4_text", {"enable_moe_block": True}, "got no 'num_experts'"),
+    ],
+)
+def test_what_is_wrong_is_named(name, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**golden_config(name), **change})
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+@pytest.mark.parametrize("value", [None, [], "x"])
+def test_a_missing_part_is_named(part, value):
+    with pytest.raises(ConfigError, match=part):
+        read({**CONFIGS["internvl"], part: value})
+
+
+@pytest.mark.parametrize(("text", "message"), [("[]", "got a list"), ("3", "got a int"), ("{", "is not JSON")])
+def test_a_configuration_that_is_no_table(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------- what is not built
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama2", {"is_causal": False}, "is_causal False, which is not built; expected True"),
+        ("llama2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which is not built"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got true"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "is_causal|use_bidirectional_attention: got 'all'"),
+        ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config: got .'sliding_window'"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"got mlp_only_layers \[1\].*expected experts in every layer"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; expected experts in every layer"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: got true, which is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**golden_config(name), **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llava", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer: got \[-2, -5\]; expected one layer"),
+        ("llava", {"vision_config": {"model_type": "siglip_vision_model"}}, "got type 'siglip_vision_model'"),
+        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "'ministral3', whose queries are scaled"),
+        ("internvl", {"vision_feature_select_strategy": "full"}, "'full', which is not built"),
+        ("qwen2_5_vl", {"quantization_config": {"bits": 4}}, "quantization_config.*not built"),
+    ],
+)
+def test_what_is_not_built_of_images_is_refused(name, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read({**golden_config(name), **change})
+
+
+# ---------------------------------------------------------------------------------------------------- unknown keys
+
+
+def warned_by(directory: Path, **options: Any) -> list[str]:
+    """What `load` warns of before it finds no weights."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with pytest.raises(WeightsError, match="safetensors"):
+            load(directory, **options)
+    assert all(warning.category is UnknownKeyWarning for warning in found)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2_5_vl"])
+def test_a_key_that_nothing_reads_is_warned_about_once_and_by_name(name, tmp_path):
+    raw = changed(name, unsloth_fixed=True, residual_multiplier=0.2, some_new_key=None, use_cache=False)
+    first, second = warned_by(written(tmp_path, {**raw, "unsloth_fixed": True}))
+    assert "config.json: got 'unsloth_fixed': True, which no class of transformers reads" in first
+    assert "got 'residual_multiplier': 0.2" in second
+
+
+@pytest.mark.parametrize("key", ["unsloth_fixed", "is_causal"])
+def test_a_key_to_ignore_is_read_as_if_it_were_not_there(key, tmp_path):
+    directory = written(tmp_path, changed("qwen2_5_vl", **{key: False if key == "is_causal" else 3}))
+    assert warned_by(directory, ignore=[key]) == []
+
+
+# -------------------------------------------------------------------------------------------------- what means the same
+
+
+def older_gemma3() -> dict[str, Any]:
+    raw = {key: value for key, value in golden_config("gemma3_text").items() if "rope" not in key}
+    del raw["layer_types"]
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    return raw | {
+        "rope_theta": 5e2,
+        "rope_local_base_freq": 3e1,
+        "rope_scaling": scaling,
+        "sliding_window_pattern": 2,
+    }
+
+
+def older_gemma4(name: str, **own: int) -> dict[str, Any]:
+    return {key: value for key, value in golden_config(name).items() if key != "per_layer_config"} | own
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        (older_gemma3(), "gemma3_text"),
+        (older_gemma4("gemma4_text", global_head_dim=24), "gemma4_text"),
+        (older_gemma4("gemma4_wide", global_head_dim=24, num_global_key_value_heads=1), "gemma4_wide"),
+    ],
+)
+def test_released_keys_mean_what_transformers_writes(older, newer):
+    assert read(older).text == read(golden_config(newer)).text
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "glm4v", "qwen3_vl", "llava", "kimi_vl", "gemma4"])
+def test_released_files_mean_what_transformers_writes(name):
+    """Flat text fields, `rope_scaling`, `in_chans`, tower names of version 4."""
+    folder = GOLDENS / name
+    older, newer = (read(json.loads((folder / file).read_text())) for file in ("config_release.json", "config.json"))
+    for part in ("rope", "layers", "experts", "window"):
+        assert getattr(older.text, part) == getattr(newer.text, part), part
+    assert older.image_token == newer.image_token
+
+
+def test_windows_hold_where_the_class_has_them():
+    """Mistral slides over 4096 keys unless told otherwise; Qwen must be told to."""
+    raw = {key: value for key, value in golden_config("mistral").items() if key != "sliding_window"}
+    assert read(raw).text.window == 4096
+    assert read({**raw, "sliding_window": None}).text.window is None
+    qwen = changed("qwen2_5_vl", layer_types=None, sliding_window=8, use_sliding_window=False, max_window_layers=1)
+    assert read(qwen).text.window is None
+    qwen["text_config"]["use_sliding_window"] = True
+    assert (read(qwen).text.window, read(qwen).text.window_layers) == (8, (1, 2))
+
+
+def test_layers_of_gemma_4_share_kv_as_their_file_says():
+    shared = read(golden_config("gemma4_text")).text
+    assert shared.sources == (0, 1, 2, 2, 2, 1)
+    assert shared.rows == (0, 0, 1, 1, 1, 0)
+    assert [stack.layers for stack in shared.stacks] == [(0, 2), (1,), (3, 4), (5,)]
+
+
+def test_every_shipped_and_small_model_is_read():
+    shipped = sorted((GOLDENS.parents[1] / "evals" / "trained").glob("*/*/config.json"))
+    assert shipped
+    for path in shipped:
+        assert read(json.loads(path.read_text())).text.layers > 0
+    for name in INSTANCES:
+        assert instance(name).config.text.layers > 0
+
+
+# ------------------------------------------------------------------------------------------------------ dtypes, ties
+
+
+def dtyped(top: dict[str, str], text: dict[str, str]) -> str:
+    raw = copy.deepcopy(CONFIGS["internvl"])
+    for table, said in ((raw, top), (raw["text_config"], text)):
+        for key in ("dtype", "torch_dtype"):
+            table.pop(key, None)
+        table |= said
+    return read(raw).text.dtype
+
+
+@pytest.mark.parametrize("top", ["dtype", "torch_dtype"])
+def test_the_dtype_at_the_top_is_the_models(top):
+    """As transformers' `dtype="auto"`; the text part's holds where the top says nothing."""
+    assert dtyped({top: "bfloat16"}, {"dtype": "float32"}) == "bfloat16"
+    assert dtyped({top: "float32"}, {"torch_dtype": "bfloat16"}) == "float32"
+    assert dtyped({}, {top: "bfloat16"}) == "bfloat16"
+    assert dtyped({}, {}) == "float32"
+
+
+def test_a_file_that_says_two_dtypes_is_loaded_in_the_one_at_its_top(tmp_path):
+    """As transformers 4.53 saves Qwen2.5-VL: half the bytes of what its text part says."""
+    directory = write_checkpoint("qwen2_5_vl", tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    for table, dtype in ((raw, "bfloat16"), (raw["text_config"], "float32"), (raw["vision_config"], "float32")):
+        table.pop("dtype", None)
+        table["torch_dtype"] = dtype
+    (directory / "config.json").write_text(json.dumps(raw))
+    backbone = load(directory)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(backbone.parameters)} == {"bfloat16"}
+    assert backbone.config.to_dict()["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_where_the_top_says_no_dtype_the_weights_do(stored, tmp_path):
+    directory = write_checkpoint("qwen2_5_vl", tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    for table in (raw, raw["text_config"], raw["vision_config"]):
+        table.pop("dtype", None)
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: value if "norm" in name else value.astype(jnp.dtype(stored)) for name, value in tensors.items()}
+    save_file(kept, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(raw))
+    assert load(directory).config.text.dtype == stored
+    assert load(directory, dtype="float32").config.text.dtype == "float32"

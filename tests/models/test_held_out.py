@@ -1,0 +1,41 @@
+"""Ten settings of every family that no other test uses, drawn by chance (`tests/goldens/held_out.py`)."""
+
+import numpy as np
+import pytest
+
+from kvpatch_jax.models import load
+from tests.goldens.held_out import AXES, COUNT, settings
+from tests.goldens.load import held_out, write_held_out
+from tests.goldens.redraw import draw_image, draw_numbers
+from tests.goldens.table import Picture
+from tests.tolerances import assert_close_to_largest
+
+BAR = 2e-5
+BARS = {"qwen3_5_moe": 1e-4, "qwen3_5_moe_text": 1e-4, "qwen3_next": 1e-4, "qwen3_5": 1e-4, "gemma4": 1e-4}
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("highest_precision")]
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.parametrize("family", AXES)
+def test_equals_transformers(family, number, tmp_path):
+    arrays = held_out(family)[1]
+    gold = {name.partition(".")[2]: value for name, value in arrays.items() if name.startswith(f"{number}.")}
+    backbone = load(write_held_out(family, number, tmp_path), angles="float32")
+    row = settings(family)[number]
+    inputs = {}
+    sizes = [part for part in row.cases["held"] if isinstance(part, Picture)]
+    if sizes and family == "kimi_vl":
+        grid = (1, sizes[0].height // 4, sizes[0].width // 4)
+        inputs = {"pixel_values": draw_numbers("held", int(np.prod(grid)), 3, 4, 4), "image_grid_thw": np.array([grid])}
+    elif sizes:
+        prompt = backbone.prepare([[5], draw_image("image 0", *sizes[0])])
+        inputs = {name: value for name, value in prompt.items() if name not in ("input_ids", "position_ids")}
+    tokens = backbone.embed(gold["input_ids"].astype(np.int32)[None], **inputs)
+    assert np.array_equal(tokens.positions[0], gold["position_ids"])
+
+    logits = np.asarray(backbone.prefill(tokens, logits="all").logits)[0]
+    bar = BARS.get(family, BAR)
+    assert_close_to_largest(logits[-1], gold["last"], "last logits", bar=bar)
+    sums = logits[gold["rows"]] @ draw_numbers("directions", 320, 16)[: logits.shape[1]]
+    assert_close_to_largest(sums, gold["sums"], "sums of other logits", bar=bar)

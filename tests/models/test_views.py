@@ -1,0 +1,453 @@
+"""What DeepSeek-VL2, DeepSeek-OCR-2, DeepSeek-VL-7B and Phi-3-vision have beside what `test_parity.py` covers.
+
+Tiles, prompts and names by the authors' published rules, releases as published, and what does not fit together.
+"""
+
+import json
+import math
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from PIL import Image, ImageOps
+from safetensors.numpy import load_file, save_file
+
+from kvpatch_jax import models
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.models.families.family import abstract, parameters
+from kvpatch_jax.models.inputs.chat import ChatTemplate
+from kvpatch_jax.models.towers.sam import SamBlock, SamConfig
+from tests.goldens.load import golden_config, write_checkpoint
+from tests.models.releases import RELEASES
+from tests.tolerances import assert_close_to_largest
+
+VL2, OCR2, PHI = (
+    models.FAMILIES[name]
+    for name in ("DeepseekVLV2ForCausalLM", "DeepseekOcr2ForConditionalGeneration", "Phi3VForCausalLM")
+)
+CANDIDATES = [[384, 384], [384, 768], [768, 384], [384, 1152], [1152, 384], [768, 768], [768, 1152], [1152, 768]]
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+# ------------------------------------------------------------------------------------------------- DeepSeek-VL2
+
+
+@pytest.mark.slow
+def test_smalls_decoder_has_latent_attention_and_softmax_routing(tmp_path):
+    """Its decoder alone is DeepSeek-V2's, which `test_parity.py` holds against transformers: the same tensors
+    give the same logits.
+    """
+    text = write_checkpoint("deepseek_v2_lite", tmp_path / "text")
+    theirs, raw = models.load(text, angles="float32"), json.loads((text / "config.json").read_text())
+    root = write_checkpoint("deepseek_vl2", tmp_path / "small")
+    whole = json.loads((root / "config.json").read_text())
+    inner = {name: value for name, value in raw.items() if name != "architectures"}
+    whole["language_config"], whole["image_token_id"] = inner, raw["vocab_size"] - 1
+    whole["projector_config"]["n_embed"] = raw["hidden_size"]
+    (root / "config.json").write_text(json.dumps(whole))
+    glue = {name: value for name, value in load_file(root / "model.safetensors").items() if "language" not in name}
+    glue |= wide_glue(raw["hidden_size"], whole["projector_config"])
+    decoder = {f"language.{name}": value for name, value in load_file(text / "model.safetensors").items()}
+    save_file(glue | decoder, root / "model.safetensors", metadata={"format": "pt"})
+    ours = models.load(root, angles="float32")
+    ids = np.array([[5, 9, 17, 3, 40, 11, 8]])
+    found, expected = (each.prefill(each.embed(ids), logits="all").logits for each in (ours, theirs))
+    assert_close_to_largest(np.asarray(found), np.asarray(expected), "logits", bar=1e-5)
+    assert ours.config.text.experts is not None
+    assert ours.config.text.experts.router == "softmax"
+
+
+def wide_glue(width: int, glue: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Parameters of a projector to this width, whose values no text reads."""
+    inner = width * glue["mlp_ratio"]
+    shapes = {"projector.layers.0.weight": (inner, 4 * glue["input_dim"]), "projector.layers.0.bias": (inner,)}
+    shapes |= {"projector.layers.2.weight": (width, inner), "projector.layers.2.bias": (width,)}
+    shapes |= {"image_newline": (width,), "view_seperator": (width,)}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def authors_pixels(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """`ImageOps.pad` with the mean colour, ToTensor, Normalize."""
+    stored = np.asarray(ImageOps.pad(image, size, color=(127, 127, 127))).transpose(2, 0, 1)
+    return (stored.astype(np.float32) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
+
+
+def authors_resolution(size: tuple[int, int]) -> tuple[int, int]:
+    """`select_best_resolution`."""
+    best, most, least = (0, 0), 0, math.inf
+    for width, height in CANDIDATES:
+        scale = min(width / size[0], height / size[1])
+        effective = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
+        wasted = width * height - effective
+        if effective > most or (effective == most and wasted < least):
+            best, most, least = (width, height), effective, wasted
+    return best
+
+
+def settings_of(directory: Path, **changes: Any) -> Any:
+    directory.mkdir(exist_ok=True)
+    (directory / "processor_config.json").write_text(json.dumps({"candidate_resolutions": CANDIDATES, **changes}))
+    return VL2.vision.settings(directory)
+
+
+@pytest.mark.parametrize("sizes", [[(500, 800)], [(901, 333), (47, 1000)], [(1300, 1300), (380, 2), (384, 384)]])
+def test_more_than_two_images_are_not_tiled(sizes, tmp_path):
+    """The authors tile up to two images; of more, each is its view and, once more, its one tile."""
+    draw = np.random.default_rng(0)
+    images = [draw.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    found = VL2.vision.process(images, settings_of(tmp_path))
+    tiles = list(found["pixel_values_local"])
+    for view, grid, image in zip(found["pixel_values"], found["tile_grids"].tolist(), images, strict=True):
+        picture = Image.fromarray(image)
+        width, height = authors_resolution(picture.size) if len(images) <= 2 else (384, 384)
+        assert grid == [height // 384, width // 384]
+        assert np.array_equal(view, authors_pixels(picture, (384, 384)))
+        local = authors_pixels(picture, (width, height))
+        for top in range(0, height, 384):
+            for left in range(0, width, 384):
+                assert np.array_equal(tiles.pop(0), local[:, top : top + 384, left : left + 384])
+    assert not tiles
+    assert (found["tile_grids"].prod(axis=1).max() > 1) == (len(images) <= 2)
+
+
+def test_prompts_are_the_authors():
+    """`format_messages_v2`: a question ends where its answer begins, an answer with the end of a sentence."""
+    template = VL2.template
+    assert template is not None
+    chat = ChatTemplate(template, (("bos_token", "<s>"), ("eos_token", "</s>")))
+    content = [{"type": "text", "text": "One: "}, {"type": "image"}, {"type": "text", "text": "What is it? "}]
+    messages = [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": " A cat. "},
+        {"role": "user", "content": "Sure?"},
+    ]
+    expected = "<s>Be brief.<|User|>: One: <image>\nWhat is it?\n\n<|Assistant|>:A cat.</s>"
+    assert chat.render(messages) == f"{expected}<|User|>: Sure?\n\n<|Assistant|>:"
+
+
+def release_of(name: str, directory: Path) -> Any:
+    """A release's configuration, read without its tokenizer."""
+    (release,) = [found for key, found in RELEASES.items() if key[0] == f"deepseek-ai/{name}"]
+    return VL2.config(release.config, "exact", None)
+
+
+def test_tiny_is_read_as_published(tmp_path):
+    """Sizes of its published configuration, and those its authors' classes have by default."""
+    config = release_of("deepseek-vl2-tiny", tmp_path)
+    tower, text = config.vision, config.text
+    assert (tower.depth, tower.width, tower.heads, tower.intermediate) == (27, 1152, 16, 4304)
+    assert (tower.image, tower.patch, tower.activation) == (384, 14, "gelu_pytorch_tanh")
+    assert config.side_of(384, "pixel_values") == 14
+    assert (text.layers, text.heads, text.head_dim, text.rope.theta) == (12, 10, 128, 1e4)
+    assert (text.experts.experts, text.experts.chosen, text.experts.shared) == (64, 6, 1792)
+    assert (text.experts.dense_layers, text.experts.router, text.latent) == (1, "softmax", None)
+    assert config.image_token == 128815
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads", "router", "scaling"),
+    [("deepseek-vl2-small", 27, 16, "softmax", 1.0), ("deepseek-vl2", 30, 32, "sigmoid", 2.0)],
+)
+def test_the_larger_releases_have_latent_attention(name, layers, heads, router, scaling, tmp_path):
+    """base's file leaves out how many layers and heads it has, and both what the parts of a head are."""
+    text = release_of(name, tmp_path).text
+    latent, experts = text.latent, text.experts
+    assert (text.layers, text.heads, text.attention) == (layers, heads, "mla")
+    assert (latent.latent, latent.query_rank, latent.rope_dim, latent.plain_dim) == (512, None, 64, 128)
+    assert (experts.router, experts.scaling, experts.renormalise) == (router, scaling, router == "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("deepseek-vl2-tiny", 3), ("deepseek-vl2-small", 16), ("deepseek-vl2", 27)]
+)
+def test_releases_have_the_published_sizes(name, billions, tmp_path):
+    """Parameters in whole billions, as the authors' paper has them."""
+    leaves = jax.tree.leaves(parameters(abstract(release_of(name, tmp_path))))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) // 10**9 == billions
+    assert jnp.dtype("bfloat16") in {leaf.dtype for leaf in leaves}
+
+
+def test_classes_hold_what_files_leave_out():
+    """The authors' DeepseekV2Config: latent attention of its sizes, no experts, 30 layers."""
+    parts = {"vision_config": {}, "projector_config": {"input_dim": 1024, "n_embed": 4096}, "language_config": {}}
+    config = VL2.config({**parts, "image_token_id": 5}, "exact", None)
+    text = config.text
+    assert (text.vocabulary, text.width, text.intermediate, text.layers, text.heads) == (102400, 4096, 11008, 30, 32)
+    assert (text.experts, text.norm_epsilon, text.activation) == (None, 1e-6, "silu")
+    latent = text.latent
+    assert latent is not None
+    assert (latent.latent, latent.query_rank, latent.rope_dim, latent.plain_dim, latent.value_dim) == (
+        *(512, 1536, 64, 128, 128),
+    )
+    assert (config.vision.depth, config.vision.width, config.vision.intermediate) == (24, 1024, 4096)
+    assert (config.vision.patch, config.fold, config.inner) == (16, 2, 4096)
+
+
+def test_the_placeholder_is_the_tokenizers(tmp_path):
+    """No configuration names it; where neither does, the largest vocabularies' is taken, or it is refused."""
+    raw = golden_config("deepseek_vl2")
+    del raw["image_token_id"]
+    family = VL2
+    assert family.amend is not None
+    with pytest.raises(ConfigError, match=r"image_token_id: got 128815; expected one of 320 tokens"):
+        family.config(family.amend(raw, tmp_path), "exact", None)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": "<image>"}}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: got added tokens of another form"):
+        family.amend(raw, tmp_path)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<image>": 311}))
+    assert family.config(family.amend(raw, tmp_path), "exact", None).image_token == 311
+
+
+def test_views_that_do_not_match_are_refused(golden):
+    backbone, _, inputs, _ = given = golden("deepseek_vl2", "one_image")
+    ids, pixels = given.ids, inputs
+    with pytest.raises(InputError, match="tile_grids or num_local_patches: got None"):
+        backbone.embed(ids, **{name: value for name, value in pixels.items() if name != "tile_grids"})
+    with pytest.raises(InputError, match="pixel_values_local: got shape None"):
+        backbone.embed(ids, pixel_values=pixels["pixel_values"], tile_grids=pixels["tile_grids"])
+    with pytest.raises(InputError, match="expected at least one row and column"):
+        backbone.embed(ids, pixel_values=pixels["pixel_values"], tile_grids=np.zeros((1, 2), np.int32))
+    with pytest.raises(InputError, match="got 26 pixels a side; expected 30"):
+        backbone.embed(ids, **pixels | {"pixel_values": pixels["pixel_values"][..., :26, :26]})
+    with pytest.raises(InputError, match="image placeholders; expected"):
+        backbone.embed(ids[:, 7:], **pixels)
+
+
+# ------------------------------------------------------------------------------------------------ DeepSeek-OCR-2
+
+
+def test_prompts_are_plain_texts():
+    """The format "plain": texts one behind the other, an image on a line of its own, no roles."""
+    template = OCR2.template
+    assert template is not None
+    content = [{"type": "image"}, {"type": "text", "text": "Free OCR."}]
+    chat = ChatTemplate(template, (("bos_token", "<s>"),))
+    assert chat.render([{"role": "user", "content": content}]) == "<s><image>\nFree OCR."
+
+
+def test_a_compressor_must_lead_to_the_next_tower():
+    raw = golden_config("deepseek_ocr2")
+    raw["vision_config"]["sam_config"]["downsample_channels"] = [12, 16]
+    with pytest.raises(ConfigError, match=r"got \(12, 16\); expected to end in the encoder's 24"):
+        OCR2.config(raw, "float32", None)
+
+
+def authors_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """DeepSeek-OCR-2's tensors as its authors' files have them: other names, experts one by one."""
+    rules = [
+        (r"vision_tower\.sam_encoder\.layers\.(\d+)\.layer_norm", r"sam_model.blocks.\1.norm"),
+        (r"vision_tower\.sam_encoder\.layers\.", "sam_model.blocks."),
+        (r"vision_tower\.sam_encoder\.patch_embed\.projection", "sam_model.patch_embed.proj"),
+        *((rf"vision_tower\.sam_encoder\.neck\.{part}", f"sam_model.neck.{n}") for n, part in enumerate(NECK)),
+        (r"vision_tower\.sam_encoder\.proj\.conv1", "sam_model.net_2"),
+        (r"vision_tower\.sam_encoder\.proj\.conv2", "sam_model.net_3"),
+        (r"vision_tower\.sam_encoder\.", "sam_model."),
+        (r"vision_tower\.vision_encoder\.", "qwen2_model.model.model."),
+        (r"vision_tower\.query_(\d+)_resolution", r"qwen2_model.query_\1"),
+        (r"multi_modal_projector", "projector.layers"),
+        (r"view_separator", "view_seperator"),
+        (r"language_model\.", ""),
+    ]
+    out = {}
+    for name, value in tensors.items():
+        for pattern, target in rules:
+            name, count = re.subn(pattern, target, name)
+            if count:
+                break
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(value):
+                for part, half in zip(("gate", "up"), np.split(both, 2), strict=True):
+                    out[name.replace("gate_up_proj", f"{expert}.{part}_proj.weight")] = half.copy()
+        elif name.endswith("experts.down_proj"):
+            out |= {name.replace("down_proj", f"{n}.down_proj.weight"): v.copy() for n, v in enumerate(value)}
+        else:
+            out[name] = value
+    return out
+
+
+NECK = ("conv1", "layer_norm1", "conv2", "layer_norm2")
+
+
+def test_the_authors_names_are_the_same_parameters(tmp_path):
+    """transformers writes them where it is not asked for its own modules' (`save_original_format`)."""
+    plain = write_checkpoint("deepseek_ocr2", tmp_path / "plain")
+    theirs = write_checkpoint("deepseek_ocr2", tmp_path / "theirs")
+    file = theirs / "model.safetensors"
+    save_file(authors_names(load_file(file)), file)
+    found, expected = (models.load(root).parameters for root in (theirs, plain))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_views_without_tiles_have_the_tiles_size(tmp_path):
+    root = write_checkpoint("deepseek_ocr2", tmp_path)
+    file = root / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"crop_to_patches": False}))
+    prompt = models.load(root).prepare([np.zeros((100, 60, 3), np.uint8)])
+    assert prompt["pixel_values"].shape == (1, 3, 48, 48)
+    assert prompt["num_local_patches"].tolist() == [0]
+
+
+def test_sizes_without_queries_are_refused(tmp_path: Path):
+    second = models.load(write_checkpoint("deepseek_ocr2", tmp_path))
+    ids = np.array([[5, *[301] * 145, 6]])
+    with pytest.raises(InputError, match=r"got 40 pixels a side; expected one of \[48, 64\]"):
+        second.embed(ids, pixel_values=np.zeros((1, 3, 40, 40), np.float32), num_local_patches=[0])
+
+
+# ---------------------------------------------------------------------------------------------- DeepSeek-VL-7B
+
+
+def test_scores_of_a_large_image_are_made_in_blocks():
+    """At the released size a layer that sees everything holds no matrix of 4096 tokens by 4096."""
+    config = SamConfig()
+    block = nnx.eval_shape(lambda: SamBlock(config, nnx.Rngs(0), windowed=False))
+    graph, state = nnx.split(block)
+    hidden = jax.ShapeDtypeStruct((1, config.side, config.side, config.width), np.float32)
+    compiled = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, hidden).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    whole = 4 * config.heads * config.side**4
+    assert analysis.temp_size_in_bytes < whole / 3
+
+
+def test_the_large_image_must_come_with_the_small_one(golden):
+    backbone, _, inputs, _ = given = golden("deepseek_vl_hybrid", "one_image")
+    small, large = inputs["pixel_values"], inputs["high_res_pixel_values"]
+    with pytest.raises(InputError, match=r"high_res_pixel_values: got shape None; expected \(1, 3, 32, 32\)"):
+        backbone.embed(given.ids, pixel_values=small)
+    with pytest.raises(InputError, match=r"high_res_pixel_values: got shape \(1, 3, 16, 16\)"):
+        backbone.embed(given.ids, pixel_values=small, high_res_pixel_values=small)
+    with pytest.raises(InputError, match="high_res_pixel_values: got shape"):
+        backbone.embed(given.ids, pixel_values=small, high_res_pixel_values=np.concatenate([large, large]))
+
+
+# ------------------------------------------------------------------------------------------------ Phi-3-vision
+
+
+def released(**change: Any) -> dict[str, Any]:
+    """Fields of microsoft/Phi-3-vision-128k-instruct's `config.json`."""
+    factors = {"short_factor": [1.05] * 48, "long_factor": [1.03 + number for number in range(48)]}
+    raw = {
+        "_name_or_path": "Phi-3-vision-128k-instruct",
+        "architectures": ["Phi3VForCausalLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3_v.Phi3VForCausalLM"},
+        "bos_token_id": 1,
+        "embd_layer": {
+            "embedding_cls": "image",
+            "hd_transform_order": "sub_glb",
+            "projection_cls": "mlp",
+            "use_hd_transform": True,
+            "with_learnable_separator": True,
+        },
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "img_processor": {
+            "image_dim_out": 1024,
+            "model_name": "openai/clip-vit-large-patch14-336",
+            "name": "clip_vision_model",
+            "num_img_tokens": 144,
+        },
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "model_type": "phi3_v",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {**factors, "type": "su"},
+        "rope_theta": 10000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32064,
+        "_attn_implementation": "flash_attention_2",
+    }
+    return raw | change
+
+
+def test_the_released_configuration_is_read():
+    config = PHI.config(released(), "exact", None)
+    assert (config.vision.side, config.tile_side, config.vision.layers_run) == (24, 12, 23)
+    assert (config.text.rope.scaling.kind, config.text.window, config.whole_first) == ("longrope", 131072, False)
+    assert config.image_token == 32044
+
+
+def build_tokenizer(specials: dict[str, int]) -> Any:
+    """One token per character."""
+    characters = sorted({*string.printable, "Ġ", "Ċ"})
+    vocabulary = {"<s>": 0, "</s>": 1, **{character: 2 + n for n, character in enumerate(characters)}, **specials}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], fuse_unk=False))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", *specials])
+    return tokenizer
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def chat_ids(tokenizer: Any, text: str, counts: list[int]) -> list[int]:
+    """`Phi3VProcessor._convert_images_texts_to_inputs`, transcribed, with the placeholder for its negative ids."""
+    chunks = [list(tokenizer.encode(chunk).ids) for chunk in re.split(r"<\|image_\d+\|>", text)]
+    numbers = [int(mark) for mark in re.findall(r"<\|image_(\d+)\|>", text)]
+    ids = list(chunks[0])
+    for chunk, number in zip(chunks[1:], numbers, strict=True):
+        ids += [301] * counts[number - 1] + chunk
+    return ids
+
+
+def test_phi_prompts_are_the_authors(tmp_path):
+    """Placeholders numbered from 1, each text between them tokenized by itself, start token and all."""
+    directory = write_checkpoint("phi3_v", tmp_path / "with_tokenizer")
+    marks = {"<|user|>": 310, "<|assistant|>": 311, "<|end|>": 312, "<|system|>": 313}
+    tokenizer = build_tokenizer(marks)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] + 'x' }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": "<s>"}))
+    backbone = models.load(directory)
+    images = [picture(20, 41), picture(33, 18)]
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": images[0]}, {"type": "text", "text": "What is this?"}]},
+        {"role": "assistant", "content": "A page."},
+        {"role": "user", "content": [{"type": "image", "image": images[1]}, {"type": "text", "text": "And that?"}]},
+    ]
+    text = (
+        "<|user|>\n<|image_1|>\nWhat is this?<|end|>\n<|assistant|>\nA page.<|end|>\n"
+        "<|user|>\n<|image_2|>\nAnd that?<|end|>\n<|assistant|>\n"
+    )
+    assert backbone.chat_template is not None
+    assert backbone.chat_template.render(messages) == text
+
+    sizes = backbone.prepare(images)["image_sizes"] // 16
+    counts = [int((rows * columns + 1) * 4 + 1 + (rows + 1) * 2) for rows, columns in sizes]
+    prompt = backbone.chat(messages)
+    assert prompt["input_ids"][0].tolist() == chat_ids(tokenizer, text, counts)
+    assert backbone.embed(**prompt).embeddings.shape[1] == prompt["input_ids"].shape[1]
+
+    # Both images in one message, as a frame has them.
+    frame, asked = backbone.chat_frame(), "And those?"
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": asked}]
+    first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
+    laid = [*frame.front, *first, *frame.between, *second]
+    laid += backbone.ids(f"{frame.before}{asked}{frame.behind}")
+    assert laid == backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
+
+    again = models.load(models.save(backbone, tmp_path / "saved"))
+    np.testing.assert_array_equal(again.chat(messages)["input_ids"], prompt["input_ids"])
+    with pytest.raises(InputError, match="got 2 image placeholders; expected 1"):
+        backbone.chat(
+            [{"role": "user", "content": [messages[0]["content"][0], {"type": "text", "text": "<|image_9|>"}]}]
+        )
