@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.cache import Audio, Template, items_of, medium_of, sort_of
+from kvpatch_jax.cache import Audio, Template, Video, items_of, medium_of, sort_of
 from kvpatch_jax.errors import InputError
 
 from .families.family import VIDEO_SOUNDS, Config, Family, Run, control_tokens, placeholders
@@ -315,7 +315,7 @@ class Prompts:
             item = medium_of(item) or item
             numbers.append(len(items[sort]))
             items[sort].append(item)
-            if sort == "video":
+            if isinstance(item, Video):
                 heard.append(len(items["audio"]) if item.sound else None)
                 if item.sound and self.family.audio is None:
                     raise InputError(

@@ -24,6 +24,7 @@ from kvpatch_jax.backbone import LayerAttention
 from ..attention import Mask, attention
 from .config import DecoderConfig, LayerKind
 from .layers import Linear, RMSNorm
+from .stacks import InStack
 
 Attend = Callable[..., Array]
 """Computes attention as `models.attention.attention` does, with its arguments query, key, value, mask and scale."""
@@ -162,7 +163,9 @@ class LatentAttention(nnx.Module):
 
     def _up(self, dtype: jnp.dtype) -> Array:
         """Returns the latent's way up to every head's plain key and value, [C,N,U+W]."""
-        return self.up.kernel[...].astype(dtype).reshape(self.latent.latent, self.heads, -1)
+        kernel = self.up.kernel[...]
+        kernel = kernel.whole() if isinstance(kernel, InStack) else kernel
+        return kernel.astype(dtype).reshape(self.latent.latent, self.heads, -1)
 
 
 def _joined_queries(query: Mapping[str, Array]) -> Array:

@@ -1,7 +1,7 @@
 """One decoder for every language tower with a KV cache: kinds of attention and of MLP behind switches.
 
 Layers are stacked on a leading axis and scanned, in runs of one kind (the dense layers below a mixture of experts are a
-stack of their own); where parameters are tuples with an array per layer (`unstacked`), a plain loop goes over them.
+stack of their own).
 The decoder works on embeddings and positions; it never sees token
 ids or images. Its KV comes out phase-free (after bias and qk-norm, before rotation); its cached context comes in in
 the engine frame, as an ordinary attention kernel reads it.
@@ -26,7 +26,7 @@ from kvpatch_jax.errors import ShapeError
 
 from ..attention import Mask, as_mask, attention
 from .attention import Attend
-from .cached import KV, among, behind, keys_of, lies_apart
+from .cached import KV, among, behind, keys_of
 from .config import DecoderConfig
 from .decoder_layer import DecoderLayer
 from .layers import ACTIVATIONS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal, product
@@ -44,7 +44,7 @@ class LayerState(NamedTuple):
     hidden [B,T,D]: the residual after the last layer run. kv: phase-free KV of the tokens, per channel
     [L,B,T,K,H] over the layers run, and the transition of these tokens alone, [L,B,R,K,W] by part (of no layers where
     `slots` are given: the composed one is `written`). written: their engine-frame KV, alike, where `slots` are given:
-    what `cached.written_into` writes into the context (of one in layers apart these layers, with the tokens in them).
+    what `cached.written_into` writes into the context.
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
     int32 [L,E] over the layers run that have experts; None
     where nothing is counted or there are none.
@@ -242,9 +242,8 @@ class Decoder(nnx.Module):
             hidden, (kv, load, found, written) = self._run_layers(hidden, own, per_layer, first, last)
             pieces.append({channels[name].name: value for name, value in kv.items()})
             owns.append({channels[name].name: value for name, value in (written or {}).items()})
-            source = written if lies_apart(looked_up) else kv
             own_rows = not kind.reads and kind.linear is None
-            latest |= {} if not own_rows else {kind.name: {name: value[-1] for name, value in source.items()}}
+            latest |= {} if not own_rows else {kind.name: {name: value[-1] for name, value in kv.items()}}
             seen += [found] if first in observed else []
             loads += [] if load is None else [load]
             if last in hidden_at:
@@ -263,10 +262,10 @@ class Decoder(nnx.Module):
                 f"start_layer: got a layer above {source}, whose KV layer {layer} reads; expected {source} or a layer "
                 "below, or a cache that holds its KV"
             )
-        if tokens is None or lies_apart(step.context):
-            # The tokens were written before, or in this run into the layer that it has given back.
+        if tokens is None:
+            # The tokens were written before.
             context: Any = step.context
-            keys = keys_of(context, step.channels, row) if tokens is None else tokens
+            keys = keys_of(context, step.channels, row)
             return {name: value.astype(self.embedding.dtype) for name, value in keys.items()}
 
         def of_source(kv):
@@ -298,7 +297,10 @@ class Decoder(nnx.Module):
         above, (keys, others) = self.config.rows[first] - first, per_layer
         per_layer = (keys, jax.tree.map(lambda leaf: leaf[first:last], others))
 
-        def body(hidden: Array, at: tuple[Any, Any, Any], experts: Any = experts, step: Any = step, own: bool = False):
+        def body(
+            hidden: Array,
+            at: tuple[Any, Any, Any],
+        ):
             state, ((cached, front), (kept, added)), layer = at
             # Where the layer's KV lies along its channels; as far from its number in all of the run.
             row = layer + above if above else layer
@@ -309,39 +311,18 @@ class Decoder(nnx.Module):
             else:
                 gather = self._gathering(step, (cached, kept, front), row)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
-            number = None if own else layer - offset
             own_input = None if self.config.per_layer is None else added
             layer_of = nnx.merge(graph, experts, state)
-            hidden, out = self._layer(layer_of, number, hidden, own_input, step, gather)
+            hidden, out = self._layer(layer_of, layer - offset, hidden, own_input, step, gather)
             if added is not None and own_input is None:
                 hidden = hidden + added.astype(hidden.dtype)
             return hidden, out
 
-        # Parameters in an array per layer: a loop that is unrolled, for steps on a CPU (`stacks`).
-        if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
-            pieces = []
-            for layer in range(first, last):
-
-                def pick(tree, at=layer - offset):
-                    return jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
-
-                rest = jax.tree.map(lambda leaf, at=layer - first: leaf[at], per_layer)
-                # A layer's keys are copied out of a stack when it is run, not those of all layers at first.
-                now = step
-                if not lies_apart(step.context):
-                    hidden, context = jax.lax.optimization_barrier((hidden, step.context))
-                    now = step._replace(context=context)
-                hidden, out = body(hidden, (pick(state), rest, layer), pick(experts), now, own=True)
-                pieces.append(out)
-            together = tuple if lies_apart(step.context) else jnp.stack
-            *others, written = zip(*pieces, strict=True)
-            written = jax.tree.map(lambda *leaves: together(leaves), *written)
-            return hidden, (*(jax.tree.map(lambda *leaves: jnp.stack(leaves), *other) for other in others), written)
-
-        entries, taken = layers_to_scan(state, first - offset, last - offset)
+        entries, taken = layers_to_scan(state, first - offset, last - offset, hidden.shape[0] * hidden.shape[1])
 
         def one(hidden, at):
-            return body(hidden, (taken(at[0]), *at[1:]))
+            own, rest, layer = at
+            return body(hidden, (taken(own, layer - offset), rest, layer))
 
         return jax.lax.scan(one, hidden, (entries, per_layer, jnp.arange(first, last)))
 
@@ -456,14 +437,6 @@ def _renamed(kv: Mapping[str, Any], channels: Mapping[str, Channel], rows: slice
     return {name: kv[theirs.name][rows] for name, theirs in channels.items()}
 
 
-def _unstacked(leaf: Any) -> bool:
-    return isinstance(leaf, tuple)
-
-
 def _join(pieces: list):
-    """Joins arrays over layers, or tuples of layers."""
-
-    def join(*leaves):
-        return sum(leaves, ()) if isinstance(leaves[0], tuple) else jnp.concatenate(leaves, axis=0)
-
-    return jax.tree.map(join, *pieces, is_leaf=_unstacked) if pieces else {}
+    """Joins arrays over layers."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *pieces) if pieces else {}

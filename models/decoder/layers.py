@@ -5,6 +5,7 @@ Axis letters as everywhere: D and E widths.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels._target import platform
 
 from .mesh_axes import spread_tokens
+from .stacks import InStack
 
 BLOCK_TOKENS = 4096
 """Tokens that an MLP takes at a time: its inner width is several times the model's."""
@@ -33,20 +35,25 @@ CPU_ROWS = 4
 """Rows from which XLA multiplies bfloat16 matrices on a CPU as they are; for fewer it makes float32 copies."""
 
 
-def product(
-    x: Float[Array, "*lead D"], kernel: Float[Array, "I J"], transposed: bool = False
-) -> Float[Array, "*lead E"]:
+def product(x: Float[Array, "*lead D"], kernel: Any, transposed: bool = False) -> Float[Array, "*lead E"]:
     """Multiplies the last axis by a matrix [D,E] (`transposed`: that lies as [E,D]); sums in float32, no copy."""
-    dimensions = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
+    lead, one_token = x.shape[:-1], x.size == x.shape[-1] and platform() == "cpu"
+    if one_token and x.dtype == jnp.bfloat16:
+        # Padded to where XLA makes no float32 copy of the whole matrix.
+        x = jnp.pad(x.reshape(1, -1), ((0, CPU_ROWS - 1), (0, 0)))
+    elif one_token:
+        # A product of a vector compiles to nothing else.
+        x = x.reshape(-1)
 
-    def multiply(x):
-        return jax.lax.dot_general(x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32)
+    axes = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
 
-    if x.dtype != jnp.bfloat16 or x.size != x.shape[-1] or platform() != "cpu":
-        return multiply(x)
-    # A step of one token on a CPU: padded to where XLA makes no float32 copy of the whole matrix.
-    rows = jnp.pad(x.reshape(1, -1), ((0, CPU_ROWS - 1), (0, 0)))
-    return multiply(rows.reshape(CPU_ROWS, *x.shape[1:]))[:1]
+    def multiply(x: Array, kernel: Array) -> Array:
+        return jax.lax.dot_general(x, kernel.astype(x.dtype), axes, preferred_element_type=jnp.float32)
+
+    y = kernel.product(x, multiply) if isinstance(kernel, InStack) else multiply(x, kernel)
+    if not one_token:
+        return y
+    return (y[0] if y.ndim == 2 else y).reshape(*lead, -1)
 
 
 def in_blocks(

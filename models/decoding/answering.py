@@ -86,7 +86,7 @@ class Answering(LoadedModel):
         written = np.pad(keys, room, constant_values=after.key_count), np.pad(places, room)
         padded = np.pad(given[None], room, constant_values=total)
         pool = arrays_of(context.pool)
-        state, last = self.programs.state_for(size), np.array([[length - 1]], np.int32)
+        state, last = self.programs.state, np.array([[length - 1]], np.int32)
         arrays = after._replace(pool={}), padded, written, last, draws
         token, cache = self.programs.first_in_pages(state, tokens, pool, *arrays)
         return token, *split_transition(cache)
@@ -104,8 +104,7 @@ class Answering(LoadedModel):
         Returns:
           The rows, each a token further: what the next step takes; and the pool.
         """
-        state = self.programs.state_for(len(rows.token))
-        moved, cache = self.programs.next_in_pages(state, arrays_of(pool), rows, draws)
+        moved, cache = self.programs.next_in_pages(self.programs.state, arrays_of(pool), rows, draws)
         pool, transition = split_transition(cache)
         token, place, position, index = moved
         return rows._replace(token=token, place=place, position=position, index=index, transition=transition), pool

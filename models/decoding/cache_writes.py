@@ -8,7 +8,6 @@ Axis letters: B batch, T tokens, S keys, n tokens whose logits are wanted.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -17,7 +16,7 @@ from kvpatch_jax.core import KVLayout, Paged
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
-from ..decoder.cached import lies_apart, row_slots, written_into
+from ..decoder.cached import row_slots, written_into
 from ..decoder.decoder import Decoder
 from .prompt import by_layer, take_tokens
 from .traced import TracedModel, key_count
@@ -44,7 +43,7 @@ def write_tokens(
     """Runs tokens as keys of a context and writes them into it.
 
     Args:
-      context: contiguous, in layers apart, or in pages.
+      context: contiguous or in pages.
       keys: which of the context's keys each token becomes. slots: of the pool, where it is in pages.
       rows: the tokens whose logits are wanted, by index; None for all.
 
@@ -72,12 +71,8 @@ def write_tokens(
     )
     assert run.written is not None
     layers = range(start_layer, layout.layers if stop_layer is None else stop_layer)
-    own, last = run.written, run.hidden
-    if not lies_apart(pool):
-        # Ordered behind the last layer's reading, or an unrolled step on a CPU copies the pool.
-        own, last = jax.lax.optimization_barrier((own, last))
-    cache = written_into(pool, layout, own, slots, keep, layers)
-    hidden = last if rows is None else take_tokens(last, rows)
+    cache = written_into(pool, layout, run.written, slots, keep, layers)
+    hidden = run.hidden if rows is None else take_tokens(run.hidden, rows)
     return Step(decoder.logits(hidden), cache, run.taps)
 
 

@@ -53,7 +53,7 @@ def first(
     filled: Bool[Array, "B T"] | None = None,
 ) -> Int[Array, " B"]:
     """Chooses the token behind a prompt, and keeps no cache."""
-    return begin(model, state, tokens, context, mask, last, draw, filled, room=0, apart=False)[0].token
+    return begin(model, state, tokens, context, mask, last, draw, filled, room=0)[0].token
 
 
 def begin(
@@ -67,7 +67,6 @@ def begin(
     filled: Bool[Array, "B T"] | None = None,
     *,
     room: int,
-    apart: bool,
 ) -> tuple[Continuation, Any]:
     """Runs a prompt and chooses the first token of each row. Returns where it stands, and its cache.
 
@@ -75,7 +74,6 @@ def begin(
       last: index of each row's last token: nothing behind it (padding) is read.
       filled: which tokens up to there are no padding, of a model with linear attention.
       room: tokens to come that the cache has room for.
-      apart: the cache as a tuple of layers per channel.
     """
     decoder = model.decoder(state)
     B, T, _ = tokens.embeddings.shape
@@ -117,10 +115,7 @@ def begin(
         if before is not None:
             transition = compose(transition_of(before), transition, jnp.sum(jnp.asarray(filled), axis=1))
         cache |= transition
-    cache = model.spread(cache)
-    if apart:
-        cache = {name: tuple(value) for name, value in cache.items()}
-    return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache
+    return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), model.spread(cache)
 
 
 def advance(

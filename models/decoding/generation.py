@@ -44,19 +44,18 @@ def make_blocks(
     Raises:
       NotFiniteError: logits of which no token can be chosen.
     """
-    rows, length, _ = tokens.embeddings.shape
-    state = programs.state_for(rows)
+    length = tokens.embeddings.shape[1]
+    state = programs.state
     if steps == 1:
-        token = programs.first(programs.state, tokens, context, mask, last, draw, filled)
+        token = programs.first(state, tokens, context, mask, last, draw, filled)
         found = np.asarray(token)[:, None]
         _check_chosen(found, 0)
         yield found
         return
 
     room = Buckets(smallest=LEAST_ROOM).round_up(max(steps - 1, LEAST_ROOM))
-    apart = state is not programs.state
     prompt = tokens, context, mask, last, draw, filled
-    now, cache = programs.begin(programs.state, *prompt, room=room, apart=apart)
+    now, cache = programs.begin(state, *prompt, room=room)
     written, stops = np.int32(key_count(context) + length), np.asarray(draw.stop)
 
     ids, count, left, made = now.token[:, None], 1, steps - 1, 0

@@ -23,15 +23,11 @@ from kvpatch_jax.backbone import Context, Output, Step, Tokens
 from kvpatch_jax.core import Buckets, KVLayout
 
 from ..decoder.sharding import auto_mesh, cache_shardings, split_mesh
-from ..decoder.stacks import unstacked
 from ..families.family import embed_tokens
 from .cache_writes import observe_attention, recompute
 from .continuing import advance, begin, first, first_in_pages, next_in_pages
 from .prompt import by_layer, run_prompt
 from .traced import TracedModel
-
-STEP_TOKENS = 16
-"""Tokens of all rows up to which a forward is bound by reading the weights."""
 
 
 class Forward:
@@ -39,7 +35,6 @@ class Forward:
 
     Attributes:
       state: the parameters, the first argument of every program.
-      step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
       encode, encode_audio, embed, prefill, router_load: the programs of prompts, jitted.
       recompute, recompute_in_pages, attention: those of a cache.
       first, begin, advance, first_in_pages, next_in_pages: those of answers.
@@ -67,7 +62,7 @@ class Forward:
         self.attention = self._program(observe_attention, whole, "layers", "reduce", "start_layer")
 
         self.first = self._program(first, whole)
-        self.begin = self._program(begin, (whole, kv), "room", "apart")
+        self.begin = self._program(begin, (whole, kv), "room")
         self.advance = self._program(advance, (whole, whole, kv), donate="cache")
         self.first_in_pages = self._program(first_in_pages, (whole, kv), donate="pool")
         self.next_in_pages = self._program(next_in_pages, (whole, kv), donate="pool")
@@ -94,20 +89,10 @@ class Forward:
 
         return jax.jit(inside, **how)
 
-    @functools.cached_property
-    def step_state(self) -> Any:
-        """The parameters as `decoder.stacks.unstacked` leaves them; no further memory."""
-        return unstacked(self.state)
-
-    def state_for(self, tokens: int) -> Any:
-        """Returns the parameters in the form that a forward over so many tokens, of all rows, is fastest with."""
-        return self.step_state if tokens <= STEP_TOKENS else self.state
-
     def holding(self, state: Any) -> "Forward":
         """Returns the same programs over other parameters: nothing is traced or compiled again."""
-        # The jitted programs are attributes, which the copy shares; what was made of the old parameters is not.
+        # The jitted programs are attributes, which the copy shares.
         other = copy.copy(self)
-        other.__dict__.pop("step_state", None)
         other.state = state
         return other
 

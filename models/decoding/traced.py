@@ -68,13 +68,9 @@ class TracedModel:
 
 
 def key_count(context: Context | Mapping[str, Any] | None) -> int:
-    """Returns how many keys of a row a context holds, those of its pages that do not count included; 0 for none.
-
-    Its layers may lie apart.
-    """
+    """Returns how many keys of a row a context holds, those of its pages that do not count included; 0 for none."""
     if isinstance(context, Paged):
         return context.key_count
     if context is None:
         return 0
-    rows = token_rows(context)
-    return rows[0].shape[1] if isinstance(rows, tuple) else rows.shape[2]
+    return token_rows(context).shape[2]

@@ -121,9 +121,10 @@ class Writing(LoadedModel):
                 f"some of {tuple(kept)}"
             )
         self._check_regime(tokens.positions)
-        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
         arrays = tokens, arrays_of(context), mask, slots, keep
-        return self.programs.attention(state, *arrays, layers=wanted, reduce=reduce, start_layer=start_layer)
+        return self.programs.attention(
+            self.programs.state, *arrays, layers=wanted, reduce=reduce, start_layer=start_layer
+        )
 
     def decode(
         self,
@@ -184,8 +185,7 @@ class Writing(LoadedModel):
                 keys = pad_slots(buckets, keys, None, None, key_count(cache))[0]
                 written = keys, pad_slots(buckets, places, None, None, 0)[0]
 
-        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
-        step = program(state, tokens, held, pages, slots, written, keep, mask, rows, **layers)
+        step = program(self.programs.state, tokens, held, pages, slots, written, keep, mask, rows, **layers)
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
         after: Any = step.cache
         if pages is not None:

@@ -87,6 +87,8 @@ def _read_vision(file: ConfigFile, text: DecoderConfig) -> Gemma4VisionConfig:
     heads, kv_heads = vision["num_attention_heads"], file.raw["vision_config"].get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ConfigError(f"vision num_key_value_heads: got {kv_heads}; expected {heads}, as many as heads")
+    if vision["attention_bias"]:
+        raise ConfigError("vision attention_bias: got true, which is not built; expected false")
     return Gemma4VisionConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),

@@ -36,6 +36,7 @@ _SIZES = _DEPTHS | _words(
 """Keys of positive whole numbers, or lists of them: classes and readers loop over them or divide by them."""
 _BUILT: dict[str, tuple[Any, ...]] = {
     "apply_vit_abs_pos_embed": (True,),
+    "attention_invalid_logits_value": (-1e9,),
     "attn_logit_softcapping": (),
     "attn_output_gate": (True,),
     "is_causal": (True,),

@@ -114,6 +114,8 @@ def read_glm_moe(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
 def read_deepseek(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Reads DeepSeek-V2 (caches rotary pairs side by side), V3 and Kimi (read pairs, cache halves)."""
     second, bias = raw["model_type"] == "deepseek_v2", raw["attention_bias"]
+    if raw.get("mlp_bias"):
+        raise ConfigError("mlp_bias: got true, which is not built for DeepSeek; expected false")
     # A trap: both versions read pairs that lie side by side. V3 writes all first members, then all second ones, so its
     # cached keys rotate in halves. A wrong choice shows only where a key moves.
     cached = "pairs" if second else "half"

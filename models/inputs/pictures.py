@@ -84,10 +84,11 @@ def process_kimi(images: Sequence[ImageSource], settings: Settings) -> dict[str,
     """
     patch, merge, out, grids = settings["patch_size"], settings["merge_kernel_size"], [], []
     for image in read_images(images):
-        inner, (height, width) = kimi_size(*image.shape[:2], patch, merge[0], settings["in_token_limit"])
+        tall, wide = image.shape[:2]
+        inner, (height, width) = kimi_size(tall, wide, patch, merge[0], settings["in_token_limit"])
         # Black before the normalisation, below and to the right: the image's own patches keep their places.
         canvas = np.zeros((height, width, 3), np.uint8)
-        canvas[: inner[0], : inner[1]] = resize(image, *inner, settings["resample"])
+        canvas[: inner[0], : inner[1]] = resize(image, inner[0], inner[1], settings["resample"])
         out.append(kimi_patches(channels_first(canvas, settings)[None], patch))
         grids.append((1, height // patch, width // patch))
 
@@ -163,7 +164,7 @@ def process_vl2(images: Sequence[ImageSource], settings: Settings) -> dict[str, 
     for image in read_images(images):
         pixels["pixel_values"].append(_padded(image, side, side, settings))
         many = len(images) > MOST_TILED
-        rows, columns = (side, side) if many else best_resolution(*image.shape[:2], points)
+        rows, columns = (side, side) if many else best_resolution(image.shape[0], image.shape[1], points)
         pixels[TILES] += cut(_padded(image, rows, columns, settings), side)
         grids.append((rows // side, columns // side))
     out = {name: channels_first(np.stack(parts), settings) for name, parts in pixels.items()}

@@ -227,9 +227,10 @@ def scan_blocks[Block: nnx.Module](
     entries, taken = layers_to_scan(state, first, last)
 
     def body(carry, at):
-        return (step(nnx.merge(graph, taken(at)), carry), None)
+        own, block = at
+        return (step(nnx.merge(graph, taken(own, block)), carry), None)
 
-    return jax.lax.scan(body, hidden, entries)[0]
+    return jax.lax.scan(body, hidden, (entries, jnp.arange(first, last)))[0]
 
 
 def attend_segments(

@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from tests.goldens.load_text import write_text_checkpoint  # noqa: E402
 
 from tests.goldens.load import write_checkpoint  # noqa: E402
 from tests.goldens.redraw import redraw_all, standard_values  # noqa: E402
@@ -65,7 +64,7 @@ def merge(root: Path, base: str, architecture: str, options: dict) -> tuple[dict
 
     The sum is weighted by drawn numbers; every ninth tensor that changed is there itself.
     """
-    write = write_checkpoint if base == "qwen2_5_vl" else write_text_checkpoint
+    write = write_checkpoint
     load = getattr(transformers, architecture).from_pretrained
     checkpoint, weights = write(base, root / "base"), root / "adapter" / "adapter_model.safetensors"
     peft.get_peft_model(load(checkpoint), peft.LoraConfig(**options)).save_pretrained(weights.parent)

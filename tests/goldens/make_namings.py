@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from tests.goldens.load_text import write_text_checkpoint  # noqa: E402
 
 from tests.goldens.load import write_checkpoint  # noqa: E402
 
@@ -90,7 +89,7 @@ def main() -> None:
         for family in ("deepseek_vl", "deepseek_vl_hybrid"):
             assert all(theirs == ours for theirs, ours in found.pop(family)["names"].items())
         for family in TEXTS:
-            made = write_text_checkpoint(family, root / family)
+            made = write_checkpoint(family, root / family)
             architecture = json.loads((made / "config.json").read_text())["architectures"][0]
             found[family] = written(made, architecture, root / f"{family}_out")
         for family in ("llava", "llava_next"):

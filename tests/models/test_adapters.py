@@ -241,9 +241,7 @@ def test_directories_that_hold_no_adapter(base, tmp_path):
     with pytest.raises(ConfigError, match=r"got an adapter .* and no model; expected the model's directory"):
         models.load(adapter)
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
-    with pytest.raises(
-        WeightsError, match=r"adapter_model\.safetensors: got .*No such file"
-    ):
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: got .*No such file"):
         models.load(base("qwen2"), adapter=adapter)
     (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     with pytest.raises(WeightsError, match="damaged"):

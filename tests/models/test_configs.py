@@ -39,7 +39,7 @@ def changed(name: str, **change: Any) -> dict[str, Any]:
 def written(root: Path, raw: dict[str, Any]) -> Path:
     """A directory with this `config.json`, image settings, and nothing else."""
     (root / "config.json").write_text(json.dumps(raw))
-    (root / "preprocessor_config.json").write_text("{}")
+    (root / "preprocessor_config.json").write_text(json.dumps({"do_resize": True}))
     return root
 
 
@@ -136,6 +136,7 @@ def test_a_configuration_that_is_no_table(tmp_path, text, message):
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2; expected experts in every layer"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias: got true, which is not built"),
     ],
 )
 def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):

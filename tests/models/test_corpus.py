@@ -26,7 +26,7 @@ INDEXED = [release for release in RELEASES.values() if release.index]
 def written(root: Path, release: Release) -> Path:
     """A directory with the release's files and no weights."""
     (root / "config.json").write_text(json.dumps(release.config))
-    (root / "preprocessor_config.json").write_text(json.dumps(release.preprocessor))
+    (root / "preprocessor_config.json").write_text(json.dumps(release.preprocessor or {"do_resize": True}))
     return root
 
 

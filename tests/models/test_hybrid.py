@@ -16,7 +16,6 @@ from kvpatch_jax.core import PARTS, Buckets, EngineKV, Paged, compose, fold, to_
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.models import FAMILIES, load
 from kvpatch_jax.models.checkpoints import flatten_params
-from kvpatch_jax.models.decoder import stacks
 from kvpatch_jax.models.decoder.config import LinearConfig
 from kvpatch_jax.models.decoder.costs import forward_costs
 from kvpatch_jax.models.decoder.linear_attention import LinearAttention
@@ -162,16 +161,6 @@ def test_decoding_one_by_one_equals_prefill(backbone, tokens, whole):
     close(step.logits, whole.logits[:, 88:], "logits of two")
     close_kv(transition_of(step.cache), transition_of(whole.kv), "decoded")
     close(step.cache["k"], engine(backbone, whole, tokens)["k"], "keys")
-
-
-@pytest.mark.slow
-def test_layers_that_lie_apart_equal_stacks(backbone, tokens, monkeypatch):
-    """As steps on a CPU read them: an array per layer, states and maps too."""
-    expected = backbone.generate(tokens, 8, stop=())
-    monkeypatch.setattr(stacks, "LEAST_BYTES", 0)
-    apart = backbone.replaced(backbone.parameters)
-    assert apart.programs.state_for(1) is not apart.programs.state
-    assert np.array_equal(apart.generate(tokens, 8, stop=()), expected)
 
 
 def paged(backbone, held, length, buckets=None):

@@ -1,5 +1,7 @@
 """M-RoPE's positions by hand, and what is refused; `test_parity.py` holds every family's against transformers'."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,9 @@ def test_a_video_stands_at_its_seconds(rule, after):
     ],
 )
 def test_sizes_and_placeholders_must_match(ids, sizes, message):
-    given = {"images": None, "videos": None, "seconds": None, "sounds": []} | sizes
-    arrays = {name: value if value is None or name == "sounds" else np.array(value) for name, value in given.items()}
+    given: dict[str, Any] = {"images": None, "videos": None, "seconds": None, "sounds": []} | sizes
+    arrays: dict[str, Any] = {
+        name: value if value is None or name == "sounds" else np.array(value) for name, value in given.items()
+    }
     with pytest.raises(InputError, match=message):
         get_rope_positions(np.array(ids, np.int32), rule=OMNI, **arrays)
