@@ -115,8 +115,9 @@ class ModelPair:
         self.backbone, self.theirs, self.errors = random_backbone(raw, seed), theirs, {}
         ids = random_ids(PROMPT, seed)
         self.ids = np.asarray([ids], np.int32)
-        self._folder = tempfile.TemporaryDirectory()
-        self.checkpoint = save(self.backbone, Path(self._folder.name) / "checkpoint")
+        folder = tempfile.mkdtemp()
+        self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.checkpoint = save(self.backbone, Path(folder) / "checkpoint")
         if theirs is not None:
             path = self.checkpoint / "logits.npy"
             theirs.ask("open", directory=str(self.checkpoint), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
