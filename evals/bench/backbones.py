@@ -2,7 +2,7 @@
 
 Both sides read the same float32 file, with as many threads as there are cores. `prefill`: the prompt's forward with its
 KV and the logits of every token. `generate`: the prompt and the tokens that follow greedily (ours one compiled
-program).
+program). `load`: the file into memory of the process, in CPU seconds.
 """
 
 import contextlib
@@ -12,15 +12,17 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvpatch_jax.errors import InputError, KVPatchError
-from kvpatch_jax.models import save
+from kvpatch_jax.models import load, save
 from kvpatch_jax.models.random_weights import random_backbone
 
 from .benchmark import Benchmark, BenchOptions, Sides, timed
@@ -39,7 +41,9 @@ def suite(options: BenchOptions) -> Iterator[Benchmark]:
     for name, raw in (tiny_models() | {"Qwen2-0.5B": LARGE}).items():
         if name in QUICK or not options.quick:
             pair = functools.cache(functools.partial(ModelPair, raw, theirs, options.seed))
-            for operation in ("prefill", "generate"):
+            # Drawn models have no image settings, without which those with images are not loaded.
+            text = not {"vision_config", "img_processor"} & raw.keys()
+            for operation in ("prefill", "generate", "load") if text else ("prefill", "generate"):
                 prepare = functools.partial(_compared, pair, operation)
                 yield Benchmark(f"backbones.{operation}", name, prepare, large=name == "Qwen2-0.5B")
 
@@ -111,21 +115,34 @@ class ModelPair:
         self.backbone, self.theirs, self.errors = random_backbone(raw, seed), theirs, {}
         ids = random_ids(PROMPT, seed)
         self.ids = np.asarray([ids], np.int32)
+        folder = tempfile.mkdtemp()
+        self._finalizer = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.checkpoint = save(self.backbone, Path(folder) / "checkpoint")
         if theirs is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                checkpoint = Path(save(self.backbone, Path(folder) / "checkpoint"))
-                path = checkpoint / "logits.npy"
-                theirs.ask("open", directory=str(checkpoint), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
-                logits = np.load(path)
+            path = self.checkpoint / "logits.npy"
+            theirs.ask("open", directory=str(self.checkpoint), ids=ids, new_tokens=NEW_TOKENS, path=str(path))
+            logits = np.load(path)
             self.errors = {"kvpatch_jax": difference(np.asarray(self.prefill().logits), logits) / AGREEMENT}
 
     def calls(self, operation: str) -> dict[str, Callable[[], float]]:
-        """Lists the sides of an operation."""
+        """Lists the sides of an operation; a load in CPU seconds, the others in seconds."""
+        if operation == "load":
+            theirs = self.theirs
+            calls = {"kvpatch_jax": self.load}
+            if theirs is not None:
+                calls["transformers"] = lambda: theirs.ask("load", directory=str(self.checkpoint))["seconds"]
+            return calls
         calls = {"kvpatch_jax": timed(getattr(self, operation), runs=RUNS)}
         if self.theirs is not None:
             ask = functools.partial(self.theirs.ask, "seconds", name=operation, least=LEAST)
             calls["transformers"] = lambda: ask()["seconds"]
         return calls
+
+    def load(self) -> float:
+        """Reads the checkpoint: CPU seconds."""
+        begin = time.process_time()
+        jax.block_until_ready(load(self.checkpoint).parameters)
+        return time.process_time() - begin
 
     def prefill(self) -> Any:
         """Runs the prompt's forward, from ids."""
