@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +47,7 @@ class TensorInfo:
     dtype: str
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """Tensors by name. Wrappers (renamed, merged) state those of the checkpoint that results.
 

@@ -126,6 +126,15 @@ def dtype_of(raw: Mapping[str, Any]) -> str | None:
     return None if found is None else str(found).removeprefix("torch.")
 
 
+def expect(table: Mapping[str, Any], **built: Any) -> None:
+    """Raises ConfigError for a key whose value is not the one that is built, nor one of these (a tuple)."""
+    for key, values in built.items():
+        choices = values if isinstance(values, tuple) else (values,)
+        if table.get(key) not in choices:
+            expected = " or ".join(map(repr, choices))
+            raise ConfigError(f"config.json: got {key} {table.get(key)!r:.60}, which is not built; expected {expected}")
+
+
 def one_size(raw: Mapping[str, Any], name: str) -> int:
     """Returns a number, or the one number that a pair of equal sides repeats.
 

@@ -6,7 +6,6 @@ Source: transformers' DeepseekOcr2ForConditionalGeneration.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -105,18 +104,6 @@ class DeepseekOcr2Model(nnx.Module):
         return self.projection(self.encoder(features.reshape(len(features), -1, features.shape[-1])))
 
 
-def read_channels(value: Any) -> tuple[int, int]:
-    """Returns the channels of the compressor's two convolutions.
-
-    Raises:
-      ConfigError: other than two positive whole numbers.
-    """
-    pair = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(pair) != 2 or not all(isinstance(number, int) and number > 0 for number in pair):
-        raise ConfigError(f"downsample_channels: got {value!r:.80}; expected two positive whole numbers")
-    return pair[0], pair[1]
-
-
 def _read(file: ConfigFile) -> DeepseekOcr2Config:
     text, vision = file.text("deepseek_ocr2_text"), file.part("vision_config")
     inner = file.decoder(vision["encoder_config"] | {"model_type": "qwen2"})
@@ -124,9 +111,9 @@ def _read(file: ConfigFile) -> DeepseekOcr2Config:
     if encoder.window is not None:
         raise ConfigError(f"encoder_config: got a sliding window of {encoder.window}; expected none")
     sam = dataclasses.replace(read_sam(vision["sam_config"], text.dtype), interpolate=True)
-    channels = read_channels(vision["sam_config"]["downsample_channels"])
+    middle, outer = vision["sam_config"]["downsample_channels"]
     return file.config(
-        DeepseekOcr2Config, text, vision=sam, compressor=channels, encoder=encoder, **file.tokens("image_token")
+        DeepseekOcr2Config, text, vision=sam, compressor=(middle, outer), encoder=encoder, **file.tokens("image_token")
     )
 
 

@@ -6,7 +6,6 @@ Source: DeepSeek's `modeling_deepseek_vl_v2.py`, `siglip_vit.py`, `modeling_deep
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from ..inputs.tokenizer_files import token_id
 from ..towers.projectors import Projector
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import TIMM, blocks, patch_entries, projector_entries
-from .config_file import ConfigFile, FamilyConfig, dtype_of, one_size
+from .config_file import ConfigFile, FamilyConfig, dtype_of, expect, one_size
 from .family import Family, Shapes, Vision
 from .parsed import Table, parse
 from .view_packing import NEWLINE, SEPARATOR, grids_of, pack_views, view_fills, view_plan, view_tokens
@@ -46,10 +45,11 @@ _TEXT |= {"n_routed_experts": 0, "n_shared_experts": 0}
 _VISION = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
 _GLUE = {"input_dim": 1152, "n_embed": 2048, "mlp_ratio": 1, "downsample_ratio": 2}
 """Where the authors' classes default otherwise than transformers' DeepSeek-V2, and of the parts without a class."""
-_BUILT = {"global_view_pos": "head", "tile_tag": "2D"}
-_BUILT_GLUE = {"projector_type": "downsample_mlp_gelu", "depth": 2, "token_pooling": False}
-_BUILT_VISION = {"class_token": False, "global_pool": "map", "ignore_head": True}
-_BUILT_TEXT = {"lm_head": True, "rm_head": False, "moe_layer_freq": 1}
+_BUILT = {"global_view_pos": ("head", None), "tile_tag": ("2D", None)}
+_BUILT_GLUE = {"projector_type": ("downsample_mlp_gelu", None), "depth": (2, None), "token_pooling": (False, None)}
+_BUILT_VISION = {"class_token": (False, None), "global_pool": ("map", None), "ignore_head": (True, None)}
+_BUILT_TEXT = {"lm_head": (True, None), "rm_head": (False, None), "moe_layer_freq": (1, None)}
+"""Of keys that may be absent, the values that are built."""
 TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages -%}"
@@ -136,12 +136,9 @@ class DeepseekVL2Model(nnx.Module):
         return pack_views(folded[:views], folded[views:], learned, plan)
 
 
-def _read_text(file: ConfigFile) -> DecoderConfig:
+def _read_text(file: ConfigFile, given: Table) -> DecoderConfig:
     """Reads the decoder: DeepSeek-V2's or -V3's experts, with V3's latent attention or Llama's."""
-    given = file.raw["language_config"]
-    for key, built in _BUILT_TEXT.items():
-        if given.get(key, built) != built:
-            raise ConfigError(f"language_config: got {key} {given[key]!r:.60}, which is not built; expected {built}")
+    expect(given, **_BUILT_TEXT)
     latent = given.get("use_mla", True)
     # Files without latent attention have its keys as 0 or null.
     others = {*_BUILT_TEXT, "use_mla", *(() if latent else LATENT)}
@@ -166,40 +163,18 @@ def _read_text(file: ConfigFile) -> DecoderConfig:
     return read_decoder(raw, rope, **switches)
 
 
-def _sizes(table: Mapping[str, Any], place: str, *names: str) -> list[int]:
-    """Returns sizes of a table.
-
-    Raises:
-      ConfigError: one that is no positive whole number.
-    """
-    for name in names:
-        if type(table[name]) is not int or table[name] < 1:
-            raise ConfigError(f"{place}: got {name} {table[name]!r:.80}; expected a positive whole number")
-    return [table[name] for name in names]
-
-
 def _read(file: ConfigFile) -> DeepseekVL2Config:
     model = file.model
-    for table, built in (
-        (model, _BUILT),
-        (file.part("projector_config"), _BUILT_GLUE),
-        (file.part("vision_config"), _BUILT_VISION),
-    ):
-        for key, value in built.items():
-            if table.get(key, value) != value:
-                raise ConfigError(f"config.json: got {key} {table[key]!r:.60}, which is not built; expected {value!r}")
-    file.part("language_config")
-    text, vision = _read_text(file), Table(_VISION | file.part("vision_config"))
+    expect(model, **_BUILT)
+    expect(file.part("projector_config"), **_BUILT_GLUE)
+    expect(file.part("vision_config"), **_BUILT_VISION)
+    text, vision = _read_text(file, file.part("language_config")), Table(_VISION | file.part("vision_config"))
     glue = Table(_GLUE | file.part("projector_config"))
-    depth, width, heads = _sizes(vision, "vision_config", "layers", "width", "heads")
-    ratio = vision["mlp_ratio"]
-    if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
-        raise ConfigError(f"vision_config: got mlp_ratio {ratio!r:.80}; expected a positive number")
     tower = ViTConfig(
-        depth=depth,
-        width=width,
-        heads=heads,
-        intermediate=int(width * ratio),
+        depth=one_size(vision, "layers"),
+        width=one_size(vision, "width"),
+        heads=one_size(vision, "heads"),
+        intermediate=int(vision["width"] * vision["mlp_ratio"]),
         image=one_size(vision, "image_size"),
         patch=one_size(vision, "patch_size"),
         activation="gelu_pytorch_tanh",
@@ -210,13 +185,12 @@ def _read(file: ConfigFile) -> DeepseekVL2Config:
     for name, width in (("input_dim", tower.width), ("n_embed", text.width)):
         if glue[name] != width:
             raise ConfigError(f"projector_config: got {name} {glue[name]!r}; expected {width}")
-    times, fold = _sizes(glue, "projector_config", "mlp_ratio", "downsample_ratio")
     return file.config(
         DeepseekVL2Config,
         text,
         vision=tower,
-        fold=fold,
-        inner=times * text.width,
+        fold=one_size(glue, "downsample_ratio"),
+        inner=one_size(glue, "mlp_ratio") * text.width,
         image_token=model.get("image_token_id", IMAGE_TOKEN),
     )
 

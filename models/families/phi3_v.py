@@ -18,14 +18,13 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.decoder import Decoder
-from ..decoder.hf_config import need
 from ..decoder.weights import decoder_entries
 from ..inputs.pictures import CLIP_MEAN, CLIP_STD, process_phi3_v
 from ..inputs.processors import own_settings
 from ..towers.projectors import Projector, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from ..towers.weights import clip_entries, projector_entries
-from .config_file import ConfigFile, FamilyConfig
+from .config_file import ConfigFile, FamilyConfig, expect
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders
 from .parsed import parse
@@ -104,23 +103,11 @@ class Phi3VModel(nnx.Module):
         return self.projector(packed)[None]
 
 
-def _expect(raw: Mapping[str, Any], place: str, **values: Any) -> None:
-    """Refuses a table where a key has another value than this, or than these (a tuple of them).
-
-    Raises:
-      ConfigError: it names the key, its value and those that are read.
-    """
-    for key, allowed in values.items():
-        choices = allowed if isinstance(allowed, tuple) else (allowed,)
-        if raw.get(key) not in choices:
-            raise ConfigError(f"{place}: got {key} {raw.get(key)!r}; expected {' or '.join(map(repr, choices))}")
-
-
 def _read(file: ConfigFile) -> Phi3VConfig:
-    layer, tower = (_table(file.model, name) for name in ("embd_layer", "img_processor"))
-    _expect(layer, "embd_layer", embedding_cls="image", projection_cls="mlp", hd_transform_order=(*ORDERS, None))
-    _expect(layer, "embd_layer", use_hd_transform=True, with_learnable_separator=True)
-    _expect(tower, "img_processor", name="clip_vision_model", model_name=tuple(TOWERS), type_feature=("patch", None))
+    layer, tower = file.part("embd_layer"), file.part("img_processor")
+    expect(layer, embedding_cls="image", projection_cls="mlp", hd_transform_order=(*ORDERS, None))
+    expect(layer, use_hd_transform=True, with_learnable_separator=True)
+    expect(tower, name="clip_vision_model", model_name=tuple(TOWERS), type_feature=("patch", None))
 
     own = {key: value for key, value in file.raw.items() if key not in _OWN}
     text = file.decoder(parse(own, "phi3"), "phi3")
@@ -143,35 +130,8 @@ def _read(file: ConfigFile) -> Phi3VConfig:
         whole_first=layer.get("hd_transform_order") != "sub_glb",
         image_token=file.model.get("image_token_id", IMAGE_TOKEN),
     )
-    _expect(tower, "img_processor", image_dim_out=vision.width, num_img_tokens=(config.tile_side**2, None))
+    expect(tower, image_dim_out=vision.width, num_img_tokens=(config.tile_side**2, None))
     return config
-
-
-def _table(model: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a table of config.json, checked for keys that are not known.
-
-    Raises:
-      ConfigError: none, or a key that is not known.
-    """
-    found, known = need(model, name), _TABLES[name]
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: got {name} {found!r}; expected a table")
-    for key, value in found.items():
-        if key not in known and value is not None:
-            raise ConfigError(f"{name}: got {key} {value!r}, which is not built; expected one of {sorted(known)}")
-    return found
-
-
-_TABLES = {
-    "embd_layer": {
-        "embedding_cls",
-        "hd_transform_order",
-        "projection_cls",
-        "use_hd_transform",
-        "with_learnable_separator",
-    },
-    "img_processor": {"image_dim_out", "layer_idx", "model_name", "name", "num_img_tokens", "type_feature"},
-}
 
 
 def _entries(config: Phi3VConfig, shapes: Shapes) -> list[TensorEntry]:

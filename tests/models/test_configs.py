@@ -19,7 +19,7 @@ from kvpatch_jax.models import FAMILIES, UnknownKeyWarning, load
 from kvpatch_jax.models.families.architectures import find_architecture
 from tests.goldens.load import GOLDENS, golden_config, write_checkpoint
 
-IMAGES = ("qwen2_5_vl", "internvl", "kimi_vl", "qwen3_omni", "gemma4")
+IMAGES = ("qwen2_5_vl", "internvl", "kimi_vl", "qwen3_omni", "gemma4", "phi3_v", "deepseek_vl2", "llava_onevision")
 TEXTS = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_moe")
 CONFIGS: dict[str, dict[str, Any]] = {name: golden_config(name) for name in (*TEXTS, *IMAGES)}
 BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
@@ -151,6 +151,9 @@ def test_what_is_not_built_is_refused_by_key_and_value(name, change, message):
         ("llava", {"vision_config": {"model_type": "siglip_vision_model"}}, "got type 'siglip_vision_model'"),
         ("mistral3", {"text_config": {"model_type": "ministral3"}}, "'ministral3', whose queries are scaled"),
         ("internvl", {"vision_feature_select_strategy": "full"}, "'full', which is not built"),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio: got 'anyres'"),
+        ("phi3_v", {"embd_layer": {"use_hd_transform": False}}, "got embedding_cls None, which is not built"),
+        ("deepseek_vl2", {"tile_tag": "1D"}, "got tile_tag '1D', which is not built"),
         ("qwen2_5_vl", {"quantization_config": {"bits": 4}}, "quantization_config.*not built"),
     ],
 )
