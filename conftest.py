@@ -31,11 +31,11 @@ LONG = (
     "test_hybrid.py",
     "test_run.py",
     "test_power_cut.py",
-    "test_bad_configs.py",
+    "test_protocol.py",
     "test_packed_objects.py",
     "test_answer_batch.py",
     "test_trained.py",
-    "test_image_families.py",
+    "test_parity.py",
     "test_remote_adapters.py",
     "test_reused_chat.py",
     "test_patch.py",
@@ -43,7 +43,6 @@ LONG = (
     "test_rotate_patch.py",
     "test_tenants.py",
     "test_sessions.py",
-    "test_backbone.py",
 )
 
 MAPS = Path("/proc/self/maps")
