@@ -30,8 +30,6 @@ from .safetensors_files import INDEX_FILE as INDEX_FILE
 from .safetensors_files import SINGLE_FILE as SINGLE_FILE
 from .safetensors_files import SafetensorsSource as SafetensorsSource
 from .source import RenamedSource as RenamedSource
-from .source import StoredTensor as StoredTensor
 from .source import TensorInfo as TensorInfo
 from .source import TensorSource as TensorSource
-from .source import stored_tensor as stored_tensor
 from .writing import save_weights as save_weights

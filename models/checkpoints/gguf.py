@@ -152,8 +152,8 @@ class GgufSource:
                 self._stored[name] = tensor, 0  # unknown, and reported as such
         self.tensors = {name: TensorInfo(_shape(tensor), "F32") for name, (tensor, _) in self._stored.items()}
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
-        """Reads a tensor or a region of it; of the file whole rows.
+    def read(self, name: str, region: Slices | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Reads a tensor or a region of it; of the file whole rows. `out` is not used.
 
         Raises:
           WeightsError: data that cannot be read, or a type that `gguf` does not dequantise.
