@@ -265,16 +265,11 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
         out = cut_output(out, length, every=rows is None)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
-    def prefill_padded(
-        self, tokens: Tokens, context: Context | None = None, logits: Logits = "last", length: int | None = None
-    ) -> Output:
+    def prefill_padded(self, tokens: Tokens, context: Context | None = None, logits: Logits = "last") -> Output:
         """Runs tokens that have all the padding they are to have: as `prefill`, but as many run as are given.
 
         What stands behind the tokens that count is seen by none of them, and its KV comes back too. Contexts are padded
-        as ever.
-
-        Args:
-          length: how many count, the first ones: what a transition is of. None: all.
+        as ever. A transition is that of all of them.
         """
         context = self._check_read(tokens, context, None, "prefill_padded")
         self._check_regime(tokens.positions)
@@ -287,10 +282,7 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
             context = pad_context(self.buckets, context)
 
         how: dict[str, Any] = {"start_layer": 0, "hidden_at": (), "chunk": None}
-        filled, shape = None, tokens.embeddings.shape[:2]
-        if self.layout.parts and length is not None:
-            filled = np.broadcast_to(np.arange(shape[1]) < length, shape)
-        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, filled, **how)
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, None, **how)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
     def router_load(
@@ -347,17 +339,14 @@ class ModelBackbone(Prompting, Encoding, Generating, Writing, Answering):
         if not self.layout.parts or (mask is None and self.buckets is None and lengths is None):
             return None
         rows, length, _ = tokens.embeddings.shape
+        size = length if self.buckets is None else self.buckets.round_up(length)
         if lengths is not None:
-            # On the host, where no number of tokens compiles a program.
-            size = length if self.buckets is None else self.buckets.round_up(length)
-            counted = np.arange(size) <= last_tokens(tokens, lengths)[:, None]
             if mask is not None:
                 raise InputError(f"{what}: got lengths and a mask; expected one of them, which says what tokens count")
-            return counted
+            # On the host, where no number of tokens compiles a program.
+            return np.arange(size) <= last_tokens(tokens, lengths)[:, None]
         filled = np.ones((rows, length), bool) if mask is None else counted_tokens(mask, key_count(context), what)
-        filled = jnp.broadcast_to(filled, (rows, length))
-        size = length if self.buckets is None else self.buckets.round_up(length)
-        return jnp.pad(filled, ((0, 0), (0, size - length)))
+        return jnp.pad(jnp.broadcast_to(filled, (rows, length)), ((0, 0), (0, size - length)))
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int

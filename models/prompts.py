@@ -65,7 +65,7 @@ class Prompting(LoadedModel):
     without_tokenizer: str
     _encoder: TextEncoder | None = None
 
-    def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
+    def prepare(self, items: Sequence[Any]) -> dict[str, Any]:
         """Turns texts, images, videos, sounds and token ids, in order, into one prompt's arrays (batch of one).
 
         Args:
@@ -74,8 +74,6 @@ class Prompting(LoadedModel):
             (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes; a
             `kvpatch_jax.Video` or `Audio`, or a path with the suffix of one. Each stands
             between its start and end tokens. A str that looks like a file is refused: `kvpatch_jax.Text` makes it text.
-          second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video, in place of those that follow from
-            how it was sampled; `embed` takes it too.
 
         Returns:
           input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images, videos or sounds what the
@@ -91,25 +89,6 @@ class Prompting(LoadedModel):
         sorts = [sort_of(item) for item in items]
         media = [(sort, item) for sort, item in zip(sorts, items, strict=True) if sort in MEDIA]
         arrays, runs = self._process(media)
-
-        if second_per_grid_ts is not None:
-            if not hasattr(self.config, "tokens_per_second"):
-                name = self.family.architecture
-                raise InputError(
-                    f"second_per_grid_ts: got some for {name}, whose positions count no seconds; expected None"
-                )
-
-            # What is no list of numbers becomes a scalar, which has one axis too few.
-            try:
-                seconds = np.asarray(second_per_grid_ts, np.float32)
-            except (TypeError, ValueError, OverflowError):
-                seconds = np.float32(0)
-
-            if seconds.ndim != 1:
-                raise InputError(
-                    f"second_per_grid_ts: got {second_per_grid_ts!r:.80}; expected a number for each video"
-                )
-            arrays |= {"second_per_grid_ts": seconds}
 
         following = iter(runs)
         ids: list[int] = []

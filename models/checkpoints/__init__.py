@@ -17,7 +17,7 @@ from .entries import TensorEntry as TensorEntry
 from .entries import flatten_params as flatten_params
 from .entries import fused_entries as fused_entries
 from .entries import module_entries as module_entries
-from .gguf import GgufConversion as GgufConversion
+from .gguf import GgufFile as GgufFile
 from .gguf import find_gguf as find_gguf
 from .json_table import read_table as read_table
 from .naming import rename as rename

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -81,9 +80,8 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
-        self._lock = threading.Lock()
         self._opened = self._state()
 
     def _state(self) -> tuple[int, int]:
@@ -99,9 +97,7 @@ class OpenFile:
         left = memoryview(out.reshape(-1).view(np.uint8))
         try:
             while left:
-                count = (
-                    os.preadv(self._file, [left], start) if hasattr(os, "preadv") else self._read_locked(left, start)
-                )
+                count = os.preadv(self._file, [left], start)
                 if not count:
                     raise WeightsError(
                         f"{self.path}: got the end of the file; expected {len(left)} bytes from byte {start} on"
@@ -114,14 +110,6 @@ class OpenFile:
             raise WeightsError(
                 f"{self.path}: got a file that was written to while it was read; expected a file that stays as it is"
             )
-
-    def _read_locked(self, out: memoryview, start: int) -> int:
-        # Windows has one place per file.
-        with self._lock:
-            os.lseek(self._file, start, os.SEEK_SET)
-            found = os.read(self._file, len(out))
-        out[: len(found)] = found
-        return len(found)
 
 
 class RenamedSource:
