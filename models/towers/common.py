@@ -20,16 +20,19 @@ from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from ..attention import Mask, attention
-from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, TABLE_SCALE, Linear, RMSNorm, in_blocks, normal, product
+from ..decoder.layers import (
+    ACTIVATIONS,
+    BLOCK_TOKENS,
+    TABLE_SCALE,
+    Linear,
+    RMSNorm,
+    check_activation,
+    in_blocks,
+    normal,
+    product,
+)
 from ..decoder.mesh_axes import auto_tensor_axes, spread, spread_tokens
 from ..decoder.stacks import layers_to_scan
-
-VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    **ACTIVATIONS,
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-}
-
 
 QK_NORM_EPSILON = 1e-6
 
@@ -93,10 +96,7 @@ class BlockConfig:
     def __post_init__(self) -> None:
         if self.fused and self.qk_norm:
             raise ConfigError("vision block: got norms of query and key in one matrix; expected them in two")
-        if self.activation not in VISION_ACTIVATIONS:
-            raise ConfigError(
-                f"vision activation: got {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}"
-            )
+        check_activation(self.activation, "tower's hidden_act")
         if self.width % self.heads:
             raise ConfigError(f"vision width: got {self.width}; expected a multiple of its {self.heads} heads")
 
@@ -144,7 +144,7 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
         """Applies to [..., D]."""
         x = spread_tokens(x, self.inner.kernel.shape[-1])
-        return self.outer(VISION_ACTIVATIONS[self.activation](self.inner(x)))
+        return self.outer(ACTIVATIONS[self.activation](self.inner(x)))
 
 
 class PlainBlock(nnx.Module):

@@ -10,9 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.core import rotate
-from kvpatch_jax.errors import ConfigError
 
-from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
+from ..decoder.layers import GatedMLP, Linear, RMSNorm, check_activation, in_blocks
 from ..decoder.mesh_axes import spread_tokens
 from .common import attend_segments, check_heads, project_fused
 
@@ -37,8 +36,7 @@ class GatedBlockConfig:
 
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads, 4)
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"vision activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
+        check_activation(self.activation, "vision hidden_act")
 
 
 class GatedBlock(nnx.Module):

@@ -14,9 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ..checkpoints import ParamPath, TensorEntry, module_entries
-from ..decoder.layers import GatedMLP, Linear, RMSNorm
+from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
 from .common import (
-    VISION_ACTIVATIONS,
     LayerNorm,
     add_positions,
     axial_tables,
@@ -114,7 +113,7 @@ class Glm4vMerger(nnx.Module):
 
     def __call__(self, x: Float[Array, "E D"]) -> Float[Array, "E D"]:
         """Applies to [E,D]."""
-        return self.mlp(VISION_ACTIVATIONS["gelu"](self.norm(self.project(x))))
+        return self.mlp(ACTIVATIONS["gelu"](self.norm(self.project(x))))
 
 
 class Glm4vVisionTower(nnx.Module):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import ParamPath, TensorEntry, module_entries
-from ..decoder.layers import Linear, RMSNorm
+from ..decoder.layers import Linear, RMSNorm, check_activation
 from .common import patch_places, scan_blocks, segment_table
 from .gated import GatedBlock, GatedBlockConfig
 from .projectors import Projector
@@ -57,6 +57,7 @@ class PixtralConfig:
 
     def __post_init__(self) -> None:
         _ = self.block  # refuses heads that do not fit and unknown activations
+        check_activation(self.projector_activation, "projector_hidden_act")
         if not -self.depth - 1 <= self.feature_layer <= self.depth:
             raise ConfigError(
                 f"vision_feature_layer: got {self.feature_layer}; expected a layer of the tower's {self.depth}"

@@ -37,8 +37,6 @@ def test_equals_transformers(family, number, tmp_path):
         with pytest.raises(ConfigError, match=message):
             load(directory)
         return
-    if row.config.get("projector_hidden_act") == "relu":
-        pytest.xfail("a projector's activation beside gelu and silu ends in KeyError")
     backbone = load(directory, angles="float32")
     inputs = {}
     sizes = [part for part in row.cases["held"] if isinstance(part, Picture)]
