@@ -5,6 +5,7 @@ Axis letters as everywhere: D and E widths.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,14 +136,22 @@ class RMSNorm(nnx.Module):
 
 
 _GELU = functools.partial(jax.nn.gelu, approximate=False)
-_GELU_TANH = functools.partial(jax.nn.gelu, approximate=True)
+
+
+def _gelu_tanh(x: Array) -> Array:
+    """Computes x (1 + tanh(u)) / 2 as x · sigmoid(2u): 1 + tanh(u) cancels where u is far below 0, and a norm behind it
+    (Gemma 4's inputs of layers) would divide by what is left.
+    """
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "gelu": _GELU,
     "gelu_python": _GELU,
-    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"), _GELU_TANH),
+    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"), _gelu_tanh),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 """The activations of transformers' `ACT2FN` that are built, by its names."""
