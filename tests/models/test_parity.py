@@ -14,6 +14,8 @@ from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
 from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-5
+# Linear attention adds to its state and takes from it in float32, and a norm divides by what is left: transformers' own
+# float32 is 1.8e-5 from its float64 for one image.
 BARS = {"qwen3_5_moe": 5e-5}
 DEFAULT = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_vl", "internvl", "gemma3", "qwen3_5_moe_text")
 
