@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from kvpatch_jax.core import PARTS, Channel, KVLayout, Rope
 from kvpatch_jax.errors import ConfigError
 
-from .layers import ACTIVATIONS
+from .layers import check_activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,8 +227,7 @@ class DecoderConfig:
 
         if self.heads % self.kv_heads:
             raise ConfigError(f"query heads: got {self.heads}; expected a multiple of the {self.kv_heads} KV heads")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
+        check_activation(self.activation, "hidden_act")
         if self.kinds:
             self._check_kinds()
 

@@ -4,6 +4,8 @@ Parameters may carry leading axes (a stack of layers); a block is then used on o
 Axis letters as everywhere: D and E widths.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvpatch_jax.errors import ConfigError
 from pallas_kernels._target import platform
 
 from .mesh_axes import spread_tokens
@@ -132,11 +135,32 @@ class RMSNorm(nnx.Module):
         return wide.astype(x.dtype) * self.weight[...].astype(x.dtype)
 
 
+_GELU = functools.partial(jax.nn.gelu, approximate=False)
+
+
+def _gelu_tanh(x: Array) -> Array:
+    """Computes x (1 + tanh(u)) / 2 as x · sigmoid(2u): 1 + tanh(u) cancels where u is far below 0, and a norm behind it
+    (Gemma 4's inputs of layers) would divide by what is left.
+    """
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
     "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "swish": jax.nn.silu,
+    "gelu": _GELU,
+    "gelu_python": _GELU,
+    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"), _gelu_tanh),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
+"""The activations of transformers' `ACT2FN` that are built, by its names."""
+
+
+def check_activation(name: str, key: str) -> None:
+    """Raises ConfigError where the activation that `key` names is not built."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{key}: got {name!r}; expected one of {sorted(ACTIVATIONS)}")
 
 
 class GatedMLP(nnx.Module):

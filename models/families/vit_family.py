@@ -16,7 +16,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import need
-from ..decoder.layers import Linear
+from ..decoder.layers import Linear, check_activation
 from ..towers.projectors import PooledProjector, Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from .config_file import ConfigFile, FamilyConfig, one_size
@@ -48,6 +48,7 @@ class GlueConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("mlp", "linear", "pooled"):
             raise ConfigError(f"projector: got {self.kind!r}; expected 'mlp', 'linear' or 'pooled'")
+        check_activation(self.activation, "projector_hidden_act")
         if self.shuffle < 1:
             raise ConfigError(
                 f"pixel shuffle: got {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"

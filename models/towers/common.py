@@ -27,19 +27,13 @@ from ..decoder.layers import (
     GatedMLP,
     Linear,
     RMSNorm,
+    check_activation,
     in_blocks,
     normal,
     product,
 )
 from ..decoder.mesh_axes import auto_tensor_axes, spread, spread_tokens
 from ..decoder.stacks import layers_to_scan
-
-VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    **ACTIVATIONS,
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-}
-
 
 QK_NORM_EPSILON = 1e-6
 
@@ -104,9 +98,7 @@ class BlockConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        built = ACTIVATIONS if self.gated else VISION_ACTIVATIONS
-        if self.activation not in built:
-            raise ConfigError(f"vision activation: got {self.activation!r}; expected one of {sorted(built)}")
+        check_activation(self.activation, "tower's hidden_act")
 
 
 def project_fused(qkv: Linear, x: Float[Array, "*lead D"], heads: int) -> tuple[Array, Array, Array]:
@@ -152,7 +144,7 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
         """Applies to [..., D]."""
         x = spread_tokens(x, self.inner.kernel.shape[-1])
-        return self.outer(VISION_ACTIVATIONS[self.activation](self.inner(x)))
+        return self.outer(ACTIVATIONS[self.activation](self.inner(x)))
 
 
 class PlainBlock(nnx.Module):

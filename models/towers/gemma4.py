@@ -17,7 +17,7 @@ from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import ParamPath, TensorEntry, module_entries
-from ..decoder.layers import ACTIVATIONS, Linear, RMSNorm, in_blocks
+from ..decoder.layers import ACTIVATIONS, Linear, RMSNorm, check_activation, in_blocks
 from ..decoder.mesh_axes import spread_tokens
 from .bounded import BoundedLinear, bounded_entries
 from .common import attend_segments, axial_tables, learned, patch_places, scan_blocks, segment_table
@@ -66,8 +66,7 @@ class Gemma4VisionConfig:
     def __post_init__(self) -> None:
         if self.head_dim % 4:
             raise ConfigError(f"vision head_dim: got {self.head_dim}; expected a multiple of 4")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"vision activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
+        check_activation(self.activation, "vision hidden_activation")
 
     @property
     def features(self) -> int:

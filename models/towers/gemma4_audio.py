@@ -17,10 +17,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.errors import ConfigError
-
 from ..checkpoints import ParamPath, TensorEntry, module_entries
-from ..decoder.layers import ACTIVATIONS, Linear, RMSNorm, normal
+from ..decoder.layers import ACTIVATIONS, Linear, RMSNorm, check_activation, normal
 from .bounded import BoundedLinear, bounded_entries, clip_to
 from .common import Convolution, LayerNorm, check_heads, scan_blocks
 
@@ -86,8 +84,7 @@ class Gemma4AudioConfig:
 
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads)
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"audio activation: got {self.activation!r}; expected one of {sorted(ACTIVATIONS)}")
+        check_activation(self.activation, "audio hidden_act")
 
     @property
     def mels(self) -> int:

@@ -20,9 +20,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
-from ..decoder.layers import GatedMLP, Linear, RMSNorm
+from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
 from .common import (
-    VISION_ACTIVATIONS,
     BlockConfig,
     LayerNorm,
     PlainBlock,
@@ -256,7 +255,7 @@ class GatedMerger(nnx.Module):
     def __call__(self, squares: Float[Array, "E M D"]) -> Float[Array, "E W"]:
         """Applies to the patches of each token."""
         x = self.joined(squares.reshape(len(squares), -1))
-        return self.mlp(VISION_ACTIVATIONS["gelu"](self.norm(self.project(x))))
+        return self.mlp(ACTIVATIONS["gelu"](self.norm(self.project(x))))
 
 
 class PackedTower(nnx.Module):

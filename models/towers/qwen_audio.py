@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..decoder.layers import Linear
+from ..decoder.layers import ACTIVATIONS, Linear
 from .common import (
-    VISION_ACTIVATIONS,
     BlockConfig,
     Convolution,
     LayerNorm,
@@ -223,7 +222,7 @@ class Qwen25AudioTower(_AudioBlocks):
         pairs: Int[Array, " E"],
     ) -> Float[Array, "E D"]:
         """Embeds chunks of frames; the index arrays come from `plan_audio`."""
-        gelu = VISION_ACTIVATIONS["gelu"]
+        gelu = ACTIVATIONS["gelu"]
 
         def convolve(mel: Array, lengths: Array) -> Array:
             return gelu(self.second(_silence_behind(gelu(self.first(mel)), lengths)))
@@ -257,7 +256,7 @@ class Qwen3AudioTower(_AudioBlocks):
         segments: Int[Array, "Y Z"],
     ) -> Float[Array, "N D"]:
         """Embeds chunks of frames; the index arrays come from `plan_audio`."""
-        gelu = VISION_ACTIVATIONS["gelu"]
+        gelu = ACTIVATIONS["gelu"]
 
         def convolve(mel: Array, lengths: Array) -> Array:
             x = mel[..., None]
@@ -269,4 +268,4 @@ class Qwen3AudioTower(_AudioBlocks):
 
         chunks = _in_batches(convolve, mel.astype(jnp.dtype(self.config.dtype)), lengths)
         hidden = self.final_norm(self.attend(chunks, tokens, segments))
-        return self.outer(VISION_ACTIVATIONS[self.config.activation](self.inner(hidden)))
+        return self.outer(ACTIVATIONS[self.config.activation](self.inner(hidden)))

@@ -1,6 +1,7 @@
 """The decoder's parts alone: routers, experts, latent attention, deepstack, and what a configuration refuses."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -18,9 +19,11 @@ from kvpatch_jax.models.decoder.attention import LatentAttention
 from kvpatch_jax.models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
 from kvpatch_jax.models.decoder.decoder import Decoder
 from kvpatch_jax.models.decoder.grouped import spread
+from kvpatch_jax.models.decoder.layers import ACTIVATIONS
 from kvpatch_jax.models.decoder.moe import Experts, choose_experts
 from kvpatch_jax.models.decoder.weights import decoder_entries
 from tests.arrays import placed
+from tests.tolerances import assert_close_to_largest
 
 EXPERTS = ExpertConfig(experts=6, chosen=2, intermediate=10, router="softmax", renormalise=True)
 CONFIG = DecoderConfig(
@@ -51,6 +54,22 @@ def expected_weights(config: ExpertConfig, logits: np.ndarray, correction: np.nd
     weights = np.zeros(config.experts)
     weights[chosen] = scores[chosen]
     return weights / (weights.sum() if config.renormalise else 1) * config.scaling
+
+
+GELU_TANH = lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+FORMULAS = {
+    "relu": lambda x: np.maximum(x, 0),
+    **dict.fromkeys(("silu", "swish"), lambda x: x / (1 + np.exp(-x))),
+    **dict.fromkeys(("gelu", "gelu_python"), lambda x: x / 2 * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))),
+    **dict.fromkeys(("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"), GELU_TANH),
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_activations_follow_their_formulas(name):
+    x = np.linspace(-6, 6, 241)
+    assert_close_to_largest(ACTIVATIONS[name](jnp.asarray(x, jnp.float32)), FORMULAS[name](x), name, bar=1e-6)
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
@@ -162,7 +181,7 @@ def test_fused_experts_and_projections_are_cut_and_put_together(tmp_path, fused)
     ("change", "message"),
     [
         ({"kv_heads": 3}, "expected a multiple of the 3 KV heads"),
-        ({"activation": "relu"}, "activation: got 'relu'"),
+        ({"activation": "mish"}, "hidden_act: got 'mish'"),
     ],
 )
 def test_a_configuration_refuses(change, message):

@@ -12,7 +12,11 @@ from tests.goldens.table import Picture
 from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-5
-BARS = {"qwen3_5_moe": 1e-4, "qwen3_5_moe_text": 1e-4, "qwen3_next": 1e-4, "qwen3_5": 1e-4, "gemma4": 1e-4}
+# Linear attention adds to its state and takes from it in float32, and a norm divides by what is left: transformers' own
+# float32 is up to 1.5e-5 from its float64 here (qwen3_5_moe_text, setting 3), ours 3.4e-5.
+# Gemma 4 norms what its gelu leaves far below zero, of which transformers' tanh has no digits: its float32 is up to
+# 6e-5 from its float64.
+BARS = dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_5", "gemma4"), 5e-5)
 
 
 def refused(config):
@@ -37,8 +41,6 @@ def test_equals_transformers(family, number, tmp_path):
         with pytest.raises(ConfigError, match=message):
             load(directory)
         return
-    if row.config.get("projector_hidden_act") == "relu":
-        pytest.xfail("a projector's activation beside gelu and silu ends in KeyError")
     backbone = load(directory, angles="float32")
     inputs = {}
     sizes = [part for part in row.cases["held"] if isinstance(part, Picture)]

@@ -14,6 +14,10 @@ from tests.goldens.table import AUDIO, FAMILIES, IMAGE, VIDEO
 from tests.tolerances import assert_close_to_largest
 
 BAR = 2e-5
+# Linear attention adds to its state and takes from it in float32, and a norm divides by what is left: transformers' own
+# float32 is 1.8e-5 from its float64 for one image.
+# Gemma 4 norms what its gelu leaves far below zero, of which transformers' tanh has no digits: its float32 is up to
+# 6e-5 from its float64.
 BARS = {"qwen3_5_moe": 5e-5, "gemma4": 5e-5}
 DEFAULT = ("llama2", "gemma3_text", "deepseek_v3", "qwen3_vl", "internvl", "gemma3", "qwen3_5_moe_text")
 
