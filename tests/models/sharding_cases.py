@@ -108,18 +108,22 @@ def _behind(tokens: Tokens) -> Tokens:
     return tokens.take(2, 3)._replace(positions=tokens.take(-1, tokens.embeddings.shape[1]).positions + 1)
 
 
-def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
-    """What a case's forward gives over its mesh and on one device."""
-    write, make_mesh = CASES[name]
+def forwards(
+    write: Callable[[Path], Path], mesh: Mesh, directory: Path, whole: bool, prompt: tuple[str, str] | None = None
+) -> dict[str, Any]:
+    """What calls give over a mesh and on one device (`whole`: every kind), and how results and parameters lie.
+
+    `prompt` is a golden's family and case; without one a few tokens are read.
+    """
     write(directory)
-    alone, over = load(directory), load(directory, mesh=make_mesh())
-    embedded: dict[str, Any] = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
-    if name == "image":
-        embedded = golden_prompt(alone, "internvl", "one_image")
+    alone, over = load(directory), load(directory, mesh=mesh)
+    ids = {"input_ids": np.arange(3, 15, dtype=np.int32)[None]}
+    embedded = ids if prompt is None else golden_prompt(alone, *prompt)
     expected, found = run(alone, embedded, whole), run(over, embedded, whole)
     return {
         "errors": {call: error_of(found[call], expected[call]) for call in expected},
         "cache": {call: lies(value) for call, value in found.items() if call.split()[-1] in over.layout.names},
+        "mesh": dict(over.mesh.shape) if over.mesh is not None else {},
         "same_fingerprint": over.fingerprint == alone.fingerprint,
         **loaded(alone, over),
     }
@@ -336,7 +340,10 @@ def find(name: str, directory: Path) -> Any:
     others["own_mesh_set"] = lambda directory: own_mesh(directory, set_too=True)
     if name in others:
         return others[name](directory)
-    return forwards(name.removesuffix("-whole"), directory, name.endswith("-whole"))
+    case = name.removesuffix("-whole")
+    write, make_mesh = CASES[case]
+    prompt = ("internvl", "one_image") if case == "image" else None
+    return forwards(write, make_mesh(), directory, name.endswith("-whole"), prompt)
 
 
 def main() -> None:

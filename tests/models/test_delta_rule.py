@@ -201,7 +201,7 @@ def test_windows_compose_to_the_whole(seed: int, lengths: list[int], low: float,
 
 @pytest.mark.slow
 def test_gradients_compose_to_the_whole():
-    """Of a scalar of the composed state, against the whole's, and both against differences of the oracle's values."""
+    """Of a scalar of the composed state, against the whole's."""
     rng = np.random.default_rng(6)
     inputs = drawn(rng, 3, 70, (-3, 0))
     counted, order = np.arange(70) < np.array([[70], [33], [1]]), np.array([2, 0, 1])
@@ -218,17 +218,6 @@ def test_gradients_compose_to_the_whole():
     for name in ("key", "value", "log_decay", "beta"):
         got, expected = getattr(composed, name), getattr(whole, name)
         assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)
-
-    def exact(inputs: Drawn) -> float:
-        alone = jax.tree.map(lambda array: array[order][counted[order]][None], inputs)
-        return float((by_token(alone)["state"][0] * weight).sum())
-
-    wide = jax.tree.map(lambda array: array.astype(np.float64), inputs)
-    for name in ("key", "value", "log_decay", "beta"):
-        along, value = getattr(composed, name), getattr(wide, name)
-        along = along / np.linalg.norm(along)
-        up, down = (exact(wide._replace(**{name: value + step * along})) for step in (1e-5, -1e-5))
-        assert (up - down) / 2e-5 == pytest.approx(float((along * getattr(composed, name)).sum()), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -189,10 +189,7 @@ def test_unknown_implementation_is_refused():
 
 @pytest.mark.slow
 def test_router_load_is_what_each_layer_chose(tmp_path):
-    """Recounted from what every layer's router says while the decoder runs, by callbacks to the host.
-
-    The tiny DeepSeek-V3 has a dense layer below and a sigmoid router; 11 tokens are padded to 16, and not counted.
-    """
+    """The tiny DeepSeek-V3 has a dense layer below; 11 tokens are padded to 16, and not counted."""
     backbone = load(write_checkpoint("deepseek_v3", tmp_path / "mixture"), buckets=Buckets())
     tokens, config = backbone.embed(np.arange(3, 14)[None]), backbone.config.text
     found, experts = np.asarray(backbone.router_load(tokens)), config.experts

