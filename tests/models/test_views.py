@@ -358,7 +358,7 @@ def test_phi_prompts_are_the_authors(tmp_path):
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": asked}]
     first, second = (backbone.prepare([image])["input_ids"][0].tolist() for image in images)
     laid = [*frame.front, *first, *frame.between, *second]
-    laid += backbone.ids(f"{frame.before}{asked}{frame.behind}")
+    laid += backbone.ids([frame.before, asked, frame.behind])
     assert laid == backbone.chat([{"role": "user", "content": content}])["input_ids"][0].tolist()
 
     again = models.load(models.save(backbone, tmp_path / "saved"))
